@@ -1,0 +1,24 @@
+// The crew: the threads of this process that run kernels.
+//
+// One crew for the whole process, so that calls from several Python threads share the cores instead of
+// multiplying threads: at most `crew_limit()` lanes run at any moment, over all calls. The calling thread is a lane
+// itself whenever one is free. Lanes run in round-to-nearest with denormals kept, whatever the caller has set:
+// otherwise results would depend on which thread takes which block.
+#pragma once
+
+#include <cstdint>
+
+namespace offload {
+
+// One piece of a call; must not throw.
+using Task = void (*)(const void* context, int64_t index);
+
+// Runs task(context, 0) .. task(context, count - 1), each once, in any order, on at most `lanes` threads
+// (0: as many as the limit). Returns when all are done. Any thread; after fork() too.
+void crew_run(int64_t count, int lanes, Task task, const void* context);
+
+int crew_limit();           // from the start: the cores this process may run on
+void crew_set_limit(int);   // 1 or more
+int crew_most_lanes();      // most lanes that ran at the same moment since the last call; for tests
+
+}  // namespace offload

@@ -1,0 +1,161 @@
+// Python bindings: raw addresses in, nothing checked here. offload/kernels.py is the only caller and checks all.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "crew.h"
+#include "kernels.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace offload {
+namespace {
+
+constexpr int64_t update_block = 32768;  // elements that a lane takes at a time
+
+std::atomic<const Table*> chosen{nullptr};
+
+std::vector<std::string> isas() {
+  int count = 0;
+  const Table* const* tables = available_tables(count);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.emplace_back(tables[i]->name);
+  return names;
+}
+
+const Table& table() {
+  const Table* now = chosen.load();
+  if (now == nullptr) {
+    int count = 0;
+    now = available_tables(count)[0];
+  }
+  return *now;
+}
+
+std::string isa() { return table().name; }
+
+void set_isa(const std::string& name) {
+  int count = 0;
+  const Table* const* tables = available_tables(count);
+  for (int i = 0; i < count; ++i) {
+    if (name == tables[i]->name) return chosen.store(tables[i]);
+  }
+  throw std::invalid_argument("instruction set not available: " + name);
+}
+
+// Calls body(begin, end) over [0, count) in blocks, on the crew.
+template <class Body>
+void in_blocks(int64_t count, int64_t block, int threads, const Body& body) {
+  struct Context {
+    const Body& body;
+    int64_t count, block;
+  } context{body, count, block};
+  crew_run((count + block - 1) / block, threads,
+           [](const void* opaque, int64_t index) {
+             const Context& c = *static_cast<const Context*>(opaque);
+             c.body(index * c.block, std::min(c.count, (index + 1) * c.block));
+           },
+           &context);
+}
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// The arguments that every update shares, as offload/kernels.py hands them over.
+struct Update {
+  Buffers buffers;
+  int64_t count;
+  int threads;
+
+  Update(uintptr_t param, uintptr_t grad, uintptr_t state0, uintptr_t state1, uintptr_t out, int grad_dtype,
+         int out_dtype, double scale, int64_t count, int64_t tail_begin, int threads)
+      : buffers{at<float>(param),         at<const void>(grad), at<float>(state0),
+                at<float>(state1),        at<void>(out),        static_cast<DType>(grad_dtype),
+                static_cast<DType>(out_dtype), float(scale),    tail_begin},
+        count(count),
+        threads(threads) {}
+
+  template <class Scalars>
+  void run(void (*kernel)(const Buffers&, const Scalars&, int64_t, int64_t), const Scalars& scalars) const {
+    in_blocks(count, update_block, threads,
+              [&](int64_t begin, int64_t end) { kernel(buffers, scalars, begin, end); });
+  }
+};
+
+void adam(const Update& u, float lerp_weight, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
+          float neg_step_size, float decay, bool lerp_from_grad, bool decoupled, bool has_decay) {
+  u.run(table().adam, AdamScalars{lerp_weight, beta2, one_minus_beta2, bias2_sqrt, eps, neg_step_size, decay,
+                                  lerp_from_grad, decoupled, has_decay});
+}
+
+void sgd(const Update& u, float neg_lr, float decay, float momentum, float one_minus_dampening, bool has_decay,
+         bool has_momentum, bool nesterov, bool first) {
+  u.run(table().sgd,
+        SgdScalars{neg_lr, decay, momentum, one_minus_dampening, has_decay, has_momentum, nesterov, first});
+}
+
+void adagrad(const Update& u, float lr, float eps, float decay, bool has_decay) {
+  u.run(table().adagrad, AdagradScalars{lr, eps, decay, has_decay});
+}
+
+void lion(const Update& u, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float neg_lr,
+          float decay) {
+  u.run(table().lion, LionScalars{beta1, one_minus_beta1, beta2, one_minus_beta2, neg_lr, decay});
+}
+
+// Writes one double for each stats_block of the gradient.
+void block_sums(uintptr_t grad, int dtype, int64_t count, uintptr_t sums, int threads) {
+  const Table& t = table();
+  in_blocks(count, stats_block, threads, [&](int64_t begin, int64_t end) {
+    at<double>(sums)[begin / stats_block] = t.sum_squares(at<const void>(grad), static_cast<DType>(dtype), begin, end);
+  });
+}
+
+void cast(uintptr_t source, int from, uintptr_t target, int to, int64_t count, int threads) {
+  const Table& t = table();
+  in_blocks(count, update_block, threads, [&](int64_t begin, int64_t end) {
+    t.cast(at<const void>(source), static_cast<DType>(from), at<void>(target), static_cast<DType>(to), begin, end);
+  });
+}
+
+void touch(uintptr_t p, uintptr_t g, uintptr_t m, uintptr_t v, int64_t count, int threads) {
+  const Table& t = table();
+  in_blocks(count, update_block, threads, [&](int64_t begin, int64_t end) {
+    t.touch(at<float>(p), at<const float>(g), at<float>(m), at<float>(v), begin, end);
+  });
+}
+
+}  // namespace
+}  // namespace offload
+
+NB_MODULE(_native, m) {
+  using namespace offload;
+  using no_gil = nb::call_guard<nb::gil_scoped_release>;
+  m.attr("STATS_BLOCK") = stats_block;
+  nb::class_<Update>(m, "Update")
+      .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, double, int64_t, int64_t, int>(),
+           "param"_a, "grad"_a, "state0"_a, "state1"_a, "out"_a, "grad_dtype"_a, "out_dtype"_a, "scale"_a, "count"_a,
+           "tail_begin"_a, "threads"_a);
+  m.def("isas", isas);
+  m.def("isa", isa);
+  m.def("set_isa", set_isa, "name"_a);
+  m.def("adam", adam, no_gil());
+  m.def("sgd", sgd, no_gil());
+  m.def("adagrad", adagrad, no_gil());
+  m.def("lion", lion, no_gil());
+  m.def("block_sums", block_sums, no_gil());
+  m.def("cast", cast, no_gil());
+  m.def("touch", touch, no_gil());
+  m.def("threads", crew_limit);
+  m.def("set_threads", crew_set_limit, "count"_a);
+  m.def("most_lanes", crew_most_lanes);
+}

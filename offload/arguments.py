@@ -1,0 +1,131 @@
+"""What a kernel may be given: checks of tensors, done before a byte is written.
+
+The native core works on raw addresses, so a mistake here would be a crash or silent damage there. Every refusal is
+a `ConfigError` that names the argument, what it is and what it should be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Return `tensor` if it is dense host memory of one of `dtypes`."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"{name}: expected a tensor in host memory, got device {tensor.device}; "
+            "copy it to the CPU first"
+        )
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ConfigError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{name}: expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}; pass .contiguous()"
+        )
+    if tensor.is_neg():
+        raise ConfigError(f"{name}: is a lazily negated view; pass .resolve_neg()")
+    if tensor.numel() and _address(name, tensor) == 0:
+        raise ConfigError(
+            f"{name}: a {type(tensor).__name__} without memory of its own; pass its local tensor"
+        )
+    return tensor
+
+
+def check_sizes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of elements that all `tensors` have; the first one sets it."""
+    (first, count), *rest = ((name, tensor.numel()) for name, tensor in tensors.items())
+    for name, other in rest:
+        if other != count:
+            raise ConfigError(f"{name}: expected {count} elements as in {first}, got {other}")
+    return count
+
+
+def check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """No two of `tensors` share a byte."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    )
+    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+        if begin < end:
+            raise ConfigError(
+                f"{other}: overlaps {name} by {end - begin} bytes; give each its own memory"
+            )
+
+
+def check_writable(tensors: Mapping[str, Tensor]) -> None:
+    """The first and the last page of each tensor can be written: a tensor may lie on a read-only memory map."""
+    if not _can_probe():
+        return
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        begin = tensor.data_ptr()
+        for address in {begin, begin + tensor.nbytes - 1}:
+            # Mappings of a driver refuse the probe although they can be written; the map of the process decides.
+            if not _populate(address) and not _mapped_writable(address):
+                raise ConfigError(
+                    f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
+                )
+
+
+def note_writes(tensors: Mapping[str, Tensor]) -> None:
+    """Tell autograd that the tensors have changed, as an in-place operation of torch does."""
+    torch.autograd.graph.increment_version([t for t in tensors.values() if not t.is_inference()])
+
+
+def _address(name: str, tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as error:  # fake and functional tensors
+        raise ConfigError(f"{name}: a {type(tensor).__name__} without memory: {error}") from error
+
+
+@cache
+def _madvise() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def _populate(address: int) -> bool:
+    page = address - address % mmap.PAGESIZE
+    result: int = _madvise()(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+    return result == 0
+
+
+@cache
+def _can_probe() -> bool:
+    """Whether this kernel knows the probe; without it read-only memory is not noticed before the write."""
+    if not sys.platform.startswith("linux"):
+        return False
+    page = ctypes.create_string_buffer(1)
+    return _populate(ctypes.addressof(page))
+
+
+def _mapped_writable(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, permissions = line.split(maxsplit=2)[:2]
+            begin, end = (int(part, 16) for part in span.split("-"))
+            if begin <= address < end:
+                return "w" in permissions
+    return False

@@ -1,0 +1,234 @@
+"""The user's wishes as one frozen value.
+
+`Config` says what the user wants, in bytes and names; what follows from it is derived elsewhere and shown in the
+plan. Every field is checked here, alone and against the others, before anything is touched. Reads no environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+ACTIVATIONS = ("keep", "recompute", "offload")
+
+
+def parse_size(name: str, value: int | str) -> int:
+    """Bytes from a whole number or a string such as "512MiB" or "1.5 GB"."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f'{name}: expected bytes or a size such as "8GiB", got {value!r}')
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        unit = match and _UNITS.get(match[2].lower())
+        if not match or unit is None:
+            raise ConfigError(
+                f'{name}: expected bytes or a size such as "512MiB" or "8GiB", got {value!r}'
+            )
+        value = math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if value <= 0:
+        raise ConfigError(f"{name}: expected more than 0 bytes, got {value}")
+    return value
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` for people: "8 GiB", "1.5 MiB", "12 B"."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def parse_dtype(name: str, value: torch.dtype | str, allowed: Iterable[torch.dtype]) -> torch.dtype:
+    """A torch dtype from itself or its name: torch.bfloat16, "bfloat16", "torch.bfloat16"."""
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
+    dtype = (
+        value if isinstance(value, torch.dtype) else names.get(str(value).removeprefix("torch."))
+    )
+    if dtype not in names.values():
+        raise ConfigError(
+            f"{name}: expected {_any_of(names)}, got {value!r}{_nearest(str(value), names)}"
+        )
+    assert dtype is not None
+    return dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `wrap` and `prepare` are asked for; every field is also a keyword of theirs.
+
+    Sizes may be given as strings and are kept in bytes; dtypes may be given by name. A wrong value is a
+    `ConfigError` when the `Config` is made.
+    """
+
+    device: str | torch.device = "auto"
+    """The accelerator that torch has, else the CPU."""
+
+    device_memory: int | str | None = None
+    """Bytes this process may hold on the device, activations included. None: what is free, less a margin."""
+
+    host_memory: int | str | None = None
+    """Host bytes that the engine may hold. None: leaves 20 % or 8 GiB of the machine (or cgroup) free."""
+
+    nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None
+    """One directory or several for what does not fit in memory. Kept as a tuple of paths; None: no disk."""
+
+    param_dtype: torch.dtype | str | None = None
+    """Compute dtype; for bf16 and fp16 an exact fp32 master is kept. None: as the model."""
+
+    state_dtype: torch.dtype | str = "float32"
+    """Storage of the optimizer's moments: "float32", "bfloat16" or "int8"."""
+
+    activations: str = "keep"
+    """Saved activations: "keep" on the device, "recompute" in backward, or "offload" to the host."""
+
+    prefetch_depth: int | str = "auto"
+    """Units fetched ahead; "auto": from the tuned profile, else from the trace."""
+
+    max_grad_norm: float | None = None
+    """Clip the global gradient norm to this inside the update. None: the loop clips, or nobody."""
+
+    release_grads: bool = False
+    """wrap: free device gradients as they reach the host (`p.grad` is then None)."""
+
+    process_group: Any = None
+    """Ranks to shard over. None: the default group, if initialized."""
+
+    self_check: int = 0
+    """For the first so many steps a sample of chunks is updated again with torch and compared."""
+
+    profile: str | os.PathLike[str] | None = None
+    """File that `offload tune` wrote. None: the machine's own, if there is one."""
+
+    strict: bool = False
+    """Any degradation raises instead of being reported."""
+
+    def __post_init__(self) -> None:
+        for field in ("device_memory", "host_memory"):
+            if (value := getattr(self, field)) is not None:
+                self._set(field, parse_size(field, value))
+        self._set("nvme", _paths("nvme", self.nvme))
+        if self.param_dtype is not None:
+            self._set("param_dtype", parse_dtype("param_dtype", self.param_dtype, PARAM_DTYPES))
+        self._set("state_dtype", str(self.state_dtype).removeprefix("torch."))
+        _check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
+        _check_choice("activations", self.activations, ACTIVATIONS)
+        _check_device(self.device)
+        if self.prefetch_depth != "auto":
+            _check_count("prefetch_depth", self.prefetch_depth, 'or "auto"')
+        if self.max_grad_norm is not None:
+            _check_norm("max_grad_norm", self.max_grad_norm)
+        _check_count("self_check", self.self_check)
+        _check_flag("release_grads", self.release_grads)
+        _check_flag("strict", self.strict)
+        if self.profile is not None:
+            (profile,) = _paths("profile", os.fspath(self.profile)) or ()
+            self._set("profile", profile)
+        if str(self.device) == "cpu" and self.device_memory is not None:
+            raise ConfigError(
+                "device_memory: the CPU has no device memory of its own; give host_memory instead"
+            )
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(
+            self, field, value
+        )  # the one way to normalise a field of a frozen dataclass
+
+    @classmethod
+    def of(cls, config: Config | None = None, **changes: Any) -> Config:
+        """`config` (or the defaults) with `changes`; an unknown name is an error that tells the nearest field."""
+        known = [field.name for field in fields(cls)]
+        for name in changes:
+            if name not in known:
+                raise ConfigError(
+                    f"{name}: no such field{_nearest(name, known)}; fields: {', '.join(known)}"
+                )
+        if config is None:
+            return cls(**changes)
+        if not isinstance(config, cls):
+            raise ConfigError(f"config: expected an offload.Config, got {type(config).__name__}")
+        return replace(config, **changes)
+
+
+def _paths(name: str, value: object) -> tuple[Path, ...] | None:
+    if value is None:
+        return None
+    single = isinstance(value, str | os.PathLike)
+    items: list[Any] = (
+        [value] if single else list(value) if isinstance(value, Iterable) else [value]
+    )
+    if not items:
+        raise ConfigError(
+            f"{name}: expected one path or several, got an empty list; give None for no disk"
+        )
+    for item in items:
+        if not isinstance(item, str | os.PathLike) or not os.fspath(item):
+            raise ConfigError(f"{name}: expected a path, got {item!r}")
+    paths = tuple(Path(item).expanduser() for item in items)
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"{name}: the same path is given twice: {', '.join(map(str, paths))}")
+    return paths
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"{name}: expected {_any_of(allowed)}, got {value!r}{_nearest(str(value), allowed)}"
+        )
+
+
+def _check_device(device: object) -> None:
+    if device == "auto" or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f'device: expected "auto" or a torch device, got {device!r}: {error}'
+        ) from error
+
+
+def _check_count(name: str, value: object, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"{name}: expected a whole number from 0 on {otherwise}".rstrip() + f", got {value!r}"
+        )
+
+
+def _check_norm(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}: expected a finite number above 0, or None, got {value!r}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected True or False, got {value!r}")
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f"; did you mean {match[0]!r}?" if match else ""

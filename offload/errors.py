@@ -1,0 +1,59 @@
+"""Every error that `offload` raises on purpose.
+
+All derive from `OffloadError`, so that one `except` catches what the engine has to say. A message names what
+failed, which one, what was got and expected, and what to do about it. This file imports nothing.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """What the caller asked for is not acceptable: an argument, a field, an environment variable.
+
+    Raised before anything is changed.
+    """
+
+
+class CapacityError(OffloadError):
+    """A byte budget is too small for what must be held in it. Carries the arithmetic in its message."""
+
+
+class StateError(OffloadError, RuntimeError):
+    """The object is not in a state in which this can be done: closed, poisoned, used after fork."""
+
+
+class FormatError(OffloadError):
+    """A file is not what it should be: damaged, hostile, or of another version."""
+
+
+class StoreError(OffloadError, OSError):
+    """The disk or the system refused an operation on swapped bytes."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int | None = None,
+        operation: str | None = None,
+        file: str | None = None,
+        offset_bytes: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.operation = operation
+        self.file = file
+        self.offset_bytes = offset_bytes
+        self.tensor = tensor
+
+
+class StoreTimeout(StoreError):
+    """An operation did not end within its deadline. Its buffer is quarantined, not reused."""
+
+
+class CorruptionError(StoreError):
+    """Bytes came back from the disk that are not the bytes that were written."""

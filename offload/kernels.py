@@ -1,0 +1,289 @@
+"""Typed calls of the kernels: updates, gradient statistics, casts.
+
+All work on host memory, in one pass, with the GIL released and on the threads of one crew for the whole process;
+results do not depend on the instruction set, the number of threads, the alignment, or how a parameter is cut into
+slices. Where the native core is missing, the same functions run in plain torch (`offload.reference`), with the same
+bits, slowly; `native_error()` says why and `offload doctor` shows it.
+
+An update gets a slice of a parameter. `offset` is the number of the parameter's elements before the slice and
+`numel` those of the whole parameter (None: the slice reaches its end): torch treats the last `numel % 8` elements of
+a parameter in another way, and so must we.
+
+Environment, read once: `OFFLOAD_ISA` forces an instruction set (`avx512`, `avx2`, `neon`, `scalar`, or `reference`
+for plain torch).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload import reference
+from offload.arguments import check_apart, check_sizes, check_tensor, check_writable, note_writes
+from offload.errors import ConfigError
+from offload.rules import Rule
+
+TORCH_WIDTH = 8  # lanes of torch's fused kernels, under AVX2 and AVX-512 alike
+STATS_BLOCK = reference.STATS_BLOCK
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 3}  # DType in kernels.h
+_GRADS = (torch.float32, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+# --- which core runs ---------------------------------------------------------------------------------------------
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    try:
+        from offload import _native
+    except ImportError as error:
+        return (
+            None,
+            f"the native core is not there ({error}); install with a C++ compiler, or from a wheel",
+        )
+    return _native, None
+
+
+@dataclass
+class _Choice:
+    """The instruction set in use; `None` until the first question, then fixed unless a test changes it."""
+
+    isa: str | None = None
+
+
+_choice = _Choice()
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that can be forced on this machine, fastest first; `reference` (plain torch) is always there."""
+    native, _ = _load()
+    return [*(native.isas() if native else ()), "reference"]
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    if _choice.isa is None:
+        _set_isa(os.environ.get("OFFLOAD_ISA") or available_isas()[0], origin="OFFLOAD_ISA")
+    assert _choice.isa is not None
+    return _choice.isa
+
+
+def native_error() -> str | None:
+    """None when the native core is in use, otherwise why it is not."""
+    if isa() != "reference":
+        return None
+    _, error = _load()
+    return error or "OFFLOAD_ISA=reference asks for plain torch"
+
+
+def _set_isa(name: str, origin: str) -> None:
+    if name not in available_isas():
+        _, error = _load()
+        raise ConfigError(
+            f"{origin}: instruction set {name!r} is not available here, only "
+            f"{', '.join(available_isas())}" + (f" ({error})" if error else "")
+        )
+    native, _ = _load()
+    if native and name != "reference":
+        native.set_isa(name)
+    _choice.isa = name
+
+
+@contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    """Run with another instruction set, for tests and benchmarks; for the whole process, so not while others compute."""
+    before = isa()
+    _set_isa(name, origin="forced_isa")
+    try:
+        yield
+    finally:
+        _set_isa(before, origin="forced_isa")
+
+
+def _native() -> ModuleType | None:
+    return None if isa() == "reference" else _load()[0]
+
+
+def num_threads() -> int:
+    """Most threads that kernels run on at the same moment, over all calls of this process."""
+    native = _native()
+    return native.threads() if native else torch.get_num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Change `num_threads()`; at first it is the number of cores that this process may use."""
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"count: expected a whole number of threads from 1 on, got {count!r}")
+    native = _native()
+    if native:
+        native.set_threads(count)
+    else:
+        torch.set_num_threads(count)
+
+
+# --- updates -----------------------------------------------------------------------------------------------------
+
+
+def update(
+    rule: Rule,
+    param: Tensor,
+    grad: Tensor,
+    *states: Tensor,
+    out: Tensor | None = None,
+    scale: float = 1.0,
+    maximize: bool = False,
+    offset: int = 0,
+    numel: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """One optimizer step on a slice of a parameter, in place: the bits of torch's fused CPU optimizers.
+
+    rule: made by `offload.rules` for this step. param and states: fp32; `param` is the parameter itself or the exact
+    master of a 16-bit one, the states are those that `rule.states` names. grad: fp32, bf16 or fp16; not changed.
+    out: bf16 or fp16, receives the updated `param` rounded to nearest even. scale: multiplies the gradient in fp32
+    before anything else (1 / loss scale x clip coefficient). offset, numel: where the slice lies in its parameter.
+    """
+    if len(states) != len(rule.states):
+        expected = ", ".join(rule.states) or "none"
+        raise ConfigError(
+            f"states: {type(rule).__name__} expects {expected}, got {len(states)} tensors"
+        )
+    written = {"param": check_tensor("param", param, (torch.float32,))}
+    for name, state in zip(rule.states, states, strict=True):
+        written[name] = check_tensor(name, state, (torch.float32,))
+    if out is not None:
+        written["out"] = check_tensor("out", out, _HALVES)
+    every = {**written, "grad": check_tensor("grad", grad, _GRADS)}
+    count = check_sizes(every)
+    tail_begin = _tail_begin(offset, count, numel)
+    lanes = _lanes(threads)
+    check_apart(every)
+    check_writable(written)
+    signed_scale = -scale if maximize else scale
+    state0, state1, *_ = [*states, None, None]
+    native = _native()
+    if native:
+        call = native.Update(
+            *(0 if t is None else t.data_ptr() for t in (param, grad, state0, state1, out)),
+            _CODES[grad.dtype],
+            _CODES[out.dtype if out is not None else None],
+            signed_scale,
+            count,
+            tail_begin,
+            lanes,
+        )
+        getattr(native, rule.kernel)(call, *astuple(rule))
+    else:
+        flat = (
+            None if t is None else t.detach().view(-1) for t in (param, grad, state0, state1, out)
+        )
+        with torch.no_grad():
+            getattr(reference, rule.kernel)(
+                reference.Buffers(*flat, signed_scale, tail_begin), rule
+            )
+    note_writes(written)
+
+
+def _tail_begin(offset: int, count: int, numel: int | None) -> int:
+    """Where, in a slice of `count` elements at `offset`, the parameter's last `numel % 8` elements begin."""
+    if offset < 0:
+        raise ConfigError(f"offset: expected 0 or more, got {offset}")
+    end = offset + count
+    if numel is None:
+        numel = end
+    if end > numel:
+        raise ConfigError(
+            f"numel: the slice [{offset}, {end}) ends behind the parameter's {numel} elements"
+        )
+    return min(max(numel - numel % TORCH_WIDTH - offset, 0), count)
+
+
+def _lanes(threads: int | None) -> int:
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads: expected 1 or more, or None for all, got {threads}")
+    return threads or 0
+
+
+# --- gradient statistics -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """Sum of squares of a gradient, and whether every element of it is finite.
+
+    `block_sums` has one partial sum for each STATS_BLOCK elements. Their total is exact before its one rounding, so
+    that it does not depend on the order in which slices are put together with `+`; nor on where a gradient was cut,
+    as long as the cuts are multiples of STATS_BLOCK.
+    """
+
+    block_sums: tuple[float, ...] = field(repr=False)
+    finite: bool
+    sum_squares: float
+
+    @classmethod
+    def of(cls, block_sums: Iterable[float]) -> GradStats:
+        sums = tuple(block_sums)
+        # Squares of fp32 numbers cannot overflow in double: a sum is finite exactly when all its elements are.
+        finite = all(map(math.isfinite, sums))
+        return cls(sums, finite, math.fsum(sums) if finite else sum(sums))
+
+    def __add__(self, other: GradStats) -> GradStats:
+        return GradStats.of(self.block_sums + other.block_sums)
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.sum_squares)
+
+
+def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
+    """Statistics of `grad` (fp32, bf16 or fp16) in one pass; independent of threads and instruction set."""
+    check_tensor("grad", grad, _GRADS)
+    sums = np.empty(-(-grad.numel() // STATS_BLOCK), dtype=np.float64)
+    lanes = _lanes(threads)
+    native = _native()
+    if native:
+        native.block_sums(
+            grad.data_ptr(), _CODES[grad.dtype], grad.numel(), sums.ctypes.data, lanes
+        )
+    else:
+        reference.block_sums(grad.detach().view(-1), torch.from_numpy(sums))
+    return GradStats.of(sums.tolist())
+
+
+# --- casts ---------------------------------------------------------------------------------------------------
+
+
+def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
+    """Copy `source` into `target`, between fp32 and bf16 or fp16, to nearest even; NaN stays NaN."""
+    check_tensor("source", source, _GRADS)
+    check_tensor("target", target, _HALVES if source.dtype == torch.float32 else (torch.float32,))
+    every = {"source": source, "target": target}
+    count = check_sizes(every)
+    lanes = _lanes(threads)
+    check_apart(every)
+    check_writable({"target": target})
+    native = _native()
+    if native:
+        native.cast(
+            source.data_ptr(),
+            _CODES[source.dtype],
+            target.data_ptr(),
+            _CODES[target.dtype],
+            count,
+            lanes,
+        )
+    else:
+        with torch.no_grad():
+            reference.cast(source.detach().view(-1), target.detach().view(-1))
+    note_writes({"target": target})

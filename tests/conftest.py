@@ -1,0 +1,38 @@
+"""Shared set-up: one seed for everything, printed with every failure."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"offload: seed {SEED} (change it with OFFLOAD_TEST_SEED), torch {torch.__version__}"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    random.seed(SEED)
+    np.random.seed(SEED % 2**32)
+    torch.manual_seed(SEED)
+    print(f"seed {SEED}")
+    return SEED
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """A test may change the number of threads; the next one starts with what was there."""
+    from offload import kernels
+
+    ours, torchs = kernels.num_threads(), torch.get_num_threads()
+    yield
+    torch.set_num_threads(torchs)
+    if kernels.native_error() is None:
+        kernels.set_num_threads(ours)

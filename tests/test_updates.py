@@ -1,0 +1,390 @@
+"""The update kernels give the bits of torch's fused CPU optimizers, on every instruction set and however cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from testlib import SIZES, assert_same_bits, awkward, cuts, unaligned
+from torch import Tensor
+
+from offload import kernels, rules
+
+pytestmark = pytest.mark.kernels
+
+ISAS = kernels.available_isas()
+NATIVE_ISAS = [isa for isa in ISAS if isa != "reference"]
+STEPS = 50
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.forced_isa(request.param):
+        yield request.param
+
+
+@dataclass
+class Case:
+    """One torch optimizer, and the rule that must match it at every step."""
+
+    name: str
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
+    rule: Callable[[int], rules.Rule]
+    states: tuple[str, ...]
+    maximize: bool = False
+
+
+def adam_case(
+    name: str, *, decoupled: bool, maximize: bool = False, tensor_lr: bool = False, **options: Any
+) -> Case:
+    torch_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+    lr = torch.tensor(options.pop("lr", 1e-3)) if tensor_lr else options.pop("lr", 1e-3)
+    betas = options.pop("betas", (0.9, 0.999))
+    eps, weight_decay = options.pop("eps", 1e-8), options.pop("weight_decay", 0.0)
+    assert not options
+
+    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
+        return torch_class(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            fused=True,
+        )
+
+    def rule(step: int) -> rules.Rule:
+        return rules.Adam.at(
+            step,
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
+        )
+
+    return Case(
+        f"{torch_class.__name__}-{name}", optimizer, rule, ("exp_avg", "exp_avg_sq"), maximize
+    )
+
+
+def sgd_case(name: str, *, lr: float = 0.03, maximize: bool = False, **options: Any) -> Case:
+    settings = {
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        **options,
+    }
+
+    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=lr, maximize=maximize, fused=True, **settings)
+
+    def rule(step: int) -> rules.Rule:
+        return rules.Sgd.at(lr=lr, first=step == 1, **settings)
+
+    states = ("momentum_buffer",) if settings["momentum"] else ()
+    return Case(f"SGD-{name}", optimizer, rule, states, maximize)
+
+
+def adagrad_case(name: str, *, lr: float = 0.02, maximize: bool = False, **options: Any) -> Case:
+    settings = {"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, **options}
+
+    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(params, lr=lr, maximize=maximize, fused=True, **settings)
+
+    def rule(step: int) -> rules.Rule:
+        return rules.Adagrad.at(step, lr=lr, **settings)
+
+    return Case(f"Adagrad-{name}", optimizer, rule, ("sum",), maximize)
+
+
+CASES = [
+    *(
+        case
+        for decoupled in (True, False)
+        for case in (
+            adam_case("plain", decoupled=decoupled),
+            adam_case("decay", decoupled=decoupled, weight_decay=0.1),
+            adam_case("maximize", decoupled=decoupled, weight_decay=0.01, maximize=True),
+            adam_case("tensor_lr", decoupled=decoupled, weight_decay=0.1, tensor_lr=True, lr=3e-4),
+            adam_case("beta1=0.5", decoupled=decoupled, betas=(0.5, 0.95), eps=1e-3),
+            adam_case("beta1=0.3", decoupled=decoupled, betas=(0.3, 0.9), weight_decay=0.1),
+            adam_case("beta1=0", decoupled=decoupled, betas=(0.0, 0.99), eps=0.0),
+            adam_case("beta1 rounds to half", decoupled=decoupled, betas=(0.5 + 1e-9, 0.999)),
+            adam_case("large", decoupled=decoupled, lr=30.0, betas=(0.99, 0.5), weight_decay=1e-6),
+        )
+    ),
+    sgd_case("plain"),
+    sgd_case("decay", weight_decay=0.1, maximize=True),
+    sgd_case("momentum", momentum=0.9, weight_decay=0.01),
+    sgd_case("dampening", momentum=0.7, dampening=0.3, maximize=True),
+    sgd_case("nesterov", momentum=0.9, nesterov=True, weight_decay=0.1),
+    adagrad_case("plain"),
+    adagrad_case("decay", lr_decay=0.01, weight_decay=0.1, eps=1e-6),
+    adagrad_case("maximize", lr_decay=0.1, maximize=True),
+]
+
+
+def train_torch(case: Case, start: Tensor, grads: list[Tensor]) -> list[Tensor]:
+    """Parameter and states after torch's own fused optimizer."""
+    param = torch.nn.Parameter(start.clone())
+    optimizer = case.optimizer([param])
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    state = optimizer.state[param]
+    # torch keeps no state for an empty parameter's momentum; ours is empty too.
+    return [
+        param.detach(),
+        *(state[name] if state.get(name) is not None else start.clone() for name in case.states),
+    ]
+
+
+def train_ours(
+    case: Case,
+    start: Tensor,
+    grads: list[Tensor],
+    slices: list[tuple[int, int]] | None = None,
+    shift: int = 0,
+) -> list[Tensor]:
+    """The same with kernels.update, each slice in memory of its own that starts `shift` elements off."""
+    numel = start.numel()
+    slices = [(0, numel)] if slices is None else slices
+    pieces = [
+        [unaligned(start[a:b], shift), *(unaligned(torch.zeros(b - a), shift) for _ in case.states)]
+        for a, b in slices
+    ]
+    for step, grad in enumerate(grads, start=1):
+        rule = case.rule(step)
+        for (a, b), (param, *states) in zip(slices, pieces, strict=True):
+            piece = unaligned(grad[a:b], shift)
+            kernels.update(
+                rule, param, piece, *states, maximize=case.maximize, offset=a, numel=numel
+            )
+            assert_same_bits(piece, grad[a:b], "the gradient must not change")
+    if not pieces:
+        return [start.clone() for _ in range(1 + len(case.states))]
+    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+
+def compare(case: Case, got: list[Tensor], expected: list[Tensor]) -> None:
+    for name, ours, theirs in zip(("param", *case.states), got, expected, strict=True):
+        assert_same_bits(ours, theirs, f"{case.name}: {name}")
+
+
+@pytest.mark.parametrize("numel", [n for n in SIZES if n < 10_000])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_torch_fused_to_the_bit(isa: str, case: Case, numel: int) -> None:
+    start = torch.randn(numel)
+    grads = [torch.randn(numel) for _ in range(STEPS)]
+    compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_torch_fused_on_a_large_parameter(isa: str, case: Case) -> None:
+    numel = SIZES[-1]
+    steps = STEPS if isa in NATIVE_ISAS else 2  # plain torch needs a second for a step of this size
+    start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(5)]
+    repeated = [grads[i % 5] for i in range(steps)]
+    compare(case, train_ours(case, start, repeated), train_torch(case, start, repeated))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_torch_fused_on_special_numbers(isa: str, case: Case) -> None:
+    """inf, NaN, denormals, overflow in parameters and gradients: a few steps, then ordinary ones on top."""
+    numel = 4097
+    start = awkward(numel)
+    grads = [awkward(numel) for _ in range(3)] + [torch.randn(numel) for _ in range(3)]
+    compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_torch_fused_on_denormals_alone(isa: str, case: Case) -> None:
+    numel = 1003
+    start = torch.randn(numel) * 1e-39
+    grads = [torch.randn(numel) * 10.0 ** float(e) for e in (-38, -40, -44, -22, -30)]
+    compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3, 7])
+@pytest.mark.parametrize("multiple", [8, 1], ids=["multiples of 8", "anywhere"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuts_and_alignment_do_not_change_bits(
+    isa: str, case: Case, multiple: int, shift: int
+) -> None:
+    for numel in (1, 9, 127, 4099):
+        start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(4)]
+        whole = train_torch(case, start, grads)
+        compare(case, train_ours(case, start, grads, cuts(numel, 6, multiple), shift), whole)
+
+
+def test_cuts_of_a_large_parameter(isa: str) -> None:
+    case, numel = ADAMW, SIZES[-1]
+    start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(2)]
+    compare(
+        case, train_ours(case, start, grads, cuts(numel, 5, 8)), train_torch(case, start, grads)
+    )
+
+
+LION = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+
+
+def lion_published(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" in double: p_t and m_t."""
+    p, g, m = p.double(), g.double(), m.double()
+    update = torch.sign(LION["beta1"] * m + (1 - LION["beta1"]) * g)
+    p = p - LION["lr"] * (update + LION["weight_decay"] * p)
+    return p, LION["beta2"] * m + (1 - LION["beta2"]) * g
+
+
+@pytest.mark.parametrize("numel", SIZES[:-1])
+def test_lion_follows_its_published_formula(isa: str, numel: int) -> None:
+    p, m = torch.randn(numel), torch.zeros(numel)
+    rule = rules.Lion.at(**LION)
+    for _ in range(10):
+        g = torch.randn(numel)
+        expected_p, expected_m = lion_published(p, g, m)
+        kernels.update(rule, p, g, m)
+        # Each fp32 step rounds at most three times; the sign is decided before rounding except at exact ties.
+        torch.testing.assert_close(p.double(), expected_p, rtol=3e-7, atol=1e-7)
+        torch.testing.assert_close(m.double(), expected_m, rtol=3e-7, atol=1e-7)
+
+
+def test_lion_hands_nan_on_and_keeps_zero(isa: str) -> None:
+    p, m = torch.ones(20), torch.zeros(20)
+    g = torch.zeros(20)
+    g[3] = g[17] = float("nan")
+    kernels.update(rules.Lion.at(**{**LION, "weight_decay": 0.0}), p, g, m)
+    broken = torch.isnan(p)
+    assert broken.nonzero().flatten().tolist() == [3, 17]
+    assert torch.equal(p[~broken], torch.ones(18))
+
+
+LION_CASE = Case("Lion", torch.optim.SGD, lambda step: rules.Lion.at(**LION), ("exp_avg",))
+BY_NAME = {case.name: case for case in CASES}
+ADAMW = BY_NAME["AdamW-decay"]
+JUDGED = [
+    ADAMW,
+    *(
+        BY_NAME[name]
+        for name in (
+            "Adam-beta1=0.3",
+            "SGD-plain",
+            "SGD-dampening",
+            "SGD-nesterov",
+            "Adagrad-decay",
+        )
+    ),
+    LION_CASE,
+]
+
+
+@pytest.mark.parametrize("native_isa", NATIVE_ISAS)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
+def test_every_dtype_equals_the_reference(
+    case: Case, out_dtype: torch.dtype | None, grad_dtype: torch.dtype, native_isa: str
+) -> None:
+    """Mixed precision, scaled and sliced: parameter, states and 16-bit output, bit for bit."""
+    for numel, shift, scale in (
+        (0, 0, 1.0),
+        (1, 1, 0.5),
+        (17, 0, 0.37),
+        (1000, 3, -1.25),
+        (70001, 1, 1 / 1024),
+    ):
+        start = awkward(numel)
+        grads = [awkward(numel, grad_dtype) for _ in range(2)]
+        results = {}
+        for isa in (native_isa, "reference"):
+            buffers = [
+                unaligned(t, shift) for t in (start, *(torch.zeros(numel) for _ in case.states))
+            ]
+            out = (
+                None if out_dtype is None else unaligned(torch.zeros(numel, dtype=out_dtype), shift)
+            )
+            with kernels.forced_isa(isa):
+                for step, grad in enumerate(grads, start=1):
+                    param, *states = buffers
+                    kernels.update(
+                        case.rule(step),
+                        param,
+                        unaligned(grad, shift),
+                        *states,
+                        out=out,
+                        scale=scale,
+                        maximize=True,
+                    )
+            results[isa] = [*buffers, *([] if out is None else [out])]
+        for name, got, expected in zip(
+            ("param", *case.states, "out"), results[native_isa], results["reference"], strict=False
+        ):
+            assert_same_bits(
+                got, expected, f"{case.name} {grad_dtype} -> {out_dtype}, {numel}: {name}"
+            )
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision_equals_torch_on_an_fp32_master(isa: str, half: torch.dtype) -> None:
+    """16-bit gradients in, exact master, 16-bit parameter out: what one would write with torch calls."""
+    numel, case = 4099, ADAMW
+    start = torch.randn(numel)
+    grads = [torch.randn(numel).to(half) for _ in range(5)]
+    scale = 1 / 512
+    expected = train_torch(case, start, [grad.float() * scale for grad in grads])
+    param, m, v, out = (
+        start.clone(),
+        torch.zeros(numel),
+        torch.zeros(numel),
+        torch.zeros(numel, dtype=half),
+    )
+    for step, grad in enumerate(grads, start=1):
+        kernels.update(case.rule(step), param, grad, m, v, out=out, scale=scale)
+    compare(case, [param, m, v], expected)
+    assert_same_bits(out, param.to(half), "out is the master rounded to nearest even")
+
+
+@pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
+def test_the_outcome_does_not_depend_on_the_threads(case: Case) -> None:
+    numel = 500_001
+    start, grad = torch.randn(numel), torch.randn(numel)
+    results = []
+    for threads in (1, 2, 3, 7):
+        kernels.set_num_threads(threads)
+        results.append(train_ours(case, start, [grad, grad]))
+    for other in results[1:]:
+        compare(case, other, results[0])
+
+
+@pytest.mark.parametrize("isa", NATIVE_ISAS, indirect=True)
+def test_flushing_denormals_in_the_caller_changes_nothing(isa: str) -> None:
+    """Otherwise the bits would depend on which thread took which block."""
+    case, numel = ADAMW, 100_000
+    start, grads = torch.randn(numel) * 1e-38, [torch.randn(numel) * 1e-38]
+    expected = train_ours(case, start, grads)
+    try:
+        assert torch.set_flush_denormal(True)
+        got = train_ours(case, start, grads)
+    finally:
+        torch.set_flush_denormal(False)
+    compare(case, got, expected)
+
+
+def test_autograd_hears_of_the_change() -> None:
+    """A tensor that autograd saved must not be changed silently."""
+    weight = torch.randn(8, requires_grad=True)
+    loss = (weight * weight).sum()
+    kernels.update(
+        rules.Sgd.at(lr=0.1, momentum=0, dampening=0, weight_decay=0, nesterov=False, first=True),
+        weight.detach(),
+        torch.ones(8),
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
