@@ -1,7 +1,6 @@
 // 16 lanes: AVX-512F alone, which every CPU with AVX-512 has.
-#ifdef OFFLOAD_EMULATE_AVX512  // tests on a CPU without it: the same source over SIMDe's portable intrinsics
-#define SIMDE_ENABLE_NATIVE_ALIASES
-#include <simde/x86/avx512.h>
+#ifdef OFFLOAD_EMULATE_AVX512
+#include "avx512_by_simde.h"
 #else
 #include <immintrin.h>
 #endif

@@ -1,7 +1,7 @@
 """What a kernel may be given: checks of tensors, done before a byte is written.
 
-The native core works on raw addresses, so a mistake here would be a crash or silent damage there. Every refusal is
-a `ConfigError` that names the argument, what it is and what it should be.
+The native core works on raw addresses, so a mistake here would be a crash or silent damage there.
+Every refusal is a `ConfigError` that names the argument, what it is and what it should be.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import mmap
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def check_apart(tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items()
         if tensor.numel()
     )
-    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (begin, _, other) in pairwise(spans):
         if begin < end:
             raise ConfigError(
                 f"{other}: overlaps {name} by {end - begin} bytes; give each its own memory"
@@ -72,7 +73,9 @@ def check_apart(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_writable(tensors: Mapping[str, Tensor]) -> None:
-    """The first and the last page of each tensor can be written: a tensor may lie on a read-only memory map."""
+    """The first and the last page of each tensor can be written: a tensor may lie on a read-only
+    memory map.
+    """
     if not _can_probe():
         return
     for name, tensor in tensors.items():
@@ -80,7 +83,8 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
             continue
         begin = tensor.data_ptr()
         for address in {begin, begin + tensor.nbytes - 1}:
-            # Mappings of a driver refuse the probe although they can be written; the map of the process decides.
+            # Mappings of a driver refuse the probe although they can be written; the map of the
+            # process decides.
             if not _populate(address) and not _mapped_writable(address):
                 raise ConfigError(
                     f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
@@ -114,7 +118,9 @@ def _populate(address: int) -> bool:
 
 @cache
 def _can_probe() -> bool:
-    """Whether this kernel knows the probe; without it read-only memory is not noticed before the write."""
+    """Whether this kernel knows the probe; without it read-only memory is not noticed before the
+    write.
+    """
     if not sys.platform.startswith("linux"):
         return False
     page = ctypes.create_string_buffer(1)

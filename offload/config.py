@@ -1,7 +1,8 @@
 """The user's wishes as one frozen value.
 
-`Config` says what the user wants, in bytes and names; what follows from it is derived elsewhere and shown in the
-plan. Every field is checked here, alone and against the others, before anything is touched. Reads no environment.
+`Config` says what the user wants, in bytes and names; what follows from it is derived elsewhere and
+shown in the plan. Every field is checked here, alone and against the others, before anything is
+touched. Reads no environment.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch  # `import offload` must not need it: `offload doctor` and `verify` run without
 
 _UNITS = {
     "": 1,
@@ -27,7 +29,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARAM_DTYPES = ("float32", "bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 ACTIVATIONS = ("keep", "recompute", "offload")
 
@@ -36,17 +38,20 @@ def parse_size(name: str, value: int | str) -> int:
     """Bytes from a whole number or a string such as "512MiB" or "1.5 GB"."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f'{name}: expected bytes or a size such as "8GiB", got {value!r}')
+    nbytes: int
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
-        unit = match and _UNITS.get(match[2].lower())
+        unit = _UNITS.get(match[2].lower()) if match else None
         if not match or unit is None:
             raise ConfigError(
                 f'{name}: expected bytes or a size such as "512MiB" or "8GiB", got {value!r}'
             )
-        value = math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if value <= 0:
-        raise ConfigError(f"{name}: expected more than 0 bytes, got {value}")
-    return value
+        nbytes = math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    else:
+        nbytes = value
+    if nbytes <= 0:
+        raise ConfigError(f"{name}: expected more than 0 bytes, got {value!r}")
+    return nbytes
 
 
 def format_size(nbytes: int) -> str:
@@ -59,39 +64,41 @@ def format_size(nbytes: int) -> str:
     return f"{size:.4g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
 
 
-def parse_dtype(name: str, value: torch.dtype | str, allowed: Iterable[torch.dtype]) -> torch.dtype:
-    """A torch dtype from itself or its name: torch.bfloat16, "bfloat16", "torch.bfloat16"."""
-    names = {str(dtype).removeprefix("torch."): dtype for dtype in allowed}
-    dtype = (
-        value if isinstance(value, torch.dtype) else names.get(str(value).removeprefix("torch."))
-    )
-    if dtype not in names.values():
+def parse_name(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """`value` if it is one of `allowed`; a torch dtype counts as its name."""
+    text = str(value).removeprefix("torch.")
+    if text not in allowed:
         raise ConfigError(
-            f"{name}: expected {_any_of(names)}, got {value!r}{_nearest(str(value), names)}"
+            f"{name}: expected {_any_of(allowed)}, got {value!r}{_nearest(text, allowed)}"
         )
-    assert dtype is not None
-    return dtype
+    return text
 
 
 @dataclass(frozen=True)
 class Config:
     """What `wrap` and `prepare` are asked for; every field is also a keyword of theirs.
 
-    Sizes may be given as strings and are kept in bytes; dtypes may be given by name. A wrong value is a
-    `ConfigError` when the `Config` is made.
+    Sizes may be given as strings and are kept in bytes; dtypes may be given as such and are kept by
+    name. A wrong value is a `ConfigError` when the `Config` is made.
     """
 
     device: str | torch.device = "auto"
     """The accelerator that torch has, else the CPU."""
 
     device_memory: int | str | None = None
-    """Bytes this process may hold on the device, activations included. None: what is free, less a margin."""
+    """Bytes this process may hold on the device, activations included. None: what is free, less a
+    margin.
+    """
 
     host_memory: int | str | None = None
-    """Host bytes that the engine may hold. None: leaves 20 % or 8 GiB of the machine (or cgroup) free."""
+    """Host bytes that the engine may hold. None: leaves 20 % or 8 GiB of the machine (or cgroup)
+    free.
+    """
 
     nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None
-    """One directory or several for what does not fit in memory. Kept as a tuple of paths; None: no disk."""
+    """One directory or several for what does not fit in memory. Kept as a tuple of paths; None: no
+    disk.
+    """
 
     param_dtype: torch.dtype | str | None = None
     """Compute dtype; for bf16 and fp16 an exact fp32 master is kept. None: as the model."""
@@ -100,7 +107,8 @@ class Config:
     """Storage of the optimizer's moments: "float32", "bfloat16" or "int8"."""
 
     activations: str = "keep"
-    """Saved activations: "keep" on the device, "recompute" in backward, or "offload" to the host."""
+    """Saved activations: "keep" on the device, "recompute" in backward, or "offload" to the host.
+    """
 
     prefetch_depth: int | str = "auto"
     """Units fetched ahead; "auto": from the tuned profile, else from the trace."""
@@ -129,10 +137,9 @@ class Config:
                 self._set(field, parse_size(field, value))
         self._set("nvme", _paths("nvme", self.nvme))
         if self.param_dtype is not None:
-            self._set("param_dtype", parse_dtype("param_dtype", self.param_dtype, PARAM_DTYPES))
-        self._set("state_dtype", str(self.state_dtype).removeprefix("torch."))
-        _check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
-        _check_choice("activations", self.activations, ACTIVATIONS)
+            self._set("param_dtype", parse_name("param_dtype", self.param_dtype, PARAM_DTYPES))
+        self._set("state_dtype", parse_name("state_dtype", self.state_dtype, STATE_DTYPES))
+        self._set("activations", parse_name("activations", self.activations, ACTIVATIONS))
         _check_device(self.device)
         if self.prefetch_depth != "auto":
             _check_count("prefetch_depth", self.prefetch_depth, 'or "auto"')
@@ -142,7 +149,7 @@ class Config:
         _check_flag("release_grads", self.release_grads)
         _check_flag("strict", self.strict)
         if self.profile is not None:
-            (profile,) = _paths("profile", os.fspath(self.profile)) or ()
+            (profile,) = _paths("profile", [self.profile]) or ()
             self._set("profile", profile)
         if str(self.device) == "cpu" and self.device_memory is not None:
             raise ConfigError(
@@ -156,7 +163,9 @@ class Config:
 
     @classmethod
     def of(cls, config: Config | None = None, **changes: Any) -> Config:
-        """`config` (or the defaults) with `changes`; an unknown name is an error that tells the nearest field."""
+        """`config` (or the defaults) with `changes`; an unknown name is an error that tells the
+        nearest field.
+        """
         known = [field.name for field in fields(cls)]
         for name in changes:
             if name not in known:
@@ -190,16 +199,11 @@ def _paths(name: str, value: object) -> tuple[Path, ...] | None:
     return paths
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(
-            f"{name}: expected {_any_of(allowed)}, got {value!r}{_nearest(str(value), allowed)}"
-        )
-
-
 def _check_device(device: object) -> None:
-    if device == "auto" or isinstance(device, torch.device):
+    if device == "auto":
         return
+    import torch
+
     try:
         torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:

@@ -1,7 +1,8 @@
 """Every error that `offload` raises on purpose.
 
-All derive from `OffloadError`, so that one `except` catches what the engine has to say. A message names what
-failed, which one, what was got and expected, and what to do about it. This file imports nothing.
+All derive from `OffloadError`, so that one `except` catches what the engine has to say. A message
+names what failed, which one, what was got and expected, and what to do about it. This file imports
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class ConfigError(OffloadError, ValueError):
 
 
 class CapacityError(OffloadError):
-    """A byte budget is too small for what must be held in it. Carries the arithmetic in its message."""
+    """A byte budget is too small for what must be held in it. Carries the arithmetic in its
+    message.
+    """
 
 
 class StateError(OffloadError, RuntimeError):

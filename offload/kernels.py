@@ -1,16 +1,17 @@
 """Typed calls of the kernels: updates, gradient statistics, casts.
 
-All work on host memory, in one pass, with the GIL released and on the threads of one crew for the whole process;
-results do not depend on the instruction set, the number of threads, the alignment, or how a parameter is cut into
-slices. Where the native core is missing, the same functions run in plain torch (`offload.reference`), with the same
-bits, slowly; `native_error()` says why and `offload doctor` shows it.
+All work on host memory, in one pass, with the GIL released and on the threads of one crew for the
+whole process; results do not depend on the instruction set, the number of threads, the alignment,
+or how a parameter is cut into slices. Where the native core is missing, the same functions run in
+plain torch (`offload.reference`), with the same bits, slowly; `native_error()` says why and
+`offload doctor` shows it.
 
-An update gets a slice of a parameter. `offset` is the number of the parameter's elements before the slice and
-`numel` those of the whole parameter (None: the slice reaches its end): torch treats the last `numel % 8` elements of
-a parameter in another way, and so must we.
+An update gets a slice of a parameter. `offset` is the number of the parameter's elements before the
+slice and `numel` those of the whole parameter (None: the slice reaches its end): torch treats the
+last `numel % 8` elements of a parameter in another way, and so must we.
 
-Environment, read once: `OFFLOAD_ISA` forces an instruction set (`avx512`, `avx2`, `neon`, `scalar`, or `reference`
-for plain torch).
+Environment, read once: `OFFLOAD_ISA` forces an instruction set (`avx512`, `avx2`, `neon`, `scalar`,
+or `reference` for plain torch).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-# --- which core runs ---------------------------------------------------------------------------------------------
+# --- which core runs ---------------------------------------------------------------------------
 
 
 @cache
@@ -57,7 +58,9 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 @dataclass
 class _Choice:
-    """The instruction set in use; `None` until the first question, then fixed unless a test changes it."""
+    """The instruction set in use; `None` until the first question, then fixed unless a test changes
+    it.
+    """
 
     isa: str | None = None
 
@@ -66,7 +69,9 @@ _choice = _Choice()
 
 
 def available_isas() -> list[str]:
-    """Instruction sets that can be forced on this machine, fastest first; `reference` (plain torch) is always there."""
+    """Instruction sets that can be forced on this machine, fastest first; `reference` (plain torch)
+    is always there.
+    """
     native, _ = _load()
     return [*(native.isas() if native else ()), "reference"]
 
@@ -102,7 +107,9 @@ def _set_isa(name: str, origin: str) -> None:
 
 @contextmanager
 def forced_isa(name: str) -> Iterator[None]:
-    """Run with another instruction set, for tests and benchmarks; for the whole process, so not while others compute."""
+    """Run with another instruction set, for tests and benchmarks; for the whole process, so not
+    while others compute.
+    """
     before = isa()
     _set_isa(name, origin="forced_isa")
     try:
@@ -132,7 +139,7 @@ def set_num_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-# --- updates -----------------------------------------------------------------------------------------------------
+# --- updates -----------------------------------------------------------------------------------
 
 
 def update(
@@ -147,12 +154,14 @@ def update(
     numel: int | None = None,
     threads: int | None = None,
 ) -> None:
-    """One optimizer step on a slice of a parameter, in place: the bits of torch's fused CPU optimizers.
+    """One optimizer step on a slice of a parameter, in place: the bits of torch's fused CPU
+    optimizers.
 
-    rule: made by `offload.rules` for this step. param and states: fp32; `param` is the parameter itself or the exact
-    master of a 16-bit one, the states are those that `rule.states` names. grad: fp32, bf16 or fp16; not changed.
-    out: bf16 or fp16, receives the updated `param` rounded to nearest even. scale: multiplies the gradient in fp32
-    before anything else (1 / loss scale x clip coefficient). offset, numel: where the slice lies in its parameter.
+    rule: made by `offload.rules` for this step. param and states: fp32; `param` is the parameter
+    itself or the exact master of a 16-bit one, the states are those that `rule.states` names. grad:
+    fp32, bf16 or fp16; not changed. out: bf16 or fp16, receives the updated `param` rounded to
+    nearest even. scale: multiplies the gradient in fp32 before anything else (1 / loss scale x clip
+    coefficient). offset, numel: where the slice lies in its parameter.
     """
     if len(states) != len(rule.states):
         expected = ", ".join(rule.states) or "none"
@@ -185,18 +194,28 @@ def update(
         )
         getattr(native, rule.kernel)(call, *astuple(rule))
     else:
-        flat = (
-            None if t is None else t.detach().view(-1) for t in (param, grad, state0, state1, out)
+        buffers = reference.Buffers(
+            _flat(param),
+            _flat(grad),
+            None if state0 is None else _flat(state0),
+            None if state1 is None else _flat(state1),
+            None if out is None else _flat(out),
+            signed_scale,
+            tail_begin,
         )
         with torch.no_grad():
-            getattr(reference, rule.kernel)(
-                reference.Buffers(*flat, signed_scale, tail_begin), rule
-            )
+            getattr(reference, rule.kernel)(buffers, rule)
     note_writes(written)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
+
+
 def _tail_begin(offset: int, count: int, numel: int | None) -> int:
-    """Where, in a slice of `count` elements at `offset`, the parameter's last `numel % 8` elements begin."""
+    """Where, in a slice of `count` elements at `offset`, the parameter's last `numel % 8` elements
+    begin.
+    """
     if offset < 0:
         raise ConfigError(f"offset: expected 0 or more, got {offset}")
     end = offset + count
@@ -215,16 +234,16 @@ def _lanes(threads: int | None) -> int:
     return threads or 0
 
 
-# --- gradient statistics -----------------------------------------------------------------------------------------
+# --- gradient statistics -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GradStats:
     """Sum of squares of a gradient, and whether every element of it is finite.
 
-    `block_sums` has one partial sum for each STATS_BLOCK elements. Their total is exact before its one rounding, so
-    that it does not depend on the order in which slices are put together with `+`; nor on where a gradient was cut,
-    as long as the cuts are multiples of STATS_BLOCK.
+    `block_sums` has one partial sum for each STATS_BLOCK elements. Their total is exact before its
+    one rounding, so that it does not depend on the order in which slices are put together with `+`;
+    nor on where a gradient was cut, as long as the cuts are multiples of STATS_BLOCK.
     """
 
     block_sums: tuple[float, ...] = field(repr=False)
@@ -234,7 +253,8 @@ class GradStats:
     @classmethod
     def of(cls, block_sums: Iterable[float]) -> GradStats:
         sums = tuple(block_sums)
-        # Squares of fp32 numbers cannot overflow in double: a sum is finite exactly when all its elements are.
+        # Squares of fp32 numbers cannot overflow in double: a sum is finite exactly when all its
+        # elements are.
         finite = all(map(math.isfinite, sums))
         return cls(sums, finite, math.fsum(sums) if finite else sum(sums))
 
@@ -247,7 +267,9 @@ class GradStats:
 
 
 def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
-    """Statistics of `grad` (fp32, bf16 or fp16) in one pass; independent of threads and instruction set."""
+    """Statistics of `grad` (fp32, bf16 or fp16) in one pass; independent of threads and instruction
+    set.
+    """
     check_tensor("grad", grad, _GRADS)
     sums = np.empty(-(-grad.numel() // STATS_BLOCK), dtype=np.float64)
     lanes = _lanes(threads)
@@ -257,15 +279,15 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
             grad.data_ptr(), _CODES[grad.dtype], grad.numel(), sums.ctypes.data, lanes
         )
     else:
-        reference.block_sums(grad.detach().view(-1), torch.from_numpy(sums))
+        reference.block_sums(_flat(grad), torch.from_numpy(sums))
     return GradStats.of(sums.tolist())
 
 
-# --- casts ---------------------------------------------------------------------------------------------------
+# --- casts -------------------------------------------------------------------------------------
 
 
 def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
-    """Copy `source` into `target`, between fp32 and bf16 or fp16, to nearest even; NaN stays NaN."""
+    """Copy `source` to `target`, between fp32 and bf16 or fp16, to nearest even; NaN stays NaN."""
     check_tensor("source", source, _GRADS)
     check_tensor("target", target, _HALVES if source.dtype == torch.float32 else (torch.float32,))
     every = {"source": source, "target": target}
@@ -285,5 +307,5 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
         )
     else:
         with torch.no_grad():
-            reference.cast(source.detach().view(-1), target.detach().view(-1))
+            reference.cast(_flat(source), _flat(target))
     note_writes({"target": target})

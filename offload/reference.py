@@ -1,14 +1,17 @@
-"""The kernels in plain torch: the judge in the tests, and the fall-back where the native core is missing.
+"""The kernels in plain torch: the judge in the tests, and the fall-back where the native core is
+missing.
 
-Same bits as the native core on every input, which takes two things that torch does not offer on CPU: a fused
-multiply-add (built here in double with rounding to odd) and a correctly rounded square root (torch's own may be a
-last bit off; a detour through double is exact). Slow: tens of passes over memory, in blocks that stay in cache.
+Same bits as the native core on every input, which takes two things that torch does not offer on
+CPU: a fused multiply-add (built here in double with rounding to odd) and a correctly rounded square
+root (torch's own may be a last bit off; a detour through double is exact). Slow: tens of passes
+over memory, in blocks that stay in cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,15 +40,15 @@ class Buffers:
     def blocks(self) -> Iterator[Buffers]:
         """The same update in pieces that are either all body or all tail."""
         count = self.param.numel()
-        cuts = {*range(0, count, BLOCK), min(max(self.tail_begin, 0), count), count}
-        edges = sorted(cuts)
-        for begin, end in zip(edges, edges[1:], strict=False):
+        edges = sorted({*range(0, count, BLOCK), min(self.tail_begin, count), count})
+        for begin, end in pairwise(edges):
             yield Buffers(
-                *(
-                    None if t is None else t[begin:end]
-                    for t in (self.param, self.grad, self.state0, self.state1, self.out)
-                ),  # type: ignore[arg-type]
-                scale=self.scale,
+                self.param[begin:end],
+                self.grad[begin:end],
+                None if self.state0 is None else self.state0[begin:end],
+                None if self.state1 is None else self.state1[begin:end],
+                None if self.out is None else self.out[begin:end],
+                self.scale,
                 tail_begin=0 if begin >= self.tail_begin else end - begin,
             )
 
@@ -60,8 +63,9 @@ class Buffers:
 def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     """`a*b + c` in fp32, rounded once.
 
-    The product of two fp32 numbers is exact in double. The sum is rounded there to odd: when it is inexact, the
-    last bit is made 1, so that the second rounding (to fp32) cannot see a tie that was none.
+    The product of two fp32 numbers is exact in double. The sum is rounded there to odd: when it is
+    inexact, the last bit is made 1, so that the second rounding (to fp32) cannot see a tie that was
+    none.
     """
     product = a.double() * b.double() if isinstance(a, Tensor) else a * b.double()
     addend = c.double()
@@ -144,9 +148,11 @@ def _write_out(b: Buffers) -> None:
 
 
 def block_sums(grad: Tensor, sums: Tensor) -> None:
-    """Sum of squares of each STATS_BLOCK of `grad`, in the native core's order, into `sums` (double).
+    """Sum of squares of each STATS_BLOCK of `grad`, in the native core's order, into `sums`
+    (double).
 
-    Element i of a block adds to lane i % 32, one after the other; then the lanes are added pairwise.
+    Element i of a block adds to lane i % 32, one after the other; then the lanes are added
+    pairwise.
     """
     rows = STATS_BLOCK // STATS_LANES
     squares = torch.zeros(sums.numel() * STATS_BLOCK, dtype=torch.float64)

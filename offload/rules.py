@@ -1,10 +1,10 @@
 """Update rules as the scalars that a kernel needs.
 
-Hyper-parameters are doubles. The few numbers that enter the arithmetic of a step are computed from them here, in
-double, and rounded to fp32 once: that, and the order of operations in the kernels, decides the bits (they are those
-of `torch.optim` with `fused=True` on CPU). A rule is made once for a parameter group and a step, with `at`, and then
-applied to any number of slices by `kernels.update`. The field order of each class is the argument order of the
-native call.
+Hyper-parameters are doubles. The few numbers that enter the arithmetic of a step are computed from
+them here, in double, and rounded to fp32 once: that, and the order of operations in the kernels,
+decides the bits (they are those of `torch.optim` with `fused=True` on CPU). A rule is made once for
+a parameter group and a step, with `at`, and then applied to any number of slices by
+`kernels.update`. The field order of each class is the argument order of the native call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def check_step(step: float) -> None:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (`decoupled=False`: decay enters the gradient) and AdamW (`decoupled=True`). step: 1 at the first update."""
+    """Adam (`decoupled=False`: decay enters the gradient) and AdamW (`decoupled=True`). step: 1 at
+    the first update.
+    """
 
     kernel: ClassVar[str] = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -89,7 +91,8 @@ class Adam:
         check_finite(lr=lr, eps=eps, weight_decay=weight_decay)
         check_beta(beta1=beta1, beta2=beta2)
         weight = to_f32(1.0 - beta1)
-        # torch.lerp starts from the nearer end: from the gradient when the weight is one half or more.
+        # torch.lerp starts from the nearer end: from the gradient when the weight is one half or
+        # more.
         from_grad = weight >= 0.5
         return cls(
             lerp_weight=to_f32(weight - 1.0) if from_grad else weight,
@@ -107,7 +110,9 @@ class Adam:
 
 @dataclass(frozen=True)
 class Sgd:
-    """SGD with momentum, dampening and Nesterov's variant. first: no momentum yet, the buffer is only written."""
+    """SGD with momentum, dampening and Nesterov's variant. first: no momentum yet, the buffer is
+    only written.
+    """
 
     kernel: ClassVar[str] = "sgd"
 

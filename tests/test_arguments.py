@@ -24,7 +24,7 @@ ADAM = rules.Adam.at(1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.
 
 @pytest.fixture(params=kernels.available_isas()[:: max(1, len(kernels.available_isas()) - 1)])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The best native set and plain torch: the checks are the same code, the consequences are not."""
+    """The best native set and plain torch: the same checks, but other consequences."""
     with kernels.forced_isa(request.param):
         yield request.param
 

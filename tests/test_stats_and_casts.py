@@ -1,4 +1,6 @@
-"""Gradient statistics and casts: exact where they can be, the same on every instruction set and thread count."""
+"""Gradient statistics and casts: exact where they can be, the same on every instruction set and
+thread count.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The update kernels give the bits of torch's fused CPU optimizers, on every instruction set and however cut."""
+"""The update kernels give the bits of torch's fused CPU optimizers, on every instruction set and
+however cut.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,9 @@ def train_ours(
     slices: list[tuple[int, int]] | None = None,
     shift: int = 0,
 ) -> list[Tensor]:
-    """The same with kernels.update, each slice in memory of its own that starts `shift` elements off."""
+    """The same with kernels.update, each slice in memory of its own that starts `shift` elements
+    off.
+    """
     numel = start.numel()
     slices = [(0, numel)] if slices is None else slices
     pieces = [
@@ -197,7 +201,9 @@ def test_equals_torch_fused_on_a_large_parameter(isa: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_torch_fused_on_special_numbers(isa: str, case: Case) -> None:
-    """inf, NaN, denormals, overflow in parameters and gradients: a few steps, then ordinary ones on top."""
+    """inf, NaN, denormals, overflow in parameters and gradients: a few steps, then ordinary ones on
+    top.
+    """
     numel = 4097
     start = awkward(numel)
     grads = [awkward(numel) for _ in range(3)] + [torch.randn(numel) for _ in range(3)]
@@ -251,7 +257,8 @@ def test_lion_follows_its_published_formula(isa: str, numel: int) -> None:
         g = torch.randn(numel)
         expected_p, expected_m = lion_published(p, g, m)
         kernels.update(rule, p, g, m)
-        # Each fp32 step rounds at most three times; the sign is decided before rounding except at exact ties.
+        # Each fp32 step rounds at most three times; the sign is decided before rounding except at
+        # exact ties.
         torch.testing.assert_close(p.double(), expected_p, rtol=3e-7, atol=1e-7)
         torch.testing.assert_close(m.double(), expected_m, rtol=3e-7, atol=1e-7)
 
@@ -333,7 +340,9 @@ def test_every_dtype_equals_the_reference(
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_mixed_precision_equals_torch_on_an_fp32_master(isa: str, half: torch.dtype) -> None:
-    """16-bit gradients in, exact master, 16-bit parameter out: what one would write with torch calls."""
+    """16-bit gradients in, exact master, 16-bit parameter out: what one would write with torch
+    calls.
+    """
     numel, case = 4099, ADAMW
     start = torch.randn(numel)
     grads = [torch.randn(numel).to(half) for _ in range(5)]

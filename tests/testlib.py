@@ -1,6 +1,10 @@
-"""What several test files use: exact comparison, awkward numbers, slices of memory that starts anywhere."""
+"""What several test files use: exact comparison, awkward numbers, slices of memory that starts
+anywhere.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -9,7 +13,8 @@ SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 4097, 1048579]
 
 _WORDS = {4: torch.int32, 2: torch.int16}
 
-# Infinity, NaN, zeros, the smallest and largest denormals and normals, numbers whose squares over- and underflow.
+# Infinity, NaN, zeros, the smallest and largest denormals and normals, numbers whose squares over-
+# and underflow.
 SPECIAL = [
     *(
         sign * value
@@ -63,7 +68,7 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
 
 
 def cuts(numel: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """[0, numel) in at most `pieces` random slices whose inner borders are multiples of `multiple`."""
+    """[0, numel) in at most `pieces` random slices; inner borders are multiples of `multiple`."""
     inner = torch.randint(0, numel // multiple + 1, (pieces - 1,)) * multiple
     edges = sorted({0, numel, *inner.tolist()})
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))

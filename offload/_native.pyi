@@ -1,0 +1,70 @@
+"""The native core, as kernels/module.cpp defines it. Addresses are trusted: call through
+offload.kernels.
+"""
+
+STATS_BLOCK: int
+
+class Update:
+    def __init__(
+        self,
+        param: int,
+        grad: int,
+        state0: int,
+        state1: int,
+        out: int,
+        grad_dtype: int,
+        out_dtype: int,
+        scale: float,
+        count: int,
+        tail_begin: int,
+        threads: int,
+    ) -> None: ...
+
+def isas() -> list[str]: ...
+def isa() -> str: ...
+def set_isa(name: str) -> None: ...
+def adam(
+    update: Update,
+    lerp_weight: float,
+    beta2: float,
+    one_minus_beta2: float,
+    bias2_sqrt: float,
+    eps: float,
+    neg_step_size: float,
+    decay: float,
+    lerp_from_grad: bool,
+    decoupled: bool,
+    has_decay: bool,
+    /,
+) -> None: ...
+def sgd(
+    update: Update,
+    neg_lr: float,
+    decay: float,
+    momentum: float,
+    one_minus_dampening: float,
+    has_decay: bool,
+    has_momentum: bool,
+    nesterov: bool,
+    first: bool,
+    /,
+) -> None: ...
+def adagrad(update: Update, lr: float, eps: float, decay: float, has_decay: bool, /) -> None: ...
+def lion(
+    update: Update,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    neg_lr: float,
+    decay: float,
+    /,
+) -> None: ...
+def block_sums(grad: int, dtype: int, count: int, sums: int, threads: int, /) -> None: ...
+def cast(
+    source: int, source_dtype: int, target: int, target_dtype: int, count: int, threads: int, /
+) -> None: ...
+def touch(param: int, grad: int, state0: int, state1: int, count: int, threads: int, /) -> None: ...
+def threads() -> int: ...
+def set_threads(count: int) -> None: ...
+def most_lanes() -> int: ...

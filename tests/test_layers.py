@@ -1,0 +1,120 @@
+"""Imports point down. The rows are those of docs/design.md; a new file gets its row here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import offload
+
+# Row 0 stands below everything; its files and those of row 1 may import each other, but not in a
+# circle.
+ROWS = [
+    {"errors", "rules", "arguments", "reference", "_native", "kernels"},
+    {"plan", "block", "ticket", "machine", "machine_disk", "config", "metrics"},
+    {"transfer", "pool", "store", "shard"},
+    {"scheduler", "trace"},
+    {"hooks", "optim"},
+    {"engine", "checkpoint"},
+    {"api", "cli"},
+    {"__init__", "__main__"},
+]
+ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+
+
+def imports_of(file: Path, package: str) -> set[str]:
+    """Names directly below `package` that `file` imports, anywhere in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: only absolute imports, line {node.lineno}"
+            module = node.module or ""
+            if module == package:
+                found |= {alias.name for alias in node.names}
+            elif module.startswith(f"{package}."):
+                found.add(module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith(f"{package}.")}
+    return found
+
+
+def graph(root: Path, package: str = "offload") -> dict[str, set[str]]:
+    edges: dict[str, set[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        me = file.relative_to(root).parts[0].removesuffix(".py")
+        # `from offload import __version__` and the like name attributes of the package, that is
+        # __init__.
+        names = {name if name in ROW_OF else "__init__" for name in imports_of(file, package)}
+        edges.setdefault(me, set()).update(names - {me})
+    return edges
+
+
+def upward(edges: dict[str, set[str]]) -> list[str]:
+    return [
+        f"{me} -> {dep}"
+        for me, deps in edges.items()
+        for dep in sorted(deps)
+        if ROW_OF[dep] > ROW_OF[me] or ROW_OF[dep] == ROW_OF[me] > 1
+    ]
+
+
+def circles(edges: dict[str, set[str]]) -> list[str]:
+    def reaches(start: str, goal: str, seen: set[str]) -> bool:
+        return any(
+            dep == goal or (dep not in seen and reaches(dep, goal, seen | {dep}))
+            for dep in edges.get(start, ())
+        )
+
+    return [name for name in edges if reaches(name, name, set())]
+
+
+ROOT = Path(offload.__file__).parent
+
+
+def test_every_file_has_a_row() -> None:
+    names = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in ROOT.rglob("*.py")}
+    assert names <= set(ROW_OF), f"give these a row: {sorted(names - set(ROW_OF))}"
+
+
+def test_imports_point_down() -> None:
+    # Commands read the version from the package itself.
+    assert [edge for edge in upward(graph(ROOT)) if edge != "cli -> __init__"] == []
+
+
+def test_no_circles() -> None:
+    edges = {me: deps - {"__init__"} for me, deps in graph(ROOT).items()}
+    assert circles(edges) == []
+
+
+def test_the_check_finds_what_it_should(tmp_path: Path) -> None:
+    (tmp_path / "transfer.py").write_text("def f():\n    from offload.scheduler import x\n")
+    (tmp_path / "pool.py").write_text("import offload.store.file\n")
+    (tmp_path / "config.py").write_text("from offload import machine\n")
+    (tmp_path / "machine.py").write_text("from offload.config import Config\n")
+    edges = graph(tmp_path)
+    assert upward(edges) == ["pool -> store", "transfer -> scheduler"]
+    assert sorted(circles(edges)) == ["config", "machine"]
+
+
+def imported_modules(root: Path) -> dict[str, set[str]]:
+    """Top-level names of foreign packages that each file imports."""
+    found: dict[str, set[str]] = {}
+    for file in root.rglob("*.py"):
+        names = found.setdefault(str(file.relative_to(root)), set())
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module or "")
+    return found
+
+
+def test_nothing_can_run_what_a_file_says() -> None:
+    """No pickle, no eval, no torch.load in the package."""
+    for file, modules in imported_modules(ROOT).items():
+        assert not modules & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, file
+    for file in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {"eval", "exec", "torch.load"}, f"{file.name}: {called}"
