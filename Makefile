@@ -34,9 +34,9 @@ lint: setup  ## ruff and mypy
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
 bench:  ## kernels against their ceiling and their peers; results in benchmarks/results
-	@if [ -z "$(PYTHON)" ] && [ -e .make/.venv-peers.native ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
-	  EXTRAS=test,plots,peers; else $(MAKE) setup && PATH="$(abspath $(dir $(PY))):$$PATH" \
-	  $(PYTEST) benchmarks/bench_kernels.py -p no:cacheprovider; fi
+	@if [ -z "$(PYTHON)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
+	  EXTRAS=test,plots; else $(MAKE) setup && PATH="$(abspath $(dir $(PY))):$$PATH" \
+	  $(PYTEST) benchmarks/bench_kernels.py -q -p no:cacheprovider -W default --timeout 0; fi
 
 # --- environment: made once, then looked at only when its inputs change ----------------------------------------------
 
@@ -82,7 +82,15 @@ emulate: setup  ## AVX-512 and NEON on a machine that has neither (needs Debian'
 # --- peers and packages -----------------------------------------------------------------------------------------------
 
 peers:  ## an environment of its own with DeepSpeed 0.19.8 for `make bench` (needs Debian's libaio-dev)
-	$(MAKE) setup VENV=.venv-peers EXTRAS=test,plots,peers
+	$(MAKE) setup VENV=.venv-peers EXTRAS=test,plots
+	$(MAKE) .make/.venv-peers.deepspeed VENV=.venv-peers EXTRAS=test,plots
+
+# DeepSpeed's own build step imports torch and needs setuptools, so it comes after the rest and without isolation.
+.make/.venv-peers.deepspeed: .make/.venv-peers.packages
+	.venv-peers/bin/python -m pip install -q --disable-pip-version-check setuptools wheel
+	DS_BUILD_OPS=0 .venv-peers/bin/python -m pip install -q --disable-pip-version-check -c .make/.venv-peers.constraints \
+	  --no-build-isolation -e ".[peers]"
+	@touch $@
 
 wheel: setup  ## a wheel in dist/ that installs without a compiler
 	$(PY) -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

@@ -1,5 +1,6 @@
 #include "crew.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 
@@ -43,17 +44,14 @@ struct Job {
   Task task;
   const void* context;
   int64_t count;
-  int lanes_wanted;
   std::atomic<int64_t> next{0};
-  int lanes = 0;  // guarded by the crew's mutex
-
-  bool has_work() const { return next.load(std::memory_order_relaxed) < count; }
-  bool is_open() const { return has_work() && lanes < lanes_wanted; }
 
   void work() {
     const DefaultArithmetic arithmetic;
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i);
   }
+
+  static void enter(void* job) { static_cast<Job*>(job)->work(); }
 };
 
 int cores() {
@@ -64,74 +62,80 @@ int cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-std::atomic<int> limit{0};  // 0: not asked yet
+std::atomic<int> limit{cores()};
 std::atomic<int> most_lanes{0};
+
+// Runs one function on a team of threads, the caller among them. GNU's entry point of OpenMP; others offer it too.
+using Team = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+
+// Not linked but looked up: torch brings its own copy, and only that one has threads that are awake already.
+Team find_team() { return reinterpret_cast<Team>(dlsym(RTLD_DEFAULT, "GOMP_parallel")); }
+
+// The team where the process has no OpenMP: threads for this call alone. Fewer of them cost speed only.
+void run_on_new_threads(void (*function)(void*), void* data, unsigned threads, unsigned) {
+  std::vector<std::thread> team;
+  try {
+    for (unsigned i = 1; i < threads; ++i) team.emplace_back(function, data);
+  } catch (const std::system_error&) {
+  }
+  function(data);
+  for (std::thread& thread : team) thread.join();
+}
 
 class Crew {
  public:
-  void run(Job& job) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    jobs_.push_back(&job);
-    hire(job.lanes_wanted - 1);
-    if (job.lanes_wanted > 1) changed_.notify_all();
-    while (job.has_work() || job.lanes > 0) {
-      if (!join(job, lock)) changed_.wait(lock);
+  explicit Crew(Team team) : team_(team) {}
+
+  void run(Job& job, int wanted) {
+    const int lanes = take(wanted);
+    if (lanes == 1) {
+      job.work();
+    } else {
+      team_(Job::enter, &job, unsigned(lanes), 0);
     }
-    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+    give_back(lanes);
   }
 
  private:
-  // Lends this thread to the job as a lane, if it has work, wants one more, and a core is free.
-  bool join(Job& job, std::unique_lock<std::mutex>& lock) {
-    if (!job.is_open() || lanes_ >= crew_limit()) return false;
-    ++job.lanes;
-    most_lanes.store(std::max(most_lanes.load(), ++lanes_));
-    lock.unlock();
-    job.work();
-    lock.lock();
-    --job.lanes;
-    --lanes_;
-    changed_.notify_all();
-    return true;
-  }
-
-  // Makes sure that there are `wanted` threads beside the callers. A system that gives no more threads costs speed only.
-  void hire(int wanted) {
-    while (workers_ < wanted) {
-      try {
-        std::thread([this] { serve(); }).detach();
-      } catch (const std::system_error&) {
-        return;
-      }
-      ++workers_;
-    }
-  }
-
-  [[noreturn]] void serve() {
+  // Waits until a lane is free, then takes as many as there are, up to `wanted`.
+  int take(int wanted) {
     std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      const auto open = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) { return job->is_open(); });
-      if (open == jobs_.end() || !join(**open, lock)) changed_.wait(lock);
-    }
+    freed_.wait(lock, [this] { return lanes_ < crew_limit(); });
+    const int lanes = std::min(wanted, crew_limit() - lanes_);
+    lanes_ += lanes;
+    most_lanes.store(std::max(most_lanes.load(), lanes_));
+    return lanes;
   }
 
+  void give_back(int lanes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lanes_ -= lanes;
+    freed_.notify_all();
+  }
+
+  const Team team_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<Job*> jobs_;  // oldest first
-  int lanes_ = 0;           // running now, over all jobs
-  int workers_ = 0;
+  std::condition_variable freed_;
+  int lanes_ = 0;  // taken now, over all jobs
 };
 
-// Never destroyed: its threads sleep in it until the process ends. After fork() the child has none of them and
-// maybe a locked mutex, so it starts a crew of its own and leaves the parent's memory alone.
+// Never destroyed: a thread may still be in it when the process ends. After fork() the child starts a crew of its own:
+// the old one may be locked for ever. OpenMP does not survive a fork either (its threads are gone, and it waits for
+// them), so the child's crew does without.
 std::atomic<Crew*> the_crew{nullptr};
+std::atomic<bool> forked{false};
+
+// When the library is loaded, not at the first call: a fork may come while another thread makes that call.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+  the_crew.store(nullptr);
+  forked.store(true);
+});
 
 Crew& crew() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { the_crew.store(nullptr); });
-  (void)registered;
   Crew* now = the_crew.load();
   if (now == nullptr) {
-    Crew* fresh = new Crew;
+    const Team team = forked.load() ? nullptr : find_team();
+    Crew* fresh = new Crew(team != nullptr ? team : run_on_new_threads);
     if (the_crew.compare_exchange_strong(now, fresh)) return *fresh;
     delete fresh;
   }
@@ -140,14 +144,7 @@ Crew& crew() {
 
 }  // namespace
 
-int crew_limit() {
-  int now = limit.load();
-  if (now == 0) {
-    const int all = cores();
-    now = limit.compare_exchange_strong(now, all) ? all : now;
-  }
-  return now;
-}
+int crew_limit() { return limit.load(); }
 
 void crew_set_limit(int lanes) { limit.store(std::max(1, lanes)); }
 
@@ -157,8 +154,8 @@ void crew_run(int64_t count, int lanes, Task task, const void* context) {
   if (count <= 0) return;
   const int most = crew_limit();
   const int wanted = int(std::min<int64_t>(count, lanes > 0 ? std::min(lanes, most) : most));
-  Job job{task, context, count, wanted};
-  crew().run(job);
+  Job job{task, context, count};
+  crew().run(job, wanted);
 }
 
 }  // namespace offload

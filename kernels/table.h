@@ -4,5 +4,4 @@
 #include "passes.h"
 
 extern const Table table;
-const Table table = {OFFLOAD_ISA_NAME, update<Adam, AdamScalars>, update<Sgd, SgdScalars>,
-                     update<Adagrad, AdagradScalars>, update<Lion, LionScalars>, sum_squares, cast, touch};
+const Table table = {OFFLOAD_ISA_NAME, adam, update<Sgd>, update<Adagrad>, update<Lion>, sum_squares, cast, touch};

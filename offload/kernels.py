@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 
@@ -192,7 +192,7 @@ def update(
             tail_begin,
             lanes,
         )
-        getattr(native, rule.kernel)(call, *astuple(rule))
+        getattr(native, rule.kernel)(call, *vars(rule).values())
     else:
         buffers = reference.Buffers(
             _flat(param),

@@ -23,8 +23,8 @@ import pytest
 
 import offload
 from offload import cli
-from offload.cli import doctor
-from offload.cli.doctor import Row, Status
+from offload.cli import diagnosis, doctor
+from offload.cli.diagnosis import Row, Status
 from offload.errors import OffloadError
 from offload.machine import (
     UNLIMITED_BYTES,
@@ -111,7 +111,7 @@ def test_healthy_machine(healthy: None) -> None:
     assert [row.name for row in rows] == MACHINE_ROWS + DIRECTORY_ROWS
     assert {row.status for row in rows} == {Status.OK}
     assert all(row.advice is None and row.value and row.why for row in rows)
-    assert doctor.exit_code(rows) == 0
+    assert diagnosis.exit_code(rows) == 0
 
 
 def test_without_a_directory_only_the_machine_is_judged(healthy: None) -> None:
@@ -121,7 +121,7 @@ def test_without_a_directory_only_the_machine_is_judged(healthy: None) -> None:
 def test_unusable_directory_has_one_row(healthy: None) -> None:
     rows = doctor.examine(HEALTHY, Directory(Path("/nope"), False, False, False, error="ENOENT"))
     assert [row.name for row in rows] == [*MACHINE_ROWS, "directory"]
-    assert doctor.exit_code(rows) == 1
+    assert diagnosis.exit_code(rows) == 1
 
 
 def test_machine_that_tells_nothing(healthy: None) -> None:
@@ -189,7 +189,7 @@ def test_error_of_the_core_is_a_row(monkeypatch: pytest.MonkeyPatch, name: str) 
     rows = doctor.examine(HEALTHY)
     assert rows[0].status is Status.MISSING
     assert "sse9" in rows[0].value
-    assert doctor.exit_code(rows) == 1
+    assert diagnosis.exit_code(rows) == 1
 
 
 def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_cores(changes: dict[str, Any], status: Status, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "text"),
     [
-        ({}, Status.OK, "60.0 GiB free of 64.0 GiB, no cgroup limit"),
+        ({}, Status.OK, "60 GiB free of 64 GiB, no cgroup limit"),
         (
             {
                 "cgroup_limit_bytes": 32 * GIB,
@@ -232,7 +232,7 @@ def test_cores(changes: dict[str, Any], status: Status, text: str) -> None:
                 "cgroup_room_bytes": 24 * GIB,
             },
             Status.OK,
-            "24.0 GiB free of 64.0 GiB, cgroup limit 32.0 GiB (8.0 GiB used)",
+            "24 GiB free of 64 GiB, cgroup limit 32 GiB (8 GiB used)",
         ),
         (
             {"cgroup_limit_bytes": 4 * GIB, "cgroup_room_bytes": 4 * GIB - 1},
@@ -240,7 +240,7 @@ def test_cores(changes: dict[str, Any], status: Status, text: str) -> None:
             "--memory",
         ),
         ({"available_bytes": GIB}, Status.DEGRADED, "--shm-size is not needed"),
-        ({"swap_total_bytes": 2 * GIB}, Status.OK, "swap 2.0 GiB"),
+        ({"swap_total_bytes": 2 * GIB}, Status.OK, "swap 2 GiB"),
     ],
 )
 def test_memory(changes: dict[str, Any], status: Status, text: str) -> None:
@@ -253,7 +253,7 @@ def test_memory(changes: dict[str, Any], status: Status, text: str) -> None:
     ("pages", "status", "text"),
     [
         (HugePages("always", None), Status.OK, "always"),
-        (HugePages("madvise", 2 * GIB), Status.OK, "2.0 GiB free"),
+        (HugePages("madvise", 2 * GIB), Status.OK, "2 GiB free"),
         (HugePages("never", 0), Status.DEGRADED, "echo madvise"),
         (HugePages(None, None), Status.DEGRADED, "does not tell"),
     ],
@@ -300,7 +300,7 @@ def test_without_io_uring(ring: IoUring, text: str) -> None:
 
 def test_accelerator() -> None:
     row = doctor.judge_accelerator(HEALTHY)
-    assert row.value == "2 x Fast GPU (cuda), 80.0 GiB each"
+    assert row.value == "2 x Fast GPU (cuda), 80 GiB each"
     nameless = replace(HEALTHY, accelerator=Accelerator("xpu", 1, None, None))
     assert doctor.judge_accelerator(nameless).value == "1 x xpu (xpu)"
 
@@ -414,7 +414,7 @@ LONG = Row("directory", Status.MISSING, "/" + "long" * 60, "word " * 40, "--gpus
 
 def test_table_fits_100_columns() -> None:
     rows = [LONG, *doctor.examine(replace(HEALTHY, accelerator=None), GOOD)]
-    lines = doctor.format_table(rows).splitlines()
+    lines = diagnosis.format_table(rows).splitlines()
     assert max(len(line) for line in lines) <= 100
     joined = "".join(line.strip() for line in lines)
     assert LONG.value in joined, "nothing may be cut off"
@@ -422,12 +422,12 @@ def test_table_fits_100_columns() -> None:
 
 def test_table_does_not_break_flags() -> None:
     for before in range(100):  # wherever in the line the flag comes to lie
-        text = doctor.format_table([replace(LONG, advice="x" * before + " --security-opt")])
+        text = diagnosis.format_table([replace(LONG, advice="x" * before + " --security-opt")])
         assert "--security-opt" in text
 
 
 def test_table_is_aligned(healthy: None) -> None:
-    lines = doctor.format_table(doctor.examine(HEALTHY, GOOD)).splitlines()
+    lines = diagnosis.format_table(doctor.examine(HEALTHY, GOOD)).splitlines()
     assert lines[0] == "native core  ok        avx2 (of avx2, scalar, reference), 16 threads"
     assert lines[-1] == "14 ok, 0 degraded, 0 missing: all is well."
     assert len(lines) == 16, "no advice, an empty line, and the summary"
@@ -436,13 +436,13 @@ def test_table_is_aligned(healthy: None) -> None:
 
 
 def test_only_rows_that_are_not_ok_have_advice(healthy: None) -> None:
-    text = doctor.format_table(doctor.examine(replace(HEALTHY, accelerator=None)))
+    text = diagnosis.format_table(doctor.examine(replace(HEALTHY, accelerator=None)))
     assert text.count("do: ") == text.count("why: ") == 1
     assert text.splitlines()[-1].startswith("7 ok, 1 degraded, 0 missing: ")
 
 
 def test_summary_of_what_is_missing() -> None:
-    assert doctor.summarize([LONG]).startswith("0 ok, 0 degraded, 1 missing: offload cannot run")
+    assert diagnosis.summarize([LONG]).startswith("0 ok, 0 degraded, 1 missing: offload cannot run")
 
 
 class Terminal(io.StringIO):
@@ -472,10 +472,10 @@ def test_colours(
         monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", term)
     rows = [LONG]
-    doctor.write_table(rows, stream)
+    diagnosis.write_table(rows, stream)
     assert ("\x1b[31mmissing" in stream.getvalue()) is coloured
     plain = re.sub(r"\x1b\[\d+m", "", stream.getvalue())
-    assert plain == doctor.format_table(rows) + "\n", "colours change nothing else"
+    assert plain == diagnosis.format_table(rows) + "\n", "colours change nothing else"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -483,25 +483,9 @@ def test_paths_that_the_terminal_cannot_show(encoding: str) -> None:
     path = os.fsdecode(b"/mnt/\xff") + "\u65e5"
     buffer = io.BytesIO()
     stream = io.TextIOWrapper(buffer, encoding=encoding)
-    doctor.write_table([replace(LONG, value=path)], stream)
+    diagnosis.write_table([replace(LONG, value=path)], stream)
     stream.flush()
     assert b"/mnt/\\udcff" in buffer.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (None, "unknown"),
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (8 * 2**20, "8.0 MiB"),
-        (24 * GIB, "24.0 GiB"),
-        (3 * 2**40, "3.0 TiB"),
-    ],
-)
-def test_format_bytes(nbytes: int | None, text: str) -> None:
-    assert doctor.format_bytes(nbytes) == text
 
 
 # --- the command -------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from testlib import SIZES, assert_same_bits, awkward, cuts, unaligned
 from torch import Tensor
 
@@ -228,6 +230,28 @@ def test_cuts_and_alignment_do_not_change_bits(
         start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(4)]
         whole = train_torch(case, start, grads)
         compare(case, train_ours(case, start, grads, cuts(numel, 6, multiple), shift), whole)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_drawn_settings_equal_torch_fused(data: st.DataObject) -> None:
+    """Any betas, rates, sizes, cuts and instruction sets: those one thinks of, and the others."""
+    case = adam_case(
+        "drawn",
+        decoupled=data.draw(st.booleans()),
+        maximize=data.draw(st.booleans()),
+        lr=data.draw(st.floats(0, 10)),
+        betas=data.draw(st.tuples(st.floats(0, 0.9999), st.floats(0, 0.99999))),
+        eps=data.draw(st.floats(0, 1)),
+        weight_decay=data.draw(st.floats(0, 1)),
+    )
+    numel, pieces = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 5))
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    scale = 10.0 ** data.draw(st.integers(-30, 30))
+    start, grads = torch.randn(numel) * scale, [torch.randn(numel) * scale for _ in range(3)]
+    with kernels.forced_isa(data.draw(st.sampled_from(ISAS))):
+        got = train_ours(case, start, grads, cuts(numel, pieces), data.draw(st.integers(0, 9)))
+    compare(case, got, train_torch(case, start, grads))
 
 
 def test_cuts_of_a_large_parameter(isa: str) -> None:

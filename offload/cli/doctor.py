@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import textwrap
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
-import offload
+from offload.cli.diagnosis import Row, Status, as_json, exit_code, make_row, write_table
+from offload.config import format_size
 from offload.errors import OffloadError
 from offload.machine import (
     UNLIMITED_BYTES,
@@ -36,7 +31,6 @@ from offload.machine_disk import Directory, Mount, read_directory
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
 
-WIDTH: Final = 100  # columns of the table
 GIB: Final = 2**30
 LOW_MEMORY_BYTES: Final = 4 * GIB  # below, little is left for the pool beside torch itself
 LOW_DISK_BYTES: Final = 16 * GIB  # fp32 state of a model of about 1.3 billion parameters
@@ -44,25 +38,6 @@ NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "virtiofs"}
 )
 COPY_ON_WRITE_FILE_SYSTEMS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
-
-
-class Status(Enum):
-    """What a row means for training here."""
-
-    OK = "ok"  # seen to work
-    DEGRADED = "degraded"  # works in a slower or narrower way, or could not be seen
-    MISSING = "missing"  # cannot work
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the diagnosis. `advice` is None exactly when the status is OK."""
-
-    name: str
-    status: Status
-    value: str
-    why: str
-    advice: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,26 +88,8 @@ def examine(machine: Machine, directory: Directory | None = None) -> list[Row]:
     return rows
 
 
-def exit_code(rows: Sequence[Row]) -> int:
-    """1 when something needed is missing; degraded is still 0."""
-    return int(any(row.status is Status.MISSING for row in rows))
-
-
-def _row(name: str, value: str, why: str, advice: str | None, status: Status | None = None) -> Row:
-    """A row; without a status it is OK when there is nothing to advise, else DEGRADED."""
-    if status is None:
-        status = Status.OK if advice is None else Status.DEGRADED
-    return Row(name, status, value, why, advice)
-
-
-def format_bytes(nbytes: int | None) -> str:
-    """`24.0 GiB`, `512 bytes`, `unknown`."""
-    if nbytes is None:
-        return "unknown"
-    for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**exponent:
-            return f"{nbytes / 1024**exponent:.1f} {unit}"
-    return f"{nbytes} bytes"
+def show_size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_size(nbytes)
 
 
 # --- judgement: the machine --------------------------------------------------------------------
@@ -149,16 +106,16 @@ def judge_native_core() -> Row:
         available, threads = kernels.available_isas(), kernels.num_threads()
     except OffloadError as refusal:
         advice = "correct the setting that the message names, or unset OFFLOAD_ISA"
-        return _row("native core", str(refusal), why, advice, Status.MISSING)
+        return make_row("native core", str(refusal), why, advice, Status.MISSING)
     except ImportError as refusal:
         advice = "install offload again, with torch: pip install --force-reinstall offload"
-        return _row("native core", f"not importable: {refusal}", why, advice, Status.MISSING)
+        return make_row("native core", f"not importable: {refusal}", why, advice, Status.MISSING)
     if error is not None:
         advice = (
             "the reference path gives the same bits, slowly; install a wheel, or a C++ compiler "
             "(in Docker: apt-get install g++) and then offload again; unset OFFLOAD_ISA if set"
         )
-        return _row("native core", f"reference: {error}", why, advice)
+        return make_row("native core", f"reference: {error}", why, advice)
     advice_isa = None
     if available and isa != available[0]:
         advice_isa = f"{available[0]} is faster here with the same bits; unset OFFLOAD_ISA"
@@ -168,7 +125,7 @@ def judge_native_core() -> Row:
             "let it pass the host's CPU through"
         )
     value = f"{isa} (of {', '.join(available)}), {threads} threads"
-    return _row("native core", value, why, advice_isa)
+    return make_row("native core", value, why, advice_isa)
 
 
 def judge_cores(cpu: Cpu) -> Row:
@@ -176,7 +133,7 @@ def judge_cores(cpu: Cpu) -> Row:
     why = "the update, the copies and the disk share them"
     usable = usable_cores(cpu)
     if usable is None or cpu.logical is None:
-        return _row("cores", "unknown", why, "the system does not tell; look with nproc")
+        return make_row("cores", "unknown", why, "the system does not tell; look with nproc")
     value = f"{usable} usable of {cpu.logical} logical"
     value += f", {cpu.physical} physical" if cpu.physical else ""
     value += f", NUMA nodes: {cpu.numa_nodes}" if cpu.numa_nodes else ""
@@ -195,7 +152,7 @@ def judge_cores(cpu: Cpu) -> Row:
         )
     elif usable == 1:
         advice = "computing and moving bytes take turns on one core; use a machine with more"
-    return _row("cores", value, why, advice)
+    return make_row("cores", value, why, advice)
 
 
 def judge_memory(memory: Memory) -> Row:
@@ -203,23 +160,25 @@ def judge_memory(memory: Memory) -> Row:
     why = "optimizer state and blocks in flight live here"
     room = free_memory_bytes(memory)
     if room is None:
-        return _row("memory", "unknown", why, "the system does not tell; set host_memory yourself")
-    value = f"{format_bytes(room)} free of {format_bytes(memory.total_bytes)}"
+        return make_row(
+            "memory", "unknown", why, "the system does not tell; set host_memory yourself"
+        )
+    value = f"{show_size(room)} free of {show_size(memory.total_bytes)}"
     if memory.cgroup_limit_bytes is None:
         value += ", no cgroup limit"
     else:
         value += (
-            f", cgroup limit {format_bytes(memory.cgroup_limit_bytes)}"
-            f" ({format_bytes(memory.cgroup_usage_bytes)} used)"
+            f", cgroup limit {show_size(memory.cgroup_limit_bytes)}"
+            f" ({show_size(memory.cgroup_usage_bytes)} used)"
         )
-    value += f", swap {format_bytes(memory.swap_total_bytes)}" if memory.swap_total_bytes else ""
+    value += f", swap {show_size(memory.swap_total_bytes)}" if memory.swap_total_bytes else ""
     advice = None
     if room < LOW_MEMORY_BYTES:
         advice = (
-            f"less than {format_bytes(LOW_MEMORY_BYTES)} is free: end other programs or raise the "
+            f"less than {show_size(LOW_MEMORY_BYTES)} is free: end other programs or raise the "
             "limit (Docker --memory, Kubernetes limits.memory); --shm-size is not needed"
         )
-    return _row("memory", value, why, advice)
+    return make_row("memory", value, why, advice)
 
 
 def judge_huge_pages(pages: HugePages) -> Row:
@@ -227,7 +186,7 @@ def judge_huge_pages(pages: HugePages) -> Row:
     why = "fewer page faults and TLB misses in the host pool"
     value = f"transparent: {pages.transparent or 'unknown'}"
     if pages.explicit_free_bytes:
-        value += f", explicit: {format_bytes(pages.explicit_free_bytes)} free (not used)"
+        value += f", explicit: {show_size(pages.explicit_free_bytes)} free (not used)"
     advice = None
     if pages.transparent is None:
         advice = "the system does not tell; Linux has them, sandboxes may hide them"
@@ -236,22 +195,22 @@ def judge_huge_pages(pages: HugePages) -> Row:
             "on the host (containers share its setting): "
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         )
-    return _row("huge pages", value, why, advice)
+    return make_row("huge pages", value, why, advice)
 
 
 def judge_memlock(memlock: Memlock) -> Row:
     """The limit on locked memory. Any limit may bind: the pool can be most of the RAM."""
     why = "locked pages and buffers registered with io_uring count against it"
     if memlock.soft_bytes == UNLIMITED_BYTES:
-        return _row("memlock", "unlimited", why, None)
-    value = format_bytes(memlock.soft_bytes)
+        return make_row("memlock", "unlimited", why, None)
+    value = show_size(memlock.soft_bytes)
     if memlock.exempt:
-        return _row("memlock", f"{value}, but CAP_IPC_LOCK lifts it", why, None)
+        return make_row("memlock", f"{value}, but CAP_IPC_LOCK lifts it", why, None)
     advice = "in Docker: --ulimit memlock=-1; else LimitMEMLOCK=infinity (systemd) or "
     if memlock.hard_bytes == UNLIMITED_BYTES:
         advice = "ulimit -l unlimited (the hard limit allows it); " + advice
     advice += "memlock unlimited in /etc/security/limits.conf"
-    return _row("memlock", value, why, advice)
+    return make_row("memlock", value, why, advice)
 
 
 def judge_io_uring(machine: Machine) -> Row:
@@ -259,10 +218,10 @@ def judge_io_uring(machine: Machine) -> Row:
     ring, why = machine.io_uring, "the fastest way to keep a drive busy"
     where = f"{machine.system} {machine.kernel}"
     if ring.usable:
-        return _row("io_uring", f"usable, {where}", why, None)
+        return make_row("io_uring", f"usable, {where}", why, None)
     if ring.usable is None:
         advice = "the thread-pool engine will be used; only Linux has io_uring"
-        return _row("io_uring", f"not tried, {where}", why, advice)
+        return make_row("io_uring", f"not tried, {where}", why, advice)
     if ring.error == "EPERM" and ring.disabled:
         cause = f"sysctl kernel.io_uring_disabled = {ring.disabled}"
         advice = "on the host, sudo sysctl kernel.io_uring_disabled=0"
@@ -279,7 +238,7 @@ def judge_io_uring(machine: Machine) -> Row:
         cause = "refused"
         advice = "more free memory or a higher memlock limit"
     advice = f"the thread-pool engine will be used; for io_uring: {advice}"
-    return _row("io_uring", f"{ring.error}: {cause}, {where}", why, advice)
+    return make_row("io_uring", f"{ring.error}: {cause}, {where}", why, advice)
 
 
 def judge_accelerator(machine: Machine) -> Row:
@@ -292,10 +251,10 @@ def judge_accelerator(machine: Machine) -> Row:
             "install the driver and a torch build for your device (a build +cpu sees none); "
             "in Docker: --gpus all, or --device /dev/kfd --device /dev/dri for ROCm"
         )
-        return _row("accelerator", value, why, advice)
+        return make_row("accelerator", value, why, advice)
     value = f"{found.count} x {found.name or found.kind} ({found.kind})"
-    value += f", {format_bytes(found.total_bytes)} each" if found.total_bytes else ""
-    return _row("accelerator", value, why, None)
+    value += f", {show_size(found.total_bytes)} each" if found.total_bytes else ""
+    return make_row("accelerator", value, why, None)
 
 
 def judge_torch(machine: Machine) -> Row:
@@ -303,8 +262,8 @@ def judge_torch(machine: Machine) -> Row:
     why = "everything is built on it"
     if machine.torch.version is None:
         value = machine.torch.error or "not found"
-        return _row("torch", value, why, "pip install torch", Status.MISSING)
-    return _row("torch", machine.torch.version, why, None)
+        return make_row("torch", value, why, "pip install torch", Status.MISSING)
+    return make_row("torch", machine.torch.version, why, None)
 
 
 # --- judgement: the directory ------------------------------------------------------------------
@@ -314,7 +273,7 @@ def judge_directory(directory: Directory) -> Row:
     """Whether swap files can be made there."""
     why, value = "cold bytes are swapped to files in it", str(directory.path)
     if directory.writable:
-        return _row("directory", f"{value}, writable", why, None)
+        return make_row("directory", f"{value}, writable", why, None)
     if not directory.exists:
         value += ", does not exist"
         advice = "mkdir -p it, or mount the drive; in Docker: -v /mnt/nvme:/mnt/nvme"
@@ -329,14 +288,16 @@ def judge_directory(directory: Directory) -> Row:
             "ENOSPC": "make room: no space or no inodes are left",
             "EDQUOT": "make room: your quota is used up",
         }.get(str(directory.error), "let your user write there: chown it, or choose another")
-    return _row("directory", value, why, advice, Status.MISSING)
+    return make_row("directory", value, why, advice, Status.MISSING)
 
 
 def judge_file_system(mount: Mount | None) -> Row:
     """File systems that swap badly."""
     why = "it decides how directly bytes reach the drive"
     if mount is None:
-        return _row("file system", "unknown", why, "the system does not tell; prefer ext4 or xfs")
+        return make_row(
+            "file system", "unknown", why, "the system does not tell; prefer ext4 or xfs"
+        )
     advice = None
     if mount.fs_type == "overlay":
         advice = (
@@ -347,7 +308,9 @@ def judge_file_system(mount: Mount | None) -> Row:
         advice = "bytes leave through a network or a daemon; use a local ext4 or xfs drive"
     elif mount.fs_type in COPY_ON_WRITE_FILE_SYSTEMS:
         advice = "copies and sums every write; ext4 or xfs is faster (btrfs: chattr +C DIRECTORY)"
-    return _row("file system", f"{mount.fs_type} on {mount.source} at {mount.point}", why, advice)
+    return make_row(
+        "file system", f"{mount.fs_type} on {mount.source} at {mount.point}", why, advice
+    )
 
 
 def judge_o_direct(directory: Directory) -> Row:
@@ -359,40 +322,42 @@ def judge_o_direct(directory: Directory) -> Row:
             f"works, memory aligned to {direct.mem_align_bytes} bytes, "
             f"offsets to {direct.offset_align_bytes}"
         )
-        return _row("O_DIRECT", value, why, None)
+        return make_row("O_DIRECT", value, why, None)
     value = "could not be tried" if direct.works is None else "refused"
     advice = (
         "swapped bytes pass through the page cache; use ext4 or xfs on a local drive; in Docker "
         "mount it, overlayfs may lack O_DIRECT: -v /mnt/nvme:/mnt/nvme"
     )
-    return _row("O_DIRECT", value, why, advice)
+    return make_row("O_DIRECT", value, why, advice)
 
 
 def judge_o_tmpfile(directory: Directory) -> Row:
     """Whether files can be born without a name."""
     why = "nothing is left behind, whatever happens"
     if directory.o_tmpfile:
-        return _row("O_TMPFILE", "works", why, None)
+        return make_row("O_TMPFILE", "works", why, None)
     advice = (
         "files are unlinked right after they are made, which is almost as good; ext4, xfs, btrfs "
         "and tmpfs have it"
     )
-    return _row("O_TMPFILE", "not on this file system", why, advice)
+    return make_row("O_TMPFILE", "not on this file system", why, advice)
 
 
 def judge_free_space(directory: Directory) -> Row:
     """Room for swap files."""
     why = "state takes 8 to 12 bytes a parameter"
     free = directory.free_bytes
-    value = f"{format_bytes(free)} free of {format_bytes(directory.total_bytes)}"
+    value = f"{show_size(free)} free of {show_size(directory.total_bytes)}"
     if free is None:
-        return _row("free space", value, why, "the system does not tell; look with df")
+        return make_row("free space", value, why, "the system does not tell; look with df")
     if free == 0:
-        return _row("free space", value, why, "make room, or choose another drive", Status.MISSING)
+        return make_row(
+            "free space", value, why, "make room, or choose another drive", Status.MISSING
+        )
     advice = None
     if free < LOW_DISK_BYTES:
-        advice = f"less than {format_bytes(LOW_DISK_BYTES)}: enough for small models only"
-    return _row("free space", value, why, advice)
+        advice = f"less than {show_size(LOW_DISK_BYTES)}: enough for small models only"
+    return make_row("free space", value, why, advice)
 
 
 def judge_drive(directory: Directory) -> Row:
@@ -402,85 +367,16 @@ def judge_drive(directory: Directory) -> Row:
     if directory.ram_backed:
         fs_type = directory.mount.fs_type if directory.mount else "unknown"
         advice = "these bytes stay in memory and free none; choose a directory on a drive"
-        return _row("drive", f"RAM ({fs_type})", why, advice)
+        return make_row("drive", f"RAM ({fs_type})", why, advice)
     if drive is None or drive.rotational is None:
         value = drive.name if drive else "unknown"
         advice = "the system hides the drive (container, network, ZFS); measure it, e.g. with fio"
-        return _row("drive", value, why, advice)
+        return make_row("drive", value, why, advice)
     value = f"{drive.name}{f', {drive.model}' if drive.model else ''}"
     if not drive.rotational:
-        return _row("drive", f"{value}, solid state", why, None)
+        return make_row("drive", f"{value}, solid state", why, None)
     advice = (
         "a spinning disk is some 20 times slower than NVMe; virtual drives (vd*, xvd*, sd*) often "
         "claim to spin and do not: measure, e.g. with fio"
     )
-    return _row("drive", f"{value}, rotational", why, advice)
-
-
-# --- output ------------------------------------------------------------------------------------
-
-
-def count_statuses(rows: Sequence[Row]) -> dict[str, int]:
-    """How many rows have each status, zeros included."""
-    counts = Counter(row.status for row in rows)
-    return {status.value: counts[status] for status in Status}
-
-
-def as_json(rows: Sequence[Row]) -> dict[str, object]:
-    """The object that `--json` prints. Keys are stable: scripts rely on them."""
-    return {
-        "version": offload.__version__,
-        "rows": [{**asdict(row), "status": row.status.value} for row in rows],
-        "summary": {**count_statuses(rows), "exit_code": exit_code(rows)},
-    }
-
-
-def wants_colour(stream: TextIO) -> bool:
-    """Colours for people only: a terminal, and no NO_COLOR (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-_COLOURS = {Status.OK: "32", Status.DEGRADED: "33", Status.MISSING: "31"}
-
-
-def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """The table for people: at most WIDTH columns, advice below the rows that need it."""
-    text = format_table(rows, colour=wants_colour(stream)) + "\n"
-    # A path may hold bytes that this terminal cannot show; that must not end the diagnosis.
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def format_table(rows: Sequence[Row], colour: bool = False) -> str:
-    """Name, status, value; for rows that are not ok also why it matters and what to do."""
-    name_width = max(len(row.name) for row in rows)
-    status_width = max(len(status.value) for status in Status)
-    margin = " " * (name_width + status_width + 4)
-    lines: list[str] = []
-    for row in rows:
-        status = row.status.value.ljust(status_width)
-        first, *others = _wrap(row.value, margin)
-        if colour:
-            status = f"\x1b[{_COLOURS[row.status]}m{status}\x1b[0m"
-        lines += [f"{row.name.ljust(name_width)}  {status}  {first.strip()}", *others]
-        if row.advice is not None:
-            lines += _wrap(f"why: {row.why}", margin) + _wrap(f"do:  {row.advice}", margin)
-    return "\n".join([*lines, "", summarize(rows)])
-
-
-def _wrap(text: str, margin: str) -> list[str]:
-    """Lines of at most WIDTH columns; flags such as --gpus are not broken at their hyphens."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
-    ) or [margin]
-
-
-def summarize(rows: Sequence[Row]) -> str:
-    """The last line."""
-    counts = count_statuses(rows)
-    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
-    if counts["missing"]:
-        return f"{numbers}: offload cannot run like this; mend what is missing."
-    if counts["degraded"]:
-        return f"{numbers}: offload runs here, not at its best."
-    return f"{numbers}: all is well."
+    return make_row("drive", f"{value}, rotational", why, advice)

@@ -1,0 +1,69 @@
+"""Interleaved measurement: every contestant runs once a round, in turn, on the same memory.
+
+Machines are noisy and drift, so a figure alone says little. Here each round gives one time for
+everybody, and what is reported are medians, their spread, and ratios of medians within one run.
+Each result is checked in every round.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+HUGE_BYTES = 2 << 20
+
+
+def huge_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros on memory of its own, aligned to 2 MiB, with huge pages asked for."""
+    nbytes = numel * dtype.itemsize
+    memory = mmap.mmap(-1, nbytes + HUGE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_BYTES
+    return whole[start : start + nbytes].view(dtype)
+
+
+@dataclass
+class Contestant:
+    """One way to do the work. `check` runs after each timed `run` and raises if the result is
+    wrong.
+    """
+
+    name: str
+    run: Callable[[], object]
+    check: Callable[[], None]
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return (high - low) / 2 / self.median_s
+
+
+def hold(
+    contestants: list[Contestant], rounds: int, reset: Callable[[], None], warm_up: int = 2
+) -> None:
+    """Fill in the contestants' times. The order turns by one place each round, so that nobody
+    always follows anybody.
+    """
+    for number in range(-warm_up, rounds):
+        turn = number % len(contestants)
+        for contestant in contestants[turn:] + contestants[:turn]:
+            reset()
+            begin = time.perf_counter()
+            contestant.run()
+            elapsed_s = time.perf_counter() - begin
+            contestant.check()
+            if number >= 0:
+                contestant.seconds.append(elapsed_s)

@@ -1,0 +1,66 @@
+"""A small GPT and its text, for the examples. Nothing here knows about offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a layer norm and around a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out; input and output embeddings are tied."""
+
+    def __init__(
+        self, layers: int = 6, width: int = 384, heads: int = 6, length: int = 128
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        logits = self(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def batches(steps: int, batch: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Random pieces of the text that every checkout has: the licence."""
+    text = (Path(__file__).parent.parent / "LICENSE").read_bytes()
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator)
+        yield torch.stack([tokens[s : s + length + 1] for s in starts.tolist()])

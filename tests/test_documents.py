@@ -1,0 +1,71 @@
+"""What the documents show runs as printed, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{path.name}-{number}")
+    for path in DOCUMENTS
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+    )
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_code_blocks_run(block: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_files_exist(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for path in DOCUMENTS:
+        named = set(re.findall(r"`make ([a-z-]+)", path.read_text()))
+        named |= set(re.findall(r"^make ([a-z-]+)", path.read_text(), re.M))
+        assert named <= targets, f"{path.name}: no target {sorted(named - targets)}"
+
+
+def test_the_example_trains_to_the_bit(tmp_path: Path) -> None:
+    picture = tmp_path / "demo.png"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "examples/train_gpt.py",
+            "--steps",
+            "6",
+            "--layers",
+            "1",
+            "--picture",
+            picture,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every loss and every parameter equals torch's, bit for bit" in done.stdout
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", done.stdout).groups())
+    assert last < first
+    assert picture.read_bytes().startswith(b"\x89PNG")
