@@ -1,0 +1,79 @@
+"""Free space as pure integers: which pieces of a range are free, which are taken.
+
+The host pool cuts its arena with it and the disk store its files. Knows no memory and no files. Not
+thread-safe: the owner has a lock of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from offload.errors import StateError
+
+
+@dataclass
+class Extents:
+    """The range [0, capacity), cut into taken and free pieces whose borders are multiples of
+    `align`.
+
+    Best fit: the smallest free piece that is large enough, lowest first, so that large pieces stay
+    whole. Neighbours that are free are always one piece. Sizes are rounded up to `align` and no
+    further.
+    """
+
+    capacity: int
+    align: int = 1
+    _free: list[tuple[int, int]] = field(init=False)  # (begin, size), by begin
+    _taken: dict[int, int] = field(init=False, default_factory=dict)  # begin -> size
+
+    def __post_init__(self) -> None:
+        if self.capacity < 0 or self.align < 1 or self.capacity % self.align:
+            raise StateError(f"extents: capacity {self.capacity} is not a multiple of {self.align}")
+        self._free = [(0, self.capacity)] if self.capacity else []
+
+    def round_up(self, size: int) -> int:
+        return -(-size // self.align) * self.align
+
+    def take(self, size: int) -> int | None:
+        """Begin of a free piece of at least `size`, now taken; None when there is none."""
+        if size < 1:
+            raise StateError(f"extents: expected a size from 1 on, got {size}")
+        size = self.round_up(size)
+        fitting = ((have, begin) for begin, have in self._free if have >= size)
+        have, begin = min(fitting, default=(0, -1))
+        if begin < 0:
+            return None
+        place = bisect_left(self._free, (begin, have))
+        self._free[place : place + 1] = [(begin + size, have - size)] if have > size else []
+        self._taken[begin] = size
+        return begin
+
+    def give_back(self, begin: int) -> None:
+        """Make the piece that starts at `begin` free again, joined with its free neighbours."""
+        size = self._taken.pop(begin, None)
+        if size is None:
+            raise StateError(f"extents: nothing is taken at {begin}")
+        place = bisect_left(self._free, (begin, 0))
+        if place < len(self._free) and self._free[place][0] == begin + size:
+            size += self._free.pop(place)[1]
+        if place > 0 and sum(self._free[place - 1]) == begin:
+            begin, before = self._free.pop(place - 1)
+            size += before
+        insort(self._free, (begin, size))
+
+    def size_at(self, begin: int) -> int:
+        """Size of the taken piece that starts at `begin`."""
+        return self._taken[begin]
+
+    @property
+    def used(self) -> int:
+        return sum(self._taken.values())
+
+    @property
+    def largest_free(self) -> int:
+        return max((size for _, size in self._free), default=0)
+
+    @property
+    def pieces(self) -> int:
+        return len(self._taken)

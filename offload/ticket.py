@@ -1,0 +1,229 @@
+"""Tickets: one asynchronous act each.
+
+Whoever starts something that ends later hands out a ticket. It ends once, with a result or with an
+error, and is waited for once, in the thread that wants the result; the error is raised there. What
+must happen afterwards is chained with `then`, what must happen together is put together with
+`gather`. An error that nobody waits for is not lost: it is reported when the ticket is dropped. A
+ticket does not know who produces its result. Any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from offload.errors import StateError, StoreTimeout
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class TicketState(Enum):
+    PENDING = "pending"  # the act is under way
+    DONE = "done"  # it has ended well; the result is here
+    FAILED = "failed"  # it has ended badly; the error is here
+    COLLECTED = "collected"  # somebody has taken the result or the error
+
+
+MOVES = {
+    TicketState.PENDING: {TicketState.DONE, TicketState.FAILED},
+    TicketState.DONE: {TicketState.COLLECTED},
+    TicketState.FAILED: {TicketState.COLLECTED},
+    TicketState.COLLECTED: set(),
+}
+
+
+class Ticket(Generic[T]):
+    """One asynchronous act. `what` names it in errors; `describe` adds what is in flight to a
+    time-out's message.
+    """
+
+    def __init__(self, what: str, describe: Callable[[], str] | None = None) -> None:
+        self.what = what
+        self._describe = describe
+        self._state = TicketState.PENDING
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._taken = False  # somebody waits, or will: a second one is refused
+        self._next: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    @classmethod
+    def of(cls, result: T, what: str = "done already") -> Ticket[T]:
+        """A ticket that has ended well."""
+        ticket: Ticket[T] = cls(what)
+        ticket.finish(result)
+        return ticket
+
+    # --- for the producer -------------------------------------------------------------------------
+
+    def finish(self, result: T) -> None:
+        """The act has ended well."""
+        self._end(TicketState.DONE, result, None)
+
+    def fail(self, error: BaseException) -> None:
+        """The act has ended with `error`."""
+        self._end(TicketState.FAILED, None, error)
+
+    def _end(self, state: TicketState, result: T | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._move_to(state)
+            self._result, self._error = result, error
+            follow = self._next
+        self._ended.set()
+        if follow:
+            follow()
+
+    # --- for the consumer -------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the act has ended, well or badly."""
+        return self._ended.is_set()
+
+    @property
+    def state(self) -> TicketState:
+        return self._state
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until the act has ended; return its result or raise its error. Once.
+
+        A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
+        """
+        self._claim()
+        if not self._ended.wait(timeout_s):
+            with self._lock:
+                self._taken = False
+            table = f"; in flight: {self._describe()}" if self._describe else ""
+            raise StoreTimeout(
+                f"{self.what}: not done after {timeout_s:g} s{table}", operation=self.what
+            )
+        return self._collect()
+
+    def then(self, action: Callable[[T], U | Ticket[U]], what: str | None = None) -> Ticket[U]:
+        """A ticket for `action`, which starts when this act has ended well, in the thread that
+        ended it.
+
+        `action` must not block. It may return a ticket of its own, which is then waited for. When
+        this act fails, the new ticket fails with the same error and `action` is not called.
+        """
+        self._claim()
+        following: Ticket[U] = Ticket(what or self.what, self._describe)
+
+        def go_on() -> None:
+            try:
+                result = action(self._collect())
+            except BaseException as error:
+                following.fail(error)
+                return
+            if isinstance(result, Ticket):
+                result._hand_over_to(following)
+            else:
+                following.finish(result)
+
+        self._call_at_end(go_on)
+        return following
+
+    def _hand_over_to(self, other: Ticket[T]) -> None:
+        """End `other` as this one ends."""
+        self._claim()
+
+        def pass_on() -> None:
+            try:
+                result = self._collect()
+            except BaseException as error:
+                other.fail(error)
+            else:
+                other.finish(result)
+
+        self._call_at_end(pass_on)
+
+    def _call_at_end(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            if self._state is TicketState.PENDING:
+                self._next = function
+                return
+        function()
+
+    def _claim(self) -> None:
+        with self._lock:
+            if self._taken:
+                raise StateError(f"{self.what}: this ticket has been waited for already; wait once")
+            self._taken = True
+
+    def _collect(self) -> T:
+        with self._lock:
+            result, error = self._result, self._error
+            self._result = self._error = None  # a ticket that is kept must not keep buffers alive
+            self._move_to(TicketState.COLLECTED)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def _move_to(self, state: TicketState) -> None:
+        if state not in MOVES[self._state]:
+            raise StateError(f"{self.what}: {self._state.name} -> {state.name} is not a legal move")
+        self._state = state
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is not None:  # nobody asked: tell, as Python does for errors it cannot raise
+            sys.unraisablehook(
+                _Unraisable(
+                    type(error), error, error.__traceback__, f"{self.what}: nobody waited for", self
+                )
+            )
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.what}: {self._state.value}>"
+
+
+class _Unraisable:
+    """The argument of sys.unraisablehook, which cannot be made directly."""
+
+    err_msg: str | None
+
+    def __init__(self, kind: Any, value: Any, trace: Any, message: str, thing: Any) -> None:
+        self.exc_type, self.exc_value, self.exc_traceback = kind, value, trace
+        self.err_msg, self.object = message, thing
+
+
+def gather(tickets: Sequence[Ticket[T]], what: str) -> Ticket[list[T]]:
+    """A ticket that ends when all have ended: with all results in order, or with the first ticket's
+    error.
+
+    It never ends early, so that no buffer of a slower act is still in use when it has ended.
+    """
+    together: Ticket[list[T]] = Ticket(what)
+    if not tickets:
+        together.finish([])
+        return together
+    results: list[Any] = [None] * len(tickets)
+    errors: dict[int, BaseException] = {}
+    lock = threading.Lock()
+    left = len(tickets)
+
+    def end_one(index: int) -> None:
+        nonlocal left
+        try:
+            results[index] = tickets[index]._collect()
+        except BaseException as error:
+            errors[index] = error
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            if errors:
+                together.fail(errors[min(errors)])
+            else:
+                together.finish(results)
+
+    for ticket in tickets:
+        ticket._claim()
+    for index, ticket in enumerate(tickets):
+        ticket._call_at_end(lambda index=index: end_one(index))  # type: ignore[misc]
+    return together

@@ -1,0 +1,219 @@
+"""Tickets: ended once, waited for once, no error lost, nothing ends early."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from itertools import product
+from typing import Any
+
+import pytest
+
+from offload.errors import StateError, StoreTimeout
+from offload.ticket import MOVES, Ticket, TicketState, gather
+
+
+def failed(error: BaseException) -> Ticket[int]:
+    ticket: Ticket[int] = Ticket("read w")
+    ticket.fail(error)
+    return ticket
+
+
+def test_a_result_comes_through() -> None:
+    ticket: Ticket[int] = Ticket("read w")
+    assert not ticket.done
+    ticket.finish(7)
+    assert ticket.done
+    assert ticket.wait() == 7
+
+
+def test_waiting_blocks_until_another_thread_has_ended_it() -> None:
+    ticket: Ticket[str] = Ticket("read w")
+    waiting = threading.Event()
+
+    def produce() -> None:
+        waiting.wait()
+        ticket.finish("bytes")
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    waiting.set()
+    assert ticket.wait(timeout_s=30) == "bytes"
+    thread.join()
+
+
+def test_an_error_is_raised_in_the_waiting_thread_with_its_origin() -> None:
+    def produce(ticket: Ticket[int]) -> None:
+        try:
+            raise OSError(5, "Input/output error")
+        except OSError as error:
+            ticket.fail(error)
+
+    ticket: Ticket[int] = Ticket("read w")
+    thread = threading.Thread(target=produce, args=(ticket,))
+    thread.start()
+    thread.join()
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        ticket.wait()
+    names = [frame.name for frame in caught.traceback]
+    assert "produce" in names
+
+
+def test_waiting_twice_is_refused() -> None:
+    ticket = Ticket.of(1, "read w")
+    ticket.wait()
+    with pytest.raises(StateError, match="read w: this ticket has been waited for already"):
+        ticket.wait()
+    chained = Ticket.of(1, "read v")
+    chained.then(lambda x: x)
+    with pytest.raises(StateError, match=r"read v: .*already"):
+        chained.wait()
+
+
+def test_ending_twice_is_refused() -> None:
+    for first, second in product(("finish", "fail"), repeat=2):
+        ticket: Ticket[Any] = Ticket("read w")
+        getattr(ticket, first)(OSError("one"))
+        with pytest.raises(StateError, match="is not a legal move"):
+            getattr(ticket, second)(OSError("two"))
+        with pytest.raises(OSError, match="one") if first == "fail" else _nothing():
+            ticket.wait()
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+def test_the_table_of_moves_is_whole() -> None:
+    assert set(MOVES) == set(TicketState)
+    assert MOVES[TicketState.COLLECTED] == set()
+
+
+def test_a_time_out_tells_what_is_in_flight_and_leaves_the_ticket() -> None:
+    ticket: Ticket[int] = Ticket("read w", describe=lambda: "1 read of 4 MiB at 0")
+    with pytest.raises(
+        StoreTimeout, match=r"read w: not done after 0\.01 s; in flight: 1 read of 4 MiB at 0"
+    ):
+        ticket.wait(timeout_s=0.01)
+    ticket.finish(3)
+    assert ticket.wait() == 3
+
+
+def test_then_runs_after_and_only_after() -> None:
+    order: list[str] = []
+    first: Ticket[int] = Ticket("read w")
+    second = first.then(lambda x: (order.append("second"), x + 1)[1], "add")
+    third = second.then(lambda x: x * 10, "multiply")
+    assert order == []
+    first.finish(4)
+    assert third.wait() == 50
+    assert order == ["second"]
+
+
+def test_then_follows_a_ticket_that_the_action_returns() -> None:
+    inner: Ticket[str] = Ticket("copy w")
+    outer = Ticket.of(1).then(lambda _: inner, "read and copy w")
+    assert not outer.done
+    inner.finish("on device")
+    assert outer.wait() == "on device"
+    broken: Ticket[str] = Ticket("copy v")
+    outer = Ticket.of(1).then(lambda _: broken)
+    broken.fail(OSError("copy failed"))
+    with pytest.raises(OSError, match="copy failed"):
+        outer.wait()
+
+
+def test_a_failure_skips_what_should_follow() -> None:
+    called: list[int] = []
+    chain = failed(OSError("lost")).then(called.append).then(called.append)
+    with pytest.raises(OSError, match="lost"):
+        chain.wait()
+    assert called == []
+
+
+def test_an_error_in_what_follows_fails_its_ticket() -> None:
+    chain = Ticket.of(0).then(lambda x: 1 // x)
+    with pytest.raises(ZeroDivisionError):
+        chain.wait()
+
+
+def test_gather_keeps_the_order_and_never_ends_early() -> None:
+    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(4)]
+    together = gather(tickets, "read all")
+    tickets[2].finish(2)
+    tickets[0].finish(0)
+    tickets[3].finish(3)
+    assert not together.done
+    tickets[1].finish(1)
+    assert together.wait() == [0, 1, 2, 3]
+    assert gather([], "nothing").wait() == []
+
+
+def test_gather_waits_for_all_even_when_one_has_failed() -> None:
+    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(3)]
+    together = gather(tickets, "read all")
+    tickets[1].fail(OSError("second"))
+    tickets[0].finish(0)
+    assert not together.done, "the third may still write to its buffer"
+    tickets[2].fail(OSError("third"))
+    with pytest.raises(OSError, match="second"):
+        together.wait()
+
+
+def test_an_error_that_nobody_waits_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    ticket = failed(OSError("disk on fire"))
+    del ticket
+    gc.collect()
+    (report,) = seen
+    assert "read w: nobody waited for" in report.err_msg
+    assert str(report.exc_value) == "disk on fire"
+
+
+def test_an_error_that_was_raised_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    ticket = failed(OSError("disk on fire"))
+    with pytest.raises(OSError, match="disk on fire"):
+        ticket.wait()
+    del ticket
+    gc.collect()
+    assert seen == []
+
+
+def test_a_ticket_that_is_kept_does_not_keep_its_result() -> None:
+    class Buffer: ...
+
+    import weakref
+
+    buffer = Buffer()
+    gone = weakref.ref(buffer)
+    ticket = Ticket.of(buffer)
+    ticket.wait()
+    del buffer
+    gc.collect()
+    assert gone() is None
+
+
+def test_many_threads_end_and_chain_at_the_same_time() -> None:
+    """A chain that is attached while the ticket ends runs exactly once."""
+    for _ in range(300):
+        ticket: Ticket[int] = Ticket("race")
+        calls: list[int] = []
+        gate = threading.Barrier(2)
+
+        def end(ticket: Ticket[int] = ticket, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            ticket.finish(1)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        gate.wait()
+        chained = ticket.then(lambda x, calls=calls: calls.append(x))
+        chained.wait(timeout_s=30)
+        thread.join()
+        assert calls == [1]
