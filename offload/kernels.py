@@ -31,7 +31,7 @@ from torch import Tensor
 from offload import reference
 from offload.arguments import check_apart, check_sizes, check_tensor, check_writable, note_writes
 from offload.errors import ConfigError
-from offload.rules import Rule
+from offload.rules import Number, Rule, to_float
 
 TORCH_WIDTH = 8  # lanes of torch's fused kernels, under AVX2 and AVX-512 alike
 STATS_BLOCK = reference.STATS_BLOCK
@@ -130,8 +130,7 @@ def num_threads() -> int:
 
 def set_num_threads(count: int) -> None:
     """Change `num_threads()`; at first it is the number of cores that this process may use."""
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"count: expected a whole number of threads from 1 on, got {count!r}")
+    _check_whole("count", count, least=1)
     native = _native()
     if native:
         native.set_threads(count)
@@ -148,7 +147,7 @@ def update(
     grad: Tensor,
     *states: Tensor,
     out: Tensor | None = None,
-    scale: float = 1.0,
+    scale: Number = 1.0,
     maximize: bool = False,
     offset: int = 0,
     numel: int | None = None,
@@ -177,9 +176,9 @@ def update(
     count = check_sizes(every)
     tail_begin = _tail_begin(offset, count, numel)
     lanes = _lanes(threads)
+    signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
     check_apart(every)
     check_writable(written)
-    signed_scale = -scale if maximize else scale
     state0, state1, *_ = [*states, None, None]
     native = _native()
     if native:
@@ -216,11 +215,11 @@ def _tail_begin(offset: int, count: int, numel: int | None) -> int:
     """Where, in a slice of `count` elements at `offset`, the parameter's last `numel % 8` elements
     begin.
     """
-    if offset < 0:
-        raise ConfigError(f"offset: expected 0 or more, got {offset}")
+    _check_whole("offset", offset, least=0)
     end = offset + count
     if numel is None:
         numel = end
+    _check_whole("numel", numel, least=0)
     if end > numel:
         raise ConfigError(
             f"numel: the slice [{offset}, {end}) ends behind the parameter's {numel} elements"
@@ -229,9 +228,15 @@ def _tail_begin(offset: int, count: int, numel: int | None) -> int:
 
 
 def _lanes(threads: int | None) -> int:
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads: expected 1 or more, or None for all, got {threads}")
-    return threads or 0
+    if threads is None:
+        return 0  # all
+    _check_whole("threads", threads, least=1)
+    return threads
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: expected a whole number from {least} on, got {value!r}")
 
 
 # --- gradient statistics -----------------------------------------------------------------------

@@ -28,37 +28,46 @@ Number = float | Tensor  # a tensor of one element, as optimizers allow for lear
 
 
 def to_float(name: str, value: Number) -> float:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ConfigError(
-                f"{name}: expected one number, got a tensor of shape {tuple(value.shape)}"
-            )
-        return float(value.item())
-    return float(value)
+    """`value` as a double; a tensor of one element counts as its number."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigError(
+            f"{name}: expected one number, got a tensor of shape {tuple(value.shape)}"
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(f"{name}: expected a number, got {value!r}") from error
 
 
-def check_finite(**values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise ConfigError(f"{name}: expected a finite number, got {value}")
+def finite(**values: Number) -> list[float]:
+    """The values as doubles, in order; each must be finite."""
+    numbers = {name: to_float(name, value) for name, value in values.items()}
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ConfigError(f"{name}: expected a finite number, got {number}")
+    return list(numbers.values())
 
 
-def check_beta(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < 1.0:
-            raise ConfigError(f"{name}: expected a number in [0, 1), got {value}")
+def below_one(**values: Number) -> list[float]:
+    """The values as doubles, in order; each must be in [0, 1), as betas are."""
+    numbers = {name: to_float(name, value) for name, value in values.items()}
+    for name, number in numbers.items():
+        if not 0.0 <= number < 1.0:
+            raise ConfigError(f"{name}: expected a number in [0, 1), got {number}")
+    return list(numbers.values())
 
 
-def check_step(step: float) -> None:
-    if not (math.isfinite(step) and step >= 1.0):
-        raise ConfigError(f"step: expected 1 for the first update or more, got {step}")
+def step_count(step: Number) -> float:
+    """The step as a double: 1 at the first update."""
+    number = to_float("step", step)
+    if not (math.isfinite(number) and number >= 1.0):
+        raise ConfigError(f"step: expected 1 for the first update or more, got {number}")
+    return number
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (`decoupled=False`: decay enters the gradient) and AdamW (`decoupled=True`). step: 1 at
-    the first update.
-    """
+    """Adam (`decoupled=False`: decay enters the gradient) and AdamW (`decoupled=True`)."""
 
     kernel: ClassVar[str] = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -80,19 +89,17 @@ class Adam:
         step: Number,
         *,
         lr: Number,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
+        beta1: Number,
+        beta2: Number,
+        eps: Number,
+        weight_decay: Number,
         decoupled: bool,
     ) -> Adam:
-        step, lr = to_float("step", step), to_float("lr", lr)
-        check_step(step)
-        check_finite(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_beta(beta1=beta1, beta2=beta2)
+        step = step_count(step)
+        lr, eps, weight_decay = finite(lr=lr, eps=eps, weight_decay=weight_decay)
+        beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         weight = to_f32(1.0 - beta1)
-        # torch.lerp starts from the nearer end: from the gradient when the weight is one half or
-        # more.
+        # torch.lerp starts from the nearer end: from the gradient for a weight of one half or more.
         from_grad = weight >= 0.5
         return cls(
             lerp_weight=to_f32(weight - 1.0) if from_grad else weight,
@@ -110,8 +117,9 @@ class Adam:
 
 @dataclass(frozen=True)
 class Sgd:
-    """SGD with momentum, dampening and Nesterov's variant. first: no momentum yet, the buffer is
-    only written.
+    """SGD with momentum, dampening and Nesterov's variant.
+
+    first: there is no momentum yet; the buffer is only written.
     """
 
     kernel: ClassVar[str] = "sgd"
@@ -134,14 +142,15 @@ class Sgd:
         cls,
         *,
         lr: Number,
-        momentum: float,
-        dampening: float,
-        weight_decay: float,
+        momentum: Number,
+        dampening: Number,
+        weight_decay: Number,
         nesterov: bool,
         first: bool,
     ) -> Sgd:
-        lr = to_float("lr", lr)
-        check_finite(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+        lr, momentum, dampening, weight_decay = finite(
+            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay
+        )
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ConfigError(
                 f"nesterov: needs momentum above 0 and no dampening, got momentum={momentum}, "
@@ -173,11 +182,12 @@ class Adagrad:
 
     @classmethod
     def at(
-        cls, step: Number, *, lr: Number, lr_decay: float, eps: float, weight_decay: float
+        cls, step: Number, *, lr: Number, lr_decay: Number, eps: Number, weight_decay: Number
     ) -> Adagrad:
-        step, lr = to_float("step", step), to_float("lr", lr)
-        check_step(step)
-        check_finite(lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
+        step = step_count(step)
+        lr, lr_decay, eps, weight_decay = finite(
+            lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay
+        )
         return cls(
             lr=to_f32(lr / (1.0 + (step - 1.0) * lr_decay)),
             eps=to_f32(eps),
@@ -201,10 +211,9 @@ class Lion:
     decay: float
 
     @classmethod
-    def at(cls, *, lr: Number, beta1: float, beta2: float, weight_decay: float) -> Lion:
-        lr = to_float("lr", lr)
-        check_finite(lr=lr, weight_decay=weight_decay)
-        check_beta(beta1=beta1, beta2=beta2)
+    def at(cls, *, lr: Number, beta1: Number, beta2: Number, weight_decay: Number) -> Lion:
+        lr, weight_decay = finite(lr=lr, weight_decay=weight_decay)
+        beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         return cls(
             beta1=to_f32(beta1),
             one_minus_beta1=to_f32(1.0 - beta1),

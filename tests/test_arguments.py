@@ -173,14 +173,19 @@ def test_out_may_not_be_the_master() -> None:
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"offset": -1}, "offset: expected 0 or more, got -1"),
+        ({"offset": -1}, "offset: expected a whole number from 0 on, got -1"),
         ({"numel": N - 1}, "numel: the slice [0, 40) ends behind the parameter's 39 elements"),
         (
             {"offset": 8, "numel": N},
             "numel: the slice [8, 48) ends behind the parameter's 40 elements",
         ),
-        ({"threads": 0}, "threads: expected 1 or more"),
-        ({"threads": -2}, "threads: expected 1 or more"),
+        ({"threads": 0}, "threads: expected a whole number from 1 on, got 0"),
+        ({"threads": -2}, "threads: expected a whole number from 1 on, got -2"),
+        ({"threads": 1.5}, "threads: expected a whole number from 1 on, got 1.5"),
+        ({"offset": 8.0}, "offset: expected a whole number from 0 on, got 8.0"),
+        ({"numel": "40"}, "numel: expected a whole number from 0 on, got '40'"),
+        ({"scale": "big"}, "scale: expected a number, got 'big'"),
+        ({"scale": torch.ones(2)}, "scale: expected one number, got a tensor of shape (2,)"),
     ],
 )
 def test_bad_slices_and_threads_are_refused(
@@ -216,6 +221,8 @@ OK = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, 
         (1, {"lr": float("nan")}, "lr: expected a finite number, got nan"),
         (1, {"lr": float("inf")}, "lr: expected a finite number, got inf"),
         (1, {"lr": torch.ones(2)}, r"lr: expected one number, got a tensor of shape (2,)"),
+        (1, {"lr": "fast"}, "lr: expected a number, got 'fast'"),
+        (None, {}, "step: expected a number, got None"),
         (1, {"beta1": 1.0}, "beta1: expected a number in [0, 1), got 1.0"),
         (1, {"beta2": -0.1}, "beta2: expected a number in [0, 1), got -0.1"),
         (1, {"eps": float("nan")}, "eps: expected a finite number"),

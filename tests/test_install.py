@@ -1,4 +1,4 @@
-"""What `pip` makes of the project: a wheel with the native core, and one without that needs no compiler."""
+"""What `pip` makes of it: a wheel with the native core, and one without that needs no compiler."""
 
 from __future__ import annotations
 
