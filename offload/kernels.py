@@ -53,6 +53,9 @@ def _load() -> tuple[ModuleType | None, str | None]:
             None,
             f"the native core is not there ({error}); install with a C++ compiler, or from a wheel",
         )
+    # torch's number to begin with: it follows OMP_NUM_THREADS and the physical cores, and a team
+    # of another size than torch's would be made anew at every turn.
+    _native.set_threads(torch.get_num_threads())
     return _native, None
 
 
@@ -129,7 +132,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """Change `num_threads()`; at first it is the number of cores that this process may use."""
+    """Change `num_threads()`; at first it is `torch.get_num_threads()`."""
     _check_whole("count", count, least=1)
     native = _native()
     if native:

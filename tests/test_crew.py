@@ -61,10 +61,22 @@ def test_a_call_may_ask_for_fewer_threads() -> None:
     assert _native.most_lanes() == 1
 
 
-def test_the_limit_is_what_the_process_may_use() -> None:
-    code = "from offload import kernels; print(kernels.num_threads())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(out.stdout) == len(os.sched_getaffinity(0))
+@pytest.mark.parametrize("settings", [{}, {"OMP_NUM_THREADS": "1"}])
+def test_at_first_there_are_as_many_threads_as_torch_has(settings: dict[str, str]) -> None:
+    code = (
+        "import torch; from offload import kernels; "
+        "print(kernels.num_threads(), torch.get_num_threads())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **settings},
+    )
+    ours, torchs = map(int, done.stdout.split())
+    assert ours == torchs
+    assert not settings or ours == int(settings["OMP_NUM_THREADS"])
 
 
 def test_other_python_threads_run_during_a_call() -> None:
