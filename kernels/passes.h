@@ -76,9 +76,8 @@ static void touch(float* p, const float* g, float* m, float* v, int64_t begin, i
     __builtin_memcpy(v + i, &wv, sizeof wv);
   }
   for (; i < end; ++i) {
-    const uint32_t w = bits_of(g[i]);
-    p[i] = float_of(bits_of(p[i]) ^ w);
-    m[i] = float_of(bits_of(m[i]) ^ w);
-    v[i] = float_of(bits_of(v[i]) ^ w);
+    const uint32_t w = bits_of(read(g + i));
+    float* const written[] = {p, m, v};
+    for (float* x : written) write(x + i, float_of(bits_of(read(x + i)) ^ w));
   }
 }

@@ -27,11 +27,23 @@ struct Lane {
   static Lane set(float s) { return {s}; }
 };
 
-static inline Lane load(const float* p, Lane) { return {*p}; }
-static inline Lane load(const bf16* p, Lane) { return {float_of(uint32_t(p->bits) << 16)}; }
+// Addresses need no alignment, not even that of their type.
+template <class T>
+static inline T read(const T* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
+template <class T>
+static inline void write(T* p, T value) {
+  __builtin_memcpy(p, &value, sizeof value);
+}
+
+static inline Lane load(const float* p, Lane) { return {read(p)}; }
+static inline Lane load(const bf16* p, Lane) { return {float_of(uint32_t(read(p).bits) << 16)}; }
 
 static inline Lane load(const f16* p, Lane) {
-  const uint32_t h = p->bits, sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu;
+  const uint32_t h = read(p).bits, sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu;
   if (exponent == 31) {  // infinity, or NaN made quiet as the hardware does
     return {float_of(sign | 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u))};
   }
@@ -42,12 +54,12 @@ static inline Lane load(const f16* p, Lane) {
   return {float_of(sign | ((exponent + 112) << 23) | (mantissa << 13))};
 }
 
-static inline void store(float* p, Lane v) { *p = v.x; }
+static inline void store(float* p, Lane v) { write(p, v.x); }
 
 static inline void store(bf16* p, Lane v) {  // to nearest even; NaN stays NaN, quiet
   const uint32_t u = bits_of(v.x);
   const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
-  p->bits = uint16_t(nan ? (u >> 16) | 0x40u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+  write(p, bf16{uint16_t(nan ? (u >> 16) | 0x40u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16)});
 }
 
 static inline void store(f16* p, Lane v) {  // to nearest even, denormals included; NaN stays NaN, quiet
@@ -63,7 +75,7 @@ static inline void store(f16* p, Lane v) {  // to nearest even, denormals includ
   } else {  // denormal or zero: adding one half puts the result's last bit at fp32's last bit, so the adder rounds
     h = bits_of(float_of(a) + 0.5f) - 0x3f000000u;
   }
-  p->bits = uint16_t(sign | h);
+  write(p, f16{uint16_t(sign | h)});
 }
 
 static inline Lane operator+(Lane a, Lane b) { return {a.x + b.x}; }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from testlib import SIZES, SPECIAL, assert_same_bits, awkward, cuts, unaligned
+from testlib import SIZES, SPECIAL, assert_same_bits, awkward, cuts, misaligned, unaligned
 
 from offload import kernels
 from offload.errors import ConfigError
@@ -96,6 +96,16 @@ def test_large_and_tiny_numbers_are_finite(isa: str, dtype: torch.dtype) -> None
     assert kernels.grad_stats(tiny).sum_squares == pytest.approx(
         1000 * float(tiny[0]) ** 2, rel=1e-12
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_odd_addresses_do_not_matter(isa: str, dtype: torch.dtype) -> None:
+    values = torch.randn(1003).to(dtype)
+    assert kernels.grad_stats(misaligned(values)) == kernels.grad_stats(values)
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    target = misaligned(torch.zeros(1003, dtype=other))
+    kernels.cast(misaligned(values), target)
+    assert_same_bits(target, values.to(other), "cast")
 
 
 def test_empty_gradient(isa: str) -> None:

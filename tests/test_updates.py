@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testlib import SIZES, assert_same_bits, awkward, cuts, unaligned
+from testlib import SIZES, assert_same_bits, awkward, cuts, misaligned, unaligned
 from torch import Tensor
 
 from offload import kernels, rules
@@ -252,6 +252,21 @@ def test_drawn_settings_equal_torch_fused(data: st.DataObject) -> None:
     with kernels.forced_isa(data.draw(st.sampled_from(ISAS))):
         got = train_ours(case, start, grads, cuts(numel, pieces), data.draw(st.integers(0, 9)))
     compare(case, got, train_torch(case, start, grads))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_odd_addresses_do_not_change_bits(isa: str, case: Case, half: torch.dtype) -> None:
+    for numel in (1, 9, 1003):
+        start, grad = torch.randn(numel), torch.randn(numel).to(half)
+        states = [torch.zeros(numel) for _ in case.states]
+        expected = [start.clone(), *(state.clone() for state in states)]
+        got = [misaligned(start), *map(misaligned, states)]
+        out, odd_out = torch.zeros(numel, dtype=half), misaligned(torch.zeros(numel, dtype=half))
+        kernels.update(case.rule(1), expected[0], grad, *expected[1:], out=out)
+        kernels.update(case.rule(1), got[0], misaligned(grad), *got[1:], out=odd_out)
+        compare(case, got, expected)
+        assert_same_bits(odd_out, out, f"{case.name}: out")
 
 
 def test_cuts_of_a_large_parameter(isa: str) -> None:

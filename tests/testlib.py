@@ -67,6 +67,14 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
     return copy
 
 
+def misaligned(tensor: Tensor) -> Tensor:
+    """A copy at an odd address, as a file format may hand it out."""
+    memory = bytearray(tensor.nbytes + 1)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=1)
+    copy.copy_(tensor)
+    return copy
+
+
 def cuts(numel: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
     """[0, numel) in at most `pieces` random slices; inner borders are multiples of `multiple`."""
     inner = torch.randint(0, numel // multiple + 1, (pieces - 1,)) * multiple
