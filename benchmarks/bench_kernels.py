@@ -52,7 +52,7 @@ class Bench:
         self.p, self.g, self.m, self.v = (huge_tensor(numel) for _ in range(4))
         self.g.normal_()
         self.scratch = torch.empty(numel)
-        self.before = [torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.1]
+        self.before = [torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.1 + 0.01]
         self.rule = rules.Adam.at(
             STEP, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, decoupled=True
         )
