@@ -96,12 +96,19 @@ class Crew {
     give_back(lanes);
   }
 
+  // Wakes those who wait for a lane, after the limit has changed.
+  void look_again() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    freed_.notify_all();
+  }
+
  private:
   // Waits until a lane is free, then takes as many as there are, up to `wanted`.
   int take(int wanted) {
     std::unique_lock<std::mutex> lock(mutex_);
-    freed_.wait(lock, [this] { return lanes_ < crew_limit(); });
-    const int lanes = std::min(wanted, crew_limit() - lanes_);
+    int free = 0;  // the limit may change at any moment: it is read once for the test and its use
+    freed_.wait(lock, [&] { return (free = crew_limit() - lanes_) > 0; });
+    const int lanes = std::min(wanted, free);
     lanes_ += lanes;
     most_lanes.store(std::max(most_lanes.load(), lanes_));
     return lanes;
@@ -126,10 +133,7 @@ std::atomic<Crew*> the_crew{nullptr};
 std::atomic<bool> forked{false};
 
 // When the library is loaded, not at the first call: a fork may come while another thread makes that call.
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
-  the_crew.store(nullptr);
-  forked.store(true);
-});
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, crew_assume_forked);
 
 Crew& crew() {
   Crew* now = the_crew.load();
@@ -144,9 +148,17 @@ Crew& crew() {
 
 }  // namespace
 
+void crew_assume_forked() {
+  the_crew.store(nullptr);
+  forked.store(true);
+}
+
 int crew_limit() { return limit.load(); }
 
-void crew_set_limit(int lanes) { limit.store(std::max(1, lanes)); }
+void crew_set_limit(int lanes) {
+  limit.store(std::max(1, lanes));
+  if (Crew* now = the_crew.load()) now->look_again();
+}
 
 int crew_most_lanes() { return most_lanes.exchange(0); }
 

@@ -43,6 +43,7 @@ static inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.x, b.x)}; }
 static inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.x, b.x)}; }
 static inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.x, b.x)}; }
 static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
+static inline Vec at_least(Vec a, Vec b) { return {_mm256_max_ps(a.x, b.x)}; }
 static inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.x)}; }
 static inline Vec sign(Vec a) {
   const __m256 one = _mm256_or_ps(_mm256_and_ps(a.x, _mm256_set1_ps(-0.f)), _mm256_set1_ps(1.f));

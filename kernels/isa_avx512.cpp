@@ -45,6 +45,7 @@ static inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.x, b.x)}; }
 static inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.x, b.x)}; }
 static inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.x, b.x)}; }
 static inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+static inline Vec at_least(Vec a, Vec b) { return {_mm512_max_ps(a.x, b.x)}; }
 static inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.x)}; }
 static inline Vec sign(Vec a) {
   const __mmask16 positive = _mm512_cmp_ps_mask(a.x, _mm512_setzero_ps(), _CMP_GT_OQ);

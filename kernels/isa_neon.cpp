@@ -13,12 +13,15 @@ struct Vec {
   static Vec set(float s) { return {vdupq_n_f32(s)}; }
 };
 
+static inline const uint16_t* words(const void* p) { return static_cast<const uint16_t*>(p); }
+static inline uint16_t* words(void* p) { return static_cast<uint16_t*>(p); }
+
 static inline Vec load(const float* p, Vec) { return {vld1q_f32(p)}; }
 static inline Vec load(const bf16* p, Vec) {
-  return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16))};
+  return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(words(p)), 16))};
 }
 static inline Vec load(const f16* p, Vec) {
-  return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)))};
+  return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(words(p))))};
 }
 
 static inline void store(float* p, Vec v) { vst1q_f32(p, v.x); }
@@ -28,15 +31,16 @@ static inline void store(bf16* p, Vec v) {
   const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), even), 16);
   const uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
   const uint32x4_t number = vceqq_f32(v.x, v.x);
-  vst1_u16(&p->bits, vmovn_u32(vbslq_u32(number, rounded, quiet)));
+  vst1_u16(words(p), vmovn_u32(vbslq_u32(number, rounded, quiet)));
 }
-static inline void store(f16* p, Vec v) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(v.x))); }
+static inline void store(f16* p, Vec v) { vst1_u16(words(p), vreinterpret_u16_f16(vcvt_f16_f32(v.x))); }
 
 static inline Vec operator+(Vec a, Vec b) { return {vaddq_f32(a.x, b.x)}; }
 static inline Vec operator-(Vec a, Vec b) { return {vsubq_f32(a.x, b.x)}; }
 static inline Vec operator*(Vec a, Vec b) { return {vmulq_f32(a.x, b.x)}; }
 static inline Vec operator/(Vec a, Vec b) { return {vdivq_f32(a.x, b.x)}; }
 static inline Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.x, a.x, b.x)}; }
+static inline Vec at_least(Vec a, Vec b) { return {vmaxnmq_f32(a.x, b.x)}; }
 static inline Vec sqrt(Vec a) { return {vsqrtq_f32(a.x)}; }
 static inline Vec sign(Vec a) {
   const float32x4_t zero = vdupq_n_f32(0.f);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace offload {
 
@@ -28,7 +29,8 @@ struct Buffers {
 struct AdamScalars {
   float lerp_weight;  // 1-b1 when it is below one half, else (1-b1)-1
   float beta2, one_minus_beta2;
-  float bias2_sqrt;     // sqrt(1 - b2^step)
+  float bias2_sqrt;          // sqrt(1 - b2^step)
+  float bias2_sqrt_inverse;  // its reciprocal, rounded to nearest
   float eps;
   float neg_step_size;  // -(lr / (1 - b1^step))
   float decay;          // AdamW: 1 - lr*wd; Adam: wd

@@ -91,10 +91,11 @@ struct Update {
   }
 };
 
-void adam(const Update& u, float lerp_weight, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
-          float neg_step_size, float decay, bool lerp_from_grad, bool decoupled, bool has_decay) {
-  u.run(table().adam, AdamScalars{lerp_weight, beta2, one_minus_beta2, bias2_sqrt, eps, neg_step_size, decay,
-                                  lerp_from_grad, decoupled, has_decay});
+void adam(const Update& u, float lerp_weight, float beta2, float one_minus_beta2, float bias2_sqrt,
+          float bias2_sqrt_inverse, float eps, float neg_step_size, float decay, bool lerp_from_grad, bool decoupled,
+          bool has_decay) {
+  u.run(table().adam, AdamScalars{lerp_weight, beta2, one_minus_beta2, bias2_sqrt, bias2_sqrt_inverse, eps,
+                                  neg_step_size, decay, lerp_from_grad, decoupled, has_decay});
 }
 
 void sgd(const Update& u, float neg_lr, float decay, float momentum, float one_minus_dampening, bool has_decay,
@@ -157,5 +158,6 @@ NB_MODULE(_native, m) {
   m.def("touch", touch, no_gil());
   m.def("threads", crew_limit);
   m.def("set_threads", crew_set_limit, "count"_a);
+  m.def("assume_forked", crew_assume_forked);
   m.def("most_lanes", crew_most_lanes);
 }

@@ -64,16 +64,19 @@ typedef uint32_t Words __attribute__((vector_size(4 * (Vec::width < 4 ? 4 : Vec:
 static void touch(float* p, const float* g, float* m, float* v, int64_t begin, int64_t end) {
   constexpr int width = sizeof(Words) / 4;
   int64_t i = begin;
-  for (; i + width <= end; i += width) {
-    Words wp, wg, wm, wv;
-    __builtin_memcpy(&wg, g + i, sizeof wg);
-    __builtin_memcpy(&wp, p + i, sizeof wp);
-    __builtin_memcpy(&wm, m + i, sizeof wm);
-    __builtin_memcpy(&wv, v + i, sizeof wv);
-    wp ^= wg, wm ^= wg, wv ^= wg;
-    __builtin_memcpy(p + i, &wp, sizeof wp);
-    __builtin_memcpy(m + i, &wm, sizeof wm);
-    __builtin_memcpy(v + i, &wv, sizeof wv);
+  for (; i + turn <= end; i += turn) {
+#pragma GCC unroll 4
+    for (int k = 0; k < turn; k += width) {
+      Words wp, wg, wm, wv;
+      __builtin_memcpy(&wg, g + i + k, sizeof wg);
+      __builtin_memcpy(&wp, p + i + k, sizeof wp);
+      __builtin_memcpy(&wm, m + i + k, sizeof wm);
+      __builtin_memcpy(&wv, v + i + k, sizeof wv);
+      wp ^= wg, wm ^= wg, wv ^= wg;
+      __builtin_memcpy(p + i + k, &wp, sizeof wp);
+      __builtin_memcpy(m + i + k, &wm, sizeof wm);
+      __builtin_memcpy(v + i + k, &wv, sizeof wv);
+    }
   }
   for (; i < end; ++i) {
     const uint32_t w = bits_of(read(g + i));

@@ -83,5 +83,7 @@ static inline Lane operator-(Lane a, Lane b) { return {a.x - b.x}; }
 static inline Lane operator*(Lane a, Lane b) { return {a.x * b.x}; }
 static inline Lane operator/(Lane a, Lane b) { return {a.x / b.x}; }
 static inline Lane fma(Lane a, Lane b, Lane c) { return {__builtin_fmaf(a.x, b.x, c.x)}; }
+// The greater one; b if a is NaN.
+static inline Lane at_least(Lane a, Lane b) { return {a.x > b.x ? a.x : b.x}; }
 static inline Lane sqrt(Lane a) { return {__builtin_sqrtf(a.x)}; }
 static inline Lane sign(Lane a) { return {a.x > 0.f ? 1.f : a.x < 0.f ? -1.f : a.x == 0.f ? 0.f : a.x}; }

@@ -7,6 +7,17 @@
 
 enum class Decay { none, into_grad, decoupled };
 
+// x / divisor, correctly rounded, in three multiplications, for a divisor whose rounded reciprocal is known: the unit
+// that divides also takes square roots and is what Adam waits for when memory is fast. Correct for every x >= 0 without
+// over- or underflow on the way (Brisebarre, Muller and Raina, 2004, method 1); the remainder of infinity is NaN, which
+// at_least() turns into a number, so that infinity stays what it is.
+template <class V>
+static inline V divide(V x, float divisor, float reciprocal) {
+  const V quotient = x * V::set(reciprocal);
+  const V remainder = fma(quotient, V::set(-divisor), x);
+  return fma(at_least(remainder, V::set(-3.4e38f)), V::set(reciprocal), quotient);
+}
+
 // Adam is the one that must run at the speed of memory, so its flags are compiled in rather than asked in the loop.
 template <Decay decay, bool lerp_from_grad>
 struct Adam {
@@ -20,14 +31,16 @@ struct Adam {
     void apply(V g, V& p, V& m, V& v) const {
       if constexpr (decay == Decay::decoupled) p = p * V::set(s.decay);
       if constexpr (decay == Decay::into_grad) g = fma(p, V::set(s.decay), g);
-      m = fma(V::set(s.lerp_weight), g - m, lerp_from_grad ? g : m);
+      // A weight of exactly 1 leaves a coefficient of zero, whose sign torch's tail has the other way round.
+      const bool negative_zero = tail && lerp_from_grad && s.lerp_weight == 0.f;
+      m = fma(V::set(negative_zero ? -0.f : s.lerp_weight), g - m, lerp_from_grad ? g : m);
       const V gg = V::set(s.one_minus_beta2) * g;
       if constexpr (tail) {
         v = fma(V::set(s.beta2), v, gg * g);
       } else {
         v = fma(gg, g, V::set(s.beta2) * v);
       }
-      const V denominator = sqrt(v) / V::set(s.bias2_sqrt) + V::set(s.eps);
+      const V denominator = divide(sqrt(v), s.bias2_sqrt, s.bias2_sqrt_inverse) + V::set(s.eps);
       p = p + (V::set(s.neg_step_size) * m) / denominator;
     }
   };
@@ -103,12 +116,25 @@ static inline void update_at(const Buffers& b, const Rule& rule, int64_t i) {
   store(b.param + i, p);
   if (has_state0) store(b.state0 + i, s0);
   if constexpr (Rule::states == 2) store(b.state1 + i, s1);
-  if constexpr (!__is_same(Out, Nothing)) store(static_cast<Out*>(b.out) + i, p);
+  if constexpr (!std::is_same_v<Out, Nothing>) store(static_cast<Out*>(b.out) + i, p);
 }
 
 // Elements of one turn of the main loop: a whole cache line of fp32, so that a line is loaded and stored at one go.
-// Measured on Zen 3 (benchmarks/LOG.md): half a line a turn can be much slower, prefetching by hand gains nothing.
+// Measured on Zen 3 (benchmarks/LOG.md): half a line a turn can be much slower.
 constexpr int turn = 16;
+
+// Elements by which lines are asked for in advance. The arithmetic of Adam fills the processor's window of instructions
+// with four turns, too few loads to keep memory busy; six lines ahead is best on Zen 3, half or twice that is not.
+// An address behind the end of a buffer is no error: a prefetch never faults.
+constexpr int64_t ahead = 96;
+
+template <class Grad, class Rule>
+static inline void prefetch(const Buffers& b, const Rule& rule, int64_t i) {
+  __builtin_prefetch(static_cast<const Grad*>(b.grad) + i);
+  __builtin_prefetch(b.param + i, 1);
+  if (Rule::has_state0(rule.s)) __builtin_prefetch(b.state0 + i, 1);
+  if constexpr (Rule::states == 2) __builtin_prefetch(b.state1 + i, 1);
+}
 
 template <template <class> class Rule, class Grad, class Out, class Scalars>
 static void update_range(const Buffers& shared, const Scalars& s, int64_t begin, int64_t end) {
@@ -119,6 +145,7 @@ static void update_range(const Buffers& shared, const Scalars& s, int64_t begin,
   const int64_t body_end = end < b.tail_begin ? end : b.tail_begin;
   int64_t i = begin;
   for (; i + turn <= body_end; i += turn) {
+    prefetch<Grad>(b, wide, i + ahead);
 #pragma GCC unroll 4
     for (int k = 0; k < turn; k += Vec::width) update_at<Vec, false, Rule<Vec>, Grad, Out>(b, wide, i + k);
   }

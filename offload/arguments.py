@@ -7,6 +7,7 @@ Every refusal is a `ConfigError` that names the argument, what it is and what it
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,9 @@ def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Te
             f"{name}: expected a tensor in host memory, got device {tensor.device}; "
             "copy it to the CPU first"
         )
-    if tensor.layout != torch.strided:
-        raise ConfigError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ConfigError(f"{name}: expected a dense tensor, got {kind}")
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise ConfigError(f"{name}: expected {expected}, got {tensor.dtype}")
@@ -42,11 +44,26 @@ def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Te
         )
     if tensor.is_neg():
         raise ConfigError(f"{name}: is a lazily negated view; pass .resolve_neg()")
-    if tensor.numel() and _address(name, tensor) == 0:
-        raise ConfigError(
-            f"{name}: a {type(tensor).__name__} without memory of its own; pass its local tensor"
-        )
+    if tensor.numel():
+        _check_memory(name, tensor)
     return tensor
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """There is memory behind every element of `tensor`."""
+    kind = type(tensor).__name__
+    try:
+        address, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError) as error:  # fake, functional, wrapping tensors
+        raise ConfigError(f"{name}: a {kind} without memory: {error}") from error
+    needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+    if needed > stored:
+        raise ConfigError(
+            f"{name}: a {kind} that reaches to byte {needed} of a storage that has {stored}; its "
+            "memory was freed or made smaller"
+        )
+    if address == 0:
+        raise ConfigError(f"{name}: a {kind} without memory of its own; pass its local tensor")
 
 
 def check_sizes(tensors: Mapping[str, Tensor]) -> int:
@@ -83,9 +100,14 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
             continue
         begin = tensor.data_ptr()
         for address in {begin, begin + tensor.nbytes - 1}:
+            code = _populate(address)
+            if code == errno.EFAULT:
+                raise ConfigError(
+                    f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
+                )
             # Mappings of a driver refuse the probe although they can be written; the map of the
             # process decides.
-            if not _populate(address) and not _mapped_writable(address):
+            if code != 0 and not _mapped_writable(address):
                 raise ConfigError(
                     f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
                 )
@@ -96,13 +118,6 @@ def note_writes(tensors: Mapping[str, Tensor]) -> None:
     torch.autograd.graph.increment_version([t for t in tensors.values() if not t.is_inference()])
 
 
-def _address(name: str, tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError as error:  # fake and functional tensors
-        raise ConfigError(f"{name}: a {type(tensor).__name__} without memory: {error}") from error
-
-
 @cache
 def _madvise() -> ctypes._NamedFuncPointer:
     function = ctypes.CDLL(None, use_errno=True).madvise
@@ -110,10 +125,11 @@ def _madvise() -> ctypes._NamedFuncPointer:
     return function
 
 
-def _populate(address: int) -> bool:
+def _populate(address: int) -> int:
+    """0 if the page at `address` can be written, otherwise the kernel's error number."""
     page = address - address % mmap.PAGESIZE
-    result: int = _madvise()(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
-    return result == 0
+    failed = _madvise()(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE) != 0
+    return ctypes.get_errno() if failed else 0
 
 
 @cache
@@ -124,7 +140,7 @@ def _can_probe() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     page = ctypes.create_string_buffer(1)
-    return _populate(ctypes.addressof(page))
+    return _populate(ctypes.addressof(page)) == 0
 
 
 def _mapped_writable(address: int) -> bool:

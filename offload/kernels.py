@@ -17,6 +17,7 @@ or `reference` for plain torch).
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,14 +28,16 @@ from types import ModuleType
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offload import reference
 from offload.arguments import check_apart, check_sizes, check_tensor, check_writable, note_writes
 from offload.errors import ConfigError
-from offload.rules import Number, Rule, to_float
+from offload.rules import Number, Rule, check_flags, to_float
 
 TORCH_WIDTH = 8  # lanes of torch's fused kernels, under AVX2 and AVX-512 alike
 STATS_BLOCK = reference.STATS_BLOCK
+MOST_THREADS = 4096
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 3}  # DType in kernels.h
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +59,23 @@ def _load() -> tuple[ModuleType | None, str | None]:
     # torch's number to begin with: it follows OMP_NUM_THREADS and the physical cores, and a team
     # of another size than torch's would be made anew at every turn.
     _native.set_threads(torch.get_num_threads())
+    if _is_forked_worker():
+        _native.assume_forked()
     return _native, None
+
+
+def _is_forked_worker() -> bool:
+    """Whether this process is a worker that `multiprocessing` has forked.
+
+    Here it matters when offload is imported in the worker first: torch's threads may have died at
+    the fork, and a team of them would be waited for in vain. (A plain `os.fork` before the first
+    import of offload cannot be told; then use no more than one thread, as for torch itself.)
+    """
+    spawned = multiprocessing.get_start_method(allow_none=True) in ("spawn", "forkserver")
+    return multiprocessing.parent_process() is not None and not spawned
+
+
+_load()  # now, not at the first call: a fork must find the native core's handler in place
 
 
 @dataclass
@@ -133,7 +152,7 @@ def num_threads() -> int:
 
 def set_num_threads(count: int) -> None:
     """Change `num_threads()`; at first it is `torch.get_num_threads()`."""
-    _check_whole("count", count, least=1)
+    _check_whole("count", count, least=1, most=MOST_THREADS)
     native = _native()
     if native:
         native.set_threads(count)
@@ -165,53 +184,65 @@ def update(
     nearest even. scale: multiplies the gradient in fp32 before anything else (1 / loss scale x clip
     coefficient). offset, numel: where the slice lies in its parameter.
     """
+    if not isinstance(rule, Rule):
+        raise ConfigError(f"rule: expected one made by offload.rules, got {rule!r}")
+    check_flags(maximize=maximize)
     if len(states) != len(rule.states):
         expected = ", ".join(rule.states) or "none"
         raise ConfigError(
             f"states: {type(rule).__name__} expects {expected}, got {len(states)} tensors"
         )
-    written = {"param": check_tensor("param", param, (torch.float32,))}
-    for name, state in zip(rule.states, states, strict=True):
-        written[name] = check_tensor(name, state, (torch.float32,))
-    if out is not None:
-        written["out"] = check_tensor("out", out, _HALVES)
-    every = {**written, "grad": check_tensor("grad", grad, _GRADS)}
-    count = check_sizes(every)
-    tail_begin = _tail_begin(offset, count, numel)
-    lanes = _lanes(threads)
-    signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
-    check_apart(every)
-    check_writable(written)
-    state0, state1, *_ = [*states, None, None]
-    native = _native()
-    if native:
-        call = native.Update(
-            *(0 if t is None else t.data_ptr() for t in (param, grad, state0, state1, out)),
-            _CODES[grad.dtype],
-            _CODES[out.dtype if out is not None else None],
-            signed_scale,
-            count,
-            tail_begin,
-            lanes,
-        )
-        getattr(native, rule.kernel)(call, *vars(rule).values())
-    else:
-        buffers = reference.Buffers(
-            _flat(param),
-            _flat(grad),
-            None if state0 is None else _flat(state0),
-            None if state1 is None else _flat(state1),
-            None if out is None else _flat(out),
-            signed_scale,
-            tail_begin,
-        )
-        with torch.no_grad():
-            getattr(reference, rule.kernel)(buffers, rule)
-    note_writes(written)
+    with torch._C.DisableTorchFunction():
+        written = {"param": check_tensor("param", param, (torch.float32,))}
+        for name, state in zip(rule.states, states, strict=True):
+            written[name] = check_tensor(name, state, (torch.float32,))
+        if out is not None:
+            written["out"] = check_tensor("out", out, _HALVES)
+        every = {**written, "grad": check_tensor("grad", grad, _GRADS)}
+        tail_begin = _tail_begin(offset, check_sizes(every), numel)
+        lanes = _lanes(threads)
+        signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
+        check_apart(every)
+        check_writable(written)
+        state0, state1, *_ = [*states, None, None]
+        tensors = (param, grad, state0, state1, out)
+        if native := _native():
+            _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes)
+        else:
+            with _plain_torch():
+                buffers = reference.Buffers.of(tensors, signed_scale, tail_begin)
+                getattr(reference, rule.kernel)(buffers, rule)
+        note_writes(written)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
+def _update_natively(
+    native: ModuleType,
+    rule: Rule,
+    tensors: reference.Tensors,
+    scale: float,
+    tail_begin: int,
+    lanes: int,
+) -> None:
+    param, grad, _, _, out = tensors
+    call = native.Update(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        _CODES[grad.dtype],
+        _CODES[None if out is None else out.dtype],
+        scale,
+        param.numel(),
+        tail_begin,
+        lanes,
+    )
+    getattr(native, rule.kernel)(call, *vars(rule).values())
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """torch's operations do what they say: no autograd, no mode that records or fakes them. The
+    inference mode also lets them write to inference tensors.
+    """
+    with torch.inference_mode(), _disable_current_modes():
+        yield
 
 
 def _tail_begin(offset: int, count: int, numel: int | None) -> int:
@@ -233,13 +264,15 @@ def _tail_begin(offset: int, count: int, numel: int | None) -> int:
 def _lanes(threads: int | None) -> int:
     if threads is None:
         return 0  # all
-    _check_whole("threads", threads, least=1)
+    _check_whole("threads", threads, least=1, most=MOST_THREADS)
     return threads
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def _check_whole(name: str, value: object, least: int, most: int = 2**62) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: expected a whole number from {least} on, got {value!r}")
+    if value > most:
+        raise ConfigError(f"{name}: expected a whole number up to {most}, got {value!r}")
 
 
 # --- gradient statistics -----------------------------------------------------------------------
@@ -278,16 +311,18 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
     """Statistics of `grad` (fp32, bf16 or fp16) in one pass; independent of threads and instruction
     set.
     """
-    check_tensor("grad", grad, _GRADS)
-    sums = np.empty(-(-grad.numel() // STATS_BLOCK), dtype=np.float64)
-    lanes = _lanes(threads)
-    native = _native()
-    if native:
-        native.block_sums(
-            grad.data_ptr(), _CODES[grad.dtype], grad.numel(), sums.ctypes.data, lanes
-        )
-    else:
-        reference.block_sums(_flat(grad), torch.from_numpy(sums))
+    with torch._C.DisableTorchFunction():
+        check_tensor("grad", grad, _GRADS)
+        count = grad.numel()
+        sums = np.empty(-(-count // STATS_BLOCK), dtype=np.float64)
+        lanes = _lanes(threads)
+        native = _native()
+        if native:
+            code = _CODES[grad.dtype]
+            native.block_sums(grad.data_ptr(), code, count, sums.ctypes.data, lanes)
+        else:
+            with _plain_torch():
+                reference.block_sums(reference.flat(grad), torch.from_numpy(sums))
     return GradStats.of(sums.tolist())
 
 
@@ -296,24 +331,20 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
 
 def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
     """Copy `source` to `target`, between fp32 and bf16 or fp16, to nearest even; NaN stays NaN."""
-    check_tensor("source", source, _GRADS)
-    check_tensor("target", target, _HALVES if source.dtype == torch.float32 else (torch.float32,))
-    every = {"source": source, "target": target}
-    count = check_sizes(every)
-    lanes = _lanes(threads)
-    check_apart(every)
-    check_writable({"target": target})
-    native = _native()
-    if native:
-        native.cast(
-            source.data_ptr(),
-            _CODES[source.dtype],
-            target.data_ptr(),
-            _CODES[target.dtype],
-            count,
-            lanes,
-        )
-    else:
-        with torch.no_grad():
-            reference.cast(_flat(source), _flat(target))
-    note_writes({"target": target})
+    with torch._C.DisableTorchFunction():
+        check_tensor("source", source, _GRADS)
+        targets = _HALVES if source.dtype == torch.float32 else (torch.float32,)
+        check_tensor("target", target, targets)
+        every, written = {"source": source, "target": target}, {"target": target}
+        count = check_sizes(every)
+        lanes = _lanes(threads)
+        check_apart(every)
+        check_writable(written)
+        native = _native()
+        if native:
+            codes = _CODES[source.dtype], _CODES[target.dtype]
+            native.cast(source.data_ptr(), codes[0], target.data_ptr(), codes[1], count, lanes)
+        else:
+            with _plain_torch():
+                reference.cast(reference.flat(source), reference.flat(target))
+        note_writes(written)

@@ -25,6 +25,13 @@ STATS_BLOCK = 16384  # elements of one partial sum of squares; as in kernels.h
 STATS_LANES = 32
 
 
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # as Buffers has them
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
+
+
 @dataclass(frozen=True)
 class Buffers:
     """The tensors of one update, flat and of equal length; see kernels.h."""
@@ -36,6 +43,12 @@ class Buffers:
     out: Tensor | None
     scale: float
     tail_begin: int
+
+    @classmethod
+    def of(cls, tensors: Tensors, scale: float, tail_begin: int) -> Buffers:
+        param, grad, *others = tensors
+        state0, state1, out = (None if other is None else flat(other) for other in others)
+        return cls(flat(param), flat(grad), state0, state1, out, scale, tail_begin)
 
     def blocks(self) -> Iterator[Buffers]:
         """The same update in pieces that are either all body or all tail."""
@@ -95,7 +108,10 @@ def adam(buffers: Buffers, rule: rules.Adam) -> None:
             p.mul_(rule.decay)
         elif rule.has_decay:
             g = fma(rule.decay, p, g)
-        m.copy_(fma(rule.lerp_weight, g - m, g if rule.lerp_from_grad else m))
+        weight = rule.lerp_weight
+        if b.is_tail and rule.lerp_from_grad and weight == 0.0:
+            weight = -0.0  # as torch's tail has it
+        m.copy_(fma(weight, g - m, g if rule.lerp_from_grad else m))
         gg = g * rule.one_minus_beta2
         v.copy_(fma(rule.beta2, v, gg * g) if b.is_tail else fma(gg, g, v * rule.beta2))
         p.add_((m * rule.neg_step_size) / (sqrt(v) / rule.bias2_sqrt + rule.eps))

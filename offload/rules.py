@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,6 +23,17 @@ from offload.errors import ConfigError
 def to_f32(value: float) -> float:
     """`value` rounded to the nearest fp32 number (overflow gives infinity, as in C)."""
     return ctypes.c_float(value).value
+
+
+def fma(a: float, b: float, c: float) -> float:
+    """`a*b + c` in double, rounded once: torch's compiler fuses these, and a last bit can show.
+
+    A zero comes out positive, as it does in C for the products and sums used here.
+    """
+    try:
+        return float(Fraction(a) * Fraction(b) + Fraction(c))
+    except OverflowError:
+        return a * b + c
 
 
 Number = float | Tensor  # a tensor of one element, as optimizers allow for learning rates and steps
@@ -46,6 +58,22 @@ def finite(**values: Number) -> list[float]:
         if not math.isfinite(number):
             raise ConfigError(f"{name}: expected a finite number, got {number}")
     return list(numbers.values())
+
+
+def not_negative(**values: Number) -> list[float]:
+    """The values as doubles, in order; each must be finite and zero or more, as torch asks."""
+    numbers = finite(**values)
+    for name, number in zip(values, numbers, strict=True):
+        if number < 0.0:
+            raise ConfigError(f"{name}: expected zero or more, got {number}")
+    return numbers
+
+
+def check_flags(**values: object) -> None:
+    """Each value is a bool: the native core would take any object for true."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
 
 def below_one(**values: Number) -> list[float]:
@@ -76,6 +104,7 @@ class Adam:
     beta2: float
     one_minus_beta2: float
     bias2_sqrt: float
+    bias2_sqrt_inverse: float
     eps: float
     neg_step_size: float
     decay: float
@@ -95,20 +124,23 @@ class Adam:
         weight_decay: Number,
         decoupled: bool,
     ) -> Adam:
+        check_flags(decoupled=decoupled)
         step = step_count(step)
-        lr, eps, weight_decay = finite(lr=lr, eps=eps, weight_decay=weight_decay)
+        lr, eps, weight_decay = not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         weight = to_f32(1.0 - beta1)
         # torch.lerp starts from the nearer end: from the gradient for a weight of one half or more.
         from_grad = weight >= 0.5
+        bias2_sqrt = to_f32(math.sqrt(1.0 - beta2**step))
         return cls(
             lerp_weight=to_f32(weight - 1.0) if from_grad else weight,
             beta2=to_f32(beta2),
             one_minus_beta2=to_f32(1.0 - beta2),
-            bias2_sqrt=to_f32(math.sqrt(1.0 - beta2**step)),
+            bias2_sqrt=bias2_sqrt,
+            bias2_sqrt_inverse=to_f32(1.0 / bias2_sqrt),
             eps=to_f32(eps),
             neg_step_size=to_f32(-(lr / (1.0 - beta1**step))),
-            decay=to_f32(1.0 - lr * weight_decay if decoupled else weight_decay),
+            decay=to_f32(fma(-lr, weight_decay, 1.0) if decoupled else weight_decay),
             lerp_from_grad=from_grad,
             decoupled=decoupled,
             has_decay=weight_decay != 0.0,
@@ -148,9 +180,11 @@ class Sgd:
         nesterov: bool,
         first: bool,
     ) -> Sgd:
-        lr, momentum, dampening, weight_decay = finite(
-            lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay
+        check_flags(nesterov=nesterov, first=first)
+        lr, momentum, weight_decay = not_negative(
+            lr=lr, momentum=momentum, weight_decay=weight_decay
         )
+        (dampening,) = finite(dampening=dampening)
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ConfigError(
                 f"nesterov: needs momentum above 0 and no dampening, got momentum={momentum}, "
@@ -185,11 +219,11 @@ class Adagrad:
         cls, step: Number, *, lr: Number, lr_decay: Number, eps: Number, weight_decay: Number
     ) -> Adagrad:
         step = step_count(step)
-        lr, lr_decay, eps, weight_decay = finite(
+        lr, lr_decay, eps, weight_decay = not_negative(
             lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay
         )
         return cls(
-            lr=to_f32(lr / (1.0 + (step - 1.0) * lr_decay)),
+            lr=to_f32(lr / fma(step - 1.0, lr_decay, 1.0)),
             eps=to_f32(eps),
             decay=to_f32(weight_decay),
             has_decay=weight_decay != 0.0,
@@ -212,7 +246,7 @@ class Lion:
 
     @classmethod
     def at(cls, *, lr: Number, beta1: Number, beta2: Number, weight_decay: Number) -> Lion:
-        lr, weight_decay = finite(lr=lr, weight_decay=weight_decay)
+        lr, weight_decay = not_negative(lr=lr, weight_decay=weight_decay)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         return cls(
             beta1=to_f32(beta1),

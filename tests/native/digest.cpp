@@ -92,8 +92,8 @@ uint64_t digest_of(const Table& t) {
   Digest digest;
   for (int64_t count : {0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 1000, 4099}) {
     for (bool decoupled : {true, false}) {
-      update_all(digest, t.adam, AdamScalars{0.1f, 0.999f, 0.001f, 0.03f, 1e-8f, -1e-3f, 0.9f, false, decoupled, true}, count);
-      update_all(digest, t.adam, AdamScalars{-0.3f, 0.95f, 0.05f, 0.9f, 0.f, -3.f, 0.1f, true, decoupled, false}, count);
+      update_all(digest, t.adam, AdamScalars{0.1f, 0.999f, 0.001f, 0.03f, 1.f / 0.03f, 1e-8f, -1e-3f, 0.9f, false, decoupled, true}, count);
+      update_all(digest, t.adam, AdamScalars{-0.3f, 0.95f, 0.05f, 0.9f, 1.f / 0.9f, 0.f, -3.f, 0.1f, true, decoupled, false}, count);
     }
     for (bool first : {true, false}) {
       update_all(digest, t.sgd, SgdScalars{-0.1f, 0.01f, 0.9f, 0.7f, true, true, !first, first}, count);
