@@ -8,26 +8,29 @@ touched. Reads no environment.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch  # `import offload` must not need it: `offload doctor` and `verify` run without
 
-_UNITS = {
+_UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
     **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_MAX_BYTES = 2**63 - 1  # what file offsets and tensor sizes can count
+_C = TypeVar("_C", bound=type)
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16", "int8")
@@ -35,23 +38,28 @@ ACTIVATIONS = ("keep", "recompute", "offload")
 
 
 def parse_size(name: str, value: int | str) -> int:
-    """Bytes from a whole number or a string such as "512MiB" or "1.5 GB"."""
+    """Bytes from a whole number or a string such as "512MiB" or "1.5 GB"; 1 to 2**63 - 1."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f'{name}: expected bytes or a size such as "8GiB", got {value!r}')
-    nbytes: int
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        unit = _UNITS.get(match[2].lower()) if match else None
-        if not match or unit is None:
-            raise ConfigError(
-                f'{name}: expected bytes or a size such as "512MiB" or "8GiB", got {value!r}'
-            )
-        nbytes = math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    else:
-        nbytes = value
-    if nbytes <= 0:
-        raise ConfigError(f"{name}: expected more than 0 bytes, got {value!r}")
+        raise ConfigError(f'{name}: expected bytes or a size such as "8GiB", got {_show(value)}')
+    nbytes = value if isinstance(value, int) else _parse_size_text(name, value)
+    if not 0 < nbytes <= _MAX_BYTES:
+        raise ConfigError(
+            f"{name}: expected more than 0 bytes and at most 2**63 - 1, got {_show(value)}"
+        )
     return nbytes
+
+
+def _parse_size_text(name: str, text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if not match or unit is None:
+        raise ConfigError(
+            f'{name}: expected bytes or a size such as "512MiB" or "8GiB", got {_show(text)}'
+        )
+    try:
+        return math.floor(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    except (ValueError, OverflowError):  # int() reads 4300 digits at most; a float becomes inf
+        return _MAX_BYTES + 1
 
 
 def format_size(nbytes: int) -> str:
@@ -66,20 +74,39 @@ def format_size(nbytes: int) -> str:
 
 def parse_name(name: str, value: object, allowed: tuple[str, ...]) -> str:
     """`value` if it is one of `allowed`; a torch dtype counts as its name."""
-    text = str(value).removeprefix("torch.")
+    text = (value if isinstance(value, str) else _show(value)).removeprefix("torch.")
     if text not in allowed:
         raise ConfigError(
-            f"{name}: expected {_any_of(allowed)}, got {value!r}{_nearest(text, allowed)}"
+            f"{name}: expected {_any_of(allowed)}, got {_show(value)}{_nearest(text, allowed)}"
         )
     return text
 
 
+def _refuse_unknown_fields(cls: _C) -> _C:
+    """Class decorator: an unknown keyword is a ConfigError with the nearest field, no TypeError."""
+    known = [field.name for field in fields(cls)]
+    init = cls.__init__  # type: ignore[misc]  # this class, not one below it
+
+    @functools.wraps(init)  # the signature stays as the dataclass made it
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"{name}: no such field{_nearest(name, known)}; fields: {', '.join(known)}"
+                )
+        init(self, *args, **values)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+@_refuse_unknown_fields
 @dataclass(frozen=True)
 class Config:
     """What `wrap` and `prepare` are asked for; every field is also a keyword of theirs.
 
     Sizes may be given as strings and are kept in bytes; dtypes may be given as such and are kept by
-    name. A wrong value is a `ConfigError` when the `Config` is made.
+    name. A wrong value or an unknown field is a `ConfigError` when the `Config` is made.
     """
 
     device: str | torch.device = "auto"
@@ -140,8 +167,9 @@ class Config:
             self._set("param_dtype", parse_name("param_dtype", self.param_dtype, PARAM_DTYPES))
         self._set("state_dtype", parse_name("state_dtype", self.state_dtype, STATE_DTYPES))
         self._set("activations", parse_name("activations", self.activations, ACTIVATIONS))
-        _check_device(self.device)
-        if self.prefetch_depth != "auto":
+        device_type = _check_device(self.device)
+        # Types first, here and below: an array compared with a string is no bool.
+        if not isinstance(self.prefetch_depth, str) or self.prefetch_depth != "auto":
             _check_count("prefetch_depth", self.prefetch_depth, 'or "auto"')
         if self.max_grad_norm is not None:
             _check_norm("max_grad_norm", self.max_grad_norm)
@@ -151,7 +179,7 @@ class Config:
         if self.profile is not None:
             (profile,) = _paths("profile", [self.profile]) or ()
             self._set("profile", profile)
-        if str(self.device) == "cpu" and self.device_memory is not None:
+        if device_type == "cpu" and self.device_memory is not None:
             raise ConfigError(
                 "device_memory: the CPU has no device memory of its own; give host_memory instead"
             )
@@ -163,15 +191,7 @@ class Config:
 
     @classmethod
     def of(cls, config: Config | None = None, **changes: Any) -> Config:
-        """`config` (or the defaults) with `changes`; an unknown name is an error that tells the
-        nearest field.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in changes:
-            if name not in known:
-                raise ConfigError(
-                    f"{name}: no such field{_nearest(name, known)}; fields: {', '.join(known)}"
-                )
+        """`config` (or the defaults) with `changes`, checked as a new `Config` is."""
         if config is None:
             return cls(**changes)
         if not isinstance(config, cls):
@@ -182,51 +202,82 @@ class Config:
 def _paths(name: str, value: object) -> tuple[Path, ...] | None:
     if value is None:
         return None
-    single = isinstance(value, str | os.PathLike)
-    items: list[Any] = (
-        [value] if single else list(value) if isinstance(value, Iterable) else [value]
-    )
+    single = isinstance(value, str | bytes | os.PathLike) or not isinstance(value, Iterable)
+    items: list[Any] = [value] if single else list(value)  # type: ignore[call-overload]
     if not items:
         raise ConfigError(
             f"{name}: expected one path or several, got an empty list; give None for no disk"
         )
-    for item in items:
-        if not isinstance(item, str | os.PathLike) or not os.fspath(item):
-            raise ConfigError(f"{name}: expected a path, got {item!r}")
-    paths = tuple(Path(item).expanduser() for item in items)
+    paths = tuple(_path(name, item) for item in items)
     if len(set(paths)) < len(paths):
         raise ConfigError(f"{name}: the same path is given twice: {', '.join(map(str, paths))}")
     return paths
 
 
-def _check_device(device: object) -> None:
-    if device == "auto":
-        return
+def _path(name: str, item: object) -> Path:
+    """One path with `~` resolved. Whether it exists is not asked here."""
+    try:
+        text = os.fspath(item)  # type: ignore[call-overload]
+    except TypeError:  # no path, or one that does not keep its own promise
+        text = None
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{name}: expected a path, got {_show(item)}")
+    try:
+        nul = b"\0" in os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}: expected a path, got {_show(text)}: {error}") from error
+    if nul:
+        raise ConfigError(f"{name}: expected a path without NUL characters, got {_show(text)}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{name}: no home directory for the ~ in {_show(text)}; write the path out"
+        ) from error
+
+
+def _check_device(device: object) -> str | None:
+    """The device's type; None for "auto"."""
+    if isinstance(device, str) and device == "auto":
+        return None
     import torch
 
-    try:
-        torch.device(device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f'device: expected "auto" or a torch device, got {device!r}: {error}'
-        ) from error
+    reason = f"the type is {type(device).__name__}"
+    if isinstance(device, str | int | torch.device):
+        try:
+            return torch.device(device).type
+        except Exception as error:  # RuntimeError, TypeError, ValueError: it has no rule
+            reason = str(error)
+    raise ConfigError(f'device: expected "auto" or a torch device, got {_show(device)}: {reason}')
 
 
 def _check_count(name: str, value: object, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"{name}: expected a whole number from 0 on {otherwise}".rstrip() + f", got {value!r}"
-        )
+        expected = f"a whole number from 0 on {otherwise}".rstrip()
+        raise ConfigError(f"{name}: expected {expected}, got {_show(value)}")
 
 
 def _check_norm(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}: expected a finite number above 0, or None, got {value!r}")
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if isinstance(value, bool) or not 0 < number < math.inf:
+        raise ConfigError(f"{name}: expected a finite number above 0, or None, got {_show(value)}")
 
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}: expected True or False, got {value!r}")
+        raise ConfigError(f"{name}: expected True or False, got {_show(value)}")
+
+
+def _show(value: object) -> str:
+    """`repr` for messages: cut where it is long, and the type where it fails (10**5000 does)."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def _any_of(names: Iterable[str]) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,6 +34,7 @@ from offload.errors import ConfigError
         ("3KiB", 3072),
         (" 7 MB ", 7 * 10**6),
         ("123456789012345678", 123456789012345678),
+        (2**63 - 1, 2**63 - 1),
     ],
 )
 def test_sizes_are_read(text: int | str, nbytes: int) -> None:
@@ -55,6 +59,12 @@ def test_sizes_are_read(text: int | str, nbytes: int) -> None:
         b"8GiB",
         0,
         -4,
+        2**63,
+        pytest.param(10**5000, id="huge"),
+        pytest.param(-(10**5000), id="minus huge"),  # repr of it raises
+        pytest.param("9" * 5000, id="many digits"),
+        pytest.param("9" * 400 + ".0GiB", id="infinite float"),
+        "8388608TiB",
     ],
 )
 def test_what_is_no_size_is_refused(value: Any) -> None:
@@ -96,6 +106,16 @@ def test_paths() -> None:
     assert Config(nvme="~/x").nvme == (Path.home() / "x",)
 
 
+class BytesPath(os.PathLike):  # type: ignore[type-arg]
+    def __fspath__(self) -> bytes:
+        return b"/a"
+
+
+class NumberPath(os.PathLike):  # type: ignore[type-arg]
+    def __fspath__(self) -> int:  # type: ignore[override]
+        return 3
+
+
 @pytest.mark.parametrize(
     "field,value,message",
     [
@@ -128,6 +148,25 @@ def test_paths() -> None:
         ("nvme", ["/a", 3], "nvme: expected a path, got 3"),
         ("nvme", 7, "nvme: expected a path, got 7"),
         ("nvme", ["/a", "/a"], "nvme: the same path is given twice"),
+        ("nvme", b"/a", "nvme: expected a path, got b'/a'"),
+        ("nvme", BytesPath(), "nvme: expected a path, got"),
+        ("nvme", NumberPath(), "nvme: expected a path, got"),
+        ("nvme", "/a\0b", r"nvme: expected a path without NUL characters, got '/a\x00b'"),
+        ("nvme", "/a\ud800", "nvme: expected a path, got"),
+        ("nvme", "~nosuchuser/x", "nvme: no home directory for the ~ in '~nosuchuser/x'"),
+        ("profile", "~nosuchuser/x", "profile: no home directory"),
+        ("profile", "a\0", "profile: expected a path without NUL"),
+        ("param_dtype", np.ones(2), "param_dtype: expected"),
+        pytest.param("state_dtype", 10**5000, "state_dtype: expected", id="huge dtype"),
+        ("prefetch_depth", np.ones(2), "prefetch_depth: expected"),
+        pytest.param("prefetch_depth", -(10**5000), "prefetch_depth: exp", id="minus huge depth"),
+        ("max_grad_norm", 10**400, "max_grad_norm: expected"),
+        ("strict", np.ones(2), "strict: expected True or False"),
+        ("device", 10**30, "device: expected"),
+        ("device", True, "device: expected"),
+        ("device", b"cpu", "device: expected \"auto\" or a torch device, got b'cpu': the type is"),
+        ("device", np.ones(2), "device: expected"),
+        ("device", "\ud800", "device: expected"),
         ("profile", "", "profile: expected a path"),
         ("profile", 3, "profile: expected a path, got 3"),
     ],
@@ -139,9 +178,17 @@ def test_wrong_values_are_refused_with_what_would_be_right(
         Config.of(**{field: value})
 
 
-def test_device_memory_needs_a_device() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_device_memory_needs_a_device(device: Any) -> None:
+    assert Config(device=device).device == device
     with pytest.raises(ConfigError, match="device_memory: the CPU has no device memory"):
-        Config(device="cpu", device_memory="1GiB")
+        Config(device=device, device_memory="1GiB")
+
+
+def test_messages_stay_short() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config(host_memory="9" * 5000)
+    assert len(str(refusal.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -156,6 +203,16 @@ def test_device_memory_needs_a_device() -> None:
 def test_an_unknown_field_names_the_nearest(wrong: str, right: str) -> None:
     with pytest.raises(ConfigError, match=f"^{wrong}: no such field; did you mean '{right}'"):
         Config.of(**{wrong: 1})
+    with pytest.raises(ConfigError, match=f"^{wrong}: no such field; did you mean '{right}'"):
+        Config.of(Config(), **{wrong: 1})
+    with pytest.raises(ConfigError, match=f"^{wrong}: no such field; did you mean '{right}'"):
+        Config(**{wrong: 1})
+
+
+def test_the_signature_shows_every_field() -> None:
+    assert list(inspect.signature(Config).parameters) == [
+        field.name for field in dataclasses.fields(Config)
+    ]
 
 
 def test_a_config_with_changes() -> None:
