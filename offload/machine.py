@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import psutil  # type: ignore[import-untyped,unused-ignore]
-
 ROOT: Final = Path("/")
 UNLIMITED_BYTES: Final = 2**63 - 1  # a limit that is known and does not bind
 
@@ -166,6 +164,13 @@ def _ask(question: Callable[[], Any]) -> Any:
         return None
 
 
+def _psutil() -> Any:
+    """psutil; to be called within `_ask`, because it may be missing or broken."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]
+
+    return psutil
+
+
 # --- cores -------------------------------------------------------------------------------------
 
 
@@ -174,7 +179,7 @@ def read_cpu(root: Path = ROOT) -> Cpu:
     return Cpu(
         model=read_cpu_model(root),
         logical=os.cpu_count(),
-        physical=_ask(lambda: psutil.cpu_count(logical=False)),
+        physical=_ask(lambda: _psutil().cpu_count(logical=False)),
         affinity=_ask(lambda: len(os.sched_getaffinity(0))),
         quota_cores=read_cpu_quota(root),
         numa_nodes=count_numa_nodes(root),
@@ -225,8 +230,8 @@ def _list_names(directory: Path) -> list[str]:
 
 def read_memory(root: Path = ROOT) -> Memory:
     """RAM, swap, and what the cgroup allows."""
-    ram = _ask(psutil.virtual_memory)
-    swap = _ask(psutil.swap_memory)
+    ram = _ask(lambda: _psutil().virtual_memory())
+    swap = _ask(lambda: _psutil().swap_memory())
     limit_bytes, usage_bytes, room_bytes = _read_cgroup_memory(root)
     return Memory(
         total_bytes=getattr(ram, "total", None),

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -197,7 +198,7 @@ def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "offload.kernels", None)
     row = doctor.judge_native_core()
     assert row.status is Status.MISSING
-    assert "not importable" in row.value
+    assert "not importable: ModuleNotFoundError: " in row.value
 
 
 # --- the machine -------------------------------------------------------------------------------
@@ -240,6 +241,11 @@ def test_cores(changes: dict[str, Any], status: Status, text: str) -> None:
             "--memory",
         ),
         ({"available_bytes": GIB}, Status.DEGRADED, "--shm-size is not needed"),
+        (
+            {"total_bytes": None, "available_bytes": None, "cgroup_room_bytes": 9 * GIB},
+            Status.DEGRADED,
+            "pip install psutil",
+        ),
         ({"swap_total_bytes": 2 * GIB}, Status.OK, "swap 2 GiB"),
     ],
 )
@@ -316,6 +322,7 @@ def test_missing_torch_is_missing() -> None:
     row = doctor.judge_torch(machine)
     assert row.status is Status.MISSING
     assert "libcudart" in row.value
+    assert "--force-reinstall torch" in (row.advice or "")
     assert doctor.judge_accelerator(machine).value == "unknown without torch"
 
 
@@ -589,7 +596,17 @@ def test_reader_that_went_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert (tmp_path / "out").read_text() == "", "stdout leads nowhere from then on"
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nonsense"], ["doctor", "a", "b"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["doctor", "--nonsense"],
+        ["doctor", "a", "b"],
+        ["doctor", ""],
+        ["doctor", "/mnt/\0nvme"],
+    ],
+)
 def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         cli.main(argv)
@@ -636,6 +653,83 @@ def test_real_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 100
     assert re.match(r"\d+ ok, \d+ degraded, \d+ missing: ", lines[-1])
+
+
+def run_doctor(
+    command: str, *, path: Path | None = None, before: str = "pass"
+) -> subprocess.CompletedProcess[str]:
+    """`command` in a shell, where $DOCTOR is the program; `before` runs in it first."""
+    program = f"import sys; {before}; from offload.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHON": sys.executable, "PROGRAM": program}
+    environment.pop("PYTHONUNBUFFERED", None)
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        ["sh", "-c", command.replace("$DOCTOR", '"$PYTHON" -c "$PROGRAM"')],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("error", ["OSError('libtorch_cpu.so: no such file')", "RuntimeError('x')"])
+def test_torch_that_does_not_load_is_a_row(tmp_path: Path, error: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"raise {error}")
+    done = run_doctor("$DOCTOR doctor --json", path=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    for name in ("native core", "torch"):
+        assert rows[name]["status"] == "missing"
+        assert error.partition("(")[0] in rows[name]["value"]
+    assert rows["memory"]["value"] != "unknown"
+
+
+def test_without_psutil() -> None:
+    done = run_doctor("$DOCTOR doctor --json", before="sys.modules['psutil'] = None")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["memory"]["status"] == "degraded"
+    assert "pip install psutil" in rows["memory"]["advice"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "$DOCTOR doctor",
+        "$DOCTOR doctor --json",
+        "PYTHONUNBUFFERED=1 $DOCTOR doctor",
+        "$DOCTOR --help",
+        "$DOCTOR --version",
+    ],
+)
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [
+        (">/dev/full", "stdout: the result could not be written: No space left on device"),
+        (">&-", "stdout is closed"),
+    ],
+)
+def test_stdout_that_takes_nothing(command: str, redirection: str, message: str) -> None:
+    done = run_doctor(f"{command} {redirection}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"offload: error: {message}")
+    assert done.stderr.count("\n") == 1, "one line, no traceback"
+
+
+def test_stdout_and_stderr_that_take_nothing() -> None:
+    assert run_doctor("$DOCTOR --version >/dev/full 2>/dev/full").returncode == 2
+    assert run_doctor("$DOCTOR --version >&- 2>&-").returncode == 2
+
+
+def test_arguments_that_are_no_path() -> None:
+    done = run_doctor("$DOCTOR doctor ''")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "argument DIRECTORY: expected a directory, got ''; leave it out" in done.stderr
+    done = run_doctor("$DOCTOR doctor", before=r"sys.argv.append('/mnt/\0nvme')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert r"expected a path without NUL characters, got '/mnt/\x00nvme'" in done.stderr
 
 
 def test_documentation_has_every_row() -> None:

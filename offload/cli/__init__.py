@@ -2,19 +2,20 @@
 
 Each command is one module of this package with the members of `Command`, and a line in `COMMANDS`.
 Exit codes: 0 all is well, 1 the command has found something wrong, 2 it could not do its work (bad
-arguments, an `OffloadError`), 130 interrupted. Results go to stdout, everything else to stderr.
+arguments, an `OffloadError`, a stdout that takes no result), 130 interrupted. Results go to stdout,
+everything else to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import offload
 from offload.cli import doctor
+from offload.cli.output import OutputError, complain, drop, results
 from offload.errors import OffloadError
 
 EXIT_ERROR: Final = 2
@@ -32,7 +33,7 @@ class Command(Protocol):
         """Declare the command's own arguments."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do the work, print the result, return the exit code. May raise OffloadError."""
+        """Do the work, print to `results()`, return the exit code. May raise OffloadError."""
 
 
 COMMANDS: Final[Mapping[str, Command]] = {
@@ -59,18 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Bad arguments, `--help` and `--version` leave by SystemExit, as argparse does.
     """
-    args = make_parser().parse_args(argv)
-    command: Command = args.command
     try:
-        code = command.run(args)
-        sys.stdout.flush()  # here, so that a closed pipe is noticed where it is handled
-        return code
+        with results() as stream:  # before any work: is there a stdout?
+            try:
+                args = make_parser().parse_args(argv)
+            except SystemExit:
+                stream.flush()  # what --help and --version have printed
+                raise
+        command: Command = args.command
+        return command.run(args)
+    except OutputError as error:
+        complain(str(error))
+        drop(sys.stdout)
+        return EXIT_ERROR
     except OffloadError as error:
-        print(f"offload: error: {error}", file=sys.stderr)
+        complain(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader went away (`offload doctor | head`). Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader went away (`offload doctor | head`)
+        drop(sys.stdout)
         return EXIT_ERROR

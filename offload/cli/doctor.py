@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Final
 
 from offload.cli.diagnosis import Row, Status, as_json, exit_code, make_row, write_table
+from offload.cli.output import results
 from offload.config import format_size
 from offload.errors import OffloadError
 from offload.machine import (
@@ -46,20 +46,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "directory",
         metavar="DIRECTORY",
         nargs="?",
-        type=Path,
+        type=parse_directory,
         help="a directory for swapped bytes to examine as well; it must exist and stays as it is",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+
+
+def parse_directory(text: str) -> Path:
+    """The argument as a path; refused is only what can be no path at all."""
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "expected a directory, got ''; leave it out to examine the machine alone"
+        )
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"expected a path without NUL characters, got {text!r}")
+    return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine, print, and return 1 when something needed is missing, else 0."""
     directory = None if args.directory is None else read_directory(args.directory)
     rows = examine(read_machine(), directory)
-    if args.json:
-        print(json.dumps(as_json(rows)))
-    else:
-        write_table(rows, sys.stdout)
+    with results() as stream:
+        if args.json:
+            print(json.dumps(as_json(rows)), file=stream)
+        else:
+            write_table(rows, stream)
     return exit_code(rows)
 
 
@@ -107,9 +119,12 @@ def judge_native_core() -> Row:
     except OffloadError as refusal:
         advice = "correct the setting that the message names, or unset OFFLOAD_ISA"
         return make_row("native core", str(refusal), why, advice, Status.MISSING)
-    except ImportError as refusal:
-        advice = "install offload again, with torch: pip install --force-reinstall offload"
-        return make_row("native core", f"not importable: {refusal}", why, advice, Status.MISSING)
+    except Exception as refusal:  # ImportError; OSError from a library of torch that does not load
+        advice = (
+            "mend torch first if its row is not ok; else: pip install --force-reinstall offload"
+        )
+        value = f"not importable: {type(refusal).__name__}: {refusal}"
+        return make_row("native core", value, why, advice, Status.MISSING)
     if error is not None:
         advice = (
             "the reference path gives the same bits, slowly; install a wheel, or a C++ compiler "
@@ -158,11 +173,10 @@ def judge_cores(cpu: Cpu) -> Row:
 def judge_memory(memory: Memory) -> Row:
     """RAM, and the room under the cgroup's limit."""
     why = "optimizer state and blocks in flight live here"
+    unknown = "psutil is missing or cannot tell: pip install psutil; else set host_memory yourself"
     room = free_memory_bytes(memory)
     if room is None:
-        return make_row(
-            "memory", "unknown", why, "the system does not tell; set host_memory yourself"
-        )
+        return make_row("memory", "unknown", why, unknown)
     value = f"{show_size(room)} free of {show_size(memory.total_bytes)}"
     if memory.cgroup_limit_bytes is None:
         value += ", no cgroup limit"
@@ -172,7 +186,7 @@ def judge_memory(memory: Memory) -> Row:
             f" ({show_size(memory.cgroup_usage_bytes)} used)"
         )
     value += f", swap {show_size(memory.swap_total_bytes)}" if memory.swap_total_bytes else ""
-    advice = None
+    advice = unknown if memory.available_bytes is None else None
     if room < LOW_MEMORY_BYTES:
         advice = (
             f"less than {show_size(LOW_MEMORY_BYTES)} is free: end other programs or raise the "
@@ -262,7 +276,10 @@ def judge_torch(machine: Machine) -> Row:
     why = "everything is built on it"
     if machine.torch.version is None:
         value = machine.torch.error or "not found"
-        return make_row("torch", value, why, "pip install torch", Status.MISSING)
+        advice = "pip install torch"
+        if not value.startswith("ModuleNotFoundError"):
+            advice = "its files do not fit this system: pip install --force-reinstall torch"
+        return make_row("torch", value, why, advice, Status.MISSING)
     return make_row("torch", machine.torch.version, why, None)
 
 
