@@ -1,8 +1,9 @@
-"""What the documents show runs as printed, and their links lead somewhere."""
+"""What the documents show runs as printed, their links lead somewhere, results are of good runs."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,38 @@ def test_the_example_trains_to_the_bit(tmp_path: Path) -> None:
     first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", done.stdout).groups())
     assert last < first
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("second", "code", "written"),
+    [("assert True", 0, True), ("assert False", 1, False), ("raise KeyboardInterrupt", 2, False)],
+)
+def test_benchmarks_write_results_of_good_sessions_only(
+    tmp_path: Path, second: str, code: int, written: bool
+) -> None:
+    shutil.copy(ROOT / "benchmarks" / "conftest.py", tmp_path)
+    (tmp_path / "results.py").write_text(
+        "from pathlib import Path\n"
+        "Row = str\n"
+        "def write(name, command, rows):\n"
+        "    path = Path(__file__).with_name('results.md')\n"
+        "    path.write_text(' '.join(rows))\n"
+        "    return path\n"
+    )
+    (tmp_path / "test_both.py").write_text(
+        "def test_first(table):\n    table.append('row')\n"
+        f"def test_second(table):\n    table.append('row')\n    {second}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_both.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "results.md").exists() is written
+    expected = (
+        "row row\nwritten: results.md" if written else "nothing was written: the session failed"
+    )
+    assert expected in done.stdout
