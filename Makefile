@@ -1,19 +1,32 @@
 # offload: `make demo` shows it, `make test` proves it. Both set up what they need.
 #
-# PYTHON=/path/to/python uses that interpreter's environment (its torch, its GPU) instead of an environment of our own
-# in .venv; torch is then left as it is.
+# make ... PYTHON=/path/to/python uses that interpreter's environment (its torch, its GPU) instead of an environment of
+# our own in .venv; torch is then left as it is. A PYTHON that the shell exports is not taken: say it to make.
 
 VENV := .venv
 EXTRAS := test,lint,plots
-ifdef PYTHON
-  PY := $(PYTHON)
-  STAMP := .make/$(subst /,_,$(PYTHON))
+CHOSEN :=
+ifeq ($(origin PYTHON),command line)
+  CHOSEN := $(PYTHON)
+endif
+ifdef CHOSEN
+  # The interpreter's full path, and a name for its environment: `python` is another one in another environment.
+  DESCRIBE := import hashlib, os, sys; name = "%s python%d.%d" % (sys.prefix, *sys.version_info[:2]); \
+    print(hashlib.sha256(os.fsencode(name)).hexdigest()[:16], sys.executable)
+  FOUND := $(shell "$(CHOSEN)" -c '$(DESCRIBE)')
+  ifeq ($(FOUND),)
+    $(error PYTHON=$(CHOSEN) does not run; give the path of a Python 3.10 or later)
+  endif
+  PY := $(wordlist 2,99,$(FOUND))
+  STAMP := .make/python-$(firstword $(FOUND))
 else
   PY := $(VENV)/bin/python
   STAMP := .make/$(VENV)
 endif
 SOURCES := $(wildcard kernels/*.cpp kernels/*.h kernels/CMakeLists.txt)
-PYTEST := $(PY) -m pytest
+PYTEST := "$(PY)" -m pytest
+# For scripts: PY as a name on the PATH, which holds no space where the path may.
+ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
 .PHONY: demo test lint bench sanitize emulate peers wheel clean help setup
@@ -22,20 +35,20 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 demo: setup  ## train a small GPT with our AdamW, beside torch's own, to the same bits
-	$(PY) examples/train_gpt.py --picture build/demo.png
+	"$(PY)" examples/train_gpt.py --picture build/demo.png
 
 test: setup  ## all tests
 	$(PYTEST)
 
 lint: setup  ## ruff and mypy
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	"$(PY)" -m ruff check .
+	"$(PY)" -m ruff format --check .
+	"$(PY)" -m mypy
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
 bench:  ## kernels against their ceiling and their peers; results in benchmarks/results
-	@if [ -z "$(PYTHON)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
-	  EXTRAS=test,plots; else $(MAKE) setup && PATH="$(abspath $(dir $(PY))):$$PATH" \
+	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
+	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
 	  $(PYTEST) benchmarks/bench_kernels.py -q -p no:cacheprovider -W default --timeout 0; fi
 
 # --- environment: made once, then looked at only when its inputs change ----------------------------------------------
@@ -45,11 +58,11 @@ setup: $(STAMP).native
 $(VENV)/bin/python:
 	python3 -m venv $(VENV)
 
-ifdef PYTHON
+ifdef CHOSEN
 # Hold the user's torch where it is: a version outside our range is an error of pip's, not a download.
 $(STAMP).constraints: pyproject.toml
 	@mkdir -p .make
-	@$(PY) -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $@ || \
+	@"$(PY)" -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $@ || \
 	  { rm -f $@; echo "make: $(PY) has no torch; install the build for your device first, see pytorch.org"; exit 1; }
 else
 $(STAMP).constraints: constraints.txt $(VENV)/bin/python
@@ -59,14 +72,14 @@ endif
 
 $(STAMP).packages: pyproject.toml $(STAMP).constraints
 	@echo "make: installing packages (once)"
-	$(PY) -m pip install -q --disable-pip-version-check -c $(STAMP).constraints $(BUILD_TOOLS)
-	OFFLOAD_NO_NATIVE=1 $(PY) -m pip install -q --disable-pip-version-check -c $(STAMP).constraints \
+	"$(PY)" -m pip install -q --disable-pip-version-check -c $(STAMP).constraints $(BUILD_TOOLS)
+	OFFLOAD_NO_NATIVE=1 "$(PY)" -m pip install -q --disable-pip-version-check -c $(STAMP).constraints \
 	  --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
 $(STAMP).native: $(STAMP).packages $(SOURCES)
 	@echo "make: building the native core"
-	$(PY) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	"$(PY)" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 # --- special builds of the native core ---------------------------------------------------------------------------------
@@ -74,10 +87,10 @@ $(STAMP).native: $(STAMP).packages $(SOURCES)
 # The kernels in a stand-alone program (all instruction sets must print the same digests), then the kernel tests
 # themselves, on a build with AddressSanitizer and UBSan.
 sanitize: setup  ## the kernels under AddressSanitizer and UBSan
-	PY="$(PY)" tests/native/sanitize.sh
+	$(ON_PATH) tests/native/sanitize.sh
 
 emulate: setup  ## AVX-512 and NEON on a machine that has neither (needs Debian's simde, cross compiler and qemu)
-	PY="$(PY)" tests/native/emulate.sh
+	$(ON_PATH) tests/native/emulate.sh
 
 # --- peers and packages -----------------------------------------------------------------------------------------------
 
@@ -93,7 +106,7 @@ peers:  ## an environment of its own with DeepSpeed 0.19.8 for `make bench` (nee
 	@touch $@
 
 wheel: setup  ## a wheel in dist/ that installs without a compiler
-	$(PY) -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+	"$(PY)" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 	@ls -l dist
 
 clean:  ## remove everything that make has made
