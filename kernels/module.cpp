@@ -138,8 +138,11 @@ void touch(uintptr_t p, uintptr_t g, uintptr_t m, uintptr_t v, int64_t count, in
 }  // namespace
 }  // namespace offload
 
+void bind_io(nb::module_& m);  // module_io.cpp
+
 NB_MODULE(_native, m) {
   using namespace offload;
+  bind_io(m);
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
   m.attr("STATS_BLOCK") = stats_block;
   nb::class_<Update>(m, "Update")

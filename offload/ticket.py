@@ -43,6 +43,7 @@ class Ticket(Generic[T]):
 
     def __init__(self, what: str, describe: Callable[[], str] | None = None) -> None:
         self.what = what
+        self.urge: Callable[[], None] | None = None  # called when somebody begins to wait
         self._describe = describe
         self._state = TicketState.PENDING
         self._result: T | None = None
@@ -95,6 +96,8 @@ class Ticket(Generic[T]):
         A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
         """
         self._claim()
+        if self.urge is not None and not self.done:
+            self.urge()
         if not self._ended.wait(timeout_s):
             with self._lock:
                 self._taken = False
@@ -113,6 +116,7 @@ class Ticket(Generic[T]):
         """
         self._claim()
         following: Ticket[U] = Ticket(what or self.what, self._describe)
+        following.urge = self.urge
 
         def go_on() -> None:
             try:
@@ -199,6 +203,13 @@ def gather(tickets: Sequence[Ticket[T]], what: str) -> Ticket[list[T]]:
     It never ends early, so that no buffer of a slower act is still in use when it has ended.
     """
     together: Ticket[list[T]] = Ticket(what)
+
+    def urge_all() -> None:
+        for ticket in tickets:
+            if ticket.urge is not None:
+                ticket.urge()
+
+    together.urge = urge_all
     if not tickets:
         together.finish([])
         return together

@@ -1,0 +1,95 @@
+// Python bindings of the I/O engines: raw addresses in. offload/store/native_engine.py is the only caller; it keeps the
+// memory alive and checks what it is given. Everything that may wait lets go of the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <system_error>
+#include <tuple>
+
+#include "checksum.h"
+#include "io_engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace offload;
+
+namespace {
+
+using Engine = std::shared_ptr<IoEngine>;
+using Region = std::pair<uintptr_t, int64_t>;
+
+std::pair<Engine, std::vector<std::string>> open_uring(int depth, int64_t piece_bytes, const std::vector<Region>& memory,
+                                                       const std::vector<int>& files) {
+  std::vector<IoRegion> regions;
+  for (const auto& [address, bytes] : memory) regions.push_back({reinterpret_cast<char*>(address), bytes});
+  std::vector<std::string> notes;
+  Engine engine = make_uring_engine(depth, piece_bytes, regions, files, notes);
+  return {engine, notes};
+}
+
+void submit(IoEngine& engine, int64_t id, bool write, int fd, uintptr_t memory, int64_t bytes, int64_t offset,
+            int64_t align, uintptr_t sums, int priority) {
+  engine.submit({id, write, fd, reinterpret_cast<char*>(memory), bytes, offset, align,
+                 reinterpret_cast<uint32_t*>(sums), priority});
+}
+
+std::vector<std::tuple<int64_t, int, int64_t>> reap(IoEngine& engine, double timeout_s) {
+  std::vector<std::tuple<int64_t, int, int64_t>> found;
+  for (const IoDone& done : engine.reap(timeout_s)) found.emplace_back(done.id, done.error, done.error_at);
+  return found;
+}
+
+std::vector<std::tuple<int64_t, bool, int64_t, int64_t, double>> in_flight(IoEngine& engine) {
+  std::vector<std::tuple<int64_t, bool, int64_t, int64_t, double>> found;
+  for (const IoFlight& f : engine.in_flight()) found.emplace_back(f.id, f.write, f.offset, f.bytes, f.seconds);
+  return found;
+}
+
+void inject(IoEngine& engine, int kind, int code, int64_t nth, bool forever, uint64_t seed) {
+  engine.inject({static_cast<FaultKind>(kind), code, nth, forever, seed});
+}
+
+uint32_t sum_of(uintptr_t memory, int64_t bytes) { return checksum(reinterpret_cast<const void*>(memory), bytes); }
+uint32_t sum_by_table(uintptr_t memory, int64_t bytes) {
+  return checksum_by_table(reinterpret_cast<const void*>(memory), bytes);
+}
+
+}  // namespace
+
+void bind_io(nb::module_& m) {
+  using no_gil = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<IoEngine>(m, "IoEngine")
+      .def("submit", submit, "id"_a, "write"_a, "fd"_a, "memory"_a, "bytes"_a, "offset"_a, "align"_a, "sums"_a,
+           "priority"_a, no_gil())
+      .def("promote", &IoEngine::promote, "id"_a, "priority"_a, no_gil())
+      .def("reap", reap, "timeout_s"_a, no_gil())
+      .def("late", &IoEngine::late, no_gil())
+      .def("in_flight", in_flight, no_gil())
+      .def("write_off", &IoEngine::write_off, "age_s"_a, no_gil())
+      .def("inject", inject, "kind"_a, "code"_a, "nth"_a, "forever"_a, "seed"_a, no_gil())
+      .def("attempts", &IoEngine::attempts, no_gil())
+      .def("stop", &IoEngine::stop, "timeout_s"_a, no_gil())
+      .def_prop_ro("piece_bytes", &IoEngine::piece_bytes);
+  m.def("thread_engine", make_thread_engine, "depth"_a, "piece_bytes"_a);
+  // A refusal is an OSError with its errno.
+  m.def(
+      "uring_engine",
+      [](int depth, int64_t piece_bytes, const std::vector<Region>& memory, const std::vector<int>& files) {
+        try {
+          return open_uring(depth, piece_bytes, memory, files);
+        } catch (const std::system_error& error) {
+          errno = error.code().value();
+          PyErr_SetFromErrno(PyExc_OSError);
+          throw nb::python_error();
+        }
+      },
+      "depth"_a, "piece_bytes"_a, "memory"_a, "files"_a);
+  m.def("probe_uring", probe_uring);
+  m.def("checksum", sum_of, "memory"_a, "bytes"_a, no_gil());
+  m.def("checksum_by_table", sum_by_table, "memory"_a, "bytes"_a, no_gil());
+  m.def("checksum_in_hardware", checksum_in_hardware);
+}

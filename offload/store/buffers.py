@@ -1,0 +1,58 @@
+"""A piece of host memory to move: where it is, how long, and who keeps it alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """`owner` is held while an operation may touch the memory, so that nobody can reuse it."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+    @classmethod
+    def of(cls, name: str, memory: Any, writable: bool) -> Buffer:
+        """The memory of a contiguous host tensor, or of anything that shows its bytes (a lease's
+        `buffer()`, an array).
+        """
+        if isinstance(memory, torch.Tensor):
+            return cls._of_tensor(name, memory)
+        try:
+            view = memoryview(memory)
+        except TypeError as error:
+            kind = type(memory).__name__
+            raise ConfigError(f"{name}: expected a tensor or a buffer, got {kind}") from error
+        if not view.c_contiguous:
+            raise ConfigError(f"{name}: expected contiguous memory, got strides {view.strides}")
+        if writable and view.readonly:
+            raise ConfigError(f"{name}: expected memory that can be written, got a read-only view")
+        if view.nbytes == 0:
+            return cls(0, 0, memory)
+        array = np.frombuffer(view, dtype=np.uint8)
+        return cls(array.ctypes.data, view.nbytes, array)
+
+    @classmethod
+    def _of_tensor(cls, name: str, tensor: torch.Tensor) -> Buffer:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise ConfigError(
+                f"{name}: expected a dense tensor in host memory, got {tensor.layout} on "
+                f"{tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ConfigError(
+                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}"
+            )
+        return cls(tensor.data_ptr(), tensor.nbytes, tensor)
+
+    def part(self, begin: int, nbytes: int) -> Buffer:
+        assert 0 <= begin <= begin + nbytes <= self.nbytes
+        return Buffer(self.address + begin, nbytes, self.owner)

@@ -1,0 +1,64 @@
+"""Which engine runs: probed, or forced by `OFFLOAD_IO`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+
+from offload.errors import ConfigError
+from offload.metrics import Metrics
+from offload.store.engine import DEPTH, TIMEOUT_S, Engine
+from offload.store.native_engine import open_io_uring, open_threads
+from offload.store.python_engine import PythonEngine
+
+ENGINES = ("io_uring", "threads", "aiofiles")  # best first
+
+
+def open_engine(
+    files: Sequence[int],
+    memory: Sequence[tuple[int, int]] = (),
+    *,
+    metrics: Metrics,
+    name: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    depth: int = DEPTH,
+) -> Engine:
+    """The best engine that this system has, or the one of `name` or `OFFLOAD_IO`.
+
+    Whatever is lesser than asked for is a fall-back in `metrics`. A forced engine that is not to be
+    had is a `ConfigError`.
+    """
+    forced = name or os.environ.get("OFFLOAD_IO")
+    if forced and forced not in ENGINES:
+        raise ConfigError(f"OFFLOAD_IO: expected {' or '.join(ENGINES)}, got {forced!r}")
+    openers: dict[str, Callable[[], Engine]] = {
+        "io_uring": lambda: open_io_uring(files, memory, timeout_s, depth),
+        "threads": lambda: open_threads(timeout_s, depth),
+        "aiofiles": lambda: PythonEngine(timeout_s, depth),
+    }
+    for candidate in (forced,) if forced else ENGINES:
+        try:
+            engine = openers[candidate]()
+        except (OSError, ImportError) as error:
+            why = _reason(error)
+            if forced:
+                raise ConfigError(f"OFFLOAD_IO={forced}: not to be had here: {why}") from error
+            metrics.fall_back(f"I/O engine {candidate}", why)
+            continue
+        for note in engine.notes:
+            metrics.fall_back(f"I/O engine {candidate}", note)
+        return engine
+    raise AssertionError("the last engine needs nothing that could be missing")
+
+
+def _reason(error: OSError | ImportError) -> str:
+    if isinstance(error, ImportError):
+        return f"the native core is missing ({error})"
+    code = error.errno or 0
+    hint = {
+        errno.EPERM: "forbidden, by seccomp or kernel.io_uring_disabled; see `offload doctor`",
+        errno.ENOSYS: "this kernel has none",
+        errno.ENOMEM: "not enough memory that may be locked; raise memlock",
+    }.get(code, os.strerror(code))
+    return f"{errno.errorcode.get(code, code)}: {hint}"

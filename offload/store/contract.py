@@ -1,0 +1,106 @@
+"""What every store promises; `DiskStore` and `MemoryStore` keep it.
+
+A store holds chunks of bytes by name. A write makes a new generation beside the old one, which
+stays readable until the new one is complete, and stays what it is if the write fails. A read gives
+the latest complete generation at the time of the call, or an error, never other bytes. Names are
+those of tensors: errors are full of them. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from offload.store.engine import Priority
+from offload.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class DirectoryStats:
+    """Bytes moved and kept in one directory since the store was opened."""
+
+    path: str
+    capacity_bytes: int
+    used_bytes: int
+    read_bytes: int
+    written_bytes: int  # wear of the drive
+    direct: bool  # past the page cache
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """A store at one moment. `used_bytes`: taken from the capacity, for whatever reason."""
+
+    engine: str
+    capacity_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    quarantined_bytes: int  # never given back: an operation on them has not ended
+    chunks: int
+    directories: tuple[DirectoryStats, ...] = field(default=())
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(directory.read_bytes for directory in self.directories)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(directory.written_bytes for directory in self.directories)
+
+
+class Snapshot(Protocol):
+    """Chunks as they were when it was taken, whatever is written to the store later."""
+
+    generations: Mapping[str, int]
+
+    def read(
+        self, name: str, target: Any, priority: Priority = Priority.PREFETCH
+    ) -> Ticket[None]: ...
+
+    def release(self) -> None:
+        """Let the old generations go. Idempotent; also done by `with` and when forgotten."""
+
+    def __enter__(self) -> Snapshot: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Store(Protocol):
+    def write(
+        self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
+    ) -> Ticket[None]:
+        """Store the bytes of `source`, which must not change before the ticket has ended."""
+
+    def read(
+        self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
+    ) -> Ticket[None]:
+        """Fill `target`, which has the length that was written; its bytes count only when the
+        ticket has ended well.
+        """
+
+    def free(self, name: str) -> None:
+        """Forget the chunk, and every write of it that is under way."""
+
+    def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
+        """Pin the current generation of `names` (all) until the snapshot is released."""
+
+    def names(self) -> list[str]: ...
+
+    def nbytes_of(self, name: str) -> int: ...
+
+    def generation_of(self, name: str) -> int: ...
+
+    def flush(self) -> None:
+        """Return when the drives have taken all complete writes; a failure of that is final."""
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""

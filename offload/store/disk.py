@@ -1,0 +1,428 @@
+"""Chunks of bytes on drives: copy on write, every byte checked.
+
+A chunk lies in extents of swap files. The table that says where is in memory, with the checksum of
+each piece and a generation: the files alone are worthless, and need be, for they end with the
+process. A write takes fresh extents, and the table changes when all of it is on the drive; so a
+failed write changes nothing, and readers of the old generation are not disturbed. A generation
+keeps its extents until it is neither current nor read nor pinned by a snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from offload.config import format_size
+from offload.errors import (
+    CapacityError,
+    ConfigError,
+    OffloadError,
+    StateError,
+    StoreError,
+    StoreTimeout,
+)
+from offload.metrics import Metrics
+from offload.store.buffers import Buffer
+from offload.store.choose import open_engine
+from offload.store.contract import DirectoryStats, StoreStats
+from offload.store.engine import DEPTH, TIMEOUT_S, Engine, Priority, Sums, Transfer, make_sums
+from offload.store.files import SwapFile, System, close_swap_files, open_swap_files
+from offload.store.space import Extent, Space
+from offload.ticket import Ticket
+
+_RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
+
+
+@dataclass(eq=False)
+class Version:
+    """One generation of a chunk. `holders`: the table, snapshots and operations that need it."""
+
+    name: str
+    generation: int
+    nbytes: int
+    extents: list[Extent]
+    sums: list[Sums]
+    holders: int = 1
+
+
+class DiskStore:
+    """A store in unnamed files of one directory or several, `capacity_bytes` in all.
+
+    The space is reserved at once; a copy-on-write store needs room for what it holds and for the
+    writes that are under way. Each write goes to the directory with the shortest queue. engine:
+    "io_uring", "threads" or "aiofiles" instead of the best one. memory: (address, bytes) of arenas
+    to register with io_uring.
+    """
+
+    def __init__(
+        self,
+        directories: Path | str | Sequence[Path | str],
+        capacity_bytes: int,
+        *,
+        metrics: Metrics | None = None,
+        engine: str | None = None,
+        memory: Sequence[tuple[int, int]] = (),
+        timeout_s: float = TIMEOUT_S,
+        depth: int = DEPTH,
+        system: System | None = None,
+    ) -> None:
+        if isinstance(directories, Path | str):
+            directories = [directories]
+        paths = [Path(os.path.realpath(directory)) for directory in directories]
+        if not paths or len(set(paths)) < len(paths):
+            raise ConfigError(f"directories: expected one or several, each once, got {paths}")
+        if capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+        self.metrics = metrics or Metrics()
+        self.timeout_s = timeout_s
+        self._system = system or System()
+        self._files = open_swap_files(paths, capacity_bytes, self._system)
+        try:
+            for file in self._files:
+                for note in file.notes:
+                    self.metrics.fall_back(f"disk store {file.directory}", note)
+            self.engine: Engine = open_engine(
+                [file.fd for file in self._files],
+                memory,
+                metrics=self.metrics,
+                name=engine,
+                timeout_s=timeout_s,
+                depth=depth,
+            )
+        except BaseException:
+            close_swap_files(self._files)
+            raise
+        self._space = Space(self._files)
+        self._current: dict[str, Version] = {}
+        self._writing: dict[str, list[int]] = {}  # generations under way
+        self._freed_at: dict[str, int] = {}  # writes up to this generation no longer count
+        self._generation = 0
+        self._quarantined_bytes = 0
+        self._read_bytes = [0] * len(self._files)
+        self._written_bytes = [0] * len(self._files)
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        # Versions that snapshots have let go of; a finalizer may run under the lock of its thread.
+        self._released: deque[Version] = deque()
+        self._failed: OffloadError | None = None
+        self._close = weakref.finalize(self, _shut, self.engine, self._files)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(
+        self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
+    ) -> Ticket[None]:
+        """Start to store `source` as the next generation of `name`.
+
+        Waits while room is held only by writes under way or old generations being read; raises
+        `CapacityError` with the numbers when it never comes.
+        """
+        memory = Buffer.of(name, source, writable=False)
+        self._check_usable()
+        with self._lock:
+            extents = self._wait_for_room(name, memory.nbytes)
+            self._generation += 1
+            sums = [make_sums(extent.nbytes, self.engine.piece_bytes) for extent in extents]
+            version = Version(name, self._generation, memory.nbytes, extents, sums)
+            self._writing.setdefault(name, []).append(version.generation)
+        try:
+            return self._submit(version, memory, True, priority, partial(self._written, version))
+        except BaseException:
+            self._written(version, StateError(f"{name}: could not be started"))
+            raise
+
+    def _wait_for_room(self, name: str, nbytes: int) -> list[Extent]:
+        deadline_s = time.monotonic() + self.timeout_s
+        while True:
+            self._take_in_released()
+            extents = self._space.take(nbytes)
+            if extents is not None:
+                return extents
+            hopeless = self._space.round_up(nbytes) > self._space.capacity_bytes
+            if hopeless or not any(self._space.waiting_bytes) or time.monotonic() > deadline_s:
+                raise CapacityError(self._refusal(name, nbytes))
+            self._room.wait(_RECHECK_S)
+            self._check_usable()
+
+    def _refusal(self, name: str, nbytes: int) -> str:
+        space = self._space
+        free = space.capacity_bytes - space.used_bytes
+        return (
+            f"disk store: {name} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
+            f"({free} bytes) of {format_size(space.capacity_bytes)} are free; a new generation "
+            "lies beside the old one until it is complete, and snapshots keep old ones: raise the "
+            "store's capacity, or release snapshots"
+        )
+
+    def _written(self, version: Version, error: OffloadError | None) -> None:
+        """A write has ended; called by the engine."""
+        name = version.name
+        with self._lock:
+            self._writing[name].remove(version.generation)
+            current = self._current.get(name)
+            newest = max(self._freed_at.get(name, 0), current.generation if current else 0)
+            if error is not None:
+                self._give_up(version, error)
+            elif version.generation > newest:
+                self._current[name] = version
+                if current is not None:
+                    self._let_go(current)
+            else:  # freed meanwhile, or a later write was faster
+                self._let_go(version)
+            if not self._writing[name]:
+                del self._writing[name]
+                self._freed_at.pop(name, None)
+            self._room.notify_all()
+
+    def _give_up(self, version: Version, error: OffloadError) -> None:
+        if isinstance(error, StoreTimeout):
+            # The drive may still write there one day: these bytes are nobody's for ever.
+            self._quarantined_bytes += sum(self._space.round_up(e.nbytes) for e in version.extents)
+        else:
+            self._let_go(version)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read(
+        self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
+    ) -> Ticket[None]:
+        """Start to fill `target` with the current generation of `name`."""
+        self._check_usable()
+        with self._lock:
+            version = self._version(name)
+            version.holders += 1
+        return self._read_held(version, target, priority)
+
+    def _read_held(self, version: Version, target: Any, priority: Priority) -> Ticket[None]:
+        """Read a version that is held for this; its hold ends with the read."""
+        try:
+            memory = Buffer.of(version.name, target, writable=True)
+            if memory.nbytes != version.nbytes:
+                raise ConfigError(
+                    f"{version.name}: expected a target of {version.nbytes} bytes as stored, got "
+                    f"{memory.nbytes}"
+                )
+            return self._submit(version, memory, False, priority, partial(self._was_read, version))
+        except BaseException:
+            with self._lock:
+                self._let_go(version)
+            raise
+
+    def _was_read(self, version: Version, error: OffloadError | None) -> None:
+        with self._lock:
+            if isinstance(error, StoreTimeout):
+                return  # the hold stays: somebody may still be reading
+            self._let_go(version)
+            self._room.notify_all()
+
+    def _submit(
+        self,
+        version: Version,
+        memory: Buffer,
+        is_write: bool,
+        priority: Priority,
+        on_end: Callable[[OffloadError | None], None],
+    ) -> Ticket[None]:
+        """Start the transfers of a version; on_end is called once when they have ended."""
+        transfers, begin = [], 0
+        for extent, sums in zip(version.extents, version.sums, strict=True):
+            part = memory.part(begin, extent.nbytes)
+            file = self._files[extent.file]
+            transfers.append(Transfer(version.name, is_write, file, extent.begin, part, sums))
+            begin += extent.nbytes
+        with self._lock:
+            for extent in version.extents:
+                self._space.waiting_bytes[extent.file] += extent.nbytes
+
+        def ended(error: OffloadError | None) -> None:
+            moved = self._written_bytes if is_write else self._read_bytes
+            with self._lock:
+                for extent in version.extents:
+                    self._space.waiting_bytes[extent.file] -= extent.nbytes
+                    moved[extent.file] += extent.nbytes if error is None else 0
+            on_end(error)
+
+        what = f"{'write' if is_write else 'read'} of {version.name}"
+        try:
+            return self.engine.submit(what, transfers, priority, ended)
+        except BaseException:
+            with self._lock:
+                for extent in version.extents:
+                    self._space.waiting_bytes[extent.file] -= extent.nbytes
+            raise
+
+    # --- the table --------------------------------------------------------------------------------
+
+    def free(self, name: str) -> None:
+        """Forget the chunk, and every write of it that is under way."""
+        self._check_usable()
+        with self._lock:
+            if name not in self._current and name not in self._writing:
+                raise StateError(self._unknown(name))
+            if name in self._writing:
+                self._freed_at[name] = self._generation
+            version = self._current.pop(name, None)
+            if version is not None:
+                self._let_go(version)
+            self._room.notify_all()
+
+    def snapshot(self, names: Iterable[str] | None = None) -> DiskSnapshot:
+        self._check_usable()
+        with self._lock:
+            wanted = list(self._current) if names is None else list(names)
+            versions = {name: self._version(name) for name in wanted}
+            for version in versions.values():
+                version.holders += 1
+        return DiskSnapshot(self, versions)
+
+    def names(self) -> list[str]:
+        self._check_usable()
+        with self._lock:
+            return sorted(self._current)
+
+    def nbytes_of(self, name: str) -> int:
+        self._check_usable()
+        with self._lock:
+            return self._version(name).nbytes
+
+    def generation_of(self, name: str) -> int:
+        self._check_usable()
+        with self._lock:
+            return self._version(name).generation
+
+    def _version(self, name: str) -> Version:
+        version = self._current.get(name)
+        if version is None:
+            raise StateError(self._unknown(name))
+        return version
+
+    def _unknown(self, name: str) -> str:
+        hint = " (its first write is not done)" if name in self._writing else ""
+        return f"store: nothing is stored as {name!r}{hint}; {len(self._current)} chunks are there"
+
+    def _let_go(self, version: Version) -> None:
+        version.holders -= 1
+        assert version.holders >= 0
+        if version.holders == 0:
+            self._space.give_back(version.extents)
+
+    def _take_in_released(self) -> None:
+        while self._released:
+            self._let_go(self._released.popleft())
+
+    # --- the whole --------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Return when the drives have taken all complete writes.
+
+        A failure is final: the system may have dropped bytes that it had accepted, and asking again
+        would hide it. The store then refuses everything.
+        """
+        self._check_usable()
+        for file in self._files:
+            try:
+                self._system.sync(file.fd)
+            except OSError as error:
+                self._failed = StoreError(
+                    f"disk store: sync of {file.label} failed ({os.strerror(error.errno or 0)}): "
+                    "bytes that were accepted may be lost; go back to a checkpoint and use another "
+                    "drive",
+                    errno=error.errno,
+                    operation="sync",
+                    file=file.label,
+                )
+                raise self._failed from error
+
+    def stats(self) -> StoreStats:
+        self.engine.check_process()
+        with self._lock:
+            self._take_in_released()
+            directories = tuple(
+                DirectoryStats(
+                    str(file.directory),
+                    file.nbytes,
+                    self._space.used_bytes_of(number),
+                    self._read_bytes[number],
+                    self._written_bytes[number],
+                    file.align > 1,
+                )
+                for number, file in enumerate(self._files)
+            )
+            return StoreStats(
+                self.engine.name,
+                self._space.capacity_bytes,
+                self._space.used_bytes,
+                self._space.peak_bytes,
+                self._quarantined_bytes,
+                len(self._current),
+                directories,
+            )
+
+    def close(self) -> None:
+        """End what is in flight and give the files back. Idempotent."""
+        self._close()
+
+    def _check_usable(self) -> None:
+        if self._failed is not None:
+            raise StateError("disk store: unusable since an error before") from self._failed
+        self.engine.check_usable()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class DiskSnapshot:
+    """Versions of a `DiskStore`, held until it is released."""
+
+    def __init__(self, store: DiskStore, versions: dict[str, Version]) -> None:
+        self.generations = {name: version.generation for name, version in versions.items()}
+        self._store = store
+        self._versions = versions
+        self._release = weakref.finalize(self, store._released.extend, list(versions.values()))
+        self._release.atexit = False
+
+    def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
+        self._store._check_usable()
+        with self._store._lock:
+            version = self._versions.get(name)
+            if version is None or not self._release.alive:
+                why = "released" if not self._release.alive else f"without {name!r}"
+                raise StateError(f"snapshot: {why}")
+            version.holders += 1
+        return self._store._read_held(version, target, priority)
+
+    def release(self) -> None:
+        """Let the old generations go. Idempotent."""
+        self._release()
+
+    def __enter__(self) -> DiskSnapshot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _shut(engine: Engine, files: Sequence[SwapFile]) -> None:
+    """Close what a store had. In a forked child it is the parent's, and stays."""
+    if not engine.is_ours():
+        return
+    engine.close()
+    if engine.abandoned_bytes == 0:  # a file that the kernel may still use stays open until the end
+        close_swap_files(files)

@@ -1,0 +1,296 @@
+"""The contract of the I/O engines, and what they have in common.
+
+An engine moves bytes between memory and files, asynchronously. It is given a group of transfers and
+returns one ticket for all of them. It cuts them into pieces, keeps several in flight, does waiting
+reads before prefetches before write-backs, continues short transfers, tries EINTR and EAGAIN again,
+and computes (write) or compares (read) a checksum for each piece. What cannot be mended fails the
+ticket with a `StoreError` that says all there is to know. An operation that the system does not
+answer within `timeout_s` fails with `StoreTimeout` and a table of what is in flight; its memory is
+kept, for it may still be written to.
+
+Engines know files and addresses; they do not know chunks, generations or free space.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.config import format_size
+from offload.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
+from offload.store.buffers import Buffer
+from offload.store.files import SwapFile
+from offload.ticket import Ticket
+
+PIECE_BYTES = 1 << 20
+DEPTH = 16
+TIMEOUT_S = 30.0
+Sums = npt.NDArray[np.uint32]
+
+
+class Priority(IntEnum):
+    """Whose turn it is; the lower number goes first."""
+
+    WAITED_FOR = 0
+    PREFETCH = 1
+    WRITE_BACK = 2
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes between memory and a file. `sums` has one place for each piece: a write fills them in,
+    a read compares them.
+    """
+
+    name: str  # of the tensor or chunk, for messages
+    is_write: bool
+    file: SwapFile
+    offset: int
+    memory: Buffer
+    sums: Sums
+
+    @property
+    def operation(self) -> str:
+        return "write" if self.is_write else "read"
+
+
+def make_sums(nbytes: int, piece_bytes: int) -> Sums:
+    return np.zeros(-(-nbytes // piece_bytes), dtype=np.uint32)
+
+
+class FaultKind(Enum):
+    """What an injected fault does to an operation; values as in kernels/io_engine.h."""
+
+    NONE = 0
+    ERROR = 1  # it fails with an errno
+    SHORT_HALF = 2  # half of the bytes are moved
+    SHORT_ZERO = 3  # none
+    FLIP = 4  # one bit of what is moved is wrong
+    LOST_WRITE = 5  # it claims success and does nothing
+    LOST_COMPLETION = 6  # nobody ever hears of it again
+    DELAY = 7
+
+
+@dataclass(frozen=True)
+class Fault:
+    """For tests: the `nth` operation from now (from 1, repeated attempts count) goes wrong; with
+    `forever` all operations from then on.
+    """
+
+    kind: FaultKind
+    nth: int = 1
+    forever: bool = False
+    code: int = errno.EIO  # of ERROR; milliseconds of DELAY
+    seed: int = 0  # which bit FLIP takes
+
+
+@dataclass
+class _Group:
+    """Transfers that end together."""
+
+    ticket: Ticket[None]
+    priority: Priority
+    on_end: Callable[[OffloadError | None], None]
+    ids: list[int] = field(default_factory=list)
+    left: int = 0
+    error: OffloadError | None = None
+
+
+class Engine(ABC):
+    """One engine. Any thread; `close` ends it, and forked children may not use it."""
+
+    name: str
+    piece_bytes: int
+
+    def __init__(self, name: str, piece_bytes: int, timeout_s: float) -> None:
+        self.name, self.piece_bytes, self.timeout_s = name, piece_bytes, timeout_s
+        self.notes: list[str] = []  # what was wished for and refused
+        self._pid = os.getpid()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._flying: dict[int, tuple[Transfer, _Group]] = {}
+        self._abandoned: dict[int, Transfer] = {}  # timed out; their memory may still be touched
+        self._closed = False
+
+    # --- for the store ----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        what: str,
+        transfers: Sequence[Transfer],
+        priority: Priority,
+        on_end: Callable[[OffloadError | None], None],
+    ) -> Ticket[None]:
+        """Start `transfers`; the ticket ends when the last of them has ended.
+
+        on_end: called once with the error or None, in a thread of the engine's, before the ticket
+        ends. A time-out is told rather than any other error: then the memory and the file's bytes
+        are not free although the ticket has ended.
+        """
+        self.check_usable()
+        group = _Group(Ticket(what, self.describe), priority, on_end)
+        group.left = len(transfers)
+        if not transfers:
+            self._end_group(group)
+            return group.ticket
+        with self._lock:
+            for transfer in transfers:
+                number = next(self._numbers)
+                group.ids.append(number)
+                self._flying[number] = (transfer, group)
+        group.ticket.urge = lambda: self._urge(group)
+        for number, transfer in zip(group.ids, transfers, strict=True):
+            self._start(number, transfer, priority)
+        return group.ticket
+
+    def is_ours(self) -> bool:
+        """Whether this process made the engine, rather than its parent."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        if not self.is_ours():
+            raise StateError("store: made by the parent process; a forked child must not use it")
+
+    def check_usable(self) -> None:
+        self.check_process()
+        if self._closed:
+            raise StateError("store: closed")
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory that timed-out operations may still touch."""
+        with self._lock:
+            return sum(transfer.memory.nbytes for transfer in self._abandoned.values())
+
+    def describe(self) -> str:
+        """What is in flight, one operation a line."""
+        rows = []
+        with self._lock:
+            transfers = {number: entry[0] for number, entry in self._flying.items()}
+            transfers |= self._abandoned
+        for number, seconds in sorted(self._ages().items(), key=lambda row: -row[1]):
+            transfer = transfers.get(number)
+            if transfer is None:
+                continue
+            age = "waits in the queue" if seconds < 0 else f"for {seconds:.1f} s"
+            rows.append(
+                f"{transfer.operation} of {transfer.name}, {format_size(transfer.memory.nbytes)} "
+                f"at {transfer.offset} of {transfer.file.label}, {age}"
+            )
+        shown = rows[:20] + ([f"and {len(rows) - 20} more"] if len(rows) > 20 else [])
+        return "nothing" if not shown else "\n  " + "\n  ".join(shown)
+
+    # --- for the engines --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, number: int, transfer: Transfer, priority: Priority) -> None: ...
+
+    @abstractmethod
+    def _promote(self, number: int) -> None:
+        """Somebody waits for this one now."""
+
+    @abstractmethod
+    def _ages(self) -> dict[int, float]:
+        """Seconds for which each transfer has been in flight; negative: still in the queue."""
+
+    @abstractmethod
+    def inject(self, fault: Fault) -> None:
+        """From now on operations go wrong as `fault` says. For tests."""
+
+    @abstractmethod
+    def attempts(self) -> int:
+        """Operations since the last `inject`. For tests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is in flight, refuse what comes. Idempotent."""
+
+    def _end(self, number: int, code: int, at: int = 0) -> None:
+        """Transfer `number` has ended with errno `code`, `at` bytes behind its begin."""
+        with self._lock:
+            transfer, group = self._flying.pop(number)
+            if code == errno.ETIMEDOUT:
+                self._abandoned[number] = transfer
+        error = None if code == 0 else self._error(transfer, code, at)
+        with self._lock:
+            if error and (group.error is None or isinstance(error, StoreTimeout)):
+                group.error = error
+            group.left -= 1
+            last = group.left == 0
+        if last:
+            self._end_group(group)
+
+    def _end_group(self, group: _Group) -> None:
+        try:
+            group.on_end(group.error)
+        except BaseException as broken:
+            group.ticket.fail(broken)
+            return
+        if group.error is not None:
+            group.ticket.fail(group.error)
+        else:
+            group.ticket.finish(None)
+
+    def _forget(self, number: int) -> None:
+        """A transfer that had timed out has ended after all."""
+        with self._lock:
+            self._abandoned.pop(number, None)
+
+    def _urge(self, group: _Group) -> None:
+        """Somebody waits for the group."""
+        if group.priority > Priority.WAITED_FOR and not self._closed:
+            group.priority = Priority.WAITED_FOR
+            for number in group.ids:
+                self._promote(number)
+
+    def _error(self, transfer: Transfer, code: int, at: int) -> OffloadError:
+        where = f"{transfer.file.label}, offset {transfer.offset + at}"
+        what = f"{transfer.operation} of {transfer.name} ({format_size(transfer.memory.nbytes)})"
+        facts = {
+            "errno": code,
+            "operation": transfer.operation,
+            "file": transfer.file.label,
+            "offset_bytes": transfer.offset + at,
+            "tensor": transfer.name,
+        }
+        if code == errno.ECANCELED:
+            return StateError(f"{what}: the store was closed before it was done")
+        if code == errno.ETIMEDOUT:
+            return StoreTimeout(
+                f"{what}: no answer from {where} within {self.timeout_s:g} s; the drive or its "
+                "driver hangs (see dmesg); its memory is set aside, the rest goes on; in flight: "
+                f"{self.describe()}",
+                **facts,  # type: ignore[arg-type]
+            )
+        if code == errno.EBADMSG:
+            return CorruptionError(
+                f"{what}: what came back from {where} is not what was written; the drive, its "
+                "cable or the memory is faulty, or somebody else wrote to the file: do not trust "
+                "it; go back to a checkpoint and use another drive",
+                **facts,  # type: ignore[arg-type]
+            )
+        return StoreError(
+            f"{what}: {errno.errorcode.get(code, code)} ({os.strerror(code)}) in {where}; "
+            f"{_REMEDIES.get(code, 'see dmesg for what the system says about it')}",
+            **facts,  # type: ignore[arg-type]
+        )
+
+
+_REMEDIES = {
+    errno.EIO: "the drive reports a failure: see dmesg and smartctl, use another drive",
+    errno.ENOSPC: "the drive is full although its space was reserved: make room on it",
+    errno.EDQUOT: "your quota is used up: raise it, or use another directory",
+    errno.EAGAIN: "the system refused again and again: it is out of I/O resources",
+    errno.ENODATA: "the file ends too early: was it cut short?",
+    errno.ENOMEM: "the system has no memory left for a buffer: lower host_memory",
+    errno.EBADF: "the file was closed by somebody else",
+}

@@ -1,0 +1,163 @@
+"""Swap files: without a name, reserved in full at the start, read and written past the page cache.
+
+A file without a name cannot collide with anybody's, cannot be found by anybody, and is gone when
+its process is, however that ends. `System` has the calls that may fail, so that tests can let them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.config import format_size
+from offload.errors import CapacityError, StoreError
+from offload.machine_disk import DirectIo, open_unnamed, probe_direct_io
+
+BLOCK_BYTES = 4096  # every extent starts at a multiple of it, which suits all drives we know
+
+
+class System:
+    """The calls on files outside of an engine."""
+
+    def open_unnamed(self, directory: Path) -> tuple[int, bool]:
+        return open_unnamed(directory)
+
+    def probe_direct_io(self, fd: int) -> DirectIo:
+        return probe_direct_io(fd)
+
+    def reserve(self, fd: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        found = os.statvfs(directory)
+        return found.f_frsize * found.f_bavail
+
+
+@dataclass(frozen=True)
+class SwapFile:
+    """An open swap file. `align`: of addresses, offsets and lengths; 1 where the page cache is in
+    between.
+    """
+
+    fd: int
+    directory: Path
+    nbytes: int
+    align: int
+    notes: tuple[str, ...] = ()  # what is lesser than it could be
+
+    @property
+    def label(self) -> str:
+        return f"swap file in {self.directory}"
+
+
+def open_swap_files(paths: Sequence[Path], capacity_bytes: int, system: System) -> list[SwapFile]:
+    """One file in each directory, of equal shares as far as the directories have room."""
+    files: list[SwapFile] = []
+    try:
+        for path, share in zip(paths, _shares(paths, capacity_bytes, system), strict=True):
+            files.append(open_swap_file(path, share, system))
+    except BaseException:
+        close_swap_files(files)
+        raise
+    return files
+
+
+def _shares(paths: Sequence[Path], capacity_bytes: int, system: System) -> list[int]:
+    """Equal shares; what a directory has no room for goes to the others."""
+    free = [_free_bytes(path, system) for path in paths]
+    if sum(free) < capacity_bytes:
+        found = ", ".join(f"{p} {format_size(f)}" for p, f in zip(paths, free, strict=True))
+        raise CapacityError(
+            f"disk store: {format_size(capacity_bytes)} ({capacity_bytes} bytes) are needed, "
+            f"{format_size(sum(free))} ({sum(free)} bytes) are free: {found}; make room, add a "
+            "directory, or keep more in host_memory"
+        )
+    shares = [0] * len(paths)
+    left = -(-capacity_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    order = sorted(range(len(paths)), key=lambda index: free[index])
+    for done, index in enumerate(order):  # the smallest first: the rest is shared by the others
+        fair = -(-left // (len(paths) - done) // BLOCK_BYTES) * BLOCK_BYTES
+        shares[index] = max(BLOCK_BYTES, min(fair, free[index] - free[index] % BLOCK_BYTES))
+        left -= shares[index]
+    return shares
+
+
+def _free_bytes(path: Path, system: System) -> int:
+    try:
+        return system.free_bytes(path)
+    except OSError:
+        return 1 << 62  # opening a file there will say what is wrong
+
+
+def close_swap_files(files: Sequence[SwapFile]) -> None:
+    for file in files:
+        os.close(file.fd)
+
+
+def open_swap_file(directory: Path, nbytes: int, system: System) -> SwapFile:
+    """A new file of `nbytes` in `directory`, which must exist. The caller closes its `fd`."""
+    try:
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        fd, unnamed = system.open_unnamed(directory)
+    except OSError as error:
+        raise _refusal("open", directory, error) from error
+    try:
+        notes = [] if unnamed else ["the file had a name for a moment: no O_TMPFILE here"]
+        # Before the reservation: the probe writes a block, and the flag it sets would stop a
+        # reservation that the C library has to imitate.
+        os.set_inheritable(fd, False)
+        _reserve(fd, directory, nbytes, system)
+        direct = system.probe_direct_io(fd)
+        if direct.works:
+            align = max(BLOCK_BYTES, direct.mem_align_bytes or 1, direct.offset_align_bytes or 1)
+        else:
+            align = 1
+            notes.append("bytes pass through the page cache: no O_DIRECT here")
+        return SwapFile(fd, directory, nbytes, align, tuple(notes))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _reserve(fd: int, directory: Path, nbytes: int, system: System) -> None:
+    try:
+        free = system.free_bytes(directory)
+        if nbytes > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        system.reserve(fd, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CapacityError(
+                f"disk store: {directory} must hold {format_size(nbytes)} ({nbytes} bytes), "
+                f"{format_size(free)} ({free} bytes) are free "
+                f"({errno.errorcode[error.errno]}); make room, add a directory, or keep more in "
+                "host_memory"
+            ) from error
+        raise _refusal("reserve", directory, error) from error
+
+
+def _refusal(operation: str, directory: Path, error: OSError) -> StoreError:
+    code = error.errno or 0
+    name = errno.errorcode.get(code, str(code))
+    remedies = {
+        errno.ENOENT: "make the directory, or mount the drive",
+        errno.ENOTDIR: "give the directory itself, not a file",
+        errno.EROFS: "mount it for writing",
+        errno.EACCES: "let your user write there",
+        errno.EPERM: "let your user write there",
+    }
+    return StoreError(
+        f"disk store: cannot {operation} a swap file in {directory}: {name} "
+        f"({os.strerror(code)}); {remedies.get(code, 'see `offload doctor` for this directory')}",
+        errno=code,
+        operation=operation,
+        file=str(directory),
+    )

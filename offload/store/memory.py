@@ -1,0 +1,185 @@
+"""Chunks of bytes in host memory, with the contract of the disk store: for machines without a fast
+drive, and the plain version that the other is judged by.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from offload.config import format_size
+from offload.errors import CapacityError, ConfigError, StateError
+from offload.store.buffers import Buffer
+from offload.store.contract import StoreStats
+from offload.store.engine import Priority
+from offload.ticket import Ticket
+
+
+class MemoryStore:
+    """At most `capacity_bytes` of chunks, old generations of snapshots included."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+        self._capacity_bytes = capacity_bytes
+        self._chunks: dict[str, tuple[int, bytes]] = {}  # generation and bytes
+        self._generation = 0
+        self._snapshots: list[MemorySnapshot] = []
+        self._peak_bytes = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def write(
+        self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
+    ) -> Ticket[None]:
+        memory = Buffer.of(name, source, writable=False)
+        with self._lock:
+            self._check_usable()
+            free = self._capacity_bytes - self._used_bytes(without=name)
+            if memory.nbytes > free:
+                raise CapacityError(
+                    f"memory store: {name} needs {format_size(memory.nbytes)} ({memory.nbytes} "
+                    f"bytes), {format_size(free)} ({free} bytes) of "
+                    f"{format_size(self._capacity_bytes)} are free"
+                )
+            self._generation += 1
+            data = ctypes.string_at(memory.address, memory.nbytes) if memory.nbytes else b""
+            self._chunks[name] = (self._generation, data)
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+        done: Ticket[None] = Ticket.of(None, f"write of {name}")
+        return done
+
+    def read(
+        self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
+    ) -> Ticket[None]:
+        with self._lock:
+            self._check_usable()
+            _, data = self._chunk(name)
+        return _copy_out(name, data, target)
+
+    def free(self, name: str) -> None:
+        with self._lock:
+            self._check_usable()
+            self._chunk(name)
+            del self._chunks[name]
+
+    def snapshot(self, names: Iterable[str] | None = None) -> MemorySnapshot:
+        with self._lock:
+            self._check_usable()
+            wanted = list(self._chunks) if names is None else list(names)
+            taken = MemorySnapshot(self, {name: self._chunk(name) for name in wanted})
+            self._snapshots.append(taken)
+            return taken
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._chunks)
+
+    def nbytes_of(self, name: str) -> int:
+        with self._lock:
+            return len(self._chunk(name)[1])
+
+    def generation_of(self, name: str) -> int:
+        with self._lock:
+            return self._chunk(name)[0]
+
+    def flush(self) -> None:
+        """Nothing is under way."""
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(
+                "memory",
+                self._capacity_bytes,
+                self._used_bytes(),
+                self._peak_bytes,
+                0,
+                len(self._chunks),
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._chunks.clear()
+            self._snapshots.clear()
+
+    def _used_bytes(self, without: str | None = None) -> int:
+        """Generations that are current or pinned, each counted once; the generation that a write
+        replaces does not count unless it is pinned.
+        """
+        kept = {
+            generation: len(data)
+            for name, (generation, data) in self._chunks.items()
+            if name != without
+        }
+        for snapshot in self._snapshots:
+            kept |= {generation: len(data) for generation, data in snapshot.chunks.values()}
+        return sum(kept.values())
+
+    def _chunk(self, name: str) -> tuple[int, bytes]:
+        if name not in self._chunks:
+            raise StateError(
+                f"store: nothing is stored as {name!r}; {len(self._chunks)} chunks are there"
+            )
+        return self._chunks[name]
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise StateError("store: closed")
+
+    def _drop(self, snapshot: MemorySnapshot) -> None:
+        with self._lock:
+            if snapshot in self._snapshots:
+                self._snapshots.remove(snapshot)
+
+    def __enter__(self) -> MemoryStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class MemorySnapshot:
+    """Chunks as they were; bytes never change, so holding them is all there is to it."""
+
+    def __init__(self, store: MemoryStore, chunks: dict[str, tuple[int, bytes]]) -> None:
+        self.generations = {name: generation for name, (generation, _) in chunks.items()}
+        self.chunks = chunks
+        self._store = store
+        self._released = False
+
+    def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
+        if self._released or name not in self.chunks:
+            raise StateError(f"snapshot: {'released' if self._released else f'without {name!r}'}")
+        return _copy_out(name, self.chunks[name][1], target)
+
+    def release(self) -> None:
+        self._released = True
+        self.chunks = {}
+        self._store._drop(self)
+
+    def __enter__(self) -> MemorySnapshot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _copy_out(name: str, data: bytes, target: Any) -> Ticket[None]:
+    memory = Buffer.of(name, target, writable=True)
+    if memory.nbytes != len(data):
+        raise ConfigError(
+            f"{name}: expected a target of {len(data)} bytes as stored, got {memory.nbytes}"
+        )
+    if data:
+        ctypes.memmove(memory.address, data, len(data))
+    done: Ticket[None] = Ticket.of(None, f"read of {name}")
+    return done

@@ -1,0 +1,112 @@
+"""The native engines: io_uring, and threads with pread and pwrite. The work is done in C++ without
+the GIL; here one thread takes in what has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from offload.errors import StoreTimeout
+from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine, Fault, Priority, Transfer
+
+_POLL_S = 0.25  # how often overdue operations are looked for, at least
+_OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
+# Engines with an operation that never ended: their memory must outlive everything.
+_STUCK: list[Any] = []
+
+
+class NativeEngine(Engine):
+    """An `IoEngine` of the native core, and the thread that finishes its tickets."""
+
+    def __init__(self, name: str, native: Any, notes: Sequence[str], timeout_s: float) -> None:
+        super().__init__(name, native.piece_bytes, timeout_s)
+        self.notes += notes
+        self._native = native
+        self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
+        self._stopped = False
+        _OPEN.add(self)
+        self._pump.start()
+
+    def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
+        self._native.submit(
+            number,
+            transfer.is_write,
+            transfer.file.fd,
+            transfer.memory.address,
+            transfer.memory.nbytes,
+            transfer.offset,
+            transfer.file.align,
+            transfer.sums.ctypes.data,
+            int(priority),
+        )
+
+    def _promote(self, number: int) -> None:
+        self._native.promote(number, int(Priority.WAITED_FOR))
+
+    def _ages(self) -> dict[int, float]:
+        ages: dict[int, float] = {}
+        for number, _, _, _, seconds in self._native.in_flight():
+            ages[number] = max(seconds, ages.get(number, seconds))
+        return ages
+
+    def inject(self, fault: Fault) -> None:
+        self._native.inject(fault.kind.value, fault.code, fault.nth, fault.forever, fault.seed)
+
+    def attempts(self) -> int:
+        return int(self._native.attempts())
+
+    def _take_in(self) -> None:
+        poll_s = min(_POLL_S, self.timeout_s / 4)
+        while not self._stopped or self._flying:
+            for number, code, at in self._native.reap(poll_s):
+                self._end(number, code, at)
+            self._native.write_off(self.timeout_s)
+            for number in self._native.late():
+                self._forget(number)
+
+    def close(self) -> None:
+        if self._closed or not self.is_ours():
+            return
+        self._closed = True
+        ended = self._native.stop(self.timeout_s)
+        self._stopped = True
+        if threading.current_thread() is not self._pump:
+            self._pump.join(self.timeout_s + 1.0)
+        if not ended or self._abandoned:
+            _STUCK.append(self)
+        _OPEN.discard(self)
+
+
+def open_threads(timeout_s: float = TIMEOUT_S, depth: int = DEPTH) -> NativeEngine:
+    from offload import _native
+
+    return NativeEngine("threads", _native.thread_engine(depth, PIECE_BYTES), (), timeout_s)
+
+
+def open_io_uring(
+    files: Sequence[int],
+    memory: Sequence[tuple[int, int]] = (),
+    timeout_s: float = TIMEOUT_S,
+    depth: int = DEPTH,
+) -> NativeEngine:
+    """Raises OSError where the kernel forbids rings. memory: (address, bytes) to register."""
+    from offload import _native
+
+    native, notes = _native.uring_engine(depth, PIECE_BYTES, list(memory), list(files))
+    return NativeEngine("io_uring", native, notes, timeout_s)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter goes: a thread that comes back from C++ later would end the process
+    badly.
+    """
+    for engine in list(_OPEN):
+        try:
+            engine.close()
+        except StoreTimeout:
+            continue
