@@ -27,6 +27,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from offload.budget import HOST, Budget
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.extents import Extents
@@ -75,12 +76,23 @@ class Pool:
     has returned.
     """
 
-    def __init__(self, nbytes: int, register: Register = register_host_memory) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        register: Register = register_host_memory,
+        budget: Budget = HOST,
+    ) -> None:
         if nbytes < PIECE_ALIGN:
             raise ConfigError(f"nbytes: expected at least {PIECE_ALIGN} bytes, got {nbytes}")
         self.capacity_bytes = nbytes - nbytes % PIECE_ALIGN
         self._pid = os.getpid()
-        self._map = _map_arena(self.capacity_bytes)
+        share = budget.take(self.capacity_bytes, "host pool")
+        try:
+            self._map = _map_arena(self.capacity_bytes)
+        except BaseException:
+            share.release()
+            raise
+        weakref.finalize(self._map, share.release).atexit = False  # when the last lease is gone
         whole = (ctypes.c_char * len(self._map)).from_buffer(self._map)
         self._begin = -ctypes.addressof(whole) % ARENA_ALIGN
         self.address = ctypes.addressof(whole) + self._begin

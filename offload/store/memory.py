@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from offload.budget import HOST, Budget
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.store.buffers import Buffer
@@ -21,9 +23,11 @@ from offload.ticket import Ticket
 class MemoryStore:
     """At most `capacity_bytes` of chunks, old generations of snapshots included."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, budget: Budget = HOST) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+        share = budget.take(capacity_bytes, "memory store")
+        self._give_back = weakref.finalize(self, share.release)
         self._capacity_bytes = capacity_bytes
         self._chunks: dict[str, tuple[int, bytes]] = {}  # generation and bytes
         self._generation = 0
@@ -105,6 +109,7 @@ class MemoryStore:
             self._closed = True
             self._chunks.clear()
             self._snapshots.clear()
+        self._give_back()
 
     def _used_bytes(self, without: str | None = None) -> int:
         """Generations that are current or pinned, each counted once; the generation that a write
