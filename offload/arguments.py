@@ -54,7 +54,8 @@ def _check_memory(name: str, tensor: Tensor) -> None:
     kind = type(tensor).__name__
     try:
         address, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError) as error:  # fake, functional, wrapping tensors
+    # Fake, functional, wrapping tensors; for some torch warns instead, which may be made an error.
+    except (RuntimeError, NotImplementedError, UserWarning) as error:
         raise ConfigError(f"{name}: a {kind} without memory: {error}") from error
     needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
     if needed > stored:
@@ -114,8 +115,11 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def note_writes(tensors: Mapping[str, Tensor]) -> None:
-    """Tell autograd that the tensors have changed, as an in-place operation of torch does."""
-    torch.autograd.graph.increment_version([t for t in tensors.values() if not t.is_inference()])
+    """Tell autograd that the tensors have changed, as an in-place operation of torch does.
+
+    Inference tensors count no versions; torch passes them over.
+    """
+    torch.autograd.graph.increment_version(list(tensors.values()))
 
 
 @cache

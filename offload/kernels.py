@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from offload import reference
 from offload.arguments import check_apart, check_sizes, check_tensor, check_writable, note_writes
 from offload.errors import ConfigError
-from offload.rules import Number, Rule, check_flags, to_float
+from offload.rules import Number, Rule, check_flags, shown, to_float
 
 TORCH_WIDTH = 8  # lanes of torch's fused kernels, under AVX2 and AVX-512 alike
 STATS_BLOCK = reference.STATS_BLOCK
@@ -185,7 +185,7 @@ def update(
     coefficient). offset, numel: where the slice lies in its parameter.
     """
     if not isinstance(rule, Rule):
-        raise ConfigError(f"rule: expected one made by offload.rules, got {rule!r}")
+        raise ConfigError(f"rule: expected one made by offload.rules, got {shown(rule)}")
     check_flags(maximize=maximize)
     if len(states) != len(rule.states):
         expected = ", ".join(rule.states) or "none"
@@ -209,7 +209,7 @@ def update(
         if native := _native():
             _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes)
         else:
-            with _plain_torch():
+            with _disable_current_modes():  # one that fakes or redirects torch's operations
                 buffers = reference.Buffers.of(tensors, signed_scale, tail_begin)
                 getattr(reference, rule.kernel)(buffers, rule)
         note_writes(written)
@@ -234,15 +234,6 @@ def _update_natively(
         lanes,
     )
     getattr(native, rule.kernel)(call, *vars(rule).values())
-
-
-@contextmanager
-def _plain_torch() -> Iterator[None]:
-    """torch's operations do what they say: no autograd, no mode that records or fakes them. The
-    inference mode also lets them write to inference tensors.
-    """
-    with torch.inference_mode(), _disable_current_modes():
-        yield
 
 
 def _tail_begin(offset: int, count: int, numel: int | None) -> int:
@@ -270,7 +261,7 @@ def _lanes(threads: int | None) -> int:
 
 def _check_whole(name: str, value: object, least: int, most: int = 2**62) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: expected a whole number from {least} on, got {value!r}")
+        raise ConfigError(f"{name}: expected a whole number from {least} on, got {shown(value)}")
     if value > most:
         raise ConfigError(f"{name}: expected a whole number up to {most}, got {value!r}")
 
@@ -321,7 +312,7 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
             code = _CODES[grad.dtype]
             native.block_sums(grad.data_ptr(), code, count, sums.ctypes.data, lanes)
         else:
-            with _plain_torch():
+            with _disable_current_modes():  # one that fakes or redirects torch's operations
                 reference.block_sums(reference.flat(grad), torch.from_numpy(sums))
     return GradStats.of(sums.tolist())
 
@@ -345,6 +336,6 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
             codes = _CODES[source.dtype], _CODES[target.dtype]
             native.cast(source.data_ptr(), codes[0], target.data_ptr(), codes[1], count, lanes)
         else:
-            with _plain_torch():
+            with _disable_current_modes():  # one that fakes or redirects torch's operations
                 reference.cast(reference.flat(source), reference.flat(target))
         note_writes(written)

@@ -29,7 +29,10 @@ Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # 
 
 
 def flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
+    """The memory of `tensor` as a plain tensor of one dimension: no subclass, no autograd."""
+    plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return plain.set_(storage, offset, (tensor.numel(),), (1,))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
@@ -39,16 +40,32 @@ def fma(a: float, b: float, c: float) -> float:
 Number = float | Tensor  # a tensor of one element, as optimizers allow for learning rates and steps
 
 
+def shown(value: object) -> str:
+    """`value` for a message; a tensor by its type, since its repr may run foreign code."""
+    return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+
+
 def to_float(name: str, value: Number) -> float:
     """`value` as a double; a tensor of one element counts as its number."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(
-            f"{name}: expected one number, got a tensor of shape {tuple(value.shape)}"
-        )
+    if isinstance(value, Tensor):
+        return _only_element(name, value)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"{name}: expected a number, got {value!r}") from error
+
+
+def _only_element(name: str, tensor: Tensor) -> float:
+    with torch._C.DisableTorchFunction():
+        try:
+            shape = tuple(tensor.shape)
+            if tensor.numel() == 1:
+                return float(tensor)
+        except Exception as error:  # meta, nested, and what a subclass's own code may raise
+            raise ConfigError(
+                f"{name}: expected a number, got {shown(tensor)} that has none: {error}"
+            ) from error
+    raise ConfigError(f"{name}: expected one number, got a tensor of shape {shape}")
 
 
 def finite(**values: Number) -> list[float]:
@@ -73,7 +90,7 @@ def check_flags(**values: object) -> None:
     """Each value is a bool: the native core would take any object for true."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}: expected True or False, got {value!r}")
+            raise ConfigError(f"{name}: expected True or False, got {shown(value)}")
 
 
 def below_one(**values: Number) -> list[float]:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -186,10 +187,20 @@ def test_out_may_not_be_the_master() -> None:
         ({"numel": "40"}, "numel: expected a whole number from 0 on, got '40'"),
         ({"scale": "big"}, "scale: expected a number, got 'big'"),
         ({"scale": torch.ones(2)}, "scale: expected one number, got a tensor of shape (2,)"),
+        ({"scale": torch.ones(1, device="meta")}, "scale: expected a number, got a Tensor that"),
+        ({"threads": 2**40}, f"threads: expected a whole number up to 4096, got {2**40}"),
+        ({"threads": True}, "threads: expected a whole number from 1 on, got True"),
+        ({"threads": torch.tensor(2)}, "threads: expected a whole number from 1 on, got a Tensor"),
+        ({"offset": 2**70}, f"offset: expected a whole number up to {2**62}, got {2**70}"),
+        ({"numel": 2**70}, f"numel: expected a whole number up to {2**62}, got {2**70}"),
+        ({"maximize": 1}, "maximize: expected True or False, got 1"),
+        ({"maximize": None}, "maximize: expected True or False, got None"),
+        ({"maximize": np.bool_(True)}, "maximize: expected True or False, got "),
+        ({"maximize": torch.tensor(True)}, "maximize: expected True or False, got a Tensor"),
     ],
 )
 def test_bad_slices_and_threads_are_refused(
-    isa: str, options: dict[str, int], message: str
+    isa: str, options: dict[str, Any], message: str
 ) -> None:
     arguments = good()
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -227,6 +238,15 @@ OK = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, 
         (1, {"beta2": -0.1}, "beta2: expected a number in [0, 1), got -0.1"),
         (1, {"eps": float("nan")}, "eps: expected a finite number"),
         (1, {"weight_decay": float("inf")}, "weight_decay: expected a finite number"),
+        (1, {"lr": -0.1}, "lr: expected zero or more, got -0.1"),
+        (1, {"eps": -1e-8}, "eps: expected zero or more, got -1e-08"),
+        (1, {"weight_decay": -0.1}, "weight_decay: expected zero or more, got -0.1"),
+        (1, {"lr": torch.ones((), device="meta")}, "lr: expected a number, got a Tensor that has"),
+        (10**400, {}, "step: expected a number, got 1000"),
+        (1, {"decoupled": 1}, "decoupled: expected True or False, got 1"),
+        (1, {"decoupled": None}, "decoupled: expected True or False, got None"),
+        (1, {"decoupled": np.bool_(True)}, "decoupled: expected True or False, got "),
+        (1, {"decoupled": torch.tensor(True)}, "decoupled: expected True or False, got a Tensor"),
     ],
 )
 def test_bad_hyper_parameters_are_refused(
@@ -234,6 +254,88 @@ def test_bad_hyper_parameters_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         rules.Adam.at(step, **{**OK, **change})
+
+
+SGD = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "first": True,
+}
+ADAGRAD = {"step": 2, "lr": 0.1, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.0}
+LION = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
+NOT_FLAGS = (1, 0, None, "no", np.bool_(True), torch.tensor(True))
+
+
+@pytest.mark.parametrize(
+    "make,settings,name,value",
+    [
+        *((rules.Sgd.at, SGD, name, -0.5) for name in ("lr", "momentum", "weight_decay")),
+        *((rules.Adagrad.at, ADAGRAD, name, -0.5) for name in ADAGRAD),
+        *((rules.Lion.at, LION, name, -0.5) for name in LION),
+        *((rules.Sgd.at, SGD, name, float("nan")) for name in SGD),
+        *((rules.Adagrad.at, ADAGRAD, name, float("nan")) for name in ADAGRAD),
+        *((rules.Lion.at, LION, name, float("nan")) for name in LION),
+        *((rules.Sgd.at, SGD, name, flag) for name in ("nesterov", "first") for flag in NOT_FLAGS),
+    ],
+)
+def test_the_other_rules_refuse_them_too(
+    make: Callable[..., rules.Rule], settings: dict[str, Any], name: str, value: Any
+) -> None:
+    make(**settings)
+    with pytest.raises(ConfigError, match=f"^{name}: expected "):
+        make(**{**settings, name: value})
+
+
+@pytest.mark.parametrize("rule", [None, "adam", rules.Adam, 1, torch.ones(1), object()], ids=str)
+def test_only_a_rule_is_a_rule(isa: str, rule: Any) -> None:
+    a = good()
+    with pytest.raises(ConfigError, match=r"^rule: expected one made by offload\.rules, got "):
+        kernels.update(rule, a["param"], a["grad"], a["exp_avg"], a["exp_avg_sq"])
+    assert (a["param"] == 1).all()
+
+
+class Hostile(Tensor):
+    """Raises for every operation of torch, its own repr included."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> object:
+        raise ValueError("not with me")
+
+
+def hostile(value: Tensor) -> Tensor:
+    return value.as_subclass(Hostile)
+
+
+def test_numbers_in_a_tensor_that_refuses_everything() -> None:
+    """One element counts as its number; all else is a ConfigError, even when its repr raises."""
+    one = rules.Adam.at(1, **{**OK, "lr": hostile(torch.tensor(0.1, dtype=torch.float64))})
+    assert one == rules.Adam.at(1, **OK)
+    for change in ({"lr": hostile(torch.ones(2))}, {"decoupled": hostile(torch.tensor(True))}):
+        with pytest.raises(ConfigError):
+            rules.Adam.at(1, **{**OK, **change})
+    arguments = good()
+    call(arguments, scale=hostile(torch.tensor(0.5)))
+    for options in ({"scale": hostile(torch.ones(2))}, {"threads": hostile(torch.tensor(2))}):
+        with pytest.raises(ConfigError):
+            call(arguments, **options)
+    with pytest.raises(ConfigError, match=r"^rule: "):
+        kernels.update(hostile(torch.ones(1)), arguments["param"], arguments["grad"])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(isa: str, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(N // 2)] * 2, layout=layout)
+    for name in (*STATES, "grad"):
+        with pytest.raises(ConfigError, match=f"^{name}: expected a dense tensor, got a nested"):
+            call({**good(), name: nested})
+    with pytest.raises(ConfigError, match=r"^lr: expected "):
+        rules.Adam.at(1, **{**OK, "lr": nested})
+    with pytest.raises(ConfigError, match=r"^grad: expected a dense tensor"):
+        kernels.grad_stats(nested)
 
 
 def test_nesterov_needs_momentum() -> None:
@@ -252,3 +354,25 @@ def test_statistics_refuse_bad_tensors() -> None:
     ):
         with pytest.raises(ConfigError, match=r"^grad: "):
             kernels.grad_stats(grad)  # type: ignore[arg-type]
+
+
+def test_statistics_casts_and_the_setting_refuse_bad_numbers_of_threads(isa: str) -> None:
+    wide, half = torch.ones(N), torch.zeros(N, dtype=torch.bfloat16)
+    for count in (0, -1, 1.5, "2", True, 2**40, np.int64(2)):
+        for attempt in (
+            lambda count=count: kernels.grad_stats(wide, threads=count),
+            lambda count=count: kernels.cast(wide, half, threads=count),
+            lambda count=count: kernels.set_num_threads(count),
+        ):
+            with pytest.raises(ConfigError, match=r"^(threads|count): expected a whole number"):
+                attempt()
+    assert (half == 0).all()
+
+
+def test_the_instruction_set_comes_back_after_an_exception() -> None:
+    before = kernels.isa()
+    for name in kernels.available_isas():
+        with pytest.raises(ZeroDivisionError), kernels.forced_isa(name):
+            assert kernels.isa() == name
+            raise ZeroDivisionError
+        assert kernels.isa() == before

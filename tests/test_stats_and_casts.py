@@ -11,9 +11,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from testlib import SIZES, SPECIAL, assert_same_bits, awkward, cuts, misaligned, unaligned
+from testlib import (
+    SIZES,
+    SPECIAL,
+    assert_same_bits,
+    assert_untouched_around,
+    awkward,
+    cuts,
+    misaligned,
+    unaligned,
+)
 
-from offload import kernels
+from offload import _native, kernels
 from offload.errors import ConfigError
 
 pytestmark = pytest.mark.kernels
@@ -166,17 +175,36 @@ def test_casts_give_the_same_bits_on_every_instruction_set(half: torch.dtype) ->
         assert torch.equal(back_bits, results[0][1])
 
 
-@pytest.mark.parametrize("numel", SIZES[:-1])
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_casts_touch_only_what_is_theirs(isa: str, half: torch.dtype, numel: int) -> None:
-    for shift in (0, 1, 5):
-        memory = torch.full((numel + 80,), 7.0, dtype=half)
-        target = memory[shift + 16 : shift + 16 + numel]
-        source = awkward(numel)
-        kernels.cast(source, target)
-        assert_same_bits(target, source.to(half), "cast")
-        assert (memory[: shift + 16] == 7).all()
-        assert (memory[shift + 16 + numel :] == 7).all()
+def test_casts_touch_only_what_is_theirs(isa: str, half: torch.dtype) -> None:
+    for numel in (*range(50), *SIZES[:-1]):
+        for shift in (0, 1, 5):
+            source = awkward(numel)
+            narrow = unaligned(torch.zeros(numel, dtype=half), shift)
+            wide = unaligned(torch.zeros(numel), shift)
+            kernels.cast(source, narrow)
+            kernels.cast(narrow, wide)
+            assert_same_bits(narrow, source.to(half), "cast")
+            assert_same_bits(wide, source.to(half).float(), "cast back")
+            assert_untouched_around(narrow, f"{numel} elements to {half}")
+            assert_untouched_around(wide, f"{numel} elements from {half}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("native_isa", [name for name in ISAS if name != "reference"])
+def test_one_sum_is_written_for_each_block(native_isa: str, dtype: torch.dtype) -> None:
+    """The native call itself: `grad_stats` makes the memory for the sums out of sight."""
+    block = kernels.STATS_BLOCK
+    with kernels.forced_isa(native_isa):
+        for numel in (0, 1, block - 1, block, block + 1, 3 * block, 3 * block + 31):
+            grad = torch.ones(numel, dtype=dtype)
+            sums = unaligned(torch.zeros(-(-numel // block), dtype=torch.float64), 1)
+            code = kernels._CODES[dtype]
+            _native.block_sums(grad.data_ptr(), code, numel, sums.data_ptr(), 0)
+            assert_untouched_around(sums, f"{numel} elements of {dtype}")
+            assert sums.tolist() == [
+                float(min(block, numel - begin)) for begin in range(0, numel, block)
+            ]
 
 
 def test_casts_refuse_what_they_do_not_do() -> None:

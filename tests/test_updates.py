@@ -4,15 +4,30 @@ however cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testlib import SIZES, assert_same_bits, awkward, cuts, misaligned, unaligned
+from testlib import (
+    ADAMW,
+    CASES,
+    JUDGED,
+    LION,
+    SIZES,
+    Case,
+    adam_case,
+    assert_same_bits,
+    assert_untouched_around,
+    awkward,
+    compare,
+    cuts,
+    misaligned,
+    train_ours,
+    train_torch,
+    unaligned,
+)
 from torch import Tensor
 
 from offload import kernels, rules
@@ -28,160 +43,6 @@ STEPS = 50
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     with kernels.forced_isa(request.param):
         yield request.param
-
-
-@dataclass
-class Case:
-    """One torch optimizer, and the rule that must match it at every step."""
-
-    name: str
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
-    rule: Callable[[int], rules.Rule]
-    states: tuple[str, ...]
-    maximize: bool = False
-
-
-def adam_case(
-    name: str, *, decoupled: bool, maximize: bool = False, tensor_lr: bool = False, **options: Any
-) -> Case:
-    torch_class = torch.optim.AdamW if decoupled else torch.optim.Adam
-    lr = torch.tensor(options.pop("lr", 1e-3)) if tensor_lr else options.pop("lr", 1e-3)
-    betas = options.pop("betas", (0.9, 0.999))
-    eps, weight_decay = options.pop("eps", 1e-8), options.pop("weight_decay", 0.0)
-    assert not options
-
-    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
-        return torch_class(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            fused=True,
-        )
-
-    def rule(step: int) -> rules.Rule:
-        return rules.Adam.at(
-            step,
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled=decoupled,
-        )
-
-    return Case(
-        f"{torch_class.__name__}-{name}", optimizer, rule, ("exp_avg", "exp_avg_sq"), maximize
-    )
-
-
-def sgd_case(name: str, *, lr: float = 0.03, maximize: bool = False, **options: Any) -> Case:
-    settings = {
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        **options,
-    }
-
-    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=lr, maximize=maximize, fused=True, **settings)
-
-    def rule(step: int) -> rules.Rule:
-        return rules.Sgd.at(lr=lr, first=step == 1, **settings)
-
-    states = ("momentum_buffer",) if settings["momentum"] else ()
-    return Case(f"SGD-{name}", optimizer, rule, states, maximize)
-
-
-def adagrad_case(name: str, *, lr: float = 0.02, maximize: bool = False, **options: Any) -> Case:
-    settings = {"lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, **options}
-
-    def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(params, lr=lr, maximize=maximize, fused=True, **settings)
-
-    def rule(step: int) -> rules.Rule:
-        return rules.Adagrad.at(step, lr=lr, **settings)
-
-    return Case(f"Adagrad-{name}", optimizer, rule, ("sum",), maximize)
-
-
-CASES = [
-    *(
-        case
-        for decoupled in (True, False)
-        for case in (
-            adam_case("plain", decoupled=decoupled),
-            adam_case("decay", decoupled=decoupled, weight_decay=0.1),
-            adam_case("maximize", decoupled=decoupled, weight_decay=0.01, maximize=True),
-            adam_case("tensor_lr", decoupled=decoupled, weight_decay=0.1, tensor_lr=True, lr=3e-4),
-            adam_case("beta1=0.5", decoupled=decoupled, betas=(0.5, 0.95), eps=1e-3),
-            adam_case("beta1=0.3", decoupled=decoupled, betas=(0.3, 0.9), weight_decay=0.1),
-            adam_case("beta1=0", decoupled=decoupled, betas=(0.0, 0.99), eps=0.0),
-            adam_case("beta1 rounds to half", decoupled=decoupled, betas=(0.5 + 1e-9, 0.999)),
-            adam_case("large", decoupled=decoupled, lr=30.0, betas=(0.99, 0.5), weight_decay=1e-6),
-        )
-    ),
-    sgd_case("plain"),
-    sgd_case("decay", weight_decay=0.1, maximize=True),
-    sgd_case("momentum", momentum=0.9, weight_decay=0.01),
-    sgd_case("dampening", momentum=0.7, dampening=0.3, maximize=True),
-    sgd_case("nesterov", momentum=0.9, nesterov=True, weight_decay=0.1),
-    adagrad_case("plain"),
-    adagrad_case("decay", lr_decay=0.01, weight_decay=0.1, eps=1e-6),
-    adagrad_case("maximize", lr_decay=0.1, maximize=True),
-]
-
-
-def train_torch(case: Case, start: Tensor, grads: list[Tensor]) -> list[Tensor]:
-    """Parameter and states after torch's own fused optimizer."""
-    param = torch.nn.Parameter(start.clone())
-    optimizer = case.optimizer([param])
-    for grad in grads:
-        param.grad = grad.clone()
-        optimizer.step()
-    state = optimizer.state[param]
-    # torch keeps no state for an empty parameter's momentum; ours is empty too.
-    return [
-        param.detach(),
-        *(state[name] if state.get(name) is not None else start.clone() for name in case.states),
-    ]
-
-
-def train_ours(
-    case: Case,
-    start: Tensor,
-    grads: list[Tensor],
-    slices: list[tuple[int, int]] | None = None,
-    shift: int = 0,
-) -> list[Tensor]:
-    """The same with kernels.update, each slice in memory of its own that starts `shift` elements
-    off.
-    """
-    numel = start.numel()
-    slices = [(0, numel)] if slices is None else slices
-    pieces = [
-        [unaligned(start[a:b], shift), *(unaligned(torch.zeros(b - a), shift) for _ in case.states)]
-        for a, b in slices
-    ]
-    for step, grad in enumerate(grads, start=1):
-        rule = case.rule(step)
-        for (a, b), (param, *states) in zip(slices, pieces, strict=True):
-            piece = unaligned(grad[a:b], shift)
-            kernels.update(
-                rule, param, piece, *states, maximize=case.maximize, offset=a, numel=numel
-            )
-            assert_same_bits(piece, grad[a:b], "the gradient must not change")
-    if not pieces:
-        return [start.clone() for _ in range(1 + len(case.states))]
-    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-
-
-def compare(case: Case, got: list[Tensor], expected: list[Tensor]) -> None:
-    for name, ours, theirs in zip(("param", *case.states), got, expected, strict=True):
-        assert_same_bits(ours, theirs, f"{case.name}: {name}")
 
 
 @pytest.mark.parametrize("numel", [n for n in SIZES if n < 10_000])
@@ -206,10 +67,10 @@ def test_equals_torch_fused_on_special_numbers(isa: str, case: Case) -> None:
     """inf, NaN, denormals, overflow in parameters and gradients: a few steps, then ordinary ones on
     top.
     """
-    numel = 4097
-    start = awkward(numel)
-    grads = [awkward(numel) for _ in range(3)] + [torch.randn(numel) for _ in range(3)]
-    compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+    for numel in (4103, *(7, 15) * 10):  # seven elements in torch's tail, many times over
+        start = awkward(numel)
+        grads = [awkward(numel) for _ in range(3)] + [torch.randn(numel) for _ in range(3)]
+        compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -269,15 +130,32 @@ def test_odd_addresses_do_not_change_bits(isa: str, case: Case, half: torch.dtyp
         assert_same_bits(odd_out, out, f"{case.name}: out")
 
 
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
+def test_a_slice_is_written_and_nothing_around_it(
+    isa: str, case: Case, half: torch.dtype | None
+) -> None:
+    """Every length below three turns of the main loop, in the middle and at the end of its
+    parameter, in the middle of buffers that have guards.
+    """
+    for count in range(50):
+        for behind in (0, 64):
+            written = [unaligned(torch.zeros(count), 1) for _ in ("param", *case.states)]
+            out = None if half is None else unaligned(torch.zeros(count, dtype=half), 1)
+            param, *states = written
+            grad = torch.ones(count)
+            kernels.update(case.rule(1), param, grad, *states, out=out, numel=count + behind)
+            for tensor in (*written, *([] if out is None else [out])):
+                assert_untouched_around(tensor, f"{case.name}: {count} elements, {tensor.dtype}")
+                assert (tensor != 0).all(), f"{case.name}: not all of {count} elements written"
+
+
 def test_cuts_of_a_large_parameter(isa: str) -> None:
     case, numel = ADAMW, SIZES[-1]
     start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(2)]
     compare(
         case, train_ours(case, start, grads, cuts(numel, 5, 8)), train_torch(case, start, grads)
     )
-
-
-LION = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 
 def lion_published(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,25 +188,6 @@ def test_lion_hands_nan_on_and_keeps_zero(isa: str) -> None:
     broken = torch.isnan(p)
     assert broken.nonzero().flatten().tolist() == [3, 17]
     assert torch.equal(p[~broken], torch.ones(18))
-
-
-LION_CASE = Case("Lion", torch.optim.SGD, lambda step: rules.Lion.at(**LION), ("exp_avg",))
-BY_NAME = {case.name: case for case in CASES}
-ADAMW = BY_NAME["AdamW-decay"]
-JUDGED = [
-    ADAMW,
-    *(
-        BY_NAME[name]
-        for name in (
-            "Adam-beta1=0.3",
-            "SGD-plain",
-            "SGD-dampening",
-            "SGD-nesterov",
-            "Adagrad-decay",
-        )
-    ),
-    LION_CASE,
-]
 
 
 @pytest.mark.parametrize("native_isa", NATIVE_ISAS)
@@ -369,6 +228,8 @@ def test_every_dtype_equals_the_reference(
                         maximize=True,
                     )
             results[isa] = [*buffers, *([] if out is None else [out])]
+            for tensor in results[isa]:
+                assert_untouched_around(tensor, f"{case.name} on {isa}, {numel} elements")
         for name, got, expected in zip(
             ("param", *case.states, "out"), results[native_isa], results["reference"], strict=False
         ):

@@ -11,7 +11,7 @@ mkdir -p "$out"
 cmake -S kernels -B "$out/cmake" -GNinja -DOFFLOAD_SANITIZE=ON -DOFFLOAD_DIGEST=ON -DOFFLOAD_WERROR=ON \
   -DPython_EXECUTABLE="$python" > "$out/log"
 cmake --build "$out/cmake" >> "$out/log" || { tail -20 "$out/log"; exit 1; }
-"$out/cmake/digest"
+"$out/cmake/digest"  # exits with 1 when instruction sets differ, a kernel leaves its range or the crew is wrong
 
 # A package of links to our sources with the sanitized core inside. Started without `site` hooks of the editable
 # install: PYTHONPATH adds the environment's packages without reading its .pth files.
