@@ -1,17 +1,25 @@
-// Checksum of a piece of swapped bytes.
+// Checksum of a piece of swapped bytes: 64 bits, at the speed of memory.
 //
-// CRC-32C in four lanes (8-byte word i goes to lane i % 4), which the CPU's instruction computes side by side, then
-// CRC-32C over the four lanes, the bytes left over and the length. A change of up to 32 neighbouring bits within a
-// word is always seen, anything else is missed once in four billion times. Kept in memory only, so its definition may
-// change with any version. Same value on every CPU.
+// 32 lanes of 32-bit words, each with a mixed state (xor, multiply, rotate) and a plain sum, folded with the length at
+// the end. An error within one word, or in several words of different lanes that are one each, is always seen; two
+// single-bit errors anywhere too, but for the same bit of one lane flipped opposite ways, which only the mixed state
+// sees. Anything else is missed once in some 2^64 times. A CRC in the CPU's own instruction was tried first: at the
+// speed of today's drives it needed most of a core (benchmarks/LOG.md). Kept in memory only, so that its definition may
+// change with any version. Same value on every CPU; written once for all instruction sets in passes.h.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace offload {
 
-uint32_t checksum(const void* data, int64_t bytes);
-uint32_t checksum_by_table(const void* data, int64_t bytes);  // the plain version, and the judge of the other
-bool checksum_in_hardware();
+inline uint64_t checksum(const void* data, int64_t bytes) {
+  static const Table& best = [] () -> const Table& {
+    int count = 0;
+    return *available_tables(count)[0];
+  }();
+  return best.checksum(data, bytes);
+}
 
 }  // namespace offload

@@ -120,6 +120,10 @@ void IoEngine::write_off(double age_s) {
     Work& work = *piece->work;
     fail(work, ETIMEDOUT, piece->begin);
     if (!work.reported) {
+      if (work.error != ETIMEDOUT) {  // whatever went wrong before: that memory is still in use matters more
+        work.error = ETIMEDOUT;
+        work.error_at = piece->begin;
+      }
       work.reported = true;
       done_.push_back({work.request.id, work.error, work.error_at});
     }
@@ -127,7 +131,7 @@ void IoEngine::write_off(double age_s) {
   if (slots_lost_ >= depth_) {
     for (auto& queue : queues_) {
       for (Work* work : std::exchange(queue, {})) {
-        fail(*work, ETIMEDOUT, work->next_begin);
+        fail(*work, ETIME, work->next_begin);
         end_if_over(*work);
       }
     }

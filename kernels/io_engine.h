@@ -33,13 +33,15 @@ struct IoRequest {
   int64_t bytes;
   int64_t offset;   // in the file; a multiple of align
   int64_t align;    // of addresses, lengths and offsets for direct I/O; 1: anything goes
-  uint32_t* sums;   // one for each piece: result of a write, expectation of a read; nullptr: none
+  uint64_t* sums;   // one for each piece: result of a write, expectation of a read; nullptr: none
   int priority;
 };
 
 struct IoDone {
   int64_t id;
-  int error;         // 0: all bytes moved; EBADMSG: a checksum differs; ETIMEDOUT: written off; else errno
+  // 0: all bytes moved; EBADMSG: a checksum differs; ETIMEDOUT: written off, its memory may still be used; ETIME: not
+  // started, for all that is in flight was written off; else errno
+  int error;
   int64_t error_at;  // where in the request
 };
 

@@ -208,14 +208,17 @@ class UringEngine final : public IoEngine {
 
   void drive() override {
     listen();
-    while (!stopping() || in_kernel_ > 0) {
+    while (!stopping() || in_kernel_ > 0 || !back_.empty()) {
       fill(int(back_.size()));
       settle_back();
       fill(0);
-      const int code = ring_.enter(1);
+      const int code = ring_.enter(stopping() && in_kernel_ == 0 ? 0 : 1);
       if (code != 0 && code != EINTR && code != EAGAIN && code != EBUSY) return die(code);
       collect();
     }
+    // The owner may keep a stopped engine for long; its files and memory are not to be kept with it.
+    if (!files_.empty()) call_register(ring_.fd(), IORING_UNREGISTER_FILES, nullptr, 0);
+    if (!regions_.empty()) call_register(ring_.fd(), IORING_UNREGISTER_BUFFERS, nullptr, 0);
   }
 
   void fill(int spare) {

@@ -68,6 +68,7 @@ struct Table {
   void (*cast)(const void* source, DType from, void* target, DType to, int64_t begin, int64_t end);
   // The ceiling of the benchmarks: reads four fp32 buffers and writes three, without arithmetic (p^=g, m^=g, v^=g).
   void (*touch)(float* p, const float* g, float* m, float* v, int64_t begin, int64_t end);
+  uint64_t (*checksum)(const void* data, int64_t bytes);  // see checksum.h
 };
 
 // The tables compiled in that this CPU can run, best first; the scalar one is always there.

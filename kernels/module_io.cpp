@@ -34,7 +34,7 @@ std::pair<Engine, std::vector<std::string>> open_uring(int depth, int64_t piece_
 void submit(IoEngine& engine, int64_t id, bool write, int fd, uintptr_t memory, int64_t bytes, int64_t offset,
             int64_t align, uintptr_t sums, int priority) {
   engine.submit({id, write, fd, reinterpret_cast<char*>(memory), bytes, offset, align,
-                 reinterpret_cast<uint32_t*>(sums), priority});
+                 reinterpret_cast<uint64_t*>(sums), priority});
 }
 
 std::vector<std::tuple<int64_t, int, int64_t>> reap(IoEngine& engine, double timeout_s) {
@@ -53,9 +53,15 @@ void inject(IoEngine& engine, int kind, int code, int64_t nth, bool forever, uin
   engine.inject({static_cast<FaultKind>(kind), code, nth, forever, seed});
 }
 
-uint32_t sum_of(uintptr_t memory, int64_t bytes) { return checksum(reinterpret_cast<const void*>(memory), bytes); }
-uint32_t sum_by_table(uintptr_t memory, int64_t bytes) {
-  return checksum_by_table(reinterpret_cast<const void*>(memory), bytes);
+// By name of the instruction set; empty: the best one.
+uint64_t sum_of(uintptr_t memory, int64_t bytes, const std::string& isa) {
+  const void* data = reinterpret_cast<const void*>(memory);
+  int count = 0;
+  const Table* const* tables = available_tables(count);
+  for (int i = 0; i < count; ++i) {
+    if (isa == tables[i]->name) return tables[i]->checksum(data, bytes);
+  }
+  return checksum(data, bytes);
 }
 
 }  // namespace
@@ -89,7 +95,5 @@ void bind_io(nb::module_& m) {
       },
       "depth"_a, "piece_bytes"_a, "memory"_a, "files"_a);
   m.def("probe_uring", probe_uring);
-  m.def("checksum", sum_of, "memory"_a, "bytes"_a, no_gil());
-  m.def("checksum_by_table", sum_by_table, "memory"_a, "bytes"_a, no_gil());
-  m.def("checksum_in_hardware", checksum_in_hardware);
+  m.def("checksum", sum_of, "memory"_a, "bytes"_a, "isa"_a = "", no_gil());
 }

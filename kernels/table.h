@@ -4,4 +4,5 @@
 #include "passes.h"
 
 extern const Table table;
-const Table table = {OFFLOAD_ISA_NAME, adam, update<Sgd>, update<Adagrad>, update<Lion>, sum_squares, cast, touch};
+const Table table = {OFFLOAD_ISA_NAME, adam, update<Sgd>, update<Adagrad>, update<Lion>, sum_squares, cast, touch,
+                     checksum};

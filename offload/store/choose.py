@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from offload.errors import ConfigError
 from offload.metrics import Metrics
-from offload.store.engine import DEPTH, TIMEOUT_S, Engine
+from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine
 from offload.store.native_engine import open_io_uring, open_threads
 from offload.store.python_engine import PythonEngine
 
@@ -23,6 +23,7 @@ def open_engine(
     name: str | None = None,
     timeout_s: float = TIMEOUT_S,
     depth: int = DEPTH,
+    piece_bytes: int = PIECE_BYTES,
 ) -> Engine:
     """The best engine that this system has, or the one of `name` or `OFFLOAD_IO`.
 
@@ -33,9 +34,9 @@ def open_engine(
     if forced and forced not in ENGINES:
         raise ConfigError(f"OFFLOAD_IO: expected {' or '.join(ENGINES)}, got {forced!r}")
     openers: dict[str, Callable[[], Engine]] = {
-        "io_uring": lambda: open_io_uring(files, memory, timeout_s, depth),
-        "threads": lambda: open_threads(timeout_s, depth),
-        "aiofiles": lambda: PythonEngine(timeout_s, depth),
+        "io_uring": lambda: open_io_uring(files, memory, timeout_s, depth, piece_bytes),
+        "threads": lambda: open_threads(timeout_s, depth, piece_bytes),
+        "aiofiles": lambda: PythonEngine(timeout_s, depth, piece_bytes),
     }
     for candidate in (forced,) if forced else ENGINES:
         try:
@@ -46,8 +47,12 @@ def open_engine(
                 raise ConfigError(f"OFFLOAD_IO={forced}: not to be had here: {why}") from error
             metrics.fall_back(f"I/O engine {candidate}", why)
             continue
-        for note in engine.notes:
-            metrics.fall_back(f"I/O engine {candidate}", note)
+        try:
+            for note in engine.notes:
+                metrics.fall_back(f"I/O engine {candidate}", note)
+        except BaseException:
+            engine.close()
+            raise
         return engine
     raise AssertionError("the last engine needs nothing that could be missing")
 

@@ -9,6 +9,7 @@ keeps its extents until it is neither current nor read nor pinned by a snapshot.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -34,8 +35,17 @@ from offload.metrics import Metrics
 from offload.store.buffers import Buffer
 from offload.store.choose import open_engine
 from offload.store.contract import DirectoryStats, StoreStats
-from offload.store.engine import DEPTH, TIMEOUT_S, Engine, Priority, Sums, Transfer, make_sums
-from offload.store.files import SwapFile, System, close_swap_files, open_swap_files
+from offload.store.engine import (
+    DEPTH,
+    PIECE_BYTES,
+    TIMEOUT_S,
+    Engine,
+    Priority,
+    Sums,
+    Transfer,
+    make_sums,
+)
+from offload.store.files import BLOCK_BYTES, SwapFile, System, close_swap_files, open_swap_files
 from offload.store.space import Extent, Space
 from offload.ticket import Ticket
 
@@ -52,6 +62,7 @@ class Version:
     extents: list[Extent]
     sums: list[Sums]
     holders: int = 1
+    is_stuck: bool = False  # an operation on it may never end
 
 
 class DiskStore:
@@ -60,7 +71,7 @@ class DiskStore:
     The space is reserved at once; a copy-on-write store needs room for what it holds and for the
     writes that are under way. Each write goes to the directory with the shortest queue. engine:
     "io_uring", "threads" or "aiofiles" instead of the best one. memory: (address, bytes) of arenas
-    to register with io_uring.
+    to register with io_uring. piece_bytes: of one operation and its checksum, whole blocks.
     """
 
     def __init__(
@@ -73,6 +84,7 @@ class DiskStore:
         memory: Sequence[tuple[int, int]] = (),
         timeout_s: float = TIMEOUT_S,
         depth: int = DEPTH,
+        piece_bytes: int = PIECE_BYTES,
         system: System | None = None,
     ) -> None:
         if isinstance(directories, Path | str):
@@ -82,6 +94,10 @@ class DiskStore:
             raise ConfigError(f"directories: expected one or several, each once, got {paths}")
         if capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+        if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
+            raise ConfigError(
+                f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}"
+            )
         self.metrics = metrics or Metrics()
         self.timeout_s = timeout_s
         self._system = system or System()
@@ -97,6 +113,7 @@ class DiskStore:
                 name=engine,
                 timeout_s=timeout_s,
                 depth=depth,
+                piece_bytes=piece_bytes,
             )
         except BaseException:
             close_swap_files(self._files)
@@ -137,7 +154,8 @@ class DiskStore:
         try:
             return self._submit(version, memory, True, priority, partial(self._written, version))
         except BaseException:
-            self._written(version, StateError(f"{name}: could not be started"))
+            with self._lock:
+                self._written(version, StateError(f"{name}: could not be started"))
             raise
 
     def _wait_for_room(self, name: str, nbytes: int) -> list[Extent]:
@@ -164,31 +182,23 @@ class DiskStore:
         )
 
     def _written(self, version: Version, error: OffloadError | None) -> None:
-        """A write has ended; called by the engine."""
+        """A write has ended. Under the lock."""
         name = version.name
-        with self._lock:
-            self._writing[name].remove(version.generation)
-            current = self._current.get(name)
-            newest = max(self._freed_at.get(name, 0), current.generation if current else 0)
-            if error is not None:
-                self._give_up(version, error)
-            elif version.generation > newest:
-                self._current[name] = version
-                if current is not None:
-                    self._let_go(current)
-            else:  # freed meanwhile, or a later write was faster
-                self._let_go(version)
-            if not self._writing[name]:
-                del self._writing[name]
-                self._freed_at.pop(name, None)
-            self._room.notify_all()
-
-    def _give_up(self, version: Version, error: OffloadError) -> None:
-        if isinstance(error, StoreTimeout):
-            # The drive may still write there one day: these bytes are nobody's for ever.
-            self._quarantined_bytes += sum(self._space.round_up(e.nbytes) for e in version.extents)
-        else:
+        self._writing[name].remove(version.generation)
+        current = self._current.get(name)
+        newest = max(self._freed_at.get(name, 0), current.generation if current else 0)
+        if error is not None:
+            self._let_go_after(version, error)
+        elif version.generation > newest:
+            self._current[name] = version
+            if current is not None:
+                self._let_go(current)
+        else:  # freed meanwhile, or a later write was faster
             self._let_go(version)
+        if not self._writing[name]:
+            del self._writing[name]
+            self._freed_at.pop(name, None)
+        self._room.notify_all()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -218,11 +228,9 @@ class DiskStore:
             raise
 
     def _was_read(self, version: Version, error: OffloadError | None) -> None:
-        with self._lock:
-            if isinstance(error, StoreTimeout):
-                return  # the hold stays: somebody may still be reading
-            self._let_go(version)
-            self._room.notify_all()
+        """A read has ended. Under the lock."""
+        self._let_go_after(version, error)
+        self._room.notify_all()
 
     def _submit(
         self,
@@ -232,7 +240,9 @@ class DiskStore:
         priority: Priority,
         on_end: Callable[[OffloadError | None], None],
     ) -> Ticket[None]:
-        """Start the transfers of a version; on_end is called once when they have ended."""
+        """Start the transfers of a version; on_end is called once, under the lock, when they have
+        ended.
+        """
         transfers, begin = [], 0
         for extent, sums in zip(version.extents, version.sums, strict=True):
             part = memory.part(begin, extent.nbytes)
@@ -249,7 +259,9 @@ class DiskStore:
                 for extent in version.extents:
                     self._space.waiting_bytes[extent.file] -= extent.nbytes
                     moved[extent.file] += extent.nbytes if error is None else 0
-            on_end(error)
+                # With the same hold of the lock: a writer that waits for room and sees nothing
+                # under way gives up.
+                on_end(error)
 
         what = f"{'write' if is_write else 'read'} of {version.name}"
         try:
@@ -314,6 +326,15 @@ class DiskStore:
         assert version.holders >= 0
         if version.holders == 0:
             self._space.give_back(version.extents)
+
+    def _let_go_after(self, version: Version, error: OffloadError | None) -> None:
+        """An operation on the version has ended, or was given up."""
+        if not isinstance(error, StoreTimeout) or error.errno != errno.ETIMEDOUT:
+            self._let_go(version)
+        elif not version.is_stuck:
+            # The drive may still write or read there one day: the hold stays, for ever.
+            version.is_stuck = True
+            self._quarantined_bytes += sum(self._space.round_up(e.nbytes) for e in version.extents)
 
     def _take_in_released(self) -> None:
         while self._released:

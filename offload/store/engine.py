@@ -34,7 +34,9 @@ from offload.ticket import Ticket
 PIECE_BYTES = 1 << 20
 DEPTH = 16
 TIMEOUT_S = 30.0
-Sums = npt.NDArray[np.uint32]
+# Engines with an operation that never ended: what it may still touch must outlive everything.
+_STUCK: list[Engine] = []
+Sums = npt.NDArray[np.uint64]
 
 
 class Priority(IntEnum):
@@ -64,7 +66,7 @@ class Transfer:
 
 
 def make_sums(nbytes: int, piece_bytes: int) -> Sums:
-    return np.zeros(-(-nbytes // piece_bytes), dtype=np.uint32)
+    return np.zeros(-(-nbytes // piece_bytes), dtype=np.uint64)
 
 
 class FaultKind(Enum):
@@ -116,7 +118,7 @@ class Engine(ABC):
         self.notes: list[str] = []  # what was wished for and refused
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come back to it in the same thread
         self._flying: dict[int, tuple[Transfer, _Group]] = {}
         self._abandoned: dict[int, Transfer] = {}  # timed out; their memory may still be touched
         self._closed = False
@@ -133,8 +135,8 @@ class Engine(ABC):
         """Start `transfers`; the ticket ends when the last of them has ended.
 
         on_end: called once with the error or None, in a thread of the engine's, before the ticket
-        ends. A time-out is told rather than any other error: then the memory and the file's bytes
-        are not free although the ticket has ended.
+        ends. A time-out with ETIMEDOUT is told rather than any other error: then the memory and the
+        file's bytes are not free although the ticket has ended.
         """
         self.check_usable()
         group = _Group(Ticket(what, self.describe), priority, on_end)
@@ -143,6 +145,7 @@ class Engine(ABC):
             self._end_group(group)
             return group.ticket
         with self._lock:
+            self.check_usable()  # from here on `close` knows of it
             for transfer in transfers:
                 number = next(self._numbers)
                 group.ids.append(number)
@@ -214,6 +217,18 @@ class Engine(ABC):
     def close(self) -> None:
         """End what is in flight, refuse what comes. Idempotent."""
 
+    def _begin_to_close(self) -> bool:
+        """Whether this is the first call, in the process that made the engine."""
+        if not self.is_ours():
+            return False
+        with self._lock:
+            first, self._closed = not self._closed, True
+        return first
+
+    def _keep_if_stuck(self, ended: bool) -> None:
+        if not ended or self._abandoned:
+            _STUCK.append(self)
+
     def _end(self, number: int, code: int, at: int = 0) -> None:
         """Transfer `number` has ended with errno `code`, `at` bytes behind its begin."""
         with self._lock:
@@ -222,7 +237,7 @@ class Engine(ABC):
                 self._abandoned[number] = transfer
         error = None if code == 0 else self._error(transfer, code, at)
         with self._lock:
-            if error and (group.error is None or isinstance(error, StoreTimeout)):
+            if error and (group.error is None or code == errno.ETIMEDOUT):
                 group.error = error
             group.left -= 1
             last = group.left == 0
@@ -268,6 +283,13 @@ class Engine(ABC):
             return StoreTimeout(
                 f"{what}: no answer from {where} within {self.timeout_s:g} s; the drive or its "
                 "driver hangs (see dmesg); its memory is set aside, the rest goes on; in flight: "
+                f"{self.describe()}",
+                **facts,  # type: ignore[arg-type]
+            )
+        if code == errno.ETIME:
+            return StoreTimeout(
+                f"{what}: not started, {where} has not answered any operation before it within "
+                f"{self.timeout_s:g} s; the drive or its driver hangs (see dmesg); in flight: "
                 f"{self.describe()}",
                 **facts,  # type: ignore[arg-type]
             )

@@ -31,7 +31,7 @@ class MemoryStore:
         self._capacity_bytes = capacity_bytes
         self._chunks: dict[str, tuple[int, bytes]] = {}  # generation and bytes
         self._generation = 0
-        self._snapshots: list[MemorySnapshot] = []
+        self._snapshots: weakref.WeakSet[MemorySnapshot] = weakref.WeakSet()
         self._peak_bytes = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -75,23 +75,27 @@ class MemoryStore:
             self._check_usable()
             wanted = list(self._chunks) if names is None else list(names)
             taken = MemorySnapshot(self, {name: self._chunk(name) for name in wanted})
-            self._snapshots.append(taken)
+            self._snapshots.add(taken)
             return taken
 
     def names(self) -> list[str]:
         with self._lock:
+            self._check_usable()
             return sorted(self._chunks)
 
     def nbytes_of(self, name: str) -> int:
         with self._lock:
+            self._check_usable()
             return len(self._chunk(name)[1])
 
     def generation_of(self, name: str) -> int:
         with self._lock:
+            self._check_usable()
             return self._chunk(name)[0]
 
     def flush(self) -> None:
         """Nothing is under way."""
+        self._check_usable()
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -137,8 +141,7 @@ class MemoryStore:
 
     def _drop(self, snapshot: MemorySnapshot) -> None:
         with self._lock:
-            if snapshot in self._snapshots:
-                self._snapshots.remove(snapshot)
+            self._snapshots.discard(snapshot)
 
     def __enter__(self) -> MemoryStore:
         return self
@@ -157,6 +160,7 @@ class MemorySnapshot:
         self._released = False
 
     def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
+        self._store._check_usable()
         if self._released or name not in self.chunks:
             raise StateError(f"snapshot: {'released' if self._released else f'without {name!r}'}")
         return _copy_out(name, self.chunks[name][1], target)

@@ -15,8 +15,6 @@ from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine, Fault, P
 
 _POLL_S = 0.25  # how often overdue operations are looked for, at least
 _OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
-# Engines with an operation that never ended: their memory must outlive everything.
-_STUCK: list[Any] = []
 
 
 class NativeEngine(Engine):
@@ -62,29 +60,34 @@ class NativeEngine(Engine):
     def _take_in(self) -> None:
         poll_s = min(_POLL_S, self.timeout_s / 4)
         while not self._stopped or self._flying:
-            for number, code, at in self._native.reap(poll_s):
-                self._end(number, code, at)
             self._native.write_off(self.timeout_s)
-            for number in self._native.late():
-                self._forget(number)
+            self._take_in_once(poll_s)
+        self._take_in_once(0.0)
+
+    def _take_in_once(self, wait_s: float) -> None:
+        late = self._native.late()  # first: that they were written off is then in what is reaped
+        for number, code, at in self._native.reap(wait_s):
+            self._end(number, code, at)
+        for number in late:
+            self._forget(number)
 
     def close(self) -> None:
-        if self._closed or not self.is_ours():
+        if not self._begin_to_close():
             return
-        self._closed = True
         ended = self._native.stop(self.timeout_s)
         self._stopped = True
         if threading.current_thread() is not self._pump:
             self._pump.join(self.timeout_s + 1.0)
-        if not ended or self._abandoned:
-            _STUCK.append(self)
+        self._keep_if_stuck(ended)
         _OPEN.discard(self)
 
 
-def open_threads(timeout_s: float = TIMEOUT_S, depth: int = DEPTH) -> NativeEngine:
+def open_threads(
+    timeout_s: float = TIMEOUT_S, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES
+) -> NativeEngine:
     from offload import _native
 
-    return NativeEngine("threads", _native.thread_engine(depth, PIECE_BYTES), (), timeout_s)
+    return NativeEngine("threads", _native.thread_engine(depth, piece_bytes), (), timeout_s)
 
 
 def open_io_uring(
@@ -92,11 +95,12 @@ def open_io_uring(
     memory: Sequence[tuple[int, int]] = (),
     timeout_s: float = TIMEOUT_S,
     depth: int = DEPTH,
+    piece_bytes: int = PIECE_BYTES,
 ) -> NativeEngine:
     """Raises OSError where the kernel forbids rings. memory: (address, bytes) to register."""
     from offload import _native
 
-    native, notes = _native.uring_engine(depth, PIECE_BYTES, list(memory), list(files))
+    native, notes = _native.uring_engine(depth, piece_bytes, list(memory), list(files))
     return NativeEngine("io_uring", native, notes, timeout_s)
 
 

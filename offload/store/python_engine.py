@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -73,8 +74,10 @@ class _Piece:
 class PythonEngine(Engine):
     """One event loop in a thread of its own, `depth` workers on it."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S, depth: int = DEPTH) -> None:
-        super().__init__("aiofiles", PIECE_BYTES, timeout_s)
+    def __init__(
+        self, timeout_s: float = TIMEOUT_S, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        super().__init__("aiofiles", piece_bytes, timeout_s)
         self._fault: Fault | None = None
         self._attempts = 0
         self._works: dict[int, _Work] = {}
@@ -90,11 +93,16 @@ class PythonEngine(Engine):
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.gather(*self._workers))
+        self._loop.run_until_complete(self._work_until_closed())
         for task in asyncio.all_tasks(self._loop):  # operations that never ended
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
+
+    async def _work_until_closed(self) -> None:
+        await asyncio.gather(*self._workers)
+        while self._flying:  # somebody has been let in and will be refused in a moment
+            await asyncio.sleep(0.001)
 
     # --- the contract -----------------------------------------------------------------------------
 
@@ -106,6 +114,9 @@ class PythonEngine(Engine):
             self._end(work.number, 0)
             return
         self._works[work.number] = work
+        if self._closed:
+            self._fail(work, errno.ECANCELED, 0)
+            return
         self._announce(work)
 
     def _announce(self, work: _Work) -> None:
@@ -121,7 +132,8 @@ class PythonEngine(Engine):
                 work.priority = Priority.WAITED_FOR
                 self._announce(work)  # entries that find nothing left to cut do no harm
 
-        self._loop.call_soon_threadsafe(promote)
+        with contextlib.suppress(RuntimeError):  # closed in this moment
+            self._loop.call_soon_threadsafe(promote)
 
     def _ages(self) -> dict[int, float]:
         now_s = time.monotonic()
@@ -138,9 +150,8 @@ class PythonEngine(Engine):
         return self._attempts
 
     def close(self) -> None:
-        if self._closed or not self.is_ours():
+        if not self._begin_to_close():
             return
-        self._closed = True
 
         def stop() -> None:
             for work in list(self._works.values()):
@@ -151,6 +162,7 @@ class PythonEngine(Engine):
         self._loop.call_soon_threadsafe(stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(self.timeout_s + 1.0)
+        self._keep_if_stuck(not self._flying)
         _OPEN.discard(self)
 
     # --- pieces -----------------------------------------------------------------------------------
@@ -160,19 +172,29 @@ class PythonEngine(Engine):
             priority, _, number = await self._queue.get()
             if priority == _STOP:
                 return
-            work = self._works.get(number)
-            if work is None or work.next_begin >= work.transfer.memory.nbytes:
-                continue
+            await self._do_next_of(number)
+
+    async def _do_next_of(self, number: int) -> None:
+        """One piece of a transfer. Apart from the worker, which must not hold its memory later."""
+        work = self._works.get(number)
+        if work is None or work.next_begin >= work.transfer.memory.nbytes:
+            return
+        try:
             piece = self._cut(work)
-            self._pieces.add(piece)
-            moving = asyncio.ensure_future(self._move(piece))
-            await asyncio.wait({moving}, timeout=self.timeout_s)
-            if moving.done():
-                self._settle(piece, moving.result())
-            else:  # its thread may come back some day; the worker goes on
-                self._fail(work, errno.ETIMEDOUT, piece.begin)
-                self._report(work)
-                moving.add_done_callback(partial(self._settle_late, piece))
+        except OSError as error:
+            self._fail(work, error.errno or errno.ENOMEM, work.next_begin)
+            return
+        work.next_begin += piece.nbytes
+        work.out += 1
+        self._pieces.add(piece)
+        moving = asyncio.ensure_future(self._move(piece))
+        await asyncio.wait({moving}, timeout=self.timeout_s)
+        if moving.done():
+            self._settle(piece, moving.result())
+        else:  # its thread may come back some day; the worker goes on
+            self._fail(work, errno.ETIMEDOUT, piece.begin)
+            self._report(work)
+            moving.add_done_callback(partial(self._settle_late, piece))
 
     def _cut(self, work: _Work) -> _Piece:
         transfer, align = work.transfer, work.transfer.file.align
@@ -180,8 +202,6 @@ class PythonEngine(Engine):
         nbytes = min(self.piece_bytes, transfer.memory.nbytes - begin)
         address = transfer.memory.address + begin
         whole = -(-nbytes // align) * align
-        work.next_begin += nbytes
-        work.out += 1
         memory = _memory_at(address, nbytes)
         is_copy = whole != nbytes or address % align != 0
         if is_copy:
@@ -287,7 +307,7 @@ class PythonEngine(Engine):
             self._finish(work)
 
     def _fail(self, work: _Work, code: int, at: int) -> None:
-        if work.code == 0:
+        if work.code == 0 or (code == errno.ETIMEDOUT and not work.reported):
             work.code, work.at = code, at
         work.next_begin = work.transfer.memory.nbytes
         if work.out == 0:
