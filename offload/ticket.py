@@ -49,9 +49,12 @@ class Ticket(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._taken = False  # somebody waits, or will: a second one is refused
+        self._urged = False
         self._next: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        # Held until the act has ended: a lock costs a twentieth of an Event.
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     @classmethod
     def of(cls, result: T, what: str = "done already") -> Ticket[T]:
@@ -75,7 +78,10 @@ class Ticket(Generic[T]):
             self._move_to(state)
             self._result, self._error = result, error
             follow = self._next
-        self._ended.set()
+            # What has ended refers to nobody: a cycle would keep it, and its error, until some
+            # collection.
+            self._next = self.urge = None
+        self._gate.release()
         if follow:
             follow()
 
@@ -84,7 +90,7 @@ class Ticket(Generic[T]):
     @property
     def done(self) -> bool:
         """Whether the act has ended, well or badly."""
-        return self._ended.is_set()
+        return self._state is not TicketState.PENDING
 
     @property
     def state(self) -> TicketState:
@@ -96,9 +102,8 @@ class Ticket(Generic[T]):
         A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
         """
         self._claim()
-        if self.urge is not None and not self.done:
-            self.urge()
-        if not self._ended.wait(timeout_s):
+        self._hurry()
+        if not self._pass_gate(timeout_s):
             with self._lock:
                 self._taken = False
             table = f"; in flight: {self._describe()}" if self._describe else ""
@@ -116,7 +121,7 @@ class Ticket(Generic[T]):
         """
         self._claim()
         following: Ticket[U] = Ticket(what or self.what, self._describe)
-        following.urge = self.urge
+        following.urge = self._hurry
 
         def go_on() -> None:
             try:
@@ -132,9 +137,19 @@ class Ticket(Generic[T]):
         self._call_at_end(go_on)
         return following
 
+    def _pass_gate(self, timeout_s: float | None) -> bool:
+        """Wait for the end; False when the time is over first."""
+        passed = self._gate.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        if passed:
+            self._gate.release()  # for whoever comes after a time-out of this one
+        return passed
+
     def _hand_over_to(self, other: Ticket[T]) -> None:
         """End `other` as this one ends."""
         self._claim()
+        other.urge = self._hurry
+        if other._urged:
+            self._hurry()
 
         def pass_on() -> None:
             try:
@@ -145,6 +160,12 @@ class Ticket(Generic[T]):
                 other.finish(result)
 
         self._call_at_end(pass_on)
+
+    def _hurry(self) -> None:
+        self._urged = True
+        urge = self.urge  # it goes when the act ends
+        if urge is not None:
+            urge()
 
     def _call_at_end(self, function: Callable[[], None]) -> None:
         with self._lock:
@@ -165,7 +186,10 @@ class Ticket(Generic[T]):
             self._result = self._error = None  # a ticket that is kept must not keep buffers alive
             self._move_to(TicketState.COLLECTED)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
         return result  # type: ignore[return-value]
 
     def _move_to(self, state: TicketState) -> None:
@@ -206,8 +230,7 @@ def gather(tickets: Sequence[Ticket[T]], what: str) -> Ticket[list[T]]:
 
     def urge_all() -> None:
         for ticket in tickets:
-            if ticket.urge is not None:
-                ticket.urge()
+            ticket._hurry()
 
     together.urge = urge_all
     if not tickets:
