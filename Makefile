@@ -46,10 +46,10 @@ lint: setup  ## ruff and mypy
 	"$(PY)" -m mypy
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
-bench:  ## kernels against their ceiling and their peers; results in benchmarks/results
+bench:  ## kernels and store against their ceilings and peers (ONLY=kernels, ONLY=store); results in benchmarks/results
 	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
 	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
-	  $(PYTEST) benchmarks/bench_kernels.py -q -p no:cacheprovider -W default --timeout 0; fi
+	  $(PYTEST) benchmarks/bench_$(or $(ONLY),*).py -q -p no:cacheprovider -W default --timeout 0; fi
 
 # --- environment: made once, then looked at only when its inputs change ----------------------------------------------
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from results import Row, write
+from store_results import StoreRow, write_store
 
 ROWS = pytest.StashKey[list[Row]]()
+STORE_ROWS = pytest.StashKey[list[StoreRow]]()
 
 
 @pytest.fixture(scope="session")
@@ -15,15 +19,25 @@ def table(pytestconfig: pytest.Config) -> list[Row]:
     return pytestconfig.stash.setdefault(ROWS, [])
 
 
+@pytest.fixture(scope="session")
+def store_table(pytestconfig: pytest.Config) -> list[StoreRow]:
+    return pytestconfig.stash.setdefault(STORE_ROWS, [])
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A session that failed or was interrupted leaves the last good results as they are."""
-    rows = session.config.stash.get(ROWS, [])
+    stash = session.config.stash
     if exitstatus != pytest.ExitCode.OK:
         report(session.config, "nothing was written: the session failed or was interrupted")
-    elif rows:
-        path = write("kernels", "make bench", rows)
-        where = path.relative_to(session.config.rootpath)
-        report(session.config, f"{path.read_text()}\nwritten: {where}")
+        return
+    if rows := stash.get(ROWS, []):
+        report_file(session.config, write("kernels", "make bench", rows))
+    if store_rows := stash.get(STORE_ROWS, []):
+        report_file(session.config, write_store("make bench", store_rows))
+
+
+def report_file(config: pytest.Config, path: Path) -> None:
+    report(config, f"{path.read_text()}\nwritten: {path.relative_to(config.rootpath)}")
 
 
 def report(config: pytest.Config, text: str) -> None:

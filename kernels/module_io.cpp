@@ -68,10 +68,12 @@ uint64_t sum_of(uintptr_t memory, int64_t bytes, const std::string& isa) {
 
 void bind_io(nb::module_& m) {
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
+  // submit and promote keep the GIL: they only put something into a queue, and letting go and taking it again costs
+  // more than that.
   nb::class_<IoEngine>(m, "IoEngine")
       .def("submit", submit, "id"_a, "write"_a, "fd"_a, "memory"_a, "bytes"_a, "offset"_a, "align"_a, "sums"_a,
-           "priority"_a, no_gil())
-      .def("promote", &IoEngine::promote, "id"_a, "priority"_a, no_gil())
+           "priority"_a)
+      .def("promote", &IoEngine::promote, "id"_a, "priority"_a)
       .def("reap", reap, "timeout_s"_a, no_gil())
       .def("late", &IoEngine::late, no_gil())
       .def("in_flight", in_flight, no_gil())

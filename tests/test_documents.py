@@ -88,6 +88,7 @@ def test_benchmarks_write_results_of_good_sessions_only(
         "    path.write_text(' '.join(rows))\n"
         "    return path\n"
     )
+    (tmp_path / "store_results.py").write_text("StoreRow = str\ndef write_store(): ...\n")
     (tmp_path / "test_both.py").write_text(
         "def test_first(table):\n    table.append('row')\n"
         f"def test_second(table):\n    table.append('row')\n    {second}\n"

@@ -38,7 +38,7 @@ class NativeEngine(Engine):
             transfer.memory.nbytes,
             transfer.offset,
             transfer.file.align,
-            transfer.sums.ctypes.data,
+            transfer.sums.__array_interface__["data"][0],
             int(priority),
         )
 

@@ -1,0 +1,326 @@
+"""Contestants of the store benchmark: each moves the same number of bytes, once a round.
+
+fio is the measure: it does nothing but move bytes, with as many requests in flight as we have. The
+others are what people use today. Whoever would only fill the page cache must also sync, and reads
+with an empty cache. Every run that returns bytes has them checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from offload.pool import Pool
+from offload.store import DiskStore
+from offload.store.engine import DEPTH, Transfer
+from offload.store.native_engine import NativeEngine
+from offload.ticket import Ticket
+
+MI = 1 << 20
+PASSES = 3  # over all bytes in one run, so that it is long beside its own beginning
+
+
+@dataclass
+class Run:
+    """One timed run."""
+
+    seconds: float
+    cpu_s: float
+    nbytes: int
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+
+@dataclass
+class DiskContestant:
+    name: str
+    run: Callable[[], Run]
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def gb_per_s(self) -> float:
+        return statistics.median(run.gb_per_s for run in self.runs)
+
+    @property
+    def cores(self) -> float:
+        """Cores kept busy."""
+        return statistics.median(run.cpu_s / run.seconds for run in self.runs)
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return statistics.median(run.cpu_s / run.nbytes * 1e9 for run in self.runs)
+
+    def ratios(self, other: DiskContestant) -> list[float]:
+        """Speed against another's, round by round."""
+        return [a.gb_per_s / b.gb_per_s for a, b in zip(self.runs, other.runs, strict=True)]
+
+
+def hold(contestants: list[DiskContestant], rounds: int) -> None:
+    """Everybody once a round, in an order that turns; the first round warms up and is not kept."""
+    for number in range(-1, rounds):
+        turn = number % len(contestants)
+        for contestant in contestants[turn:] + contestants[:turn]:
+            run = contestant.run()
+            if number >= 0:
+                contestant.runs.append(run)
+
+
+def timed(work: Callable[[], object], nbytes: int) -> Run:
+    before, begin = _cpu_s(), time.perf_counter()
+    work()
+    return Run(time.perf_counter() - begin, _cpu_s() - before, nbytes)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class NoSums(NativeEngine):
+    """A native engine that moves bytes without looking at them, to see what checksums cost."""
+
+    @classmethod
+    def in_place_of(cls, engine: object) -> None:
+        engine.__class__ = cls  # type: ignore[assignment]
+
+    def _start(self, number: int, transfer: Transfer, priority: int) -> None:  # type: ignore[override]
+        memory = transfer.memory
+        self._native.submit(
+            number,
+            transfer.is_write,
+            transfer.file.fd,
+            memory.address,
+            memory.nbytes,
+            transfer.offset,
+            transfer.file.align,
+            0,
+            int(priority),
+        )
+
+
+class Ours:
+    """A `DiskStore` full of chunks of one size, and leases to move them to and from."""
+
+    def __init__(self, directory: Path, chunk_bytes: int, total_bytes: int, engine: str) -> None:
+        self.chunk_bytes, self.total_bytes = chunk_bytes, total_bytes
+        self.count = total_bytes // chunk_bytes
+        # As many requests under way as the engine's depth, in pieces; twice that, so that it never
+        # runs dry while Python looks away.
+        self.window = max(2, 2 * DEPTH * MI // chunk_bytes)
+        self.pool = Pool(self.window * chunk_bytes)
+        self.leases = [self.pool.lease(chunk_bytes) for _ in range(self.window)]
+        self.tensors = [lease.tensor(torch.int64) for lease in self.leases]
+        for number, tensor in enumerate(self.tensors):
+            tensor.random_(generator=torch.Generator().manual_seed(number))
+        self.sources = [tensor.clone() for tensor in self.tensors]
+        capacity = total_bytes + 2 * self.window * chunk_bytes
+        self.store = DiskStore(
+            directory,
+            capacity,
+            engine=engine,
+            memory=[(self.pool.address, self.pool.capacity_bytes)],
+        )
+        for _ in range(3):  # every block of the file has been written once: no unwritten extents
+            self.write()
+
+    def _restore(self) -> None:
+        for tensor, source in zip(self.tensors, self.sources, strict=True):
+            tensor.copy_(source)
+
+    def _move(self, start: Callable[[int, torch.Tensor], Ticket[None]]) -> None:
+        tickets: list[Ticket[None] | None] = [None] * self.window
+        for turn in range(PASSES * self.count):
+            slot = turn % self.window
+            if (ticket := tickets[slot]) is not None:
+                ticket.wait(60)
+            tickets[slot] = start(turn % self.count, self.tensors[slot])
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.wait(60)
+
+    def write(self) -> Run:
+        self._restore()
+        return timed(
+            lambda: self._move(lambda n, tensor: self.store.write(f"chunk {n}", tensor)),
+            PASSES * self.count * self.chunk_bytes,
+        )
+
+    def read(self) -> Run:
+        run = timed(
+            lambda: self._move(lambda n, tensor: self.store.read(f"chunk {n}", tensor)),
+            PASSES * self.count * self.chunk_bytes,
+        )
+        last = (PASSES * self.count - 1) % self.window
+        assert torch.equal(self.tensors[last], self.sources[last])
+        return run
+
+    def mixed(self) -> Run:
+        """Every second chunk is read, the others are written, as an optimizer step does."""
+
+        def start(number: int, tensor: torch.Tensor) -> Ticket[None]:
+            call = self.store.write if number % 2 else self.store.read
+            return call(f"chunk {number}", tensor)
+
+        self._restore()
+        return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
+
+    def close(self) -> None:
+        self.store.close()
+        self.tensors.clear()
+        self.leases.clear()
+        self.pool.close()
+
+
+class Fio:
+    """fio on a file of its own, in the same directory, O_DIRECT, the same requests in flight."""
+
+    def __init__(self, directory: Path, total_bytes: int) -> None:
+        self.directory, self.total_bytes = directory, total_bytes
+        self.file = directory / "fio.bench"
+        self.run("write", MI, "io_uring")  # lays the file out
+
+    def run(self, kind: str, block_bytes: int, engine: str) -> Run:
+        options = {
+            "name": "bench",
+            "filename": self.file,
+            "rw": kind,
+            "bs": block_bytes,
+            "size": self.total_bytes,
+            "ioengine": engine,
+            "iodepth": max(4, 2 * DEPTH * MI // block_bytes),  # as many bytes as our window has
+            "loops": PASSES,
+            "direct": 1,
+            "output-format": "json",
+            "randrepeat": 1,
+            "fallocate": "none",
+        }
+        if engine == "io_uring":
+            options["fixedbufs"] = 1  # registered memory, as ours is
+        command = [fio_path(), *(f"--{key}={value}" for key, value in options.items())]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+        nbytes = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+        seconds = job["job_runtime"] / 1e3
+        runtime_s = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
+        return Run(runtime_s or seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds, nbytes)
+
+    def close(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+
+def fio_path() -> str:
+    found = shutil.which("fio")
+    assert found, "fio is missing: apt-get install fio"
+    return found
+
+
+class Plain:
+    """What people write by hand: aiofiles, torch.save, safetensors, one file of `total_bytes`."""
+
+    def __init__(self, directory: Path, chunk_bytes: int, total_bytes: int, name: str) -> None:
+        self.chunk_bytes, self.total_bytes = chunk_bytes, total_bytes
+        self.tensor = torch.from_numpy(
+            np.random.default_rng(0).integers(0, 255, total_bytes, dtype=np.uint8)
+        )
+        self.file = directory / f"{name}.bench"
+
+    def _drop_cache(self) -> None:
+        with open(self.file, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _sync(self) -> None:
+        with open(self.file, "rb+") as file:
+            os.fdatasync(file.fileno())
+
+    def aiofiles_write(self) -> Run:
+        import aiofiles
+
+        async def work() -> None:
+            data = memoryview(self.tensor.numpy())
+            async with aiofiles.open(self.file, "wb", buffering=0) as file:
+                for begin in range(0, self.total_bytes, self.chunk_bytes):
+                    await file.write(data[begin : begin + self.chunk_bytes])
+
+        return timed(lambda: (asyncio.run(work()), self._sync()), self.total_bytes)
+
+    def aiofiles_read(self) -> Run:
+        import aiofiles
+
+        async def work() -> None:
+            async with aiofiles.open(self.file, "rb", buffering=0) as file:
+                while await file.read(self.chunk_bytes):
+                    pass
+
+        self._drop_cache()
+        return timed(lambda: asyncio.run(work()), self.total_bytes)
+
+    def torch_write(self) -> Run:
+        return timed(lambda: (torch.save(self.tensor, self.file), self._sync()), self.total_bytes)
+
+    def torch_read(self) -> Run:
+        self._drop_cache()
+        return timed(lambda: torch.load(self.file, weights_only=True), self.total_bytes)
+
+    def safetensors_write(self) -> Run:
+        from safetensors.torch import save_file
+
+        return timed(
+            lambda: (save_file({"t": self.tensor}, self.file), self._sync()), self.total_bytes
+        )
+
+    def safetensors_read(self) -> Run:
+        from safetensors.torch import load_file
+
+        self._drop_cache()
+        # The file is mapped: touch every page, or nothing would be read.
+        return timed(lambda: int(load_file(self.file)["t"].max()), self.total_bytes)
+
+    def close(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+
+class DeepSpeed:
+    """DeepSpeed's `aio_handle` with our piece size and depth, on a pinned buffer of its own."""
+
+    def __init__(self, directory: Path, total_bytes: int) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        self.handle = AsyncIOBuilder().load(verbose=False).aio_handle(MI, DEPTH, False, True, 1)
+        self.file = directory / "deepspeed.bench"
+        self.total_bytes = total_bytes
+        self.buffer = self.handle.new_cpu_locked_tensor(
+            total_bytes, torch.empty(0, dtype=torch.uint8)
+        )
+        self.buffer.fill_(7)
+
+    def write(self) -> Run:
+        return timed(lambda: self._end(self.handle.async_pwrite, self.buffer), self.total_bytes)
+
+    def read(self) -> Run:
+        self.buffer.zero_()
+        run = timed(lambda: self._end(self.handle.async_pread, self.buffer), self.total_bytes)
+        assert int(self.buffer[-1]) == 7
+        return run
+
+    def _end(self, start: Callable[..., int], buffer: torch.Tensor) -> None:
+        assert start(buffer, str(self.file), 0) == 0
+        assert self.handle.wait() == 1
+
+    def close(self) -> None:
+        self.handle.free_cpu_locked_tensor(self.buffer)
+        self.file.unlink(missing_ok=True)
