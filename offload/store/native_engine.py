@@ -62,7 +62,6 @@ class NativeEngine(Engine):
         while not self._stopped or self._flying:
             self._native.write_off(self.timeout_s)
             self._take_in_once(poll_s)
-        self._take_in_once(0.0)
 
     def _take_in_once(self, wait_s: float) -> None:
         late = self._native.late()  # first: that they were written off is then in what is reaped
@@ -74,10 +73,12 @@ class NativeEngine(Engine):
     def close(self) -> None:
         if not self._begin_to_close():
             return
-        ended = self._native.stop(self.timeout_s)
         self._stopped = True
+        ended = self._native.stop(self.timeout_s)
         if threading.current_thread() is not self._pump:
             self._pump.join(self.timeout_s + 1.0)
+        if not self._pump.is_alive():
+            self._take_in_once(0.0)  # what has come back late
         self._keep_if_stuck(ended)
         _OPEN.discard(self)
 

@@ -155,7 +155,8 @@ class PythonEngine(Engine):
 
         def stop() -> None:
             for work in list(self._works.values()):
-                self._fail(work, errno.ECANCELED, work.next_begin)
+                if work.next_begin < work.transfer.memory.nbytes:  # else all of it is in flight
+                    self._fail(work, errno.ECANCELED, work.next_begin)
             for _ in self._workers:
                 self._queue.put_nowait((_STOP, next(self._order), 0))
 

@@ -1,0 +1,444 @@
+"""Every engine, one contract: exact bytes, priorities, deadlines, an orderly end."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from storelib import (
+    BLOCK,
+    ENGINES,
+    HANG_S,
+    HEALTHY,
+    KIB,
+    MIB,
+    PIECE,
+    Counter,
+    flip_bit,
+    memory_at,
+    nothing_left,
+    open_store,
+    peek,
+    places,
+    plug,
+    poke,
+    random_bytes,
+    read,
+    until,
+    write,
+)
+
+from offload.errors import OffloadError, StateError, StoreError, StoreTimeout
+from offload.machine_disk import DirectIo
+from offload.store import DiskStore, Priority
+from offload.store.engine import Fault, FaultKind
+from offload.store.files import System
+
+SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, 3 * MIB + 7)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def store(engine: str, tmp_path: Path) -> Iterator[DiskStore]:
+    with open_store(tmp_path, engine, capacity_bytes=8 * MIB) as store:
+        yield store
+
+
+@pytest.fixture
+def narrow(engine: str, tmp_path: Path) -> Iterator[DiskStore]:
+    """One operation at a time."""
+    with open_store(tmp_path, engine, depth=1, piece_bytes=PIECE) as store:
+        yield store
+
+
+@pytest.fixture
+def hasty(engine: str, tmp_path: Path) -> Iterator[DiskStore]:
+    """A store that gives up after 0.3 s, with two places in flight."""
+    with open_store(tmp_path, engine, depth=2, piece_bytes=PIECE, timeout_s=0.3) as store:
+        yield store
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0, 1, 520])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_bytes_come_back_wherever_they_lie_in_memory(
+    store: DiskStore, nbytes: int, shift: int
+) -> None:
+    """Nothing around the target changes, and the file has zeros behind the end."""
+    assert store.stats().directories[0].direct, "the tests need a directory with O_DIRECT"
+    poke(store, 0, 0, b"\xff" * (4 * MIB))
+    source = memory_at(shift, nbytes)
+    source[:] = random_bytes(nbytes, nbytes)
+    write(store, "w", source)
+    around = memory_at(0, nbytes + 2 * BLOCK)
+    around[:] = 0xA5
+    target = around[BLOCK - shift :][:nbytes]
+    store.read("w", target).wait(HANG_S)
+    assert (target == source).all()
+    assert (around[: BLOCK - shift] == 0xA5).all()
+    assert (around[BLOCK - shift + nbytes :] == 0xA5).all()
+    for file, begin, length in places(store, "w"):
+        padding = -length % BLOCK
+        assert peek(store, file, begin, length + padding) == source.tobytes() + bytes(padding)
+
+
+def test_a_large_chunk(engine: str, tmp_path: Path) -> None:
+    with open_store(tmp_path, engine, capacity_bytes=65 * MIB) as store:
+        source = random_bytes(64 * MIB, 1)
+        write(store, "w", source)
+        assert (read(store, "w") == source).all()
+
+
+def test_a_chunk_in_several_extents(engine: str, tmp_path: Path) -> None:
+    with open_store(tmp_path, engine, capacity_bytes=16 * BLOCK, piece_bytes=PIECE) as store:
+        for i in range(16):
+            write(store, f"hole {i}", random_bytes(BLOCK, i))
+        for i in range(0, 16, 2):
+            store.free(f"hole {i}")
+        source = memory_at(3, 7 * BLOCK + 5)
+        source[:] = random_bytes(len(source), 99)
+        write(store, "w", source)
+        assert len(places(store, "w")) == 8
+        assert (read(store, "w") == source).all()
+        assert (read(store, "hole 3") == random_bytes(BLOCK, 3)).all()
+
+
+@pytest.mark.parametrize("nbytes", [1, 513, 4097, 3 * PIECE + 7])
+def test_through_the_page_cache(engine: str, tmp_path: Path, nbytes: int) -> None:
+    """Without O_DIRECT nothing is aligned and nothing padded; that is a fall-back."""
+
+    class Cached(System):
+        def probe_direct_io(self, fd: int) -> DirectIo:
+            return DirectIo(False)
+
+    with open_store(tmp_path, engine, system=Cached(), piece_bytes=PIECE) as store:
+        assert "no O_DIRECT" in " ".join(store.metrics.snapshot().fallbacks.values())
+        source = random_bytes(nbytes, 1)
+        write(store, "w", source)
+        assert (read(store, "w") == source).all()
+        store.engine.inject(Fault(FaultKind.SHORT_HALF, nth=1))
+        if nbytes > 1:
+            assert (read(store, "w") == source).all()
+
+
+def test_on_tmpfs(engine: str) -> None:
+    with open_store("/dev/shm", engine) as store:
+        for nbytes in (1, 4097, MIB + 1):
+            source = random_bytes(nbytes, nbytes)
+            write(store, "w", source)
+            assert (read(store, "w") == source).all()
+
+
+def test_registered_memory(tmp_path: Path) -> None:
+    """Chunks inside, outside and across the border of what the ring knows."""
+    arena = memory_at(0, 64 * KIB)
+    region = [(arena.ctypes.data, 32 * KIB)]
+    with open_store(tmp_path, "io_uring", memory=region, piece_bytes=PIECE) as store:
+        assert not store.metrics.snapshot().fallbacks
+        for begin, nbytes in ((0, 32 * KIB), (40 * KIB, 8 * KIB), (24 * KIB, 16 * KIB), (1, 700)):
+            source = random_bytes(nbytes, begin)
+            write(store, "w", source)
+            store.read("w", arena[begin : begin + nbytes]).wait(HANG_S)
+            assert (arena[begin : begin + nbytes] == source).all()
+            write(store, "v", arena[begin : begin + nbytes])
+            assert (read(store, "v") == source).all()
+
+
+# --- whose turn it is -----------------------------------------------------------------------------
+
+
+def submit_all(store: DiskStore, order: list[str]) -> dict[str, Any]:
+    """Write-backs, then prefetches, behind a plug; `order` gets their names as they end."""
+    data = random_bytes(BLOCK, 1)
+    write(store, "r", data)
+
+    def noted(name: str, ticket: Any) -> Any:
+        return ticket.then(lambda _: order.append(name))
+
+    tickets = {"plug": noted("plug", plug(store, data))}
+    for i in range(3):
+        tickets[f"w{i}"] = noted(f"w{i}", store.write(f"w{i}", data))
+    for i in range(3):
+        target = np.empty_like(data)
+        tickets[f"p{i}"] = noted(f"p{i}", store.read("r", target, Priority.PREFETCH))
+    return tickets
+
+
+def test_what_is_waited_for_goes_first(narrow: DiskStore) -> None:
+    order: list[str] = []
+    submit_all(narrow, order)
+    target = np.empty(BLOCK, dtype=np.uint8)
+    late = narrow.read("r", target, Priority.WAITED_FOR).then(lambda _: order.append("late"))
+    assert narrow.engine.attempts() == 1, "the plug has gone too soon"
+    late.wait(HANG_S)
+    until(lambda: len(order) == 8)
+    assert order == ["plug", "late", "p0", "p1", "p2", "w0", "w1", "w2"]
+
+
+def test_waiting_for_a_prefetch_promotes_it(narrow: DiskStore) -> None:
+    order: list[str] = []
+    tickets = submit_all(narrow, order)
+    assert narrow.engine.attempts() == 1, "the plug has gone too soon"
+    tickets["p2"].wait(HANG_S)
+    until(lambda: len(order) == 7)
+    assert order == ["plug", "p2", "p0", "p1", "w0", "w1", "w2"]
+
+
+def test_a_large_read_is_overtaken_between_its_pieces(narrow: DiskStore) -> None:
+    order: list[str] = []
+    large, small = random_bytes(20 * PIECE, 1), random_bytes(100, 2)
+    write(narrow, "large", large)
+    write(narrow, "small", small)
+    plugged = plug(narrow, small)
+    targets = np.empty_like(large), np.empty_like(small)
+    first = narrow.read("large", targets[0], Priority.PREFETCH)
+    second = narrow.read("small", targets[1])
+    both = [t.then(lambda _, n=n: order.append(n)) for n, t in (("l", first), ("s", second))]
+    for ticket in (plugged, *both):
+        ticket.wait(HANG_S)
+    assert order == ["s", "l"]
+    assert (targets[0] == large).all()
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+def test_no_answer_is_an_error_in_time(hasty: DiskStore) -> None:
+    """With a table of what is in flight; the memory is kept, for it may still be written to."""
+    for name in ("layer.1", "layer.2"):
+        write(hasty, name, random_bytes(700, 3))
+    targets = [np.empty(700, dtype=np.uint8) for _ in range(2)]
+    kept = [weakref.ref(target) for target in targets]
+    hasty.engine.inject(Fault(FaultKind.LOST_COMPLETION, nth=1, forever=True))
+    begin_s = time.monotonic()
+    tickets = [hasty.read(f"layer.{i + 1}", targets[i]) for i in range(2)]
+    with pytest.raises(StoreTimeout, match=r"no answer from .* within 0\.3 s.*dmesg") as caught:
+        tickets[0].wait(HANG_S)
+    assert 0.25 < time.monotonic() - begin_s < 20
+    message = str(caught.value)
+    table = message[message.index("in flight:") :]
+    assert "read of layer.1, 700 B at" in table
+    assert "read of layer.2, 700 B at" in table
+    error = caught.value
+    assert (error.errno, error.operation, error.tensor) == (errno.ETIMEDOUT, "read", "layer.1")
+    with pytest.raises(StoreTimeout):
+        tickets[1].wait(HANG_S)
+    targets.clear()
+    hasty.close()
+    del caught, error, tickets
+    gc.collect()
+    assert all(ref() is not None for ref in kept)
+    assert hasty.engine.abandoned_bytes == 1400
+
+
+def test_an_answer_that_comes_late_ends_the_matter(hasty: DiskStore) -> None:
+    write(hasty, "w", random_bytes(700, 3))
+    target = np.empty(700, dtype=np.uint8)
+    kept = weakref.ref(target)
+    hasty.engine.inject(Fault(FaultKind.DELAY, nth=1, code=1000))
+    ticket = hasty.read("w", target)
+    with pytest.raises(StoreTimeout):
+        ticket.wait(HANG_S)
+    del target, ticket
+    assert hasty.engine.abandoned_bytes == 700
+    until(lambda: hasty.engine.abandoned_bytes == 0, "the late answer")
+    until(lambda: kept() is None, "the end of the memory")
+    hasty.engine.inject(HEALTHY)
+    assert (read(hasty, "w") == random_bytes(700, 3)).all()
+
+
+def test_memory_is_let_go_with_the_operation(store: DiskStore) -> None:
+    """Not held by a worker until its next one: a lease would not come back."""
+    source = random_bytes(700, 3)
+    kept = weakref.ref(source)
+    write(store, "w", source)
+    del source
+    until(lambda: kept() is None, "the end of the memory")
+
+
+def test_a_time_out_is_told_rather_than_another_error(hasty: DiskStore) -> None:
+    """One piece is lost and the other one corrupt: that memory is still in use matters more."""
+    write(hasty, "w", random_bytes(2 * PIECE, 3))
+    for bit in (5, 8 * PIECE + 5):
+        flip_bit(hasty, "w", bit)
+    target = np.empty(2 * PIECE, dtype=np.uint8)
+    hasty.engine.inject(Fault(FaultKind.LOST_COMPLETION, nth=1))
+    with pytest.raises(StoreTimeout):
+        hasty.read("w", target).wait(HANG_S)
+    assert hasty.engine.abandoned_bytes == 2 * PIECE
+    assert hasty.stats().quarantined_bytes == 2 * PIECE
+
+
+def test_all_places_lost_is_no_hang(hasty: DiskStore) -> None:
+    """Requests behind it fail, and keep neither memory nor room."""
+    data = random_bytes(700, 3)
+    write(hasty, "w", data)
+    used = hasty.stats().used_bytes
+    hasty.engine.inject(Fault(FaultKind.LOST_COMPLETION, nth=1, forever=True))
+    lost = [hasty.write(f"lost {i}", data) for i in range(2)]
+    for ticket in lost:
+        with pytest.raises(StoreTimeout, match="write of lost"):
+            ticket.wait(HANG_S)
+    hasty.engine.inject(HEALTHY)
+    stats = hasty.stats()
+    assert (stats.used_bytes, stats.quarantined_bytes) == (used + 2 * BLOCK, 2 * BLOCK)
+    target = np.empty_like(data)
+    tickets = [hasty.read("w", target), hasty.write("v", data)]
+    for ticket in tickets:
+        if hasty.engine.name == "aiofiles":  # its workers go on
+            ticket.wait(HANG_S)
+        else:
+            with pytest.raises(StoreTimeout, match=r"not started(.|\n)*of lost 0") as error:
+                ticket.wait(HANG_S)
+            assert error.value.errno == errno.ETIME
+    assert hasty.engine.abandoned_bytes == 1400
+    assert hasty.stats().quarantined_bytes == 2 * BLOCK
+
+
+# --- other threads, and the end -------------------------------------------------------------------
+
+
+def test_other_threads_run_meanwhile(narrow: DiskStore) -> None:
+    with Counter() as counter:
+        ticket = plug(narrow, random_bytes(BLOCK, 1))
+        before = counter.count
+        ticket.wait(HANG_S)
+        assert counter.count > before + 1000
+        plug(narrow, random_bytes(BLOCK, 1))
+        before = counter.count
+        narrow.close()
+        assert counter.count > before + 1000
+
+
+def test_many_threads(store: DiskStore) -> None:
+    shared = random_bytes(3 * MIB, 77)
+    write(store, "shared", shared)
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for i in range(15):
+            data = random_bytes(int(rng.integers(1, 200_000)), 100 * number + i)
+            write(store, f"own {number}", data)
+            assert (read(store, f"own {number}") == data).all()
+            if i % 5 == 0:
+                assert (read(store, "shared") == shared).all()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+    assert store.stats().used_bytes == sum(
+        -(-store.nbytes_of(name) // BLOCK) * BLOCK for name in store.names()
+    )
+
+
+def test_the_end_finishes_what_is_in_flight_and_cancels_the_rest(narrow: DiskStore) -> None:
+    data = random_bytes(BLOCK, 1)
+    begin_s = time.monotonic()
+    flying = plug(narrow, data)
+    waiting = [narrow.write(f"w{i}", data) for i in range(3)]
+    narrow.close()
+    narrow.close()
+    assert time.monotonic() - begin_s < 15, "the answer was lost and only its deadline ended it"
+    flying.wait(HANG_S)
+    for ticket in waiting:
+        with pytest.raises(StateError, match=r"write of w\d .*the store was closed before"):
+            ticket.wait(HANG_S)
+    with pytest.raises(StateError, match="store: closed"):
+        narrow.write("w", data)
+
+
+def test_closing_while_others_submit(engine: str, tmp_path: Path) -> None:
+    """Whoever was let in gets an answer."""
+    for _ in range(5):
+        store = open_store(tmp_path, engine, timeout_s=5.0)
+        write(store, "w", random_bytes(100, 1))
+        gate = threading.Barrier(5)
+
+        def work(store: DiskStore = store, gate: threading.Barrier = gate) -> int:
+            gate.wait()
+            for done in range(10**6):
+                try:
+                    read(store, "w")
+                except StateError:
+                    return done
+            return -1
+
+        with ThreadPoolExecutor(4) as threads:
+            ends = [threads.submit(work) for _ in range(4)]
+            gate.wait()
+            until(lambda store=store: store.stats().read_bytes > 1000)  # type: ignore[misc]
+            store.close()
+            assert all(end.result(HANG_S) >= 0 for end in ends)
+
+
+def test_a_closed_store_keeps_no_file(engine: str, tmp_path: Path) -> None:
+    """Neither does a ring that still knows it: its space would be gone as long as the object is.
+
+    A lock belongs to an open file; another open file gets it when the first has gone.
+    """
+    with nothing_left():
+        store = open_store(tmp_path, engine)
+        fd = store._files[0].fd
+        other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+        def is_free() -> bool:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        assert not is_free()
+        store.close()
+        until(is_free, "the end of the file")
+        os.close(other)
+        del store
+
+
+def test_an_error_that_nobody_waits_for_is_reported(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its ticket goes, not at some collection later."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    gc.disable()
+    try:
+        store.engine.inject(Fault(FaultKind.ERROR, code=errno.EIO))
+        store.write("layer.1", random_bytes(100, 1))
+        until(lambda: bool(seen), "the report")
+    finally:
+        gc.enable()
+    assert "write of layer.1: nobody waited for" in seen[0].err_msg
+    assert isinstance(seen[0].exc_value, StoreError)
+
+
+def test_a_store_that_is_forgotten_closes_itself(engine: str, tmp_path: Path) -> None:
+    with nothing_left():
+        store = open_store(tmp_path, engine)
+        write(store, "w", random_bytes(100, 1))
+        del store
+
+
+def test_errors_are_raised_in_the_callers_thread(store: DiskStore) -> None:
+    store.engine.inject(Fault(FaultKind.ERROR, code=errno.EIO))
+    with pytest.raises(OffloadError) as caught:
+        write(store, "w", random_bytes(100, 1))
+    assert caught.traceback[0].name == "test_errors_are_raised_in_the_callers_thread"
