@@ -19,7 +19,8 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ = 22  # both since Linux 5.14
+_MADV_POPULATE_WRITE = 23
 
 
 def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Tensor:
@@ -99,19 +100,35 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.numel():
             continue
-        begin = tensor.data_ptr()
-        for address in {begin, begin + tensor.nbytes - 1}:
-            code = _populate(address)
-            if code == errno.EFAULT:
-                raise ConfigError(
-                    f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
-                )
+        for address in _ends(tensor):
+            code = _populate(address, _MADV_POPULATE_WRITE)
+            _check_within_file(name, code)
             # Mappings of a driver refuse the probe although they can be written; the map of the
             # process decides.
             if code != 0 and not _mapped_writable(address):
                 raise ConfigError(
                     f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
                 )
+
+
+def check_readable(name: str, tensor: Tensor) -> None:
+    """The first and the last page of the tensor are there: a memory-mapped file may be cut short."""
+    if _can_probe() and tensor.numel():
+        for address in _ends(tensor):
+            _check_within_file(name, _populate(address, _MADV_POPULATE_READ))
+
+
+def _check_within_file(name: str, code: int) -> None:
+    if code == errno.EFAULT:  # touching the page would be the end of the process
+        raise ConfigError(
+            f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
+        )
+
+
+def _ends(tensor: Tensor) -> set[int]:
+    """Addresses of the first and the last byte."""
+    begin = tensor.data_ptr()
+    return {begin, begin + tensor.nbytes - 1}
 
 
 def note_writes(tensors: Mapping[str, Tensor]) -> None:
@@ -129,10 +146,10 @@ def _madvise() -> ctypes._NamedFuncPointer:
     return function
 
 
-def _populate(address: int) -> int:
-    """0 if the page at `address` can be written, otherwise the kernel's error number."""
+def _populate(address: int, advice: int) -> int:
+    """0 if the page at `address` can be touched so, otherwise the kernel's error number."""
     page = address - address % mmap.PAGESIZE
-    failed = _madvise()(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE) != 0
+    failed = _madvise()(page, mmap.PAGESIZE, advice) != 0
     return ctypes.get_errno() if failed else 0
 
 
@@ -144,7 +161,7 @@ def _can_probe() -> bool:
     if not sys.platform.startswith("linux"):
         return False
     page = ctypes.create_string_buffer(1)
-    return _populate(ctypes.addressof(page)) == 0
+    return _populate(ctypes.addressof(page), _MADV_POPULATE_WRITE) == 0
 
 
 def _mapped_writable(address: int) -> bool:

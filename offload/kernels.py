@@ -31,7 +31,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload import reference
-from offload.arguments import check_apart, check_sizes, check_tensor, check_writable, note_writes
+from offload.arguments import (
+    check_apart,
+    check_readable,
+    check_sizes,
+    check_tensor,
+    check_writable,
+    note_writes,
+)
 from offload.errors import ConfigError
 from offload.rules import Number, Rule, check_flags, shown, to_float
 
@@ -204,6 +211,7 @@ def update(
         signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
         check_apart(every)
         check_writable(written)
+        check_readable("grad", grad)
         state0, state1, *_ = [*states, None, None]
         tensors = (param, grad, state0, state1, out)
         if native := _native():
@@ -304,6 +312,7 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
     """
     with torch._C.DisableTorchFunction():
         check_tensor("grad", grad, _GRADS)
+        check_readable("grad", grad)
         count = grad.numel()
         sums = np.empty(-(-count // STATS_BLOCK), dtype=np.float64)
         lanes = _lanes(threads)
@@ -331,6 +340,7 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
         lanes = _lanes(threads)
         check_apart(every)
         check_writable(written)
+        check_readable("source", source)
         native = _native()
         if native:
             codes = _CODES[source.dtype], _CODES[target.dtype]

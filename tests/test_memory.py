@@ -183,6 +183,10 @@ with tempfile.NamedTemporaryFile() as file:
     try:
         if name == "target":
             kernels.cast(torch.zeros(n, dtype=torch.bfloat16), mapped)
+        elif name == "source":
+            kernels.cast(mapped, torch.zeros(n, dtype=torch.bfloat16))
+        elif name == "grad of grad_stats":
+            kernels.grad_stats(mapped)
         else:
             kernels.update(rule, *{**tensors, name: mapped}.values())
     except ConfigError as error:
@@ -190,14 +194,17 @@ with tempfile.NamedTemporaryFile() as file:
 """
 
 
-@pytest.mark.parametrize("name", ["param", "exp_avg", "exp_avg_sq", "target"])
+@pytest.mark.parametrize(
+    "name", ["param", "exp_avg", "exp_avg_sq", "grad", "target", "source", "grad of grad_stats"]
+)
 def test_a_memory_mapped_file_that_was_cut_short_is_refused(name: str) -> None:
     """In a process of its own: without the check it would die of SIGBUS."""
     done = subprocess.run(
         [sys.executable, "-c", CUT_SHORT, name], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{name}: lies behind the end of its memory-mapped file")
+    first = name.split()[0]
+    assert done.stdout.startswith(f"{first}: lies behind the end of its memory-mapped file")
 
 
 # --- autograd and torch's modes ----------------------------------------------------------------
