@@ -71,8 +71,8 @@ using Team = void (*)(void (*function)(void*), void* data, unsigned threads, uns
 // Not linked but looked up: torch brings its own copy, and only that one has threads that are awake already.
 Team find_team() { return reinterpret_cast<Team>(dlsym(RTLD_DEFAULT, "GOMP_parallel")); }
 
-// The team where the process has no OpenMP: threads for this call alone. Fewer of them cost speed only (libgomp, where it
-// is there, ends the process when it cannot make a thread; torch has asked it for as many before us).
+// The team where the process has no OpenMP: threads for this call alone. Fewer of them cost speed only (libgomp
+// ends the process when it cannot make a thread; torch has asked it for as many before us).
 void run_on_new_threads(void (*function)(void*), void* data, unsigned threads, unsigned) {
   std::vector<std::thread> team;
   try {

@@ -1,4 +1,4 @@
-// Passes without an update: gradient statistics, casts, checksums, and the benchmarks' ceiling. Written once for all sets.
+// Passes without an update: gradient statistics, casts, checksums, the benchmarks' ceiling. Written once for all sets.
 
 // Lanes of the sum of squares: element i of a block adds to lane i % 32, in order; then lanes are added pairwise.
 // The order is part of the result, so every instruction set keeps it. Squares of fp32 are exact in double.

@@ -112,7 +112,7 @@ def check_writable(tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """The first and the last page of the tensor are there: a memory-mapped file may be cut short."""
+    """The first and the last page of the tensor are there: a mapped file may be cut short."""
     if _can_probe() and tensor.numel():
         for address in _ends(tensor):
             _check_within_file(name, _populate(address, _MADV_POPULATE_READ))
