@@ -84,9 +84,9 @@ $(STAMP).native: $(STAMP).packages $(SOURCES)
 
 # --- special builds of the native core ---------------------------------------------------------------------------------
 
-# The kernels in a stand-alone program (all instruction sets must print the same digests), then the kernel tests
-# themselves, on a build with AddressSanitizer and UBSan.
-sanitize: setup  ## the kernels under AddressSanitizer and UBSan
+# Stand-alone programs for the I/O engines and the kernels (all instruction sets must print the same digests), then the
+# kernel tests themselves, on builds with sanitizers.
+sanitize: setup  ## the native core under AddressSanitizer and UBSan, its I/O engines under ThreadSanitizer too
 	$(ON_PATH) tests/native/sanitize.sh
 
 emulate: setup  ## AVX-512 and NEON on a machine that has neither (needs Debian's simde, cross compiler and qemu)

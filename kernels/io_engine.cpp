@@ -3,11 +3,13 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -29,7 +31,10 @@ int64_t round_down(int64_t n, int64_t to) { return n / to * to; }
 
 }  // namespace
 
+IoEngine::IoEngine(int depth, int64_t piece_bytes) : depth_(depth), piece_bytes_(piece_bytes), owner_(getpid()) {}
+
 IoEngine::~IoEngine() {
+  if (getpid() != owner_) return;
   for (char* buffer : buffers_) munmap(buffer, size_t(piece_bytes_));
 }
 
@@ -39,13 +44,19 @@ void IoEngine::start(int threads) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   threads_running_ = threads;
-  for (int i = 0; i < threads; ++i) {
-    std::thread([self = shared_from_this()] {
-      self->drive();
-      const std::lock_guard<std::mutex> lock(self->mutex_);
-      --self->threads_running_;
-      self->quiet_.notify_all();
-    }).detach();  // a thread that hangs in the kernel could never be joined
+  try {
+    for (int i = 0; i < threads; ++i) {
+      std::thread([self = shared_from_this()] {
+        self->drive();
+        const std::lock_guard<std::mutex> lock(self->mutex_);
+        --self->threads_running_;
+        self->quiet_.notify_all();
+      }).detach();  // a thread that hangs in the kernel could never be joined
+    }
+  } catch (const std::system_error&) {  // the system has no more: those that run must not wait for ever
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    stop(0.0);
+    throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }

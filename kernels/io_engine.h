@@ -10,6 +10,8 @@
 // that the kernel never answers can be written off, and if it ends after all, that is reported too.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -64,11 +66,12 @@ struct Fault {
 
 class IoEngine : public std::enable_shared_from_this<IoEngine> {
  public:
-  IoEngine(int depth, int64_t piece_bytes) : depth_(depth), piece_bytes_(piece_bytes) {}
+  IoEngine(int depth, int64_t piece_bytes);
   virtual ~IoEngine();
   IoEngine(const IoEngine&) = delete;
 
-  void start(int threads);  // once, before anything else; the threads keep the engine alive
+  // Once, before anything else; the threads keep the engine alive. Throws std::system_error if there are none.
+  void start(int threads);
 
   void submit(const IoRequest& request);
   void promote(int64_t id, int priority);  // does nothing for a request that is past its queue
@@ -146,6 +149,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   std::vector<int64_t> late_;
   std::vector<char*> buffers_;  // free ones
   std::atomic<bool> stopping_{false};
+  const pid_t owner_;           // a forked child has no buffers: other memory may lie at their addresses
   int threads_running_ = 0;
   Fault fault_;
   int64_t attempts_ = 0;

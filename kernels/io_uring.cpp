@@ -112,12 +112,14 @@ class Ring {
   }
   unsigned* number(unsigned offset) { return reinterpret_cast<unsigned*>(memory_ + offset); }
   void release() {
+    close(fd_);
+    if (getpid() != owner_) return;  // a forked child has no ring: other memory may lie at its addresses
     if (memory_ != nullptr) munmap(memory_, bytes_);
     if (sqes_ != nullptr) munmap(sqes_, sqes_bytes_);
-    close(fd_);
   }
 
   int fd_ = -1;
+  const pid_t owner_ = getpid();
   char* memory_ = nullptr;
   size_t bytes_ = 0, sqes_bytes_ = 0;
   io_uring_sqe* sqes_ = nullptr;
@@ -171,6 +173,7 @@ class UringEngine final : public IoEngine {
     entry.addr = reinterpret_cast<uint64_t>(&rung_);
     entry.len = sizeof rung_;
     entry.user_data = 0;
+    ++in_kernel_;  // the kernel will write to rung_, so the engine may not go before it has
   }
 
   void push(Piece& piece) {
@@ -212,7 +215,7 @@ class UringEngine final : public IoEngine {
       fill(int(back_.size()));
       settle_back();
       fill(0);
-      const int code = ring_.enter(stopping() && in_kernel_ == 0 ? 0 : 1);
+      const int code = ring_.enter(in_kernel_ == 0 ? 0 : 1);  // 0: it stops, and the bell has rung
       if (code != 0 && code != EINTR && code != EAGAIN && code != EBUSY) return die(code);
       collect();
     }
@@ -232,11 +235,11 @@ class UringEngine final : public IoEngine {
   void collect() {
     io_uring_cqe entry;
     while (ring_.pop(entry)) {
+      --in_kernel_;
       if (entry.user_data == 0) {
         if (!stopping()) listen();
         continue;
       }
-      --in_kernel_;
       back_.push_back({reinterpret_cast<Piece*>(entry.user_data), entry.res});
     }
   }
