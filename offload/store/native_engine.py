@@ -23,7 +23,7 @@ class NativeEngine(Engine):
     def __init__(self, name: str, native: Any, notes: Sequence[str], timeout_s: float) -> None:
         super().__init__(name, native.piece_bytes, timeout_s)
         self.notes += notes
-        self._native = native
+        self._native = native  # None: closed, and all has ended
         self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
         self._stopped = False
         _OPEN.add(self)
@@ -43,11 +43,14 @@ class NativeEngine(Engine):
         )
 
     def _promote(self, number: int) -> None:
-        self._native.promote(number, int(Priority.WAITED_FOR))
+        native = self._native
+        if native is not None:
+            native.promote(number, int(Priority.WAITED_FOR))
 
     def _ages(self) -> dict[int, float]:
         ages: dict[int, float] = {}
-        for number, _, _, _, seconds in self._native.in_flight():
+        native = self._native
+        for number, _, _, _, seconds in native.in_flight() if native is not None else ():
             ages[number] = max(seconds, ages.get(number, seconds))
         return ages
 
@@ -79,6 +82,8 @@ class NativeEngine(Engine):
             self._pump.join(self.timeout_s + 1.0)
         if not self._pump.is_alive():
             self._take_in_once(0.0)  # what has come back late
+            if ended and not self._abandoned:
+                self._native = None  # with its ring, however long somebody keeps this object
         self._keep_if_stuck(ended)
         _OPEN.discard(self)
 
