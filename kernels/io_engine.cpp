@@ -95,7 +95,8 @@ void IoEngine::promote(int64_t id, int priority) {
 
 std::vector<IoDone> IoEngine::reap(double timeout_s) {
   std::unique_lock<std::mutex> lock(mutex_);
-  done_there_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return !done_.empty(); });
+  done_there_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return !done_.empty() || nudged_; });
+  nudged_ = false;
   return std::exchange(done_, {});
 }
 
@@ -165,6 +166,7 @@ bool IoEngine::stop(double timeout_s) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
+    nudged_ = true;
     for (auto& queue : queues_) {
       for (Work* work : std::exchange(queue, {})) {
         fail(*work, ECANCELED, work->next_begin);
@@ -173,6 +175,7 @@ bool IoEngine::stop(double timeout_s) {
     }
   }
   work_there_.notify_all();
+  done_there_.notify_all();
   wake();
   std::unique_lock<std::mutex> lock(mutex_);
   return quiet_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return threads_running_ == 0; });

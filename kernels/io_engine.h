@@ -75,10 +75,10 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
 
   void submit(const IoRequest& request);
   void promote(int64_t id, int priority);  // does nothing for a request that is past its queue
-  std::vector<IoDone> reap(double timeout_s);
+  std::vector<IoDone> reap(double timeout_s);  // stop() ends its wait
   std::vector<IoFlight> in_flight();
   // Gives up operations that the kernel has had for longer than `age_s`, and, when no slot is left, all that wait.
-  // Their requests end in reap() with ETIMEDOUT; pieces that still come back are then reported by late().
+  // Their requests end in reap() with ETIMEDOUT and ETIME; pieces that still come back are then reported by late().
   void write_off(double age_s);
   std::vector<int64_t> late();  // requests written off whose memory nobody uses any more
   void inject(const Fault& fault);
@@ -146,6 +146,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   std::unordered_map<Piece*, std::unique_ptr<Piece>> pieces_;  // in flight
   int slots_lost_ = 0;
   std::vector<IoDone> done_;
+  bool nudged_ = false;  // reap() is to return although nothing has ended
   std::vector<int64_t> late_;
   std::vector<char*> buffers_;  // free ones
   std::atomic<bool> stopping_{false};
