@@ -84,7 +84,7 @@ def test_bytes_come_back_wherever_they_lie_in_memory(
 ) -> None:
     """Nothing around the target changes, and the file has zeros behind the end."""
     assert store.stats().directories[0].direct, "the tests need a directory with O_DIRECT"
-    poke(store, 0, 0, b"\xff" * (4 * MIB))
+    poke(store, 0, 0, b"\xff" * (nbytes + BLOCK))
     source = memory_at(shift, nbytes)
     source[:] = random_bytes(nbytes, nbytes)
     write(store, "w", source)

@@ -221,7 +221,7 @@ def test_a_disk_store_is_like_its_model(engine: str, directories: int, tmp_path:
 
 
 def test_a_memory_store_is_like_its_model() -> None:
-    run(lambda: MemoryStore(CAPACITY), 1, examples=20)
+    run(lambda: MemoryStore(CAPACITY), 1, examples=10)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -217,3 +217,111 @@ def test_many_threads_end_and_chain_at_the_same_time() -> None:
         chained.wait(timeout_s=30)
         thread.join()
         assert calls == [1]
+
+
+# --- urging: somebody waits, so the producer may hurry --------------------------------------------
+
+
+def urgent(what: str, urged: list[str]) -> Ticket[int]:
+    ticket: Ticket[int] = Ticket(what)
+
+    def urge() -> None:
+        urged.append(what)
+        if not ticket.done:
+            ticket.finish(len(urged))
+
+    ticket.urge = urge
+    return ticket
+
+
+def test_waiting_urges_and_nothing_else_does() -> None:
+    urged: list[str] = []
+    ticket = urgent("read w", urged)
+    assert not ticket.done
+    assert ticket.state is TicketState.PENDING
+    assert urged == []
+    assert ticket.wait(timeout_s=30) == 1
+    assert urged == ["read w"]
+
+
+def test_what_has_ended_is_not_urged() -> None:
+    urged: list[str] = []
+    ticket = urgent("read w", urged)
+    ticket.finish(7)
+    assert ticket.wait() == 7
+    assert urged == []
+
+
+def test_waiting_for_a_chain_urges_what_it_waits_for() -> None:
+    urged: list[str] = []
+    second = urgent("copy w", urged)
+    chain = urgent("read w", urged).then(lambda _: second).then(lambda x: 10 * x)
+    assert urged == []
+    assert chain.wait(timeout_s=30) == 20
+    assert urged == ["read w", "copy w"], "the second one has begun while somebody waits already"
+
+
+def test_a_chain_that_has_moved_on_urges_its_present_act() -> None:
+    urged: list[str] = []
+    first: Ticket[int] = Ticket("read w")
+    chain = first.then(lambda _: urgent("copy w", urged))
+    first.finish(1)
+    assert urged == []
+    assert chain.wait(timeout_s=30) == 1
+    assert urged == ["copy w"]
+
+
+def test_waiting_for_several_urges_each() -> None:
+    urged: list[str] = []
+    tickets = [urgent(f"read {i}", urged) for i in range(3)]
+    together = gather(tickets, "read all").then(sum)
+    tickets[1].finish(0)
+    assert together.wait(timeout_s=30) == 3
+    assert urged == ["read 0", "read 2"]
+
+
+def test_a_second_attempt_to_wait_urges_again() -> None:
+    count: list[int] = []
+    ticket: Ticket[int] = Ticket("read w")
+    ticket.urge = lambda: count.append(1)
+    for _ in range(2):
+        with pytest.raises(StoreTimeout):
+            ticket.wait(timeout_s=0.01)
+    assert len(count) == 2
+    ticket.finish(1)
+    assert ticket.wait() == 1
+
+
+def test_what_has_ended_refers_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer knows its ticket and the ticket its producer; without a collection both go, and
+    the error is told.
+    """
+    import weakref
+
+    class Producer:
+        def __init__(self) -> None:
+            self.ticket: Ticket[int] = Ticket("read w")
+            self.ticket.urge = self.hurry
+
+        def hurry(self) -> None: ...
+
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    gc.collect()
+    gc.disable()
+    try:
+        producers = [Producer() for _ in range(3)]
+        gone = [weakref.ref(producer) for producer in producers]
+        chain = producers[1].ticket.then(lambda x: x)
+        together = gather([producers[2].ticket], "read all")
+        for i, producer in enumerate(producers):
+            producer.ticket.fail(OSError(f"error {i}"))
+        del producer
+        producers.clear()
+        assert gone[0]() is None
+        assert [str(report.exc_value) for report in seen] == ["error 0"]
+        for ticket in (chain, together):
+            with pytest.raises(OSError, match="error"):
+                ticket.wait()
+    finally:
+        gc.enable()
