@@ -6,9 +6,12 @@ its process is, however that ends. `System` has the calls that may fail, so that
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,8 @@ from offload.config import format_size
 from offload.errors import CapacityError, StoreError
 from offload.machine_disk import DirectIo, open_unnamed, probe_direct_io
 
+# FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL of linux/fs.h.
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
 BLOCK_BYTES = 4096  # every extent starts at a multiple of it, which suits all drives we know
 
 
@@ -28,6 +33,18 @@ class System:
 
     def probe_direct_io(self, fd: int) -> DirectIo:
         return probe_direct_io(fd)
+
+    def keep_in_place(self, fd: int) -> None:
+        """Ask a file system that writes elsewhere instead of over (btrfs) not to, in this empty
+        file.
+
+        It would need fresh room for every overwrite, whatever is reserved, and refuse direct I/O.
+        """
+        with contextlib.suppress(OSError):  # others do not know the flag, and need not
+            flags = bytearray(8)
+            fcntl.ioctl(fd, _GET_FLAGS, flags)
+            (found,) = struct.unpack_from("=I", flags)
+            fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=Q", found | _NO_COPY_ON_WRITE))
 
     def reserve(self, fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
@@ -73,6 +90,8 @@ def _shares(paths: Sequence[Path], capacity_bytes: int, system: System) -> list[
     """Equal shares; what a directory has no room for goes to the others."""
     free = [_free_bytes(path, system) for path in paths]
     if sum(free) < capacity_bytes:
+        for path in paths:  # where no file can be made no byte is free: say what is wrong itself
+            os.close(_open(path, system)[0])
         found = ", ".join(f"{p} {format_size(f)}" for p, f in zip(paths, free, strict=True))
         raise CapacityError(
             f"disk store: {format_size(capacity_bytes)} ({capacity_bytes} bytes) are needed, "
@@ -103,17 +122,13 @@ def close_swap_files(files: Sequence[SwapFile]) -> None:
 
 def open_swap_file(directory: Path, nbytes: int, system: System) -> SwapFile:
     """A new file of `nbytes` in `directory`, which must exist. The caller closes its `fd`."""
-    try:
-        if not stat.S_ISDIR(os.stat(directory).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        fd, unnamed = system.open_unnamed(directory)
-    except OSError as error:
-        raise _refusal("open", directory, error) from error
+    fd, unnamed = _open(directory, system)
     try:
         notes = [] if unnamed else ["the file had a name for a moment: no O_TMPFILE here"]
         # Before the reservation: the probe writes a block, and the flag it sets would stop a
         # reservation that the C library has to imitate.
         os.set_inheritable(fd, False)
+        system.keep_in_place(fd)
         _reserve(fd, directory, nbytes, system)
         direct = system.probe_direct_io(fd)
         if direct.works:
@@ -125,6 +140,15 @@ def open_swap_file(directory: Path, nbytes: int, system: System) -> SwapFile:
     except BaseException:
         os.close(fd)
         raise
+
+
+def _open(directory: Path, system: System) -> tuple[int, bool]:
+    try:
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return system.open_unnamed(directory)
+    except OSError as error:
+        raise _refusal("open", directory, error) from error
 
 
 def _reserve(fd: int, directory: Path, nbytes: int, system: System) -> None:
