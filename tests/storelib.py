@@ -148,3 +148,23 @@ class Counter:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
+
+
+class SlowLock:
+    """A lock that leaves others much time when a thread of the engine's has let go of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._caller = threading.get_ident()
+        self.acquire = self._lock.acquire
+
+    def release(self) -> None:
+        self._lock.release()
+        if threading.get_ident() != self._caller:
+            threading.Event().wait(0.12)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()

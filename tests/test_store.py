@@ -21,6 +21,7 @@ from storelib import (
     KIB,
     MIB,
     PIECE,
+    SlowLock,
     nothing_left,
     open_store,
     places,
@@ -337,9 +338,11 @@ def test_a_writer_waits_for_room_that_comes(narrow: DiskStore) -> None:
 
 
 def test_writers_that_wait_are_never_refused_for_a_race(disk: DiskStore) -> None:
-    """Room for two generations only, writers in turn: each finds the other's room in the end."""
-    for i in range(150):
-        tickets = [disk.write(f"w{i % 2}", random_bytes(CAPACITY // 4, i)) for _ in range(2)]
+    """The second write of a round finds room when the old generation goes, and not before."""
+    disk._lock = SlowLock()  # type: ignore[assignment]
+    disk._room = threading.Condition(disk._lock)
+    for i in range(4):
+        tickets = [disk.write("w", random_bytes(CAPACITY // 2, i)) for _ in range(2)]
         for ticket in tickets:
             ticket.wait(HANG_S)
 

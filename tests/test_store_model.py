@@ -21,10 +21,25 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from storelib import BLOCK, ENGINES, HANG_S, KIB, MIB, PIECE, open_store, random_bytes, read, write
+from storelib import (
+    BLOCK,
+    ENGINES,
+    HANG_S,
+    KIB,
+    MIB,
+    PIECE,
+    memory_at,
+    open_store,
+    random_bytes,
+    read,
+    write,
+)
 
 from offload.errors import CapacityError, StateError
+from offload.machine_disk import DirectIo
 from offload.store import MemoryStore
+from offload.store.engine import Fault, FaultKind
+from offload.store.files import System
 
 CAPACITY = 384 * KIB
 NAMES = [f"layer.{i}.weight" for i in range(5)]
@@ -241,3 +256,46 @@ def test_large_and_odd_sizes(engine: str, tmp_path: Path) -> None:
         stats = store.stats()
         assert stats.written_bytes == stats.read_bytes == sum(sizes)
         assert stats.used_bytes == sum(-(-nbytes // BLOCK) * BLOCK for nbytes in sizes)
+
+
+@pytest.mark.parametrize("nbytes", [1, 513, 4097, 3 * PIECE + 7])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_through_the_page_cache(engine: str, tmp_path: Path, nbytes: int) -> None:
+    """Without O_DIRECT nothing is aligned and nothing padded; that is a fall-back."""
+
+    class Cached(System):
+        def probe_direct_io(self, fd: int) -> DirectIo:
+            return DirectIo(False)
+
+    with open_store(tmp_path, engine, system=Cached(), piece_bytes=PIECE) as store:
+        assert "no O_DIRECT" in " ".join(store.metrics.snapshot().fallbacks.values())
+        source = random_bytes(nbytes, 1)
+        write(store, "w", source)
+        assert (read(store, "w") == source).all()
+        store.engine.inject(Fault(FaultKind.SHORT_HALF, nth=1))
+        if nbytes > 1:
+            assert (read(store, "w") == source).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_on_tmpfs(engine: str) -> None:
+    with open_store("/dev/shm", engine) as store:
+        for nbytes in (1, 4097, MIB + 1):
+            source = random_bytes(nbytes, nbytes)
+            write(store, "w", source)
+            assert (read(store, "w") == source).all()
+
+
+def test_registered_memory(tmp_path: Path) -> None:
+    """Chunks inside, outside and across the border of what the ring knows."""
+    arena = memory_at(0, 64 * KIB)
+    region = [(arena.ctypes.data, 32 * KIB)]
+    with open_store(tmp_path, "io_uring", memory=region, piece_bytes=PIECE) as store:
+        assert not store.metrics.snapshot().fallbacks
+        for begin, nbytes in ((0, 32 * KIB), (40 * KIB, 8 * KIB), (24 * KIB, 16 * KIB), (1, 700)):
+            source = random_bytes(nbytes, begin)
+            write(store, "w", source)
+            store.read("w", arena[begin : begin + nbytes]).wait(HANG_S)
+            assert (arena[begin : begin + nbytes] == source).all()
+            write(store, "v", arena[begin : begin + nbytes])
+            assert (read(store, "v") == source).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -183,6 +184,25 @@ def test_an_error_that_was_raised_is_not_reported_again(monkeypatch: pytest.Monk
     del ticket
     gc.collect()
     assert seen == []
+
+
+def test_an_error_goes_with_its_handler() -> None:
+    """Its traceback must not lead back to it: it has all that the waiting frames had."""
+    import weakref
+
+    class Lost(OSError): ...
+
+    error = Lost("lost")
+    gone = weakref.ref(error)
+    ticket = failed(error)
+    del error
+    gc.disable()
+    try:
+        with contextlib.suppress(Lost):
+            ticket.wait()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_ticket_that_is_kept_does_not_keep_its_result() -> None:
