@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -199,12 +200,15 @@ class Ticket(Generic[T]):
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)
-        if error is not None:  # nobody asked: tell, as Python does for errors it cannot raise
-            sys.unraisablehook(
-                _Unraisable(
-                    type(error), error, error.__traceback__, f"{self.what}: nobody waited for", self
-                )
-            )
+        if error is None:
+            return
+        # Nobody asked: tell, as Python does for errors it cannot raise.
+        message = f"{self.what}: nobody waited for"
+        if sys.unraisablehook is not sys.__unraisablehook__:
+            sys.unraisablehook(_Unraisable(type(error), error, error.__traceback__, message, self))
+        elif sys.stderr is not None:  # Python's own hook takes nothing that Python has not made
+            print(f"{message}: {self!r}", file=sys.stderr)
+            traceback.print_exception(type(error), error, error.__traceback__)
 
     def __repr__(self) -> str:
         return f"<Ticket {self.what}: {self._state.value}>"

@@ -206,15 +206,15 @@ def test_an_answer_that_comes_late_ends_the_matter(hasty: DiskStore) -> None:
     write(hasty, "w", random_bytes(700, 3))
     target = np.empty(700, dtype=np.uint8)
     kept = weakref.ref(target)
-    hasty.engine.inject(Fault(FaultKind.DELAY, nth=1, code=1000))
-    ticket = hasty.read("w", target)
-    with pytest.raises(StoreTimeout):
-        ticket.wait(HANG_S)
-    del target, ticket
-    assert hasty.engine.abandoned_bytes == 700
-    until(lambda: hasty.engine.abandoned_bytes == 0, "the late answer")
-    until(lambda: kept() is None, "the end of the memory")
+    hasty.engine.inject(Fault(FaultKind.DELAY, nth=1, code=700, forever=True))
+    tickets = [hasty.read("w", target), hasty.read("w", bytearray(700))]  # in all places there are
+    for ticket in tickets:
+        with pytest.raises(StoreTimeout):
+            ticket.wait(HANG_S)
+    del target, ticket, tickets
     hasty.engine.inject(HEALTHY)
+    until(lambda: hasty.engine.abandoned_bytes == 0, "the late answers")
+    until(lambda: kept() is None, "the end of the memory")
     assert (read(hasty, "w") == random_bytes(700, 3)).all()
 
 

@@ -175,6 +175,19 @@ def test_an_error_that_nobody_waits_for_is_reported(monkeypatch: pytest.MonkeyPa
     assert str(report.exc_value) == "disk on fire"
 
 
+def test_the_report_without_a_hook_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's own hook refuses what others have made; the error is printed all the same."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    ticket = failed(OSError("disk on fire"))
+    del ticket
+    printed = capsys.readouterr().err
+    assert "read w: nobody waited for" in printed
+    assert "OSError: disk on fire" in printed
+    assert "TypeError" not in printed
+
+
 def test_an_error_that_was_raised_is_not_reported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
