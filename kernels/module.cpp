@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -143,6 +144,8 @@ void bind_io(nb::module_& m);  // module_io.cpp
 NB_MODULE(_native, m) {
   using namespace offload;
   bind_io(m);
+  // A forked child that ends like a process of its own would complain of objects that are its parent's.
+  pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
   m.attr("STATS_BLOCK") = stats_block;
   nb::class_<Update>(m, "Update")

@@ -82,20 +82,17 @@ void bind_io(nb::module_& m) {
       .def("attempts", &IoEngine::attempts, no_gil())
       .def("stop", &IoEngine::stop, "timeout_s"_a, no_gil())
       .def_prop_ro("piece_bytes", &IoEngine::piece_bytes);
+  // What the system refuses is an OSError with its errno.
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+      errno = error.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
+    }
+  });
   m.def("thread_engine", make_thread_engine, "depth"_a, "piece_bytes"_a);
-  // A refusal is an OSError with its errno.
-  m.def(
-      "uring_engine",
-      [](int depth, int64_t piece_bytes, const std::vector<Region>& memory, const std::vector<int>& files) {
-        try {
-          return open_uring(depth, piece_bytes, memory, files);
-        } catch (const std::system_error& error) {
-          errno = error.code().value();
-          PyErr_SetFromErrno(PyExc_OSError);
-          throw nb::python_error();
-        }
-      },
-      "depth"_a, "piece_bytes"_a, "memory"_a, "files"_a);
+  m.def("uring_engine", open_uring, "depth"_a, "piece_bytes"_a, "memory"_a, "files"_a);
   m.def("probe_uring", probe_uring);
   m.def("checksum", sum_of, "memory"_a, "bytes"_a, "isa"_a = "", no_gil());
 }

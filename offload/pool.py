@@ -42,6 +42,8 @@ _RECHECK_S = (
 # the pool then.
 _QUARANTINE: list[ctypes.Array[ctypes.c_char]] = []
 
+_ARENAS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
 # Makes the arena known to the accelerator and returns what undoes it; None when there is nobody to
 # tell.
 Register = Callable[[int, int], Callable[[], None] | None]
@@ -291,4 +293,16 @@ def _map_arena(nbytes: int) -> mmap.mmap:
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             arena.madvise(getattr(mmap, advice))
+    _ARENAS.add(arena)
     return arena
+
+
+def _keep_inherited_arenas() -> None:
+    """In a forked child: never unmap the parent's arenas. They are not mapped here, and other
+    memory of the child's may lie in their place.
+    """
+    for arena in list(_ARENAS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))
+
+
+os.register_at_fork(after_in_child=_keep_inherited_arenas)

@@ -6,6 +6,8 @@ import gc
 import mmap
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -294,3 +296,27 @@ def test_many_threads_never_share_a_byte() -> None:
         stats = pool.stats()
         assert (stats.used_bytes, stats.leases, stats.largest_free_bytes) == (0, 0, 8 * MIB)
         assert stats.peak_bytes <= 8 * MIB
+
+
+def test_a_forked_child_that_drops_a_pool_keeps_its_own_memory() -> None:
+    """The arena is not mapped in the child, so unmapping it there would hit whatever took its
+    place.
+    """
+    code = """
+import gc, mmap, os
+from offload.pool import Pool
+pool = Pool(64 << 20, lambda address, nbytes: None)
+child = os.fork()
+if child == 0:
+    mine = [mmap.mmap(-1, 1 << 20) for _ in range(2000)]
+    for memory in mine: memory[0] = 1
+    del pool
+    gc.collect()
+    for memory in mine: memory[0] += 1
+    os._exit(0 if all(memory[0] == 2 for memory in mine) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "0", done.stderr
