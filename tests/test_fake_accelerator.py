@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from fake_accelerator.build import library
-from fake_accelerator.checks import CHECKS
 from fake_accelerator.offload_case import FAULTS
+from fake_accelerator.run_checks import CHECKS
 from fake_accelerator.train_case import SCHEDULES
 
 HERE = Path(__file__).resolve().parent
@@ -48,7 +48,7 @@ def answer(module: str, *arguments: str) -> Any:
 @pytest.mark.parametrize(("schedule", "seed"), CHECKED_UNDER)
 @pytest.mark.parametrize("name", CHECKS)
 def test_check(name: str, schedule: str, seed: int) -> None:
-    result = answer("checks", schedule, str(seed))[name]
+    result = answer("run_checks", schedule, str(seed))[name]
     assert result == "ok", result
 
 

@@ -11,7 +11,17 @@ import offload
 # circle.
 ROWS = [
     {"errors", "rules", "arguments", "reference", "_native", "kernels"},
-    {"plan", "block", "budget", "ticket", "extents", "machine", "machine_disk", "config", "metrics"},
+    {
+        "plan",
+        "block",
+        "budget",
+        "ticket",
+        "extents",
+        "machine",
+        "machine_disk",
+        "config",
+        "metrics",
+    },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace"},
     {"hooks", "optim"},

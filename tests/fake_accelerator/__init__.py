@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from .build import load_core
+from .build import library
 from .device import DeviceModule
 
 __all__ = ["DeviceModule", "load"]
@@ -24,9 +24,9 @@ def load(
     """
     global _module
     if _module is None:
-        core = load_core()
+        torch.ops.load_library(library())
         torch.utils.rename_privateuse1_backend("fake")
-        module = DeviceModule(core)
+        module = DeviceModule()
         torch._register_device_module("fake", module)
         _module = module
     environment = os.environ.get

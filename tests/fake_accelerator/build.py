@@ -1,28 +1,25 @@
-"""Compiles the extension once per torch, compiler and source, and loads it."""
+"""Compiles the extension, once per torch, compiler and source."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch.utils import cpp_extension
 
-NAME = "fake_accelerator_core"
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "fake_accelerator"
 
 # Two units that take about as long as each other, for two cores. Most of the time goes into torch's
 # headers, so a unit reads them once for several files.
 UNITS = (
-    ("bindings", "stream", "memory", "host", "view", "generator", "guard"),
-    ("kernel", "tensor", "copy", "autocast"),
+    ("stream", "memory", "host", "view", "generator", "guard", "copy"),
+    ("kernel", "tensor", "autocast", "bindings"),
 )
 
 
@@ -65,7 +62,7 @@ def _compile(directory: Path, command: list[str], target: Path) -> None:
     link += [str(directory / f"unit{number}.o") for number in range(len(UNITS))]
     for path in cpp_extension.library_paths():
         link += [f"-L{path}", f"-Wl,-rpath,{path}"]
-    link += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    link += ["-lc10", "-ltorch_cpu", "-ltorch"]
     done = subprocess.run(link, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         raise RuntimeError(f"the fake accelerator could not be linked:\n{done.stderr}")
@@ -76,7 +73,7 @@ def library() -> Path:
     """The path of the compiled extension, built if need be. Safe to call from several processes."""
     command = _command()
     directory = CACHE / _key(command)
-    target = directory / f"{NAME}.so"
+    target = directory / "fake_accelerator.so"
     if not target.exists():
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / "lock", "w") as lock:
@@ -84,11 +81,3 @@ def library() -> Path:
             if not target.exists():
                 _compile(directory, command, target)
     return target
-
-
-def load_core() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, library())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -11,12 +11,17 @@ import torch
 Device = torch.device | str | int | None
 
 
+def _signed(number: int) -> int:
+    """The 64 bits of a number as torch's operators take them."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 class DeviceModule(ModuleType):
     """Answers torch (counts, seeds, streams) and the tests (schedule, budget, counters)."""
 
-    def __init__(self, core: ModuleType) -> None:
+    def __init__(self) -> None:
         super().__init__("torch.fake", __doc__)
-        self._core = core
+        self._core = torch.ops.fake_accelerator
         self.Stream = torch.Stream
         self.Event = torch.Event
 
@@ -38,7 +43,7 @@ class DeviceModule(ModuleType):
         return False
 
     def device_count(self) -> int:
-        return int(self._core.device_count)
+        return int(self._core.device_count())
 
     def current_device(self) -> int:
         return torch.accelerator.current_device_index()
@@ -66,22 +71,19 @@ class DeviceModule(ModuleType):
         return [torch.bfloat16, torch.float16]
 
     def manual_seed(self, seed: int) -> None:
-        self._core.set_generator_state(self.current_device(), int(seed) % 2**64, 0)
+        self._core.set_generator_state(self.current_device(), _signed(int(seed)), 0)
 
     def manual_seed_all(self, seed: int) -> None:
         for index in range(self.device_count()):
-            self._core.set_generator_state(index, int(seed) % 2**64, 0)
+            self._core.set_generator_state(index, _signed(int(seed)), 0)
 
     def get_rng_state(self, device: Device = None) -> torch.Tensor:
         """Seed and offset, sixteen bytes."""
-        seed, offset = self._core.generator_state(self._index(device))
-        state = seed.to_bytes(8, "little") + offset.to_bytes(8, "little")
-        return torch.tensor(list(state), dtype=torch.uint8)
+        state = self._core.generator_state(self._index(device))
+        return torch.tensor(state, dtype=torch.int64).view(torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: Device = None) -> None:
-        raw = bytes(state.tolist())
-        seed, offset = int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
-        self._core.set_generator_state(self._index(device), seed, offset)
+        self._core.set_generator_state(self._index(device), *state.view(torch.int64).tolist())
 
     # What tests ask for.
 
@@ -90,7 +92,7 @@ class DeviceModule(ModuleType):
 
         Side streams made afterwards use the bits 1, 2, ... of the seed (the default stream: bit 0).
         """
-        self._core.set_schedule(schedule, seed)
+        self._core.set_schedule(schedule, _signed(seed))
 
     def set_budget(self, nbytes: int, device: Device = None) -> None:
         """The bytes that a device can hold. Without a device: each of them."""

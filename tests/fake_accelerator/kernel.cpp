@@ -222,7 +222,7 @@ struct Shapes {
 // A text that decides the shapes, or nothing if an argument cannot be written down.
 std::optional<std::string> shapes_key(const Call& call) {
   std::ostringstream text;
-  text << call.op.operator_name() << call.views.shapes();
+  text << call.op.operator_name() << c10::get_default_dtype() << call.views.shapes();
   for (const Argument& argument : call.arguments) {
     const c10::IValue& value = argument.value;
     bool plain = value.isNone() || value.isScalar() || value.isBool() || value.isString() || value.isDevice() ||
