@@ -52,7 +52,13 @@ def some_bytes(nbytes: int, shift: int, seed: int) -> np.ndarray:
 
 
 def open_fds() -> set[str]:
-    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd > "2"}
+    """What is open, without the standard streams and the listing itself."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if int(fd) > 2:
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
