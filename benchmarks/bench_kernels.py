@@ -12,6 +12,8 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,38 +46,45 @@ def on_threads(count: int) -> Iterator[None]:
         kernels.set_num_threads(before[1])
 
 
-class Bench:
-    """The buffers of one AdamW step, what they hold before it, and what they must hold after it."""
+PART = 16 * MI  # elements that one contestant works on before the next one does
 
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-        self.p, self.g, self.m, self.v = (huge_tensor(numel) for _ in range(4))
-        self.g.normal_()
-        self.scratch = torch.empty(numel)
-        self.before = [torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.1 + 0.01]
-        self.rule = rules.Adam.at(
-            STEP, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, decoupled=True
-        )
-        self.reset()
-        self.torch_step(fused=True)()
-        self.after = [t.clone() for t in (self.p, self.m, self.v)]
+
+@dataclass
+class Slices:
+    """The buffers of one part, what they hold before the step, and what they must hold after it."""
+
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    v: Tensor
+    before: list[Tensor]
+    after: list[Tensor]
+    scratch: Tensor
+
+    @property
+    def written(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.p, self.m, self.v
+
+    @property
+    def addresses(self) -> list[int]:
+        return [t.data_ptr() for t in (self.p, self.g, self.m, self.v)]
 
     def reset(self) -> None:
-        for target, source in zip((self.p, self.m, self.v), self.before, strict=True):
+        for target, source in zip(self.written, self.before, strict=True):
             target.copy_(source)
 
     def check_bits(self) -> None:
-        for got, expected in zip((self.p, self.m, self.v), self.after, strict=True):
+        for got, expected in zip(self.written, self.after, strict=True):
             assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
 
     def check_close(self) -> None:
-        for got, expected in zip((self.p, self.m, self.v), self.after, strict=True):
+        for got, expected in zip(self.written, self.after, strict=True):
             torch.sub(got, expected, out=self.scratch)
             assert float(torch.linalg.vector_norm(self.scratch, math.inf)) < 1e-5
 
     def check_touch(self) -> None:
         g = self.g.view(torch.int32)
-        for got, source in zip((self.p, self.m, self.v), self.before, strict=True):
+        for got, source in zip(self.written, self.before, strict=True):
             assert torch.equal(got.view(torch.int32), source.view(torch.int32) ^ g)
 
     def torch_step(self, **kind: bool) -> Callable[[], object]:
@@ -111,23 +120,64 @@ class Bench:
 
         return run
 
+
+class Bench:
+    """The buffers of one AdamW step, in parts."""
+
+    def __init__(self, numel: int, part: int = PART) -> None:
+        self.numel = numel
+        self.p, self.g, self.m, self.v = (huge_tensor(numel) for _ in range(4))
+        self.g.normal_()
+        self.rule = rules.Adam.at(
+            STEP, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY, decoupled=True
+        )
+        scratch = torch.empty(min(part, numel))
+        before = [torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.1 + 0.01]
+        after = [torch.empty(numel) for _ in before]
+        self.parts = [
+            Slices(
+                *(t[begin : begin + part] for t in (self.p, self.g, self.m, self.v)),
+                before=[t[begin : begin + part] for t in before],
+                after=[t[begin : begin + part] for t in after],
+                scratch=scratch,
+            )
+            for begin in range(0, numel, part)
+        ]
+        for one in self.parts:
+            one.reset()
+            one.torch_step(fused=True)()
+            for target, source in zip(one.after, one.written, strict=True):
+                target.copy_(source)
+
+    def reset(self, part: int) -> None:
+        self.parts[part].reset()
+
+    def ceiling(self, threads: int) -> Contestant:
+        return Contestant(
+            "ceiling",
+            [partial(_native.touch, *one.addresses, one.p.numel(), threads) for one in self.parts],
+            lambda part: self.parts[part].check_touch(),
+        )
+
     def contestants(self, threads: int) -> list[Contestant]:
-        p, g, m, v = self.p, self.g, self.m, self.v
-        addresses = [t.data_ptr() for t in (p, g, m, v)]
+        update = partial(kernels.update, self.rule, threads=threads)
+
+        def exact(part: int) -> None:
+            self.parts[part].check_bits()
+
+        def close(part: int) -> None:
+            self.parts[part].check_close()
+
+        parts = self.parts
         found = [
-            Contestant(
-                "ceiling", lambda: _native.touch(*addresses, self.numel, threads), self.check_touch
-            ),
-            Contestant(
-                "offload",
-                lambda: kernels.update(self.rule, p, g, m, v, threads=threads),
-                self.check_bits,
-            ),
-            Contestant("torch fused", self.torch_step(fused=True), self.check_bits),
-            Contestant("torch foreach", self.torch_step(foreach=True), self.check_close),
+            self.ceiling(threads),
+            Contestant("offload", [partial(update, o.p, o.g, o.m, o.v) for o in parts], exact),
+            Contestant("torch fused", [one.torch_step(fused=True) for one in parts], exact),
+            Contestant("torch foreach", [one.torch_step(foreach=True) for one in parts], close),
         ]
         if HAS_DEEPSPEED:
-            found.append(Contestant("DeepSpeedCPUAdam", self.deepspeed_step(), self.check_close))
+            steps = [one.deepspeed_step() for one in parts]
+            found.append(Contestant("DeepSpeedCPUAdam", steps, close))
         return found
 
 
@@ -151,7 +201,7 @@ def test_adamw_fp32(benchmark: Any, table: list[Row], numel_mi: int, threads: in
 
 class MixedBench(Bench):
     """bf16 gradients, fp32 master, bf16 parameter out, clipped by global norm, with an overflow
-    check.
+    check. In one part: the norm is that of all elements.
     """
 
     MAX_NORM = 1.0
@@ -159,10 +209,11 @@ class MixedBench(Bench):
     def __init__(self, numel: int) -> None:
         self.g16, self.p16 = (huge_tensor(numel, torch.bfloat16) for _ in range(2))
         self.g16.normal_()
-        super().__init__(numel)
-        self.reset()
+        super().__init__(numel, part=numel)
+        self.reset(0)
         self.by_torch()
-        self.after = [t.clone() for t in (self.p, self.m, self.v)]
+        for target, source in zip(self.parts[0].after, self.parts[0].written, strict=True):
+            target.copy_(source)
 
     def by_torch(self) -> None:
         param = torch.nn.Parameter(self.p)
@@ -187,22 +238,19 @@ class MixedBench(Bench):
             self.rule, self.p, self.g16, self.m, self.v, out=self.p16, scale=scale, threads=threads
         )
 
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, part: int) -> None:
+        super().reset(part)
         self.p16.zero_()
 
-    def check_mixed(self) -> None:
-        self.check_close()
+    def check_mixed(self, part: int) -> None:
+        self.parts[part].check_close()
         assert torch.equal(self.p16, self.p.bfloat16())
 
     def contestants(self, threads: int) -> list[Contestant]:
-        addresses = [t.data_ptr() for t in (self.p, self.g, self.m, self.v)]
         return [
-            Contestant(
-                "ceiling", lambda: _native.touch(*addresses, self.numel, threads), self.check_touch
-            ),
-            Contestant("offload", lambda: self.by_us(threads), self.check_mixed),
-            Contestant("torch calls", self.by_torch, self.check_mixed),
+            self.ceiling(threads),
+            Contestant("offload", [lambda: self.by_us(threads)], self.check_mixed),
+            Contestant("torch calls", [self.by_torch], self.check_mixed),
         ]
 
 
@@ -237,19 +285,19 @@ def test_grad_stats(benchmark: Any, table: list[Row], threads: int) -> None:
     expected = float(torch.linalg.vector_norm(grad.double()))
     norms: list[float] = []
 
-    def check() -> None:
+    def check(part: int) -> None:
         assert math.isclose(norms[-1], expected, rel_tol=1e-9)
 
     with on_threads(threads):
         contestants = [
             Contestant(
                 "offload",
-                lambda: norms.append(kernels.grad_stats(grad, threads=threads).norm),
+                [lambda: norms.append(kernels.grad_stats(grad, threads=threads).norm)],
                 check,
             ),
-            Contestant("torch calls", lambda: sum_of_squares_by_torch(grad), lambda: None),
+            Contestant("torch calls", [lambda: sum_of_squares_by_torch(grad)], lambda part: None),
         ]
-        benchmark.pedantic(lambda: hold(contestants, 25, lambda: None), rounds=1)
+        benchmark.pedantic(lambda: hold(contestants, 25, lambda part: None), rounds=1)
     for contestant in contestants:
         table.append(
             Row.of("norm bf16", 64, threads, contestant, contestants, nbytes=2 * grad.numel())

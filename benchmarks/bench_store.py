@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def test_store_and_fio(
         DiskContestant("offload without checksums", getattr(unchecked, kind)),
         DiskContestant("offload on threads", getattr(stores["threads"], kind)),
     ]
+    if fio.has_huge_pages:
+        huge = partial(fio.run, KINDS[kind], chunk, "io_uring", "mmaphuge")
+        contestants.append(DiskContestant("fio io_uring, huge pages", huge))
     try:
         benchmark.pedantic(lambda: hold(contestants, rounds(15)), rounds=1)
     finally:

@@ -1,8 +1,10 @@
 """Interleaved measurement: every contestant runs once a round, in turn, on the same memory.
 
 Machines are noisy and drift, so a figure alone says little. Here each round gives one time for
-everybody, and what is reported are medians, their spread, and ratios of medians within one run.
-Each result is checked in every round.
+everybody, and what is reported are medians, their spread, and ratios of medians within one run. A
+run over much memory is cut into parts of some milliseconds; everybody does one part before anybody
+does the next, and the times of the parts are added. So all see the same moods of the machine. Each
+result is checked in every round.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ def huge_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Contestant:
-    """One way to do the work. `check` runs after each timed `run` and raises if the result is
-    wrong.
+    """One way to do the work: one call for each part. `check` runs after each timed call, with the
+    part's number, and raises if the result is wrong.
     """
 
     name: str
-    run: Callable[[], object]
-    check: Callable[[], None]
+    runs: list[Callable[[], object]]
+    check: Callable[[int], None]
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -52,18 +54,22 @@ class Contestant:
 
 
 def hold(
-    contestants: list[Contestant], rounds: int, reset: Callable[[], None], warm_up: int = 2
+    contestants: list[Contestant], rounds: int, reset: Callable[[int], None], warm_up: int = 2
 ) -> None:
-    """Fill in the contestants' times. The order turns by one place each round, so that nobody
+    """Fill in the contestants' times. The order turns by one place for each part, so that nobody
     always follows anybody.
     """
+    parts = len(contestants[0].runs)
     for number in range(-warm_up, rounds):
-        turn = number % len(contestants)
-        for contestant in contestants[turn:] + contestants[:turn]:
-            reset()
-            begin = time.perf_counter()
-            contestant.run()
-            elapsed_s = time.perf_counter() - begin
-            contestant.check()
-            if number >= 0:
-                contestant.seconds.append(elapsed_s)
+        spent_s = dict.fromkeys((contestant.name for contestant in contestants), 0.0)
+        for part in range(parts):
+            turn = (number * parts + part) % len(contestants)
+            for contestant in contestants[turn:] + contestants[:turn]:
+                reset(part)
+                begin = time.perf_counter()
+                contestant.runs[part]()
+                spent_s[contestant.name] += time.perf_counter() - begin
+                contestant.check(part)
+        if number >= 0:
+            for contestant in contestants:
+                contestant.seconds.append(spent_s[contestant.name])

@@ -76,7 +76,7 @@ def write(name: str, command: str, rows: list[Row]) -> Path:
         "",
         *machine_header(),
         f"- command: `{command}`",
-        "- medians of interleaved runs on the same memory; "
+        "- medians of runs on the same memory, interleaved in parts of 16 Mi elements; "
         "the spread is half the distance between the quartiles",
         "- of ceiling: time of a math-free pass over fp32 buffers of that size (4 reads, 3 writes) "
         "/ time of this one",
