@@ -33,7 +33,8 @@ const std::vector<std::pair<const char*, Counter>>& counter_names() {
 
 c10::Dict<std::string, int64_t> read_counters(int64_t device) {
   c10::Dict<std::string, int64_t> values;
-  for (auto [name, counter] : counter_names()) values.insert(name, (counters(static_cast<int>(device)).*counter).load());
+  Counters& count = counters(static_cast<int>(device));
+  for (auto [name, counter] : counter_names()) values.insert(name, (count.*counter).load());
   return values;
 }
 

@@ -24,6 +24,7 @@ class DeviceModule(ModuleType):
         self._core = torch.ops.fake_accelerator
         self.Stream = torch.Stream
         self.Event = torch.Event
+        self._initialized = True  # checkpoints keep the random state of initialised devices
 
     def _index(self, device: Device) -> int:
         if isinstance(device, int):

@@ -89,6 +89,10 @@ uint64_t draw(const at::Generator& generator, int device) {
   return static_cast<Generator*>(used.unsafeGetGeneratorImpl())->next();
 }
 
+at::Generator host_generator(uint64_t seed) {
+  return at::detail::createCPUGenerator(seed);
+}
+
 SeededHost::SeededHost(uint64_t seed) {
   const at::Generator& host = at::detail::getDefaultCPUGenerator();
   std::lock_guard<std::mutex> guard(host.unsafeGetGeneratorImpl()->mutex_);

@@ -12,7 +12,11 @@ at::Generator new_generator(int device);
 // The next number of a generator of this device; an undefined one stands for the default. Throws for a CPU generator.
 uint64_t draw(const at::Generator& generator, int device);
 
-// For its lifetime the CPU's default generator starts from the given seed; then it is put back.
+// A generator of the CPU that starts from the seed.
+at::Generator host_generator(uint64_t seed);
+
+// For its lifetime the CPU's default generator starts from the given seed; then it is put back. For random operators
+// that take no generator.
 class SeededHost {
  public:
   explicit SeededHost(uint64_t seed);

@@ -130,9 +130,9 @@ std::optional<uint64_t> draw_seed(const Call& call, const Stack& stack) {
   at::Generator generator;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = stack[stack.size() - arguments.size() + i];
-    random = random || arguments[i].name() == "generator";
     if (value.isGenerator()) generator = value.toGenerator();
   }
+  random = random || call.op.schema().argumentIndexWithName("generator");
   return random ? std::optional<uint64_t>(draw(generator, call.device)) : std::nullopt;
 }
 
@@ -308,9 +308,13 @@ bool resize_outs(const Call& call, const Stack& stack, const std::vector<at::Ten
 
 Stack run_on_cpu(const Call& call, const std::vector<at::Tensor>& tensors) {
   PlainDispatch plain;
-  std::optional<SeededHost> seeded;
-  if (call.seed) seeded.emplace(*call.seed);
   Stack stack = filled(call, tensors, c10::DeviceType::CPU);
+  std::optional<SeededHost> seeded;
+  if (call.seed) {
+    std::optional<int> index = call.op.schema().argumentIndexWithName("generator");
+    if (index) stack[*index] = host_generator(*call.seed);
+    if (!index) seeded.emplace(*call.seed);
+  }
   call.op.callBoxed(&stack);
   return stack;
 }
