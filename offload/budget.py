@@ -1,9 +1,9 @@
 """Host bytes of this process: one limit, shared by everything that holds memory.
 
-Pools, stores in memory and the buffers of I/O engines take their share here before they allocate,
-so that together they stay below one number. A share that does not fit is refused at once, with a
-table of who holds what; nothing waits here, for shares last as long as their holders. Knows numbers
-and names, no memory. Any thread.
+Pools and stores in memory take their share here before they allocate, so that together they stay
+below one number. (The few MiB of an I/O engine's own buffers are not counted yet.) A share that
+does not fit is refused at once, with a table of who holds what; nothing waits here, for shares last
+as long as their holders. Knows numbers and names, no memory. Any thread.
 """
 
 from __future__ import annotations

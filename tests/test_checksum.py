@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from storelib import Bytes, memory_at, random_bytes
 
+from offload import _native as native
 from offload import kernels
 
-native = pytest.importorskip("offload._native")
 pytestmark = pytest.mark.kernels
 
 STRIPE = 128  # bytes that are taken in one step

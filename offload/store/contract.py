@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 from offload.store.engine import Priority
@@ -64,12 +63,7 @@ class Snapshot(Protocol):
 
     def __enter__(self) -> Snapshot: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 
 class Store(Protocol):

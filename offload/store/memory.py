@@ -8,7 +8,6 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from offload.budget import HOST, Budget
@@ -173,12 +172,7 @@ class MemorySnapshot:
     def __enter__(self) -> MemorySnapshot:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from offload.errors import StoreTimeout
 from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine, Fault, Priority, Transfer
 
 _POLL_S = 0.25  # how often overdue operations are looked for, at least
@@ -116,7 +115,4 @@ def _close_all() -> None:
     badly.
     """
     for engine in list(_OPEN):
-        try:
-            engine.close()
-        except StoreTimeout:
-            continue
+        engine.close()
