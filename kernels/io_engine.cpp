@@ -64,6 +64,7 @@ void IoEngine::start(int threads) {
 // --- requests --------------------------------------------------------------------------------------------------------
 
 void IoEngine::submit(const IoRequest& request) {
+  bool awaited = false;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_ || request.bytes == 0) {
@@ -75,9 +76,10 @@ void IoEngine::submit(const IoRequest& request) {
     work->request = request;
     queues_[request.priority].push_back(work.get());
     works_[request.id] = std::move(work);
+    awaited = std::exchange(hungry_, false);
   }
-  work_there_.notify_all();
-  wake();
+  work_there_.notify_one();  // whoever takes a piece of it calls the next one, if there are more
+  if (awaited) wake();
 }
 
 void IoEngine::promote(int64_t id, int priority) {
@@ -206,7 +208,9 @@ IoEngine::Piece* IoEngine::cut(bool wait, int spare) {
   std::unique_lock<std::mutex> lock(mutex_);
   Work* work = nullptr;
   const auto ready = [&] {
-    work = int(pieces_.size()) < depth_ + spare ? first_waiting() : nullptr;
+    const bool room = int(pieces_.size()) < depth_ + spare;
+    work = room ? first_waiting() : nullptr;
+    hungry_ = room && work == nullptr;
     return work != nullptr || stopping_;
   };
   if (wait) {
@@ -230,12 +234,14 @@ IoEngine::Piece* IoEngine::cut(bool wait, int spare) {
   ++work->out;
   if (work->next_begin == r.bytes) queues_[r.priority].pop_front();
   pieces_[piece] = std::move(fresh);
+  if (wait && first_waiting() != nullptr) work_there_.notify_one();
   return piece;
 }
 
 bool IoEngine::prepare(Piece& piece) {
   const IoRequest& r = piece.work->request;
   if (piece.bounced) {
+    hand_over();
     char* buffer = borrow();
     piece.bounced = buffer != nullptr;
     if (!piece.bounced) return false;
@@ -245,7 +251,6 @@ bool IoEngine::prepare(Piece& piece) {
       memset(piece.buffer + piece.length, 0, size_t(piece.io_length - piece.length));  // no foreign bytes in files
     }
   }
-  if (r.write && r.sums != nullptr) r.sums[sum_index(piece)] = checksum(piece.buffer, piece.length);
   return true;
 }
 
@@ -285,13 +290,20 @@ bool IoEngine::again(Piece& piece, int64_t result) {
     settle(piece, code != 0 ? code : r.write ? EIO : ENODATA);
     return false;
   }
-  if (code == EAGAIN) sleep_ms(std::min(piece.tries, 10));
+  if (code == EAGAIN) {
+    hand_over();
+    sleep_ms(std::min(piece.tries, 10));
+  }
   return true;
 }
 
 void IoEngine::settle(Piece& piece, int error) {
   Work& work = *piece.work;
   const IoRequest& r = work.request;
+  if (error == 0) hand_over();
+  if (error == 0 && r.write && r.sums != nullptr) {
+    r.sums[sum_index(piece)] = checksum(r.memory + piece.begin, piece.length);
+  }
   if (error == 0 && !r.write) {
     if (r.sums != nullptr && checksum(piece.buffer, piece.length) != r.sums[sum_index(piece)]) error = EBADMSG;
     if (error == 0 && piece.bounced) memcpy(r.memory + piece.begin, piece.buffer, size_t(piece.length));
@@ -373,7 +385,10 @@ bool IoEngine::faulted(Piece& piece, int64_t& result) {
     case FaultKind::short_half: result = 0; return left(piece) == 0;
     case FaultKind::lost_write: result = piece.io_length - piece.moved; return true;
     case FaultKind::lost_completion: result = never; return true;
-    case FaultKind::delay: sleep_ms(piece.fault.code); return false;
+    case FaultKind::delay:
+      hand_over();
+      sleep_ms(piece.fault.code);
+      return false;
     case FaultKind::flip:
       if (write) {  // the caller's memory stays as it is: a spoilt copy goes out
         char* copy = piece.bounced ? piece.buffer : borrow();

@@ -2,9 +2,10 @@
 //
 // A request is any number of bytes between memory and a file. It is cut into pieces; at most `depth` pieces are in
 // flight, the others wait by priority. A piece that comes back short is continued, EINTR and EAGAIN are tried again,
-// anything else ends the request with its errno. Each piece has a checksum: written, it is computed from the very bytes
-// that go out; read, it is compared before the request is done. Memory need not be aligned: where direct I/O asks for
-// it, a piece goes through a buffer of the engine's own, padded with zeros.
+// anything else ends the request with its errno. Each piece has a checksum: of the caller's memory when it is written,
+// compared before the request is done when it is read. Both are computed when the drive has had the bytes and before
+// anybody is told: the drive's queue is full then, and the bytes are often still in a cache. Memory need not be aligned:
+// where direct I/O asks for it, a piece goes through a buffer of the engine's own, padded with zeros.
 //
 // Every request ends exactly once in reap(). Memory, sums and file must live until then, whatever happens; an operation
 // that the kernel never answers can be written off, and if it ends after all, that is reported too.
@@ -122,7 +123,8 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   char* at(const Piece& piece) const { return piece.buffer + piece.moved; }
   int64_t left(const Piece& piece) const;  // bytes of this attempt
   bool stopping() const { return stopping_.load(); }
-  virtual void wake() {}   // something was submitted, or the engine stops
+  virtual void wake() {}       // there is something to do for take(), which had found nothing, or the engine stops
+  virtual void hand_over() {}  // something slow follows: what is ready goes to the kernel now
   virtual void drive() = 0;  // one thread's work, until stopping and nothing is in flight
 
   const int depth_;
@@ -145,6 +147,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   std::unordered_map<int64_t, std::unique_ptr<Work>> works_;
   std::unordered_map<Piece*, std::unique_ptr<Piece>> pieces_;  // in flight
   int slots_lost_ = 0;
+  bool hungry_ = false;  // take() has found room and nothing to do
   std::vector<IoDone> done_;
   bool nudged_ = false;  // reap() is to return although nothing has ended
   std::vector<int64_t> late_;

@@ -22,6 +22,10 @@ namespace {
 
 constexpr int64_t most_region_bytes = int64_t(1) << 30;  // the kernel's limit for one registered buffer
 
+// IORING_SETUP_COOP_TASKRUN, as a number for headers that do not know it: what comes back does not interrupt the thread
+// in the middle of a checksum, but is taken in with its next call.
+constexpr unsigned do_not_interrupt = 1u << 8;
+
 int call_setup(unsigned entries, io_uring_params* params) {
   return int(syscall(__NR_io_uring_setup, entries, params));
 }
@@ -39,8 +43,13 @@ class Ring {
  public:
   explicit Ring(unsigned entries) {
     io_uring_params params{};
-    params.flags = IORING_SETUP_CLAMP;
+    params.flags = IORING_SETUP_CLAMP | do_not_interrupt;
     fd_ = call_setup(entries, &params);
+    if (fd_ < 0 && errno == EINVAL) {  // older than 5.19
+      params = {};
+      params.flags = IORING_SETUP_CLAMP;
+      fd_ = call_setup(entries, &params);
+    }
     if (fd_ < 0) give_up("io_uring_setup");
     if (!(params.features & IORING_FEAT_SINGLE_MMAP) || !(params.features & IORING_FEAT_RW_CUR_POS)) {
       close(fd_);  // older than 5.6: no plain reads and writes
@@ -166,6 +175,8 @@ class UringEngine final : public IoEngine {
     [[maybe_unused]] const ssize_t written = write(bell_, &one, sizeof one);
   }
 
+  void hand_over() override { ring_.enter(0); }  // what is wrong shows at the next wait
+
   void listen() {
     io_uring_sqe& entry = ring_.push();
     entry.opcode = IORING_OP_READ;
@@ -225,11 +236,7 @@ class UringEngine final : public IoEngine {
   }
 
   void fill(int spare) {
-    while (Piece* piece = take(false, spare)) {
-      attempt(piece);
-      // At once, so that the drive works while the next checksum is computed. What is wrong shows at the next wait.
-      ring_.enter(0);
-    }
+    while (Piece* piece = take(false, spare)) attempt(piece);
   }
 
   void collect() {

@@ -68,18 +68,18 @@ uint64_t sum_of(uintptr_t memory, int64_t bytes, const std::string& isa) {
 
 void bind_io(nb::module_& m) {
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
-  // submit and promote keep the GIL: they only put something into a queue, and letting go and taking it again costs
-  // more than that.
+  // Calls that only look into a queue keep the GIL: letting go and taking it again costs more than that, and while it
+  // is gone another thread may keep it for milliseconds.
   nb::class_<IoEngine>(m, "IoEngine")
       .def("submit", submit, "id"_a, "write"_a, "fd"_a, "memory"_a, "bytes"_a, "offset"_a, "align"_a, "sums"_a,
            "priority"_a)
       .def("promote", &IoEngine::promote, "id"_a, "priority"_a)
       .def("reap", reap, "timeout_s"_a, no_gil())
-      .def("late", &IoEngine::late, no_gil())
+      .def("late", &IoEngine::late)
       .def("in_flight", in_flight, no_gil())
-      .def("write_off", &IoEngine::write_off, "age_s"_a, no_gil())
+      .def("write_off", &IoEngine::write_off, "age_s"_a)
       .def("inject", inject, "kind"_a, "code"_a, "nth"_a, "forever"_a, "seed"_a, no_gil())
-      .def("attempts", &IoEngine::attempts, no_gil())
+      .def("attempts", &IoEngine::attempts)
       .def("stop", &IoEngine::stop, "timeout_s"_a, no_gil())
       .def_prop_ro("piece_bytes", &IoEngine::piece_bytes);
   // What the system refuses is an OSError with its errno.

@@ -25,12 +25,23 @@ class Extents:
     capacity: int
     align: int = 1
     _free: list[tuple[int, int]] = field(init=False)  # (begin, size), by begin
+    _by_size: list[tuple[int, int]] = field(init=False)  # the same as (size, begin)
     _taken: dict[int, int] = field(init=False, default_factory=dict)  # begin -> size
 
     def __post_init__(self) -> None:
         if self.capacity < 0 or self.align < 1 or self.capacity % self.align:
             raise StateError(f"extents: capacity {self.capacity} is not a multiple of {self.align}")
-        self._free = [(0, self.capacity)] if self.capacity else []
+        self._free, self._by_size = [], []
+        if self.capacity:
+            self._add(0, self.capacity)
+
+    def _add(self, begin: int, size: int) -> None:
+        insort(self._free, (begin, size))
+        insort(self._by_size, (size, begin))
+
+    def _remove(self, begin: int, size: int) -> None:
+        del self._free[bisect_left(self._free, (begin, size))]
+        del self._by_size[bisect_left(self._by_size, (size, begin))]
 
     def round_up(self, size: int) -> int:
         return -(-size // self.align) * self.align
@@ -40,12 +51,13 @@ class Extents:
         if size < 1:
             raise StateError(f"extents: expected a size from 1 on, got {size}")
         size = self.round_up(size)
-        fitting = ((have, begin) for begin, have in self._free if have >= size)
-        have, begin = min(fitting, default=(0, -1))
-        if begin < 0:
+        place = bisect_left(self._by_size, (size, 0))
+        if place == len(self._by_size):
             return None
-        place = bisect_left(self._free, (begin, have))
-        self._free[place : place + 1] = [(begin + size, have - size)] if have > size else []
+        have, begin = self._by_size[place]
+        self._remove(begin, have)
+        if have > size:
+            self._add(begin + size, have - size)
         self._taken[begin] = size
         return begin
 
@@ -55,12 +67,11 @@ class Extents:
         if size is None:
             raise StateError(f"extents: nothing is taken at {begin}")
         place = bisect_left(self._free, (begin, 0))
-        if place < len(self._free) and self._free[place][0] == begin + size:
-            size += self._free.pop(place)[1]
-        if place > 0 and sum(self._free[place - 1]) == begin:
-            begin, before = self._free.pop(place - 1)
-            size += before
-        insort(self._free, (begin, size))
+        for neighbour in self._free[max(0, place - 1) : place + 1]:
+            if sum(neighbour) == begin or neighbour[0] == begin + size:
+                self._remove(*neighbour)
+                begin, size = min(begin, neighbour[0]), size + neighbour[1]
+        self._add(begin, size)
 
     def size_at(self, begin: int) -> int:
         """Size of the taken piece that starts at `begin`."""
@@ -72,7 +83,7 @@ class Extents:
 
     @property
     def largest_free(self) -> int:
-        return max((size for _, size in self._free), default=0)
+        return self._by_size[-1][0] if self._by_size else 0
 
     @property
     def pieces(self) -> int:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,12 +150,8 @@ class DiskStore:
             sums = [make_sums(extent.nbytes, self.engine.piece_bytes) for extent in extents]
             version = Version(name, self._generation, memory.nbytes, extents, sums)
             self._writing.setdefault(name, []).append(version.generation)
-        try:
-            return self._submit(version, memory, True, priority, partial(self._written, version))
-        except BaseException:
-            with self._lock:
-                self._written(version, StateError(f"{name}: could not be started"))
-            raise
+            self._expect(version)
+        return self._submit(version, memory, True, priority)
 
     def _wait_for_room(self, name: str, nbytes: int) -> list[Extent]:
         deadline_s = time.monotonic() + self.timeout_s
@@ -197,7 +193,6 @@ class DiskStore:
         if not self._writing[name]:
             del self._writing[name]
             self._freed_at.pop(name, None)
-        self._room.notify_all()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -206,70 +201,62 @@ class DiskStore:
     ) -> Ticket[None]:
         """Start to fill `target` with the current generation of `name`."""
         self._check_usable()
+        memory = Buffer.of(name, target, writable=True)
         with self._lock:
             version = self._version(name)
-            version.holders += 1
-        return self._read_held(version, target, priority)
+            self._hold(version, memory)
+        return self._submit(version, memory, False, priority)
 
-    def _read_held(self, version: Version, target: Any, priority: Priority) -> Ticket[None]:
-        """Read a version that is held for this; its hold ends with the read."""
-        try:
-            memory = Buffer.of(version.name, target, writable=True)
-            if memory.nbytes != version.nbytes:
-                raise ConfigError(
-                    f"{version.name}: expected a target of {version.nbytes} bytes as stored, got "
-                    f"{memory.nbytes}"
-                )
-            return self._submit(version, memory, False, priority, partial(self._was_read, version))
-        except BaseException:
-            with self._lock:
-                self._let_go(version)
-            raise
+    def _hold(self, version: Version, memory: Buffer) -> None:
+        """Keep a version for a read into `memory` that is about to start. Under the lock."""
+        if memory.nbytes != version.nbytes:
+            raise ConfigError(
+                f"{version.name}: expected a target of {version.nbytes} bytes as stored, got "
+                f"{memory.nbytes}"
+            )
+        version.holders += 1
+        self._expect(version)
 
-    def _was_read(self, version: Version, error: OffloadError | None) -> None:
-        """A read has ended. Under the lock."""
-        self._let_go_after(version, error)
-        self._room.notify_all()
+    # --- both -------------------------------------------------------------------------------------
+
+    def _expect(self, version: Version) -> None:
+        """An operation on the version is about to start. Under the lock."""
+        for extent in version.extents:
+            self._space.waiting_bytes[extent.file] += extent.nbytes
 
     def _submit(
-        self,
-        version: Version,
-        memory: Buffer,
-        is_write: bool,
-        priority: Priority,
-        on_end: Callable[[OffloadError | None], None],
+        self, version: Version, memory: Buffer, is_write: bool, priority: Priority
     ) -> Ticket[None]:
-        """Start the transfers of a version; on_end is called once, under the lock, when they have
-        ended.
+        """Start the transfers of a version that is held for it and expected."""
+        try:
+            transfers, begin = [], 0
+            for extent, sums in zip(version.extents, version.sums, strict=True):
+                part = memory.part(begin, extent.nbytes)
+                file = self._files[extent.file]
+                transfers.append(Transfer(version.name, is_write, file, extent.begin, part, sums))
+                begin += extent.nbytes
+            what = f"{'write' if is_write else 'read'} of {version.name}"
+            return self.engine.submit(
+                what, transfers, priority, partial(self._ended, version, is_write)
+            )
+        except BaseException:
+            self._ended(version, is_write, StateError(f"{version.name}: could not be started"))
+            raise
+
+    def _ended(self, version: Version, is_write: bool, error: OffloadError | None) -> None:
+        """An operation has ended. One hold of the lock for all of it: a writer that waits for room
+        and sees nothing under way gives up.
         """
-        transfers, begin = [], 0
-        for extent, sums in zip(version.extents, version.sums, strict=True):
-            part = memory.part(begin, extent.nbytes)
-            file = self._files[extent.file]
-            transfers.append(Transfer(version.name, is_write, file, extent.begin, part, sums))
-            begin += extent.nbytes
+        moved = self._written_bytes if is_write else self._read_bytes
         with self._lock:
             for extent in version.extents:
-                self._space.waiting_bytes[extent.file] += extent.nbytes
-
-        def ended(error: OffloadError | None) -> None:
-            moved = self._written_bytes if is_write else self._read_bytes
-            with self._lock:
-                for extent in version.extents:
-                    self._space.waiting_bytes[extent.file] -= extent.nbytes
-                    moved[extent.file] += extent.nbytes if error is None else 0
-                # With the same hold of the lock: a writer that waits for room and sees nothing
-                # under way gives up.
-                on_end(error)
-
-        what = f"{'write' if is_write else 'read'} of {version.name}"
-        try:
-            return self.engine.submit(what, transfers, priority, ended)
-        except BaseException:
-            with self._lock:
-                for extent in version.extents:
-                    self._space.waiting_bytes[extent.file] -= extent.nbytes
-            raise
+                self._space.waiting_bytes[extent.file] -= extent.nbytes
+                moved[extent.file] += extent.nbytes if error is None else 0
+            if is_write:
+                self._written(version, error)
+            else:
+                self._let_go_after(version, error)
+            self._room.notify_all()
 
     # --- the table --------------------------------------------------------------------------------
 
@@ -415,13 +402,14 @@ class DiskSnapshot:
 
     def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
         self._store._check_usable()
+        memory = Buffer.of(name, target, writable=True)
         with self._store._lock:
             version = self._versions.get(name)
             if version is None or not self._release.alive:
                 why = "released" if not self._release.alive else f"without {name!r}"
                 raise StateError(f"snapshot: {why}")
-            version.holders += 1
-        return self._store._read_held(version, target, priority)
+            self._store._hold(version, memory)
+        return self._store._submit(version, memory, False, priority)
 
     def release(self) -> None:
         """Let the old generations go. Idempotent."""

@@ -18,12 +18,12 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-
-import numpy as np
-import numpy.typing as npt
+from functools import partial
+from typing import TypeAlias
 
 from offload.config import format_size
 from offload.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
@@ -36,7 +36,7 @@ DEPTH = 16
 TIMEOUT_S = 30.0
 # Engines with an operation that never ended: what it may still touch must outlive everything.
 _STUCK: list[Engine] = []
-Sums = npt.NDArray[np.uint64]
+Sums: TypeAlias = "array[int]"
 
 
 class Priority(IntEnum):
@@ -66,7 +66,7 @@ class Transfer:
 
 
 def make_sums(nbytes: int, piece_bytes: int) -> Sums:
-    return np.zeros(-(-nbytes // piece_bytes), dtype=np.uint64)
+    return array("Q", bytes(8 * -(-nbytes // piece_bytes)))
 
 
 class FaultKind(Enum):
@@ -139,18 +139,18 @@ class Engine(ABC):
         file's bytes are not free although the ticket has ended.
         """
         self.check_usable()
-        group = _Group(Ticket(what, self.describe), priority, on_end)
-        group.left = len(transfers)
-        if not transfers:
-            self._end_group(group)
-            return group.ticket
+        group = _Group(Ticket(what, self.describe), priority, on_end, left=len(transfers))
         with self._lock:
             self.check_usable()  # from here on `close` knows of it
             for transfer in transfers:
                 number = next(self._numbers)
                 group.ids.append(number)
                 self._flying[number] = (transfer, group)
-        group.ticket.urge = lambda: self._urge(group)
+        if not transfers:
+            self._end_group(group)
+            return group.ticket
+        if priority > Priority.WAITED_FOR:
+            group.ticket.urge = partial(self._urge, group)
         for number, transfer in zip(group.ids, transfers, strict=True):
             self._start(number, transfer, priority)
         return group.ticket
@@ -235,10 +235,8 @@ class Engine(ABC):
             transfer, group = self._flying.pop(number)
             if code == errno.ETIMEDOUT:
                 self._abandoned[number] = transfer
-        error = None if code == 0 else self._error(transfer, code, at)
-        with self._lock:
-            if error and (group.error is None or code == errno.ETIMEDOUT):
-                group.error = error
+            if code and (group.error is None or code == errno.ETIMEDOUT):
+                group.error = self._error(transfer, code, at)
             group.left -= 1
             last = group.left == 0
         if last:

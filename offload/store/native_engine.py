@@ -37,7 +37,7 @@ class NativeEngine(Engine):
             transfer.memory.nbytes,
             transfer.offset,
             transfer.file.align,
-            transfer.sums.__array_interface__["data"][0],
+            transfer.sums.buffer_info()[0],
             int(priority),
         )
 
