@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_contest import MI, DeepSpeed, DiskContestant, Fio, NoSums, Ours, Plain, Run, hold, timed
+from disk_contest import MI, DeepSpeed, DiskContestant, Fio, Ours, Plain, Run, hold, timed
 from store_results import StoreRow
 
 TOTAL_BYTES = 512 * MI
@@ -46,14 +46,12 @@ def test_store_and_fio(
     """Ours with and without checksums, on both native engines, beside fio with both of its."""
     chunk = chunk_mi * MI
     stores = {name: Ours(directory, chunk, TOTAL_BYTES, name) for name in ("io_uring", "threads")}
-    unchecked = Ours(directory, chunk, TOTAL_BYTES, "io_uring")
-    NoSums.in_place_of(unchecked.store.engine)
     fio = Fio(directory, TOTAL_BYTES)
     contestants = [
         DiskContestant("offload", getattr(stores["io_uring"], kind)),
         DiskContestant("fio io_uring", lambda: fio.run(KINDS[kind], chunk, "io_uring")),
         DiskContestant("fio libaio", lambda: fio.run(KINDS[kind], chunk, "libaio")),
-        DiskContestant("offload without checksums", getattr(unchecked, kind)),
+        DiskContestant("offload without checksums", partial(stores["io_uring"].unchecked, kind)),
         DiskContestant("offload on threads", getattr(stores["threads"], kind)),
     ]
     if fio.has_huge_pages:
@@ -62,7 +60,7 @@ def test_store_and_fio(
     try:
         benchmark.pedantic(lambda: hold(contestants, rounds(15)), rounds=1)
     finally:
-        for thing in (*stores.values(), unchecked, fio):
+        for thing in (*stores.values(), fio):
             thing.close()
     store_table += [StoreRow.of(kind, chunk_mi, one, contestants[0]) for one in contestants]
 

@@ -15,7 +15,8 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,12 +92,26 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def window(chunk_bytes: int) -> int:
+    """Requests under way at once, fio's as well as ours: of as many bytes as the engine has in
+    flight, and as many again, so that it never runs dry while Python looks away.
+    """
+    return max(4, 2 * DEPTH * MI // chunk_bytes)
+
+
 class NoSums(NativeEngine):
     """A native engine that moves bytes without looking at them, to see what checksums cost."""
 
     @classmethod
-    def in_place_of(cls, engine: object) -> None:
+    @contextmanager
+    def in_place_of(cls, engine: object) -> Iterator[None]:
+        """The same engine with the same files and memory: others differ by more than sums cost."""
+        before = engine.__class__
         engine.__class__ = cls  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            engine.__class__ = before  # type: ignore[assignment]
 
     def _start(self, number: int, transfer: Transfer, priority: int) -> None:  # type: ignore[override]
         memory = transfer.memory
@@ -119,9 +134,7 @@ class Ours:
     def __init__(self, directory: Path, chunk_bytes: int, total_bytes: int, engine: str) -> None:
         self.chunk_bytes, self.total_bytes = chunk_bytes, total_bytes
         self.count = total_bytes // chunk_bytes
-        # As many requests under way as the engine's depth, in pieces; twice that, so that it never
-        # runs dry while Python looks away.
-        self.window = max(2, 2 * DEPTH * MI // chunk_bytes)
+        self.window = window(chunk_bytes)
         self.pool = Pool(self.window * chunk_bytes)
         self.leases = [self.pool.lease(chunk_bytes) for _ in range(self.window)]
         self.tensors = [lease.tensor(torch.int64) for lease in self.leases]
@@ -179,6 +192,13 @@ class Ours:
         self._restore()
         return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
 
+    def unchecked(self, kind: str) -> Run:
+        """One run without checksums. What it writes is never read: mixed runs read the chunks that
+        they do not write.
+        """
+        with NoSums.in_place_of(self.store.engine):
+            return getattr(self, kind)()  # type: ignore[no-any-return]
+
     def close(self) -> None:
         self.store.close()
         self.tensors.clear()
@@ -213,7 +233,7 @@ class Fio:
             "bs": block_bytes,
             "size": self.total_bytes,
             "ioengine": engine,
-            "iodepth": max(4, 2 * DEPTH * MI // block_bytes),  # as many bytes as our window has
+            "iodepth": window(block_bytes),
             "loops": PASSES,
             "direct": 1,
             "mem": memory,
