@@ -26,7 +26,7 @@ MIB = 1 << 20
 BLOCK = 4096
 PIECE = 16 * KIB  # of stores that have to cut small chunks into several pieces
 HANG_S = 60.0  # nothing takes that long, unless it hangs
-PLUG_MS = 400  # for how long the first operation holds up a store of depth 1
+PLUG_MS = 200  # for how long the first operation holds up a store of depth 1
 Bytes = npt.NDArray[np.uint8]
 HEALTHY = Fault(FaultKind.NONE)
 

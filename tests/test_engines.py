@@ -206,7 +206,7 @@ def test_an_answer_that_comes_late_ends_the_matter(hasty: DiskStore) -> None:
     write(hasty, "w", random_bytes(700, 3))
     target = np.empty(700, dtype=np.uint8)
     kept = weakref.ref(target)
-    hasty.engine.inject(Fault(FaultKind.DELAY, nth=1, code=700, forever=True))
+    hasty.engine.inject(Fault(FaultKind.DELAY, nth=1, code=500, forever=True))
     tickets = [hasty.read("w", target), hasty.read("w", bytearray(700))]  # in all places there are
     for ticket in tickets:
         with pytest.raises(StoreTimeout):

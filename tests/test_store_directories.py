@@ -1,25 +1,27 @@
 """Disk stores in directories of every kind: good, bad, full, read-only, and on other file systems.
 
-What needs a mount runs in a process with mounts of its own (`unshare -m`), so that nothing stays
-behind: this file is its program, too.
+What needs a mount runs in a forked child with mounts of its own, so that nothing stays behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offload.errors import CapacityError, ConfigError, OffloadError, StateError, StoreError
+from offload.errors import CapacityError, ConfigError, StateError, StoreError
 from offload.machine_disk import DirectIo
 from offload.metrics import Metrics
 from offload.store import DiskStore
@@ -31,6 +33,9 @@ MIB = 1 << 20
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 SIZES = (0, 1, 511, 512, 4095, 4096, 4097, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2500001)
 HANG_S = 120
+
+# Newer Pythons warn of forks in a process with threads; the child does not use those of the parent.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def usable_engines() -> list[str]:
@@ -195,7 +200,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
             DiskStore(tmp_path, MIB)
         return
     # Root may write everywhere: be nobody, once everything is imported.
-    run_here("as_nobody", Path("/usr"))
+    run_here(as_nobody, Path("/usr"))
 
 
 def as_nobody(directory: Path) -> None:
@@ -252,29 +257,48 @@ def test_no_direct_io_is_a_fall_back_and_strict_refuses_it(tmp_path: Path) -> No
 # --- mounts ------------------------------------------------------------------------------------
 
 
-def run_here(check: str, directory: Path, setup: str = "", tools: tuple[str, ...] = ()) -> None:
-    """Run shell lines that mount something, then function `check` of this file, in a process with
-    mounts of its own. Skips by name where that is not possible.
+CLONE_NEWNS = 0x20000  # of linux/sched.h
+CANNOT_MOUNT = 77
+
+
+def run_here(
+    check: Callable[[Path], None], directory: Path, setup: str = "", tools: tuple[str, ...] = ()
+) -> None:
+    """Run shell lines that mount something, then `check`, in a forked child with mounts of its own.
+    Skips by name where that is not possible.
     """
-    for tool in ("unshare", "mount", *tools):
+    for tool in ("mount", *tools):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}")
-    separate = ["unshare", "-m", "--propagation", "private"]
-    allowed = subprocess.run([*separate, "true"], capture_output=True, text=True, timeout=HANG_S)
-    if allowed.returncode != 0:
-        pytest.skip(f"needs the right to mount (CAP_SYS_ADMIN): {allowed.stderr.strip()}")
-    script = f'set -e; ( {setup or ":"} ) >&2 || exit 77; exec "$@"'
-    command = [sys.executable, __file__, check, str(directory)]
-    done = subprocess.run(
-        [*separate, "sh", "-ec", script, "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=2 * HANG_S,
-    )
-    print(done.stdout, done.stderr)
-    if done.returncode == 77:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(2 * HANG_S)
+            code = mount_and_check(check, directory, setup)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == errno.EPERM:
+        pytest.skip("needs the right to mount (CAP_SYS_ADMIN)")
+    if code == CANNOT_MOUNT:
+        pytest.skip("cannot mount, see standard error")
+    assert code == 0, "see standard error"
+
+
+def mount_and_check(check: Callable[[Path], None], directory: Path, setup: str) -> int:
+    """In the child; the code that it ends with."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
+        return errno.EPERM
+    script = f"set -e; mount --make-rprivate /; {setup or ':'}"
+    if subprocess.run(["sh", "-ec", f"( {script} ) >&2"], timeout=HANG_S).returncode != 0:
+        return CANNOT_MOUNT
+    check(directory)
+    return 0
 
 
 def loop_mount(tmp_path: Path, make: str, size: str, sector: int = 512) -> str:
@@ -304,7 +328,7 @@ FILE_SYSTEMS = {
 def test_on_a_file_system_of_its_own(tmp_path: Path, kind: str) -> None:
     make, size, sector = FILE_SYSTEMS[kind]
     tools = (make.split()[0], "losetup", "truncate")
-    run_here("alone_on_it", tmp_path / "point", loop_mount(tmp_path, make, size, sector), tools)
+    run_here(alone_on_it, tmp_path / "point", loop_mount(tmp_path, make, size, sector), tools)
 
 
 def alone_on_it(directory: Path) -> None:
@@ -317,7 +341,7 @@ def alone_on_it(directory: Path) -> None:
 
 
 def test_on_tmpfs(tmp_path: Path) -> None:
-    run_here("round_trips", tmp_path / "point", tmpfs(tmp_path / "point", "size=32m"))
+    run_here(round_trips, tmp_path / "point", tmpfs(tmp_path / "point", "size=32m"))
 
 
 def test_on_an_overlay(tmp_path: Path) -> None:
@@ -328,11 +352,11 @@ def test_on_an_overlay(tmp_path: Path) -> None:
       mount -t overlay -o lowerdir={parts[0]},upperdir={parts[1]},workdir={parts[2]} overlay \
         {tmp_path / "point"}
     """
-    run_here("round_trips", tmp_path / "point", setup)
+    run_here(round_trips, tmp_path / "point", setup)
 
 
 def test_a_read_only_mount(tmp_path: Path) -> None:
-    run_here("read_only", tmp_path / "point", tmpfs(tmp_path / "point", "ro,size=8m"))
+    run_here(read_only, tmp_path / "point", tmpfs(tmp_path / "point", "ro,size=8m"))
 
 
 def read_only(directory: Path) -> None:
@@ -343,7 +367,7 @@ def read_only(directory: Path) -> None:
 def test_a_full_mount(tmp_path: Path) -> None:
     point = tmp_path / "point"
     setup = f"{tmpfs(point, 'size=8m')}; head -c 7M /dev/zero > {point}/ballast"
-    run_here("full", point, setup)
+    run_here(full, point, setup)
 
 
 def full(directory: Path) -> None:
@@ -378,7 +402,7 @@ def test_a_file_system_without_unnamed_files_or_room(tmp_path: Path) -> None:
       mkdir {point} {tmp_path}/empty; mksquashfs {tmp_path}/empty {image} -quiet >/dev/null
       mount -o loop {image} {point}
     """
-    run_here("read_only", point, setup, ("mksquashfs",))
+    run_here(read_only, point, setup, ("mksquashfs",))
 
 
 def test_one_directory_mounted_twice(tmp_path: Path) -> None:
@@ -387,7 +411,7 @@ def test_one_directory_mounted_twice(tmp_path: Path) -> None:
       {tmpfs(tmp_path / "a", "size=32m")}
       mkdir {tmp_path}/b; mount --bind {tmp_path}/a {tmp_path}/b
     """
-    run_here("mounted_twice", tmp_path, setup)
+    run_here(mounted_twice, tmp_path, setup)
 
 
 def mounted_twice(directory: Path) -> None:
@@ -417,10 +441,3 @@ def loop_files() -> list[str]:
         with contextlib.suppress(OSError):
             found.append(backing.read_text())
     return found
-
-
-if __name__ == "__main__":
-    try:
-        globals()[sys.argv[1]](Path(sys.argv[2]))
-    except OffloadError as error:
-        sys.exit(f"{type(error).__name__}: {error}")

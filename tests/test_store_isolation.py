@@ -148,7 +148,7 @@ def disturb(directory: Path, seed: int) -> int:
     for worker in workers:
         worker.wait_until_ready()
     for round_number in range(1, ROUNDS + 1):
-        time.sleep(rng.uniform(0.3, 1.0))
+        time.sleep(rng.uniform(0.1, 0.5))
         assert os.listdir(directory) == [], "a swap file has a name"
         victims = rng.sample(workers, 3)
         for victim in victims:
@@ -159,7 +159,7 @@ def disturb(directory: Path, seed: int) -> int:
             workers.append(Worker(directory, owner, seed + owner))
         for worker in workers[-len(victims) :]:
             worker.wait_until_ready()
-    time.sleep(0.5)
+    time.sleep(0.2)
     workers.pop().kill()
     return sum(worker.finish() for worker in workers)
 
