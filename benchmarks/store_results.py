@@ -52,7 +52,7 @@ def write_store(command: str, rows: list[StoreRow]) -> Path:
         "",
         *machine_header(),
         f"- command: `{command}`",
-        "- GB/s: median of interleaved runs of 1.6 GB each (others: 0.54 GB); "
+        "- GB/s: median of interleaved runs of 1.1 GB each (others than us and fio: 0.54 GB); "
         "cores: CPU seconds / seconds, of the "
         "whole process (for fio as it reports)",
         "- offload / this: median over the rounds of our speed / this one's in the same round, and "
