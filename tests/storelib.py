@@ -151,7 +151,9 @@ class Counter:
 
 
 class SlowLock:
-    """A lock that leaves others much time when a thread of the engine's has let go of it."""
+    """A lock that leaves others much time when a thread of the engine's has let go of it: more than
+    a waiting writer sleeps between two looks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -161,7 +163,7 @@ class SlowLock:
     def release(self) -> None:
         self._lock.release()
         if threading.get_ident() != self._caller:
-            threading.Event().wait(0.12)
+            threading.Event().wait(0.08)
 
     def __enter__(self) -> None:
         self.acquire()

@@ -229,6 +229,7 @@ from offload.pool import Pool
 from offload.store import DiskStore
 
 directory, *engines = sys.argv[1:]
+gc.freeze()  # children that end do not walk over all that was imported
 alive = []  # until the interpreter ends, here and in the children
 for engine in engines:
     pool = Pool(8 << 20, lambda address, nbytes: None)
