@@ -3,9 +3,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -129,6 +131,11 @@ void cast(uintptr_t source, int from, uintptr_t target, int to, int64_t count, i
   });
 }
 
+// 0 if `advice` (one that populates) can be given for the page at `address`, else the kernel's error number.
+int populate(uintptr_t page, size_t page_bytes, int advice) {
+  return madvise(at<void>(page), page_bytes, advice) == 0 ? 0 : errno;
+}
+
 void touch(uintptr_t p, uintptr_t g, uintptr_t m, uintptr_t v, int64_t count, int threads) {
   const Table& t = table();
   in_blocks(count, update_block, threads, [&](int64_t begin, int64_t end) {
@@ -162,6 +169,7 @@ NB_MODULE(_native, m) {
   m.def("block_sums", block_sums, no_gil());
   m.def("cast", cast, no_gil());
   m.def("touch", touch, no_gil());
+  m.def("populate", populate);
   m.def("threads", crew_limit);
   m.def("set_threads", crew_set_limit, "count"_a);
   m.def("assume_forked", crew_assume_forked);

@@ -10,9 +10,9 @@ import ctypes
 import errno
 import mmap
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,21 @@ _MADV_POPULATE_READ = 22  # both since Linux 5.14
 _MADV_POPULATE_WRITE = 23
 
 
-def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return `tensor` if it is dense host memory of one of `dtypes`."""
+class Argument(NamedTuple):
+    """A tensor that was checked, and where it lies: bytes [begin, end)."""
+
+    name: str
+    tensor: Tensor
+    numel: int
+    begin: int
+    end: int
+
+
+def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Argument:
+    """`tensor` as an argument, if it is dense host memory of one of `dtypes`."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ConfigError(
             f"{name}: expected a tensor in host memory, got device {tensor.device}; "
             "copy it to the CPU first"
@@ -45,13 +55,15 @@ def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Te
         )
     if tensor.is_neg():
         raise ConfigError(f"{name}: is a lazily negated view; pass .resolve_neg()")
-    if tensor.numel():
-        _check_memory(name, tensor)
-    return tensor
+    numel = tensor.numel()
+    if not numel:
+        return Argument(name, tensor, 0, 0, 0)
+    begin, nbytes = _check_memory(name, tensor), numel * tensor.element_size()
+    return Argument(name, tensor, numel, begin, begin + nbytes)
 
 
-def _check_memory(name: str, tensor: Tensor) -> None:
-    """There is memory behind every element of `tensor`."""
+def _check_memory(name: str, tensor: Tensor) -> int:
+    """Where `tensor` begins, if there is memory behind every element of it."""
     kind = type(tensor).__name__
     try:
         address, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
@@ -66,56 +78,59 @@ def _check_memory(name: str, tensor: Tensor) -> None:
         )
     if address == 0:
         raise ConfigError(f"{name}: a {kind} without memory of its own; pass its local tensor")
+    return address
 
 
-def check_sizes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of elements that all `tensors` have; the first one sets it."""
-    (first, count), *rest = ((name, tensor.numel()) for name, tensor in tensors.items())
-    for name, other in rest:
-        if other != count:
-            raise ConfigError(f"{name}: expected {count} elements as in {first}, got {other}")
-    return count
-
-
-def check_apart(tensors: Mapping[str, Tensor]) -> None:
-    """No two of `tensors` share a byte."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    )
-    for (_, end, name), (begin, _, other) in pairwise(spans):
-        if begin < end:
+def check_sizes(arguments: Sequence[Argument]) -> int:
+    """The number of elements that all `arguments` have; the first one sets it."""
+    first = arguments[0]
+    for other in arguments:
+        if other.numel != first.numel:
             raise ConfigError(
-                f"{other}: overlaps {name} by {end - begin} bytes; give each its own memory"
+                f"{other.name}: expected {first.numel} elements as in {first.name}, "
+                f"got {other.numel}"
             )
+    return first.numel
 
 
-def check_writable(tensors: Mapping[str, Tensor]) -> None:
-    """The first and the last page of each tensor can be written: a tensor may lie on a read-only
-    memory map.
-    """
+def check_apart(arguments: Sequence[Argument]) -> None:
+    """No two of `arguments` share a byte."""
+    before: Argument | None = None
+    for this in sorted((a for a in arguments if a.numel), key=_begin_of):
+        if before is not None and this.begin < before.end:
+            raise ConfigError(
+                f"{this.name}: overlaps {before.name} by {before.end - this.begin} bytes; give "
+                "each its own memory"
+            )
+        before = this
+
+
+def _begin_of(argument: Argument) -> int:
+    return argument.begin
+
+
+def check_writable(arguments: Sequence[Argument]) -> None:
+    """The first and the last page of each can be written: a tensor may lie on a read-only map."""
     if not _can_probe():
         return
-    for name, tensor in tensors.items():
-        if not tensor.numel():
-            continue
-        for address in _ends(tensor):
+    for argument in arguments:
+        for address in _ends(argument):
             code = _populate(address, _MADV_POPULATE_WRITE)
-            _check_within_file(name, code)
+            _check_within_file(argument.name, code)
             # Mappings of a driver refuse the probe although they can be written; the map of the
             # process decides.
             if code != 0 and not _mapped_writable(address):
                 raise ConfigError(
-                    f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
+                    f"{argument.name}: lies in read-only memory (a memory-mapped file?); pass a "
+                    "copy"
                 )
 
 
-def check_readable(name: str, tensor: Tensor) -> None:
-    """The first and the last page of the tensor are there: a mapped file may be cut short."""
-    if _can_probe() and tensor.numel():
-        for address in _ends(tensor):
-            _check_within_file(name, _populate(address, _MADV_POPULATE_READ))
+def check_readable(argument: Argument) -> None:
+    """The first and the last page are there: a mapped file may be cut short."""
+    if _can_probe():
+        for address in _ends(argument):
+            _check_within_file(argument.name, _populate(address, _MADV_POPULATE_READ))
 
 
 def _check_within_file(name: str, code: int) -> None:
@@ -125,32 +140,42 @@ def _check_within_file(name: str, code: int) -> None:
         )
 
 
-def _ends(tensor: Tensor) -> set[int]:
-    """Addresses of the first and the last byte."""
-    begin = tensor.data_ptr()
-    return {begin, begin + tensor.nbytes - 1}
+def _ends(argument: Argument) -> tuple[int, ...]:
+    """Addresses of the first and the last page, which may be the same."""
+    if not argument.numel:
+        return ()
+    first = argument.begin & -mmap.PAGESIZE
+    last = (argument.end - 1) & -mmap.PAGESIZE
+    return (first,) if first == last else (first, last)
 
 
-def note_writes(tensors: Mapping[str, Tensor]) -> None:
+def note_writes(arguments: Sequence[Argument]) -> None:
     """Tell autograd that the tensors have changed, as an in-place operation of torch does.
 
     Inference tensors count no versions; torch passes them over.
     """
-    torch.autograd.graph.increment_version(list(tensors.values()))
+    torch.autograd.graph.increment_version([argument.tensor for argument in arguments])
 
 
 @cache
-def _madvise() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+def _populate_call() -> Callable[[int, int, int], int]:
+    """The native core's call where it is there, else the same by ctypes: ten times as slow."""
+    try:
+        from offload import _native
+    except ImportError:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+        def populate(page: int, page_bytes: int, advice: int) -> int:
+            return ctypes.get_errno() if madvise(page, page_bytes, advice) != 0 else 0
+
+        return populate
+    return _native.populate
 
 
-def _populate(address: int, advice: int) -> int:
-    """0 if the page at `address` can be touched so, otherwise the kernel's error number."""
-    page = address - address % mmap.PAGESIZE
-    failed = _madvise()(page, mmap.PAGESIZE, advice) != 0
-    return ctypes.get_errno() if failed else 0
+def _populate(page: int, advice: int) -> int:
+    """0 if the page can be touched so, otherwise the kernel's error number."""
+    return _populate_call()(page, mmap.PAGESIZE, advice)
 
 
 @cache
@@ -160,8 +185,8 @@ def _can_probe() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    page = ctypes.create_string_buffer(1)
-    return _populate(ctypes.addressof(page), _MADV_POPULATE_WRITE) == 0
+    byte = ctypes.create_string_buffer(1)
+    return _populate(ctypes.addressof(byte) & -mmap.PAGESIZE, _MADV_POPULATE_WRITE) == 0
 
 
 def _mapped_writable(address: int) -> bool:

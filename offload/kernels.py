@@ -47,6 +47,7 @@ STATS_BLOCK = reference.STATS_BLOCK
 MOST_THREADS = 4096
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 3}  # DType in kernels.h
+_FULL = (torch.float32,)
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -200,18 +201,19 @@ def update(
             f"states: {type(rule).__name__} expects {expected}, got {len(states)} tensors"
         )
     with torch._C.DisableTorchFunction():
-        written = {"param": check_tensor("param", param, (torch.float32,))}
+        written = [check_tensor("param", param, _FULL)]
         for name, state in zip(rule.states, states, strict=True):
-            written[name] = check_tensor(name, state, (torch.float32,))
+            written.append(check_tensor(name, state, _FULL))
         if out is not None:
-            written["out"] = check_tensor("out", out, _HALVES)
-        every = {**written, "grad": check_tensor("grad", grad, _GRADS)}
+            written.append(check_tensor("out", out, _HALVES))
+        read = check_tensor("grad", grad, _GRADS)
+        every = [*written, read]
         tail_begin = _tail_begin(offset, check_sizes(every), numel)
         lanes = _lanes(threads)
         signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
         check_apart(every)
         check_writable(written)
-        check_readable("grad", grad)
+        check_readable(read)
         state0, state1, *_ = [*states, None, None]
         tensors = (param, grad, state0, state1, out)
         if native := _native():
@@ -311,9 +313,9 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
     set.
     """
     with torch._C.DisableTorchFunction():
-        check_tensor("grad", grad, _GRADS)
-        check_readable("grad", grad)
-        count = grad.numel()
+        read = check_tensor("grad", grad, _GRADS)
+        check_readable(read)
+        count = read.numel
         sums = np.empty(-(-count // STATS_BLOCK), dtype=np.float64)
         lanes = _lanes(threads)
         native = _native()
@@ -332,15 +334,14 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
 def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
     """Copy `source` to `target`, between fp32 and bf16 or fp16, to nearest even; NaN stays NaN."""
     with torch._C.DisableTorchFunction():
-        check_tensor("source", source, _GRADS)
-        targets = _HALVES if source.dtype == torch.float32 else (torch.float32,)
-        check_tensor("target", target, targets)
-        every, written = {"source": source, "target": target}, {"target": target}
-        count = check_sizes(every)
+        read = check_tensor("source", source, _GRADS)
+        targets = _HALVES if source.dtype == torch.float32 else _FULL
+        written = check_tensor("target", target, targets)
+        count = check_sizes([read, written])
         lanes = _lanes(threads)
-        check_apart(every)
-        check_writable(written)
-        check_readable("source", source)
+        check_apart([read, written])
+        check_writable([written])
+        check_readable(read)
         native = _native()
         if native:
             codes = _CODES[source.dtype], _CODES[target.dtype]
@@ -348,4 +349,4 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
         else:
             with _disable_current_modes():  # one that fakes or redirects torch's operations
                 reference.cast(reference.flat(source), reference.flat(target))
-        note_writes(written)
+        note_writes([written])
