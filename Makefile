@@ -29,16 +29,20 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: demo test lint bench sanitize emulate peers wheel clean help setup
+.PHONY: demo test test-device lint bench sanitize emulate peers wheel clean help setup
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
 
 demo: setup  ## train a small GPT with our AdamW, beside torch's own, to the same bits
 	"$(PY)" examples/train_gpt.py --picture build/demo.png
 
 test: setup  ## all tests
 	$(PYTEST)
+	$(PYTEST) -m device
+
+test-device: setup  ## the tests of the device code alone, on a fake accelerator, under every schedule
+	$(PYTEST) -m device
 
 lint: setup  ## ruff and mypy
 	"$(PY)" -m ruff check .

@@ -128,3 +128,22 @@ def test_nothing_can_run_what_a_file_says() -> None:
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in {"eval", "exec", "torch.load"}, f"{file.name}: {called}"
+
+
+# Who may speak of what: a word, and the files or folders it may stand in.
+RESERVED = {
+    "torch.Stream": {"transfer"},
+    "torch.Event": {"transfer"},
+    "torch.accelerator": {"transfer", "pool", "machine"},
+    "torch.cuda": {"pool"},  # registering host memory has no general call
+    "torch.distributed": {"shard"},
+}
+
+
+def test_streams_and_their_like_stay_with_their_owner() -> None:
+    root = Path(offload.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        me = file.relative_to(root).parts[0].removesuffix(".py")
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            for word, owners in RESERVED.items():
+                assert word not in line or me in owners, f"{file}:{number} speaks of {word}"

@@ -1,0 +1,46 @@
+"""Copies between host memory and a device: the only owner of streams and events.
+
+Two side streams: `up` carries copies to the device, `down` copies to the host. Both run beside the
+stream that computes, which is whatever stream is current in the thread that calls. The CPU does not
+wait here: streams wait for one another, and only `Ticket.wait` and `close` block. What a copy reads
+and writes is held until the copy is over: a lease cannot return to its pool, nor device memory to
+its allocator, while bytes are under way.
+
+Device memory for what is fetched comes from torch's allocator, out of the pool of `up`, and is
+counted against a budget in bytes. It is given back in the order of `up`, after the streams that
+used it: what `up` writes next may lie in the same memory, at once, without anybody waiting for it.
+So the bytes in use never exceed the budget, however far the device runs behind the CPU.
+
+`device.py` has the copies, `buffer.py` the device memory, `host.py` the case without a device: the
+CPU's own memory, where nothing is copied. Any thread. Knows no policy and no files.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.metrics import Metrics
+from offload.transfer.buffer import DeviceBuffer
+from offload.transfer.device import DeviceTransfer, Mark
+from offload.transfer.host import HostBuffer, HostTransfer
+
+__all__ = [
+    "DeviceBuffer",
+    "DeviceTransfer",
+    "HostBuffer",
+    "HostTransfer",
+    "Mark",
+    "Transfer",
+    "open_transfer",
+]
+
+Transfer = DeviceTransfer | HostTransfer
+
+
+def open_transfer(
+    device: torch.device | str, budget_bytes: int | None = None, metrics: Metrics | None = None
+) -> Transfer:
+    """What moves bytes to and from `device`. budget_bytes: for device memory; the CPU has none."""
+    if torch.device(device).type == "cpu":
+        return HostTransfer()
+    return DeviceTransfer(device, budget_bytes, metrics=metrics)

@@ -1,0 +1,182 @@
+"""Device memory that is filled from the host, used, and given back, against a budget in bytes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offload.config import format_size
+from offload.errors import CapacityError, ConfigError, StateError
+from offload.ticket import Ticket
+
+ALIGN = 512  # torch's allocators round up to it
+
+# Starts the copy of a host tensor to a device tensor on `up`: both flat bytes.
+Lift = Callable[[Tensor, Tensor, str], Ticket[None]]
+
+
+class DeviceMemory:
+    """Memory of one device, out of the allocator's pool of the stream `up`, and how much of it is
+    in use. Any thread; never blocks.
+    """
+
+    def __init__(self, device: torch.device, up: torch.Stream, budget_bytes: int | None) -> None:
+        self.device = device
+        self.up = up
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        self._used_bytes = 0
+        self._returned: deque[int] = deque()  # sizes; finalizers leave them here
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are held: by a buffer, or by a view that outlives its buffer."""
+        with self._lock:
+            self._take_in_returned()
+            return self._used_bytes
+
+    def allocate(self, nbytes: int, what: str) -> Tensor:
+        """So many bytes, not filled. Raises `CapacityError` with the numbers when the budget or the
+        device is spent.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"{what}: expected 0 bytes or more, got {nbytes}")
+        size = -(-nbytes // ALIGN) * ALIGN
+        self._take(size, what)
+        try:
+            with self.up:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except BaseException as error:
+            self._returned.append(size)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise CapacityError(
+                    f"{self.device}: {what} needs {format_size(size)} ({size} bytes), which the "
+                    f"device does not have; {format_size(self.used_bytes)} are in use here, the "
+                    "rest elsewhere in this process or in others; lower device_memory, or use less"
+                ) from error
+            raise
+        weakref.finalize(memory.untyped_storage(), self._returned.append, size).atexit = False
+        return memory
+
+    def _take(self, size: int, what: str) -> None:
+        with self._lock:
+            self._take_in_returned()
+            used, budget = self._used_bytes, self.budget_bytes
+            if budget is not None and used + size > budget:
+                raise CapacityError(
+                    f"{self.device}: {what} needs {format_size(size)} ({size} bytes), "
+                    f"{format_size(budget - used)} of {format_size(budget)} are free; raise "
+                    "device_memory, or use less"
+                )
+            self._used_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+
+    def _take_in_returned(self) -> None:
+        while self._returned:
+            self._used_bytes -= self._returned.popleft()
+
+
+@dataclass
+class _Loan:
+    """Memory of the pool of `up`, and the other streams that have used it. Apart from the buffer,
+    so that the memory of a buffer that is forgotten goes back in order, too.
+    """
+
+    memory: Tensor | None
+    up: torch.Stream
+    users: list[torch.Stream] = field(default_factory=list)
+
+    def give_back(self) -> bool:
+        """Drop the memory in the order of `up`, after its users. False when somebody still holds a
+        view; then the allocator keeps it until the view is gone and the users are past it.
+        """
+        memory, self.memory = self.memory, None
+        if memory is None:
+            return True
+        escaped = _holders(memory) > 1
+        for stream in self.users:
+            self.up.wait_event(stream.record_event())
+            if escaped:
+                memory.record_stream(stream)
+        return not escaped
+
+
+class DeviceBuffer:
+    """One piece of device memory. One holder.
+
+    Filling may happen in any thread. `use` and `release` belong to the threads that compute.
+    """
+
+    def __init__(self, memory: Tensor, up: torch.Stream, lift: Lift, what: str) -> None:
+        self.what = what
+        self.nbytes = memory.nbytes
+        self._loan = _Loan(memory, up)
+        self._lift = lift
+        self._filled: torch.Event | None = None
+        weakref.finalize(self, self._loan.give_back)
+
+    def fill(self, host: Tensor, offset_bytes: int = 0) -> Ticket[None]:
+        """Copy `host` to the buffer's bytes from `offset_bytes` on. Parts may come as they are
+        ready, so that the copy of one runs while the next is read from somewhere. `host` is held
+        until the ticket is done. Never blocks.
+        """
+        memory, end = self._memory(), offset_bytes + host.nbytes
+        if not 0 <= offset_bytes <= end <= self.nbytes:
+            raise ConfigError(
+                f"{self.what}: bytes [{offset_bytes}, {end}) are not within {self.nbytes}"
+            )
+        if not host.is_contiguous():
+            raise ConfigError(f"{self.what}: expected a contiguous host tensor to copy from")
+        flat = host.detach().view(-1).view(torch.uint8)
+        ticket = self._lift(flat, memory[offset_bytes:end], self.what)
+        self._filled = self._loan.up.record_event()
+        return ticket
+
+    @property
+    def arrived(self) -> bool:
+        """Whether what was filled so far is there already."""
+        return self._filled is None or self._filled.query()
+
+    def use(self) -> Tensor:
+        """The buffer's bytes, for this thread's current stream, which waits for the fills so far.
+        Views of it may be made; all of them end with `release`.
+        """
+        memory = self._memory()
+        stream = torch.accelerator.current_stream(memory.device)
+        if self._filled is not None:
+            stream.wait_event(self._filled)
+        if stream not in self._loan.users:
+            self._loan.users.append(stream)
+        return memory.detach()  # a tensor of its own, so that `release` can tell who still has it
+
+    def release(self) -> bool:
+        """Give the memory back, after all that its users have been given so far. Idempotent.
+
+        False: somebody still holds a view of it. The view stays valid, and its memory goes on
+        counting against the budget until it is gone.
+        """
+        return self._loan.give_back()
+
+    def _memory(self) -> Tensor:
+        if self._loan.memory is None:
+            raise StateError(f"{self.what}: the device buffer has been released")
+        return self._loan.memory
+
+    def __enter__(self) -> DeviceBuffer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _holders(memory: Tensor) -> int:
+    """How many tensors share the memory, `memory` itself included."""
+    storage = memory.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself

@@ -1,0 +1,43 @@
+"""What can be copied, and how a copy is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its number: `cuda` is the current one."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        raise ConfigError(
+            f"device: expected {accelerator.type if accelerator else 'the CPU alone'} here, got "
+            f"{device}"
+        )
+    if device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def check_copy(host: Tensor, device: Tensor, what: str) -> None:
+    """A copy between the two is a plain move of bytes, which alone can run beside the CPU."""
+    if host.dtype != device.dtype or host.shape != device.shape:
+        raise ConfigError(
+            f"{what}: expected the same shape and dtype on both sides, got "
+            f"{tuple(host.shape)} {host.dtype} on the host, {tuple(device.shape)} {device.dtype} "
+            "on the device"
+        )
+    for side, tensor in (("host", host), ("device", device)):
+        if not tensor.is_contiguous():
+            raise ConfigError(f"{what}: expected a contiguous {side} tensor")
+
+
+def cut(numel: int, part: int) -> Iterator[slice]:
+    """Slices of `part` elements that cover [0, numel); one empty slice where there is nothing."""
+    step = max(part, 1)
+    for begin in range(0, max(numel, 1), step):
+        yield slice(begin, min(begin + step, numel))

@@ -1,0 +1,119 @@
+"""Faults for the device code, made from its own source: every wait, every place where an event is
+recorded, every stream that work is put on, and everything that is held until a copy is over.
+
+The first three are found in the source, so that a new one cannot be forgotten; what is held is
+listed by hand. `mutants` names them all; `loaded` gives the package with one of them in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import offload.transfer
+
+FOLDER = Path(offload.transfer.__file__).parent
+WAITS = {"wait_event", "wait_stream", "synchronize", "record_stream"}
+STREAMS = {"_up", "_down", "up"}
+
+# What is held, and the line without it.
+HELD = [
+    ("device.py", "what, None, (host,))", "what, None, ())", "host memory of a fill"),
+    (
+        "device.py",
+        "what, target, (host, target))",
+        "what, target, (target,))",
+        "host memory of a write",
+    ),
+    ("device.py", "what, target, (host, target))", "what, None, (host,))", "target of a write"),
+    ("device.py", "host, (host,), source, owner", "host, (host,), None, owner", "source of a read"),
+    ("device.py", "or not flights[0].event.query()", "", "a copy until it is over"),
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    name: str
+    source: str
+
+
+def mutants() -> list[Mutant]:
+    found = []
+    for path in sorted(FOLDER.glob("*.py")):
+        text = path.read_text()
+        for line, what, changed in _changes(ast.parse(text)):
+            found.append(Mutant(path.name, f"{path.name}:{line} {what}", changed))
+    for file, old, new, what in HELD:
+        text = (FOLDER / file).read_text()
+        assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}: mend HELD"
+        found.append(Mutant(file, f"{file} does not hold {what}", text.replace(old, new)))
+    return found
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Line, description and changed source, one fault each; `tree` is as before afterwards."""
+    for parent in ast.walk(tree):
+        for name, value in list(ast.iter_fields(parent)):
+            for index, node in enumerate(value if isinstance(value, list) else [value]):
+                for what, replacement in _faults(node):
+                    siblings = getattr(parent, name)
+                    if isinstance(value, list):
+                        siblings[index] = replacement
+                    else:
+                        setattr(parent, name, replacement)
+                    yield node.lineno, what, ast.unparse(ast.fix_missing_locations(tree))
+                    if isinstance(value, list):
+                        siblings[index] = node
+                    else:
+                        setattr(parent, name, node)
+
+
+def _faults(node: object) -> Iterator[tuple[str, ast.AST]]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        if isinstance(function, ast.Attribute) and function.attr in WAITS:
+            yield f"without {ast.unparse(node)}", ast.Pass()
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "record_event"
+    ):
+        stream = ast.unparse(node.func.value)
+        idle = ast.parse(f"torch.Stream({stream}.device).record_event()", mode="eval").body
+        yield f"{stream}.record_event() on another stream", idle
+    if isinstance(node, ast.With):
+        stream = node.items[0].context_expr
+        if isinstance(stream, ast.Attribute) and stream.attr in STREAMS:
+            yield f"not on {ast.unparse(stream)}", ast.If(ast.Constant(True), node.body, [])
+
+
+def synchronisations() -> int:
+    """How often the source speaks of streams and events, counted without parsing it."""
+    words = [f".{word}(" for word in (*sorted(WAITS), "record_event")]
+    words += [f"with self.{stream}:" for stream in sorted(STREAMS)]
+    return sum(path.read_text().count(word) for path in FOLDER.glob("*.py") for word in words)
+
+
+@contextmanager
+def loaded(mutant: Mutant) -> Iterator[ModuleType]:
+    """`offload.transfer.device` as it would be with the fault."""
+    names = ["offload.transfer.buffer", "offload.transfer.device"]
+    kept = {name: sys.modules.pop(name) for name in names}
+    try:
+        for name in names:
+            if mutant.file == f"{name.rpartition('.')[2]}.py":
+                module = ModuleType(name)
+                sys.modules[name] = module
+                exec(compile(mutant.source, mutant.name, "exec"), module.__dict__)
+            else:
+                importlib.import_module(name)
+        yield sys.modules[names[-1]]
+    finally:
+        sys.modules.update(kept)

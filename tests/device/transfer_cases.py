@@ -1,0 +1,301 @@
+"""Small programs on the transfer layer. Each returns host tensors whose bits must not depend on the
+schedule, and must be those of `expected`. Each is written so that one missing wait shows.
+
+They take the module that has `DeviceTransfer`, so that the tests can hand in one with a fault.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.budget import Budget
+from offload.pool import Lease, Pool
+from offload.transfer import HostTransfer
+
+WIDTH, LAYERS, STEPS, RATE = 16, 4, 3, 0.1
+SIZE = 4 * WIDTH * WIDTH  # bytes of a layer
+FILLER = 7.0
+WAIT_S = 2.0  # where something is wrong; nothing here takes time
+
+
+def register(address: int, nbytes: int) -> Callable[[], None]:
+    torch.fake.register_host_memory(address, nbytes)  # type: ignore[attr-defined]
+    return lambda: torch.fake.unregister_host_memory(address)  # type: ignore[attr-defined]
+
+
+@dataclass
+class Bench:
+    """A pool, a transfer, and a generator of the same numbers every time."""
+
+    transfer: Any
+    pool: Pool
+    numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
+
+    @property
+    def device(self) -> torch.device:
+        return self.transfer.device
+
+    def host(self, *shape: int) -> Tensor:
+        """Leased host memory; it returns when the tensor is gone."""
+        numel = torch.Size(shape).numel()
+        with self.pool.lease(4 * numel) as lease:
+            return lease.tensor(torch.float32).view(shape)
+
+    def random(self, *shape: int) -> Tensor:
+        target = self.host(*shape)
+        return target.copy_(torch.randn(shape, generator=self.numbers) / 4)
+
+    def busy(self) -> Tensor:
+        """Work for the stream that computes, so that it has something to be late with."""
+        return torch.ones(WIDTH, WIDTH, device=self.device) @ torch.ones(
+            WIDTH, WIDTH, device=self.device
+        )
+
+
+@contextmanager
+def bench(module: ModuleType | None, pool_bytes: int = 1 << 20, **options: Any) -> Iterator[Bench]:
+    """module: None runs on the CPU."""
+    pool = Pool(
+        pool_bytes, register=register if module else lambda *_: None, budget=Budget(1 << 24)
+    )
+    transfer = module.DeviceTransfer("fake", **options) if module else HostTransfer()
+    try:
+        yield Bench(transfer, pool)
+        assert module is None or not transfer.metrics.snapshot().fallbacks
+    finally:
+        if module:
+            torch.accelerator.synchronize()
+        transfer.close()
+        gc.collect()
+        pool.close()
+
+
+def matrix(buffer: Any) -> Tensor:
+    return buffer.use().view(torch.float32).view(WIDTH, WIDTH)
+
+
+def train_with_fetched_parameters(module: ModuleType | None) -> list[Tensor]:
+    """Parameters live on the host and visit two buffers on the device; gradients come back."""
+    with bench(module, budget_bytes=2 * SIZE) as b:
+        weights = [b.random(WIDTH, WIDTH) for _ in range(LAYERS)]
+        inputs, target = (b.random(8, WIDTH).to(b.device) for _ in range(2))
+        for _ in range(STEPS):
+            values, pending = [inputs], {}
+            after = b.transfer.fetch(weights[0])
+            for layer in range(LAYERS):
+                buffer, after = after, b.transfer.fetch(weights[min(layer + 1, LAYERS - 1)])
+                values.append(torch.tanh(values[-1] @ matrix(buffer)))
+                buffer.release()
+            slope = values[-1] - target
+            for layer in reversed(range(LAYERS)):
+                buffer, after = after, b.transfer.fetch(weights[max(layer - 1, 0)])
+                slope = slope * (1 - values[layer + 1] ** 2)
+                gradient = values[layer].t() @ slope
+                slope = slope @ matrix(buffer).t()
+                assert buffer.release()
+                pending[layer] = b.transfer.read_in_parts(gradient, b.host(WIDTH, WIDTH), 256)
+                del gradient
+            after.release()
+            for layer in reversed(range(LAYERS)):
+                flat = weights[layer].view(-1)
+                for number, ticket in enumerate(pending.pop(layer)):
+                    flat[64 * number : 64 * (number + 1)].sub_(ticket.wait(WAIT_S), alpha=RATE)
+        return [weight.clone() for weight in weights]
+
+
+def train_with_resident_parameters(module: ModuleType | None) -> list[Tensor]:
+    """Parameters live on the device; the host updates a copy, and sends it back part by part."""
+    with bench(module) as b:
+        masters = [b.random(WIDTH, WIDTH) for _ in range(LAYERS)]
+        weights = [master.clone().to(b.device) for master in masters]
+        inputs, target = (b.random(8, WIDTH).to(b.device) for _ in range(2))
+        for _ in range(STEPS):
+            values = [inputs]
+            for weight in weights:
+                values.append(torch.tanh(values[-1] @ weight))
+            slope = values[-1] - target
+            pending = []
+            for layer in reversed(range(LAYERS)):
+                slope = slope * (1 - values[layer + 1] ** 2)
+                gradient = values[layer].t() @ slope
+                pending.append(b.transfer.read(gradient, b.host(WIDTH, WIDTH)))
+                del gradient
+                slope = slope @ weights[layer].t()
+            mark = b.transfer.mark()
+            for layer, ticket in zip(reversed(range(LAYERS)), pending, strict=True):
+                masters[layer].sub_(ticket.wait(WAIT_S), alpha=RATE)
+                staged = b.host(WIDTH, WIDTH).copy_(masters[layer])
+                b.transfer.write(staged, weights[layer], mark)
+                del staged
+            b.transfer.join()
+        output = inputs
+        for weight in weights:
+            output = torch.tanh(output @ weight)
+        return [*masters, output.cpu()]
+
+
+def fill_in_parts_through_staging(module: ModuleType | None) -> list[Tensor]:
+    """A block arrives through two small pieces of host memory that are used again and again."""
+    with bench(module, pool_bytes=8192) as b:  # two pieces of a page
+        whole = torch.randn(SIZE, generator=b.numbers)
+        if module is None:
+            return [whole * 2]
+        buffer = b.transfer.allocate(whole.nbytes)
+        flights: list[tuple[Any, Lease]] = []
+        for begin in range(0, whole.numel(), 1024):
+            if len(flights) == 2:
+                ticket, lease = flights.pop(0)
+                ticket.wait(WAIT_S)
+                lease.release()
+                del ticket
+            lease = b.pool.lease(4096)
+            part = lease.tensor(torch.float32).copy_(whole[begin : begin + 1024])
+            flights.append((buffer.fill(part, 4 * begin), lease))
+            del part
+        doubled = buffer.use().view(torch.float32) * 2
+        buffer.release()
+        return [doubled.cpu()]
+
+
+def leases_of_forgotten_copies(module: ModuleType | None) -> list[Tensor]:
+    """Nobody waits for a copy and nobody holds its host memory: the pool may not reuse it yet."""
+    with bench(module, pool_bytes=64 * 4096) as b:
+        results = []
+        target = torch.zeros(1024, device=b.device)
+        for number in range(12):
+            staged = b.host(1024).fill_(number)
+            if number % 2:
+                b.transfer.write(staged, target, b.transfer.mark())
+                b.transfer.join()
+                seen = target
+            else:
+                buffer = b.transfer.fetch(staged)
+                seen = buffer.use().view(torch.float32)
+            del staged
+            spoiler = b.host(1024).fill_(-1)  # in the same piece, if it came back too early
+            results.append((seen + 0.5).sum().view(1))
+            del spoiler, seen
+        return [torch.cat(results).cpu()]
+
+
+def memory_of_what_was_read(module: ModuleType | None) -> list[Tensor]:
+    """A gradient is dropped at once, and the next kernel gets its memory."""
+    results = []
+    for limit in (0, 1 << 20):
+        with bench(module, **({"reads_in_flight_bytes": limit} if module else {})) as b:
+            for number in range(3):
+                gradient = torch.full((WIDTH, WIDTH), float(number), device=b.device)
+                gradient = gradient + 0.25
+                ticket = b.transfer.read(gradient, b.host(WIDTH, WIDTH))
+                del gradient
+                spoilers = [torch.full((WIDTH, WIDTH), FILLER, device=b.device) for _ in range(3)]
+                results.append(ticket.wait(WAIT_S).clone())
+                del spoilers
+    return results
+
+
+def memory_of_what_is_written(module: ModuleType | None) -> list[Tensor]:
+    """A parameter is dropped while its new bytes are on their way: they must not land in what has
+    its memory now. Nor may they land while the old ones are still read.
+    """
+    with bench(module) as b:
+        target = torch.ones(WIDTH, WIDTH, device=b.device)
+        before = target + b.busy()  # reads the old bytes
+        ticket = b.transfer.write(b.random(WIDTH, WIDTH), target, b.transfer.mark())
+        del target
+        other = torch.full((WIDTH, WIDTH), 3.0, device=b.device)
+        results = [before, other]
+        ticket.wait(WAIT_S)
+        return [result.cpu() for result in (*results, other * 2)]
+
+
+def memory_of_what_was_fetched(module: ModuleType | None) -> list[Tensor]:
+    """Buffers come and go in the same bytes: released, forgotten, never used, kept by a view."""
+    with bench(module, budget_bytes=2 * SIZE) as b:
+        results, host = [], [b.random(WIDTH, WIDTH) for _ in range(4)]
+        first, second = b.transfer.fetch(host[0]), b.transfer.fetch(host[1])
+        results.append(matrix(first) @ b.busy())
+        first.release()
+        third = b.transfer.fetch(host[2])  # in the first one's memory
+        results.append(matrix(second) @ matrix(third))
+        del second, third  # forgotten
+        gc.collect()
+        unused = b.transfer.fetch(host[3])
+        del unused
+        fourth = b.transfer.fetch(host[3])
+        results.append(matrix(fourth) + b.busy())
+        view = matrix(fourth)[2:4]
+        assert fourth.release() is (module is None)
+        fifth = b.transfer.fetch(host[0])
+        results.append(matrix(fifth) * 2)
+        fifth.release()
+        results.append(view + b.busy()[2:4])
+        del view
+        sixth, seventh = b.transfer.fetch(host[1]), b.transfer.fetch(host[2])
+        results.append(matrix(sixth) + matrix(seventh))
+        return [result.cpu() for result in results]
+
+
+def several_streams(module: ModuleType | None) -> list[Tensor]:
+    """Two streams use one buffer; a read and a write name the place they come after."""
+    if module is None:
+        return [torch.full((4,), 12.0), torch.full((4,), 5.0), torch.full((4,), 2.0)]
+    with bench(module, budget_bytes=512) as b:
+        side = torch.Stream("fake")
+        buffer = b.transfer.fetch(b.host(4).fill_(6.0))
+        main_sum = buffer.use().view(torch.float32) + 6
+        with side:
+            side_sum = buffer.use().view(torch.float32) - 1
+            side_mark = b.transfer.mark()
+        buffer.release()
+        other = b.transfer.fetch(b.host(4).fill_(2.0))  # in the same memory
+        ticket = b.transfer.read(side_sum, b.host(4), after=side_mark)
+        del side_sum
+        with side:
+            spoiler = torch.full((4,), FILLER, device="fake")
+        result = ticket.wait(WAIT_S).clone()
+        del spoiler
+        return [main_sum.cpu(), result, other.use().view(torch.float32).cpu()]
+
+
+def closing(module: ModuleType | None) -> list[Tensor]:
+    """After `close` everything is where it should be, without any other wait."""
+    with bench(module) as b:
+        target = torch.zeros(WIDTH, WIDTH, device=b.device)
+        source = torch.full((WIDTH, WIDTH), 5.0, device=b.device) + b.busy()
+        there = b.host(WIDTH, WIDTH).zero_()
+        reading = b.transfer.read(source, there)
+        host = b.host(WIDTH, WIDTH).fill_(4.0)
+        writing = b.transfer.write(host, target, b.transfer.mark())
+        b.transfer.close()
+        assert reading.done and writing.done
+        host.fill_(-1.0)
+        copy = reading.wait(WAIT_S).clone()
+        writing.wait(WAIT_S)
+        return [copy, target.cpu()]
+
+
+CASES = [
+    train_with_fetched_parameters,
+    train_with_resident_parameters,
+    fill_in_parts_through_staging,
+    leases_of_forgotten_copies,
+    memory_of_what_was_read,
+    memory_of_what_is_written,
+    memory_of_what_was_fetched,
+    several_streams,
+    closing,
+]
+
+
+def run(case: Callable[[ModuleType | None], list[Tensor]], module: ModuleType | None) -> bytes:
+    """The bits of a case's results."""
+    return b"".join(result.contiguous().numpy().tobytes() for result in case(module))
