@@ -1,5 +1,10 @@
 """Train models larger than memory in an unchanged PyTorch loop."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from offload.config import Config
 from offload.errors import (
     CapacityError,
@@ -12,6 +17,12 @@ from offload.errors import (
     StoreTimeout,
 )
 
+if TYPE_CHECKING:
+    from offload.api import plan, report, wrap
+    from offload.optim import Lion
+    from offload.planner import Plan
+    from offload.reports import Report
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
@@ -20,8 +31,31 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "FormatError",
+    "Lion",
     "OffloadError",
+    "Plan",
+    "Report",
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "plan",
+    "report",
+    "wrap",
 ]
+
+# Names that need torch, and where they are. They are looked up when they are used, because
+# `offload doctor` must be able to say that torch is broken.
+_LATE = {
+    "Lion": "offload.optim",
+    "Plan": "offload.planner",
+    "Report": "offload.reports",
+    "plan": "offload.api",
+    "report": "offload.api",
+    "wrap": "offload.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATE[name]), name)

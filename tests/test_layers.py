@@ -12,11 +12,12 @@ import offload
 ROWS = [
     {"errors", "rules", "arguments", "reference", "_native", "kernels"},
     {
-        "plan",
+        "planner",
         "block",
         "budget",
         "ticket",
         "extents",
+        "layout",
         "machine",
         "machine_disk",
         "config",
@@ -24,7 +25,7 @@ ROWS = [
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace"},
-    {"hooks", "optim"},
+    {"hooks", "optim", "reports"},
     {"engine", "checkpoint"},
     {"api", "cli"},
     {"__init__", "__main__"},

@@ -1,0 +1,116 @@
+"""The calls that users make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.budget import HOST
+from offload.config import Config
+from offload.errors import ConfigError
+from offload.machine import free_memory_bytes, read_memory
+from offload.optim import OffloadOptimizer, Session, attach, choose_recipe, is_wrapped
+from offload.optim.session import make_records, spec_of
+from offload.planner import Plan, make_plan
+from offload.reports import Report
+
+_LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for everybody else
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    config: Config | None = None,
+    *,
+    elementwise: bool = False,
+    **fields: Any,
+) -> Any:
+    """Move the optimizer's state to host memory and NVMe, within `host_memory` bytes. The same
+    object comes back, and the loop around it stays as it is.
+
+    elementwise: an optimizer of your own treats each element of a parameter by itself. fields:
+    those of `Config`.
+    """
+    config = Config.of(config, **fields)
+    _check_wrappable(optimizer)
+    _refuse_unbuilt(config)
+    recipe = choose_recipe(optimizer, elementwise)
+    _set_limit(config)
+    session = Session(optimizer, recipe, config, _host_budget(config))
+    try:
+        numbers = {record.param: record.number for record in session.updater.records}
+        states = {numbers[p]: state for p, state in optimizer.state.items() if p in numbers}
+        session.updater.check_states(states)
+        session.updater.take_in(states)
+    except BaseException:
+        session.close()
+        raise
+    attach(optimizer, session)
+    return optimizer
+
+
+def plan(
+    optimizer: torch.optim.Optimizer,
+    config: Config | None = None,
+    *,
+    elementwise: bool = False,
+    **fields: Any,
+) -> Plan:
+    """What `wrap` with the same arguments would do. Nothing is allocated."""
+    config = Config.of(config, **fields)
+    _check_wrappable(optimizer)
+    records = make_records(optimizer, choose_recipe(optimizer, elementwise), optimizer.state)
+    return make_plan([spec_of(r) for r in records], _host_budget(config), bool(config.nvme))
+
+
+def report(optimizer: Any) -> Report:
+    """What a wrapped optimizer has done: bytes, seconds by cause, fall-backs."""
+    if not is_wrapped(optimizer):
+        raise ConfigError(f"report: expected a wrapped optimizer, got {type(optimizer).__name__}")
+    session: Session = optimizer._offload_session
+    return Report.of(session.plan, session.metrics.snapshot(), session.store, session.pool)
+
+
+def _check_wrappable(optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, OffloadOptimizer):
+        raise ConfigError("optimizer: is wrapped already; close() it first")
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    """A field that does nothing yet is an error, not a silence."""
+    default = Config()
+    for name in (
+        "device_memory",
+        "param_dtype",
+        "state_dtype",
+        "activations",
+        "prefetch_depth",
+        "release_grads",
+        "process_group",
+        "self_check",
+        "profile",
+    ):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"{name}: not built yet for wrap; leave it out")
+
+
+def _set_limit(config: Config) -> None:
+    """One limit for the process. That of earlier users has ended when they have gone."""
+    if config.host_memory is not None or HOST.used_bytes == 0:
+        HOST.limit(None if config.host_memory is None else int(config.host_memory))
+
+
+def _host_budget(config: Config) -> int | None:
+    """Host bytes for this optimizer: what was asked for, or what leaves the machine enough."""
+    if config.host_memory is not None:
+        return max(0, int(config.host_memory) - HOST.used_bytes)
+    memory = read_memory()
+    free = free_memory_bytes(memory)
+    if free is None or memory.total_bytes is None:
+        return None
+    total = min(memory.total_bytes, memory.cgroup_limit_bytes or memory.total_bytes)
+    return max(0, free - max(int(total * _LEAVE_SHARE), _LEAVE_BYTES))

@@ -1,0 +1,112 @@
+"""How optimizer state is cut into chunks: the one place that knows where a number lies.
+
+A chunk is what one read and one write move: some fields (`exp_avg`, `exp_avg_sq`, and `master` for
+16-bit parameters) of up to `chunk_numel` elements, one field after the other in one piece of
+memory, always fp32. Its elements are slices of parameters: a large parameter is cut over several
+chunks, small ones share a chunk. Slices begin at multiples of 64 bytes within a field and cut a
+parameter at multiples of 16 elements. Pure numbers; no memory, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+CHUNK_NUMEL = 4 << 20
+MASTER = "master"
+ELEMENT_BYTES = 4
+_SLICE_ALIGN = 16  # elements: 64 bytes
+_FIELD_ALIGN = 1024  # elements: 4 KiB, so that every field begins at a page
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What must be known of a parameter to lay out its state. fields: those of its chunks."""
+
+    name: str
+    numel: int
+    fields: tuple[str, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        return self.numel * len(self.fields) * ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [begin, end) of a parameter, at element `offset` of a chunk's fields."""
+
+    param: int  # its number among the parameters that were laid out
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some slices and their fields. `numel`: elements of one field, with what alignment costs."""
+
+    number: int
+    name: str
+    fields: tuple[str, ...]
+    slices: tuple[Slice, ...]
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * len(self.fields) * ELEMENT_BYTES
+
+    def begin_of(self, field: str) -> int:
+        """The element at which `field` begins."""
+        return self.fields.index(field) * self.numel
+
+
+def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:
+    """Chunks for the state of `params`, in their order; parameters with other fields have chunks
+    of their own. What has no elements or no fields has no chunk.
+    """
+    chunks: list[Chunk] = []
+    for fields in dict.fromkeys(param.fields for param in params):
+        for slices in _pack(params, fields, _round_up(chunk_numel, _SLICE_ALIGN)):
+            numel = _round_up(slices[-1].offset + slices[-1].end - slices[-1].begin, _FIELD_ALIGN)
+            first = slices[0]
+            name = f"{params[first.param].name}[{first.begin}:{first.end}]"
+            if len(slices) > 1:
+                name += f" and {len(slices) - 1} more"
+            chunks.append(Chunk(len(chunks), name, fields, tuple(slices), numel))
+    return chunks
+
+
+def _pack(
+    params: Sequence[ParamSpec], fields: tuple[str, ...], chunk_numel: int
+) -> Iterator[list[Slice]]:
+    """The slices of each chunk."""
+    slices: list[Slice] = []
+    offset = 0
+    for number, param in enumerate(params):
+        if param.fields != fields or not fields:
+            continue
+        begin = 0
+        while begin < param.numel:
+            if offset >= chunk_numel:
+                yield slices
+                slices, offset = [], 0
+            end = min(param.numel, begin + chunk_numel - offset)
+            slices.append(Slice(number, begin, end, offset))
+            offset = _round_up(offset + end - begin, _SLICE_ALIGN)
+            begin = end
+    if slices:
+        yield slices
+
+
+def slices_by_param(chunks: Iterable[Chunk]) -> dict[int, list[tuple[Chunk, Slice]]]:
+    """Where each parameter's state lies, in the order of its elements."""
+    found: dict[int, list[tuple[Chunk, Slice]]] = {}
+    for chunk in chunks:
+        for piece in chunk.slices:
+            found.setdefault(piece.param, []).append((chunk, piece))
+    return found
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,121 @@
+"""The recipe for optimizers without a kernel of ours: the torch class itself, slice by slice.
+
+Works for every optimizer whose step treats each element by itself. Which state is elementwise and
+which is a number for the whole parameter (a step count, NAdam's product) is found by running the
+class once on a small parameter. Each slice of a parameter starts from the same numbers and must end
+with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.optim.recipe import Group, Record, Work
+
+_PROBE_NUMEL = 24
+
+
+class GenericRecipe:
+    def __init__(self, base: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> None:
+        self._base = base
+        self._inner = _bare_copy(base, optimizer)
+        self._fields: dict[int, tuple[str, ...]] = {}
+        self._next: dict[int, dict[str, Any]] = {}  # scalars after this step, by record
+
+    def begin_step(self) -> None:
+        self._next.clear()
+
+    def fields(self, group: Group) -> tuple[str, ...]:
+        """Found by one step on a parameter that nobody has."""
+        if id(group) not in self._fields:
+            probe = torch.nn.Parameter(torch.ones(_PROBE_NUMEL))
+            probe.grad = torch.ones(_PROBE_NUMEL)
+            state = self._run(probe, group, {})
+            self._fields[id(group)] = tuple(
+                name for name, value in state.items() if _is_elementwise(value, _PROBE_NUMEL)
+            )
+        return self._fields[id(group)]
+
+    def update(self, work: Work) -> None:
+        record = work.record
+        param = torch.nn.Parameter(work.master, requires_grad=True)
+        param.grad = _scaled(work.grad, work.scale)
+        fresh = record.step == 1.0
+        before = {} if fresh else {**deepcopy(record.scalars), **work.states}
+        after = self._run(param, record.group, before)
+        for name, view in work.states.items():
+            value = after.pop(name)
+            if value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+        self._keep_scalars(record, after)
+        if work.out is not None:
+            work.out.copy_(work.master)
+
+    def _run(
+        self, param: torch.nn.Parameter, group: Group, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        settings = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+        if "foreach" in settings:
+            settings["foreach"] = False  # one tensor at a time: nothing to gain, memory to lose
+        self._inner.param_groups = [{**settings, "params": [param]}]
+        self._inner.state.clear()
+        if state:
+            self._inner.state[param] = state
+        self._base.step(self._inner)
+        return dict(self._inner.state.pop(param, {}))
+
+    def _keep_scalars(self, record: Record, scalars: dict[str, Any]) -> None:
+        """The numbers after the step, which every slice of the parameter must agree on."""
+        known = self._next.setdefault(record.number, scalars)
+        if known is not scalars and not _same(known, scalars):
+            raise ConfigError(
+                f"{self._base.__name__}: slices of {record.name} end with different numbers; its "
+                "step is not elementwise"
+            )
+
+    def end_step(self, record: Record) -> None:
+        if record.number in self._next:
+            record.scalars = self._next.pop(record.number)
+
+    def scalar_state(self, record: Record) -> dict[str, Any]:
+        return deepcopy(record.scalars)
+
+    def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
+        record.scalars = {
+            name: deepcopy(value) for name, value in state.items() if name not in record.fields
+        }
+        record.step = max(1.0, float(state.get("step", 1.0)))
+
+
+def _bare_copy(
+    base: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings without parameters or hooks."""
+    bare = base.__new__(base)
+    torch.optim.Optimizer.__init__(
+        bare, [torch.nn.Parameter(torch.zeros(1))], dict(optimizer.defaults)
+    )
+    kept = set(vars(bare)) | {"step"}
+    vars(bare).update({k: v for k, v in vars(optimizer).items() if k not in kept})
+    return bare
+
+
+def _is_elementwise(value: object, numel: int) -> bool:
+    return isinstance(value, Tensor) and value.numel() == numel
+
+
+def _scaled(grad: Tensor, scale: float) -> Tensor:
+    full = grad.float()
+    return full if scale == 1.0 else full * scale
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool(one[k] == other[k]) for k in one)

@@ -1,0 +1,168 @@
+"""`OffloadOptimizer`: an optimizer of torch's whose state is somewhere else.
+
+An optimizer that exists is changed in place: its class becomes one made on the spot, below
+`OffloadOptimizer` and the class it had. So it stays the object that schedulers, scalers and
+trainers hold, and `isinstance` says what it said. `close()` gives the plain optimizer back, with
+its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+from weakref import ref
+
+import torch
+
+from offload.errors import StateError
+from offload.optim.session import Session
+
+_SESSION = "_offload_session"
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """What is different in an optimizer that has been wrapped. Made by `offload.wrap` only."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm before clipping, of the last step with `max_grad_norm`."""
+        return _session(self).updater.grad_norm
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _session(self).step()
+        return loss
+
+    # What torch does to `step` when an optimizer is made: hooks and profiler ranges around it.
+    step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[assignment, arg-type]
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
+        copies; state that does not fit in host memory is on memory-mapped files without a name.
+        """
+        session = _session(self)
+        self.state.update(session.export())
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a plain or a wrapped optimizer. Nothing has changed when it raises a
+        `ConfigError` or a `ValueError`.
+        """
+        session, taken = _session(self), {}
+
+        def take(_: object, given: dict[str, Any]) -> dict[str, Any]:
+            taken.update(session.checked(given))
+            return {**given, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(take)  # after all others
+        try:
+            session.incoming = taken
+            super().load_state_dict(state_dict)
+        finally:
+            session.incoming = None
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        session = _session(self)
+        if session.incoming is not None:
+            session.take_in(session.incoming)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the plain optimizer's; the plan is made anew for all groups."""
+        session = _session(self)
+        session.check_addable(param_group)
+        super().add_param_group(param_group)
+        session.reopen()
+
+    def close(self) -> None:
+        """Give everything back; this is a plain optimizer again, with its state in host memory."""
+        detach(self)
+
+    def __enter__(self) -> OffloadOptimizer:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if isinstance(self, OffloadOptimizer):
+            self.close()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise StateError(
+            "optimizer: a wrapped optimizer cannot be copied; copy its state_dict(), or close() it"
+        )
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "optimizer: a wrapped optimizer cannot be pickled; save its state_dict() instead"
+        )
+
+
+def _session(optimizer: torch.optim.Optimizer) -> Session:
+    session: Session = getattr(optimizer, _SESSION)
+    return session
+
+
+@cache
+def _offloaded(base: Any) -> type[OffloadOptimizer]:
+    return type(f"Offload{base.__name__}", (OffloadOptimizer, base), {"__doc__": base.__doc__})
+
+
+def is_wrapped(optimizer: object) -> bool:
+    return isinstance(optimizer, OffloadOptimizer)
+
+
+def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
+    """Change the optimizer's class; its state is in the session already."""
+    setattr(optimizer, _SESSION, session)
+    optimizer.state.clear()
+    # A GradScaler then unscales by itself and skips the step; ours reads no scale on the side.
+    session.supported_scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    base: Any = type(optimizer)
+    _change_class(optimizer, _offloaded(base))
+
+
+def detach(optimizer: torch.optim.Optimizer) -> None:
+    """Change the class back, with the state where torch expects it."""
+    session = _session(optimizer)
+    try:
+        if session.updater.poisoned is None:
+            optimizer.state.update(session.export())
+    finally:
+        session.close()
+        _change_class(optimizer, type(optimizer).__mro__[2])
+        delattr(optimizer, _SESSION)
+        if session.supported_scaling is None:
+            delattr(optimizer, "_step_supports_amp_scaling")
+        else:
+            optimizer._step_supports_amp_scaling = session.supported_scaling  # type: ignore[attr-defined]
+
+
+def _change_class(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+    """Also where a scheduler has left a `step` of its own in the instance, which would go on
+    calling that of the old class.
+    """
+    optimizer.__class__ = kind
+    left = vars(optimizer).get("step")
+    if left is None:
+        return
+    function, held = kind.step, ref(optimizer)
+
+    @wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        this = held()
+        assert this is not None
+        this._opt_called = True  # type: ignore[attr-defined]
+        return function.__get__(this, type(this))(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

@@ -1,0 +1,187 @@
+"""What an optimizer's step does to one slice of a parameter, and which state it needs for that.
+
+A recipe is made once for an optimizer. The native ones call the kernels; `generic.py` has the one
+that runs the torch class itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from offload import kernels, rules
+from offload.errors import ConfigError
+
+Group = dict[str, Any]  # a param_group of torch's
+
+
+@dataclass
+class Record:
+    """One parameter and what is kept of it beside its chunks."""
+
+    number: int
+    name: str
+    param: Tensor
+    group: Group
+    fields: tuple[str, ...]  # of the recipe, without the master
+    is_frozen: bool = False  # needed no gradient when the plan was made
+    has_state: bool = False  # its slices of the chunks, step and scalars mean something
+    step: float = 0.0  # updates so far
+    scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
+
+    @property
+    def is_half(self) -> bool:
+        return self.param.dtype != torch.float32
+
+
+@dataclass(frozen=True)
+class Work:
+    """A slice to update: flat tensors of its elements. `begin`: its first element's number."""
+
+    record: Record
+    begin: int
+    master: Tensor  # fp32: the parameter itself, or the exact master of a 16-bit one
+    grad: Tensor
+    states: Mapping[str, Tensor]
+    out: Tensor | None  # the 16-bit parameter
+    scale: float
+
+
+class Recipe(Protocol):
+    def begin_step(self) -> None:
+        """Hyper-parameters may have changed."""
+
+    def end_step(self, record: Record) -> None:
+        """All slices of the parameter have been updated."""
+
+    def fields(self, group: Group) -> tuple[str, ...]:
+        """The elementwise state of the group's parameters."""
+
+    def update(self, work: Work) -> None:
+        """One step on a slice; `work.record.step` counts this step already."""
+
+    def scalar_state(self, record: Record) -> dict[str, Any]:
+        """What a `state_dict` has beside the fields."""
+
+    def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
+        """Set step and scalars of the record from what a `state_dict` has."""
+
+
+class _Native:
+    """Rules are made once a step for each group and count."""
+
+    counts_steps: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple[int, float], rules.Rule] = {}
+
+    def begin_step(self) -> None:
+        self._rules.clear()
+
+    def end_step(self, record: Record) -> None:
+        return None
+
+    def rule(self, record: Record) -> rules.Rule:
+        raise NotImplementedError
+
+    def update(self, work: Work) -> None:
+        record = work.record
+        key = id(record.group), record.step
+        rule = self._rules.get(key)
+        if rule is None:
+            rule = self._rules[key] = self.rule(record)
+        kernels.update(
+            rule,
+            work.master,
+            work.grad,
+            *(work.states[name] for name in rule.states),
+            out=work.out,
+            scale=work.scale,
+            maximize=bool(record.group.get("maximize", False)),
+            offset=work.begin,
+            numel=record.param.numel(),
+        )
+
+    def scalar_state(self, record: Record) -> dict[str, Any]:
+        return {"step": torch.tensor(record.step)} if self.counts_steps else {}
+
+    def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
+        if not self.counts_steps:
+            record.step = 1.0  # all that matters is that there was one
+            return
+        if "step" not in state:
+            raise ConfigError(f"state of {record.name}: expected a step count, got {list(state)}")
+        record.step = rules.to_float(f"step of {record.name}", state["step"])
+
+
+class AdamRecipe(_Native):
+    def __init__(self, decoupled: bool) -> None:
+        super().__init__()
+        self._decoupled = decoupled
+
+    def fields(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def rule(self, record: Record) -> rules.Rule:
+        group = record.group
+        beta1, beta2 = group["betas"]
+        return rules.Adam.at(
+            record.step,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+        )
+
+
+class SgdRecipe(_Native):
+    counts_steps = False
+
+    def fields(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def rule(self, record: Record) -> rules.Rule:
+        group = record.group
+        return rules.Sgd.at(
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=bool(group["nesterov"]),
+            first=record.step == 1.0,
+        )
+
+
+class AdagradRecipe(_Native):
+    def fields(self, group: Group) -> tuple[str, ...]:
+        return ("sum",)
+
+    def rule(self, record: Record) -> rules.Rule:
+        group = record.group
+        return rules.Adagrad.at(
+            record.step,
+            lr=group["lr"],
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+
+class LionRecipe(_Native):
+    counts_steps = False
+
+    def fields(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def rule(self, record: Record) -> rules.Rule:
+        group = record.group
+        beta1, beta2 = group["betas"]
+        return rules.Lion.at(
+            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"]
+        )

@@ -1,0 +1,191 @@
+"""What a wrapped optimizer holds: plan, memory, store, and the updater on top of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.budget import HOST
+from offload.config import Config
+from offload.errors import ConfigError
+from offload.layout import MASTER, ParamSpec
+from offload.metrics import Metrics
+from offload.optim.recipe import Recipe, Record
+from offload.optim.tiers import Tiers
+from offload.optim.updater import Updater, is_dense
+from offload.planner import Plan, make_plan
+from offload.pool import Pool
+from offload.store import DiskStore
+from offload.store.mapped import mapped_tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Session:
+    """Opened for one optimizer. `reopen` makes it anew when there are other parameters."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        config: Config,
+        host_memory_bytes: int | None,
+        chunk_numel: int | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.metrics = Metrics(strict=config.strict)
+        self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
+        self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
+        self._recipe = recipe
+        self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
+        self._host_memory_bytes = host_memory_bytes
+        self._chunk_numel = chunk_numel
+        self._open(optimizer.state)
+
+    def _open(self, with_state: Container[Tensor]) -> None:
+        records = make_records(self.optimizer, self._recipe, with_state)
+        self.plan: Plan = make_plan(
+            [spec_of(record) for record in records],
+            self._host_memory_bytes,
+            has_disk=bool(self._directories),
+            chunk_numel=self._chunk_numel,
+        )
+        arena, disk = self.plan.arena_bytes, self.plan.disk_bytes
+        self.pool = Pool(arena, budget=HOST) if arena else None
+        self.store: DiskStore | None = None
+        try:
+            if disk:
+                assert self.pool is not None, "what is on disk passes through buffers"
+                self.store = DiskStore(
+                    self._directories,
+                    self.plan.disk_capacity_bytes,
+                    metrics=self.metrics,
+                    memory=[(self.pool.address, self.pool.capacity_bytes)],
+                )
+            tiers = Tiers(self.plan, self.pool, self.store)
+        except BaseException:
+            self.close()
+            raise
+        self.updater = Updater(records, self._recipe, tiers, self.metrics)
+
+    def step(self) -> None:
+        if any(r.is_frozen and r.param.grad is not None for r in self.updater.records):
+            self.reopen()  # somebody has thawed it
+        self.updater.step(self.config.max_grad_norm)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def export(self) -> dict[Tensor, dict[str, Any]]:
+        """The state by parameter, as torch keeps it."""
+        states = self.updater.export(self._make)
+        return {self.updater.records[number].param: state for number, state in states.items()}
+
+    def _make(self, record: Record) -> Tensor:
+        """Memory for one field of a parameter's state that leaves us."""
+        if self.store is None:
+            return torch.empty_like(record.param, dtype=torch.float32, requires_grad=False)
+        return mapped_tensor(self._directories[0], record.param)
+
+    def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """The states of a `state_dict` by the numbers of our parameters, if they fit."""
+        groups = state_dict["param_groups"]
+        saved = [number for group in groups for number in group["params"]]
+        numbers = {number: index for index, number in enumerate(saved)}
+        states = {
+            numbers[key]: state for key, state in state_dict["state"].items() if key in numbers
+        }
+        if len(saved) == len(self.updater.records):  # torch says what is wrong otherwise
+            self.updater.check_states(states)
+        return states
+
+    def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        # The groups have been replaced by those of the state_dict.
+        for record, (_, group, _) in zip(
+            self.updater.records, _each_param(self.optimizer), strict=True
+        ):
+            record.group = group
+        self.updater.take_in(states)
+
+    def reopen(self) -> None:
+        """Make the plan anew, for the optimizer as it is now; state goes over to it."""
+        states = self.export()
+        self.close()
+        self._open(states)
+        numbers = {record.param: record.number for record in self.updater.records}
+        self.updater.take_in({numbers[param]: state for param, state in states.items()})
+
+    def check_addable(self, group: Mapping[str, Any]) -> None:
+        params = group["params"]
+        for param in [params] if isinstance(params, Tensor) else params:
+            tensor = param[1] if isinstance(param, tuple) else param
+            if isinstance(tensor, Tensor):
+                check_param("a parameter of the new group", tensor)
+
+    def close(self) -> None:
+        """Give memory and disk back. Idempotent."""
+        if self.store is not None:
+            self.store.close()
+        self.updater = None  # type: ignore[assignment]  # it holds the memory
+        if self.pool is not None:
+            self.pool.close()
+        self.store = self.pool = None
+
+
+def make_records(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, with_state: Container[Tensor]
+) -> list[Record]:
+    """One for each parameter. A frozen one gets no room, unless it has state or a gradient."""
+    return [
+        Record(
+            number,
+            name,
+            param,
+            group,
+            recipe.fields(group),
+            is_frozen=not param.requires_grad and param.grad is None and param not in with_state,
+        )
+        for number, (param, group, name) in enumerate(_each_param(optimizer))
+    ]
+
+
+def _each_param(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[Tensor, dict[str, Any], str]]:
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [
+            f"group {index} param {i} {tuple(p.shape)}" for i, p in enumerate(group["params"])
+        ]
+        found += [(p, group, name) for p, name in zip(group["params"], names, strict=True)]
+    return found
+
+
+def spec_of(record: Record) -> ParamSpec:
+    check_param(record.name, record.param)
+    if record.is_frozen:
+        return ParamSpec(record.name, record.param.numel(), ())
+    fields = ((MASTER,) if record.is_half else ()) + record.fields
+    return ParamSpec(record.name, record.param.numel(), fields)
+
+
+def check_param(name: str, param: Tensor) -> None:
+    """Refuse what the update cannot handle."""
+    if param.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name}: expected a parameter of float32, bfloat16 or float16, got {param.dtype}"
+        )
+    if not param.is_cpu:
+        raise ConfigError(
+            f"{name}: is on {param.device}; parameters on a device are not built yet, only those "
+            "in host memory"
+        )
+    if param.layout != torch.strided or not is_dense(param):
+        raise ConfigError(
+            f"{name}: expected a parameter whose elements lie next to one another, got shape "
+            f"{tuple(param.shape)} with strides {param.stride()}; make it contiguous"
+        )

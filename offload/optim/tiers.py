@@ -1,0 +1,102 @@
+"""The bytes of the chunks: some in leases of the host pool for good, the others in the store.
+
+Disk chunks pass through a fixed number of buffers. A chunk that was never written has no bytes yet
+and begins as zeros. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.errors import StateError
+from offload.layout import Chunk, Slice
+from offload.planner import Plan
+from offload.pool import Pool
+from offload.store import DiskStore
+from offload.store.engine import Priority
+from offload.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk in host memory. `memory`: its fields, flat fp32; `whole`: the buffer it lies in."""
+
+    chunk: Chunk
+    memory: Tensor
+    whole: Tensor
+
+    def fields(self, part: Slice) -> dict[str, Tensor]:
+        """The elements of each field that belong to a slice of the chunk."""
+        found = {}
+        for field in self.chunk.fields:
+            begin = self.chunk.begin_of(field) + part.offset
+            found[field] = self.memory[begin : begin + part.end - part.begin]
+        return found
+
+
+class Tiers:
+    """Where each chunk is, and the way to it and back."""
+
+    def __init__(self, plan: Plan, pool: Pool | None, store: DiskStore | None) -> None:
+        self.plan = plan
+        self._store = store
+        self._resident = {
+            chunk.number: _memory(pool, chunk.nbytes, chunk.name).zero_()
+            for chunk in plan.chunks
+            if chunk.number in plan.resident
+        }
+        self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
+        self._written: set[int] = set()  # disk chunks that have bytes
+
+    def is_resident(self, chunk: Chunk) -> bool:
+        return chunk.number in self._resident
+
+    def resident(self, chunk: Chunk) -> Piece:
+        memory = self._resident[chunk.number]
+        return Piece(chunk, memory, memory)
+
+    @property
+    def free_buffers(self) -> int:
+        return len(self._free)
+
+    def read(
+        self, chunk: Chunk, priority: Priority = Priority.PREFETCH
+    ) -> tuple[Piece, Ticket[None]]:
+        """A buffer that holds the disk chunk once the ticket is done. There must be a free one."""
+        whole = self._free.pop()
+        piece = Piece(chunk, whole[: chunk.nbytes // whole.element_size()], whole)
+        try:
+            if chunk.number in self._written:
+                return piece, self._disk().read(_key(chunk), piece.memory, priority)
+            piece.memory.zero_()
+            return piece, Ticket.of(None, f"zeros for {chunk.name}")
+        except BaseException:
+            self.give_back(piece)
+            raise
+
+    def write(self, piece: Piece) -> Ticket[None]:
+        """Store a disk chunk; its buffer must not change before the ticket is done."""
+        ticket = self._disk().write(_key(piece.chunk), piece.memory)
+        self._written.add(piece.chunk.number)
+        return ticket
+
+    def give_back(self, piece: Piece) -> None:
+        self._free.append(piece.whole)
+
+    def _disk(self) -> DiskStore:
+        if self._store is None:
+            raise StateError("optimizer state: the plan has chunks on disk, but no store is open")
+        return self._store
+
+
+def _memory(pool: Pool | None, nbytes: int, what: str) -> Tensor:
+    assert pool is not None, "a plan that holds memory has a pool"
+    with pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
+        return lease.tensor(torch.float32)
+
+
+def _key(chunk: Chunk) -> str:
+    return f"state chunk {chunk.number}: {chunk.name}"

@@ -1,0 +1,272 @@
+"""The update of all parameters of one optimizer, and the way of its state in and out.
+
+Knows the optimizer's groups and gradients, the recipe and the tiers; runs chunks through the
+pipeline. After an error in the middle of a step parameters and state are of two ages: then it is
+poisoned, and refuses everything but closing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload import kernels
+from offload.errors import ConfigError, StateError
+from offload.layout import MASTER, Slice
+from offload.metrics import Metrics
+from offload.optim.pipeline import Pipeline
+from offload.optim.recipe import Recipe, Record, Work
+from offload.optim.tiers import Piece, Tiers
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Updater:
+    def __init__(
+        self, records: Sequence[Record], recipe: Recipe, tiers: Tiers, metrics: Metrics
+    ) -> None:
+        self.records = records
+        self.metrics = metrics
+        self.poisoned: BaseException | None = None
+        self.grad_norm: float | None = None
+        self._recipe = recipe
+        self._tiers = tiers
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def step(self, max_grad_norm: float | None) -> None:
+        """Update every parameter that has a gradient."""
+        self.check_sound()
+        grads = {r.number: _gradient(r) for r in self.records if r.param.grad is not None}
+        for number in grads:
+            self._check_fields(self.records[number])
+        with self.metrics.span("gradient norm"):
+            scale = self._clip_scale(grads, max_grad_norm)
+        fresh = {number for number in grads if not self.records[number].has_state}
+        for number in grads:
+            self.records[number].step += 1.0
+            self.records[number].has_state = True
+        self._recipe.begin_step()
+        try:
+            for number in grads:
+                self._update_without_chunk(number, grads[number], fresh, scale)
+            self._pass_over(grads, lambda piece: self._update(piece, grads, fresh, scale))
+            for number in grads:
+                self._recipe.end_step(self.records[number])
+        except BaseException as error:
+            self.poisoned = error
+            raise
+        self.metrics.count("steps")
+
+    def _check_fields(self, record: Record) -> None:
+        fields = self._recipe.fields(record.group)
+        if fields != record.fields:
+            raise ConfigError(
+                f"{record.name}: its group needs the state {fields or 'nothing'} now, the plan was "
+                f"made for {record.fields or 'nothing'}; close() and wrap the optimizer again"
+            )
+
+    def _clip_scale(self, grads: Mapping[int, Tensor], max_norm: float | None) -> float:
+        if max_norm is None:
+            return 1.0
+        stats = [kernels.grad_stats(grad) for grad in grads.values()]
+        total = kernels.GradStats.of(s for one in stats for s in one.block_sums)
+        self.grad_norm = total.norm
+        return min(1.0, max_norm / (total.norm + 1e-6))
+
+    def _pass_over(self, numbers: Iterable[int], act: Callable[[Piece], bool]) -> None:
+        """Run the chunks that hold state of these parameters through the pipeline."""
+        wanted = set(numbers)
+        chunks = [
+            chunk
+            for chunk in self._tiers.plan.chunks
+            if any(part.param in wanted for part in chunk.slices)
+        ]
+        Pipeline(self._tiers, self.metrics).run(chunks, act)
+
+    def _update(
+        self, piece: Piece, grads: Mapping[int, Tensor], fresh: set[int], scale: float
+    ) -> bool:
+        for part in piece.chunk.slices:
+            if part.param in grads:
+                record, fields = self.records[part.param], piece.fields(part)
+                self._update_slice(record, part, grads[part.param], fields, fresh, scale)
+        return True
+
+    def _update_without_chunk(
+        self, number: int, grad: Tensor, fresh: set[int], scale: float
+    ) -> None:
+        """A parameter without elementwise state, or without elements."""
+        spec = self._tiers.plan.params[number]
+        if not spec.fields or not spec.numel:
+            nothing = {field: torch.empty(0) for field in spec.fields}
+            whole = Slice(number, 0, spec.numel, 0)
+            self._update_slice(self.records[number], whole, grad, nothing, fresh, scale)
+
+    def _update_slice(
+        self,
+        record: Record,
+        part: Slice,
+        grad: Tensor,
+        fields: dict[str, Tensor],
+        fresh: set[int],
+        scale: float,
+    ) -> None:
+        param = flat(record.param)[part.begin : part.end]
+        master = fields.pop(MASTER, None)
+        if record.number in fresh:
+            for field in fields.values():
+                field.zero_()
+        if master is not None:
+            _adopt(master, param, record.number in fresh)
+        self._recipe.update(
+            Work(
+                record=record,
+                begin=part.begin,
+                master=param if master is None else master,
+                grad=grad[part.begin : part.end],
+                states=fields,
+                out=None if master is None else param,
+                scale=scale,
+            )
+        )
+
+    # --- state in and out -------------------------------------------------------------------------
+
+    def export(self, make: Callable[[Record], Tensor]) -> dict[int, dict[str, Any]]:
+        """The state of every parameter that has some, by number, shaped as torch's own. make: gives
+        the memory of one field, with shape and strides of the parameter.
+        """
+        self.check_sound()
+        found: dict[int, dict[str, Any]] = {}
+        targets: dict[int, dict[str, Tensor]] = {}
+        for record in self.records:
+            fields = self._tiers.plan.params[record.number].fields
+            scalars = self._recipe.scalar_state(record)
+            if record.has_state and (fields or scalars):
+                targets[record.number] = {field: make(record) for field in fields}
+                found[record.number] = {**scalars, **targets[record.number]}
+
+        def copy_out(piece: Piece) -> bool:
+            for part in piece.chunk.slices:
+                for field, values in piece.fields(part).items():
+                    if part.param in targets:
+                        flat(targets[part.param][field])[part.begin : part.end].copy_(values)
+            return False
+
+        self._pass_over(targets, copy_out)
+        return found
+
+    def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Make these states the parameters' own, by number; all others have none. They have been
+        checked with `check_states`.
+        """
+        self.check_sound()
+        for record in self.records:
+            record.has_state, record.step, record.scalars = False, 0.0, {}
+        known = {number for number, state in states.items() if _is_there(state)}
+        for number in known:
+            self.records[number].has_state = True
+            self._recipe.take_scalars(self.records[number], states[number])
+
+        def copy_in(piece: Piece) -> bool:
+            for part in piece.chunk.slices:
+                if part.param in known:
+                    self._fill(self.records[part.param], part, states[part.param], piece)
+            return True
+
+        try:
+            self._pass_over(known, copy_in)
+        except BaseException as error:
+            self.poisoned = error
+            raise
+
+    def _fill(self, record: Record, part: Slice, state: Mapping[str, Any], piece: Piece) -> None:
+        for field, target in piece.fields(part).items():
+            source = state.get(field, record.param if field == MASTER else None)
+            assert source is not None, "check_states has seen it"
+            target.copy_(in_order_of(source, record.param)[part.begin : part.end])
+
+    def check_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Refuse states that do not fit, before anything is changed."""
+        self.check_sound()
+        for number, state in states.items():
+            record = self.records[number]
+            for field in record.fields if _is_there(state) else ():
+                value = state.get(field)
+                if not isinstance(value, Tensor) or value.shape != record.param.shape:
+                    got = tuple(value.shape) if isinstance(value, Tensor) else value
+                    raise ConfigError(
+                        f"state of {record.name}: expected {field} of shape "
+                        f"{tuple(record.param.shape)}, got {got}"
+                    )
+
+    def check_sound(self) -> None:
+        if self.poisoned is not None:
+            raise StateError(
+                "optimizer: an earlier step ended with an error in its middle, so that parameters "
+                "and state are of two ages; load a checkpoint into a new optimizer (the error was: "
+                f"{type(self.poisoned).__name__}: {self.poisoned})"
+            ) from self.poisoned
+
+
+def _is_there(state: Mapping[str, Any]) -> bool:
+    """SGD keeps a momentum_buffer of None where there is none."""
+    return any(value is not None for value in state.values())
+
+
+# --- tensors as flat memory -----------------------------------------------------------------------
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of memory; shares it."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie next to one another, in whatever order (channels_last, say)."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def in_order_of(tensor: Tensor, param: Tensor) -> Tensor:
+    """The elements of `tensor` in the order in which those of `param` lie in memory."""
+    if tensor.stride() != param.stride():
+        tensor = torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+    return flat(tensor)
+
+
+def _gradient(record: Record) -> Tensor:
+    grad = record.param.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise ConfigError(
+            f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
+            "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
+        )
+    return in_order_of(grad, record.param)
+
+
+def _adopt(master: Tensor, param: Tensor, fresh: bool) -> None:
+    """Let the 16-bit parameter win over its master wherever it is not the master's rounding: it was
+    set by somebody else, from a checkpoint say.
+    """
+    if fresh:
+        master.copy_(param)
+        return
+    rounded = torch.empty_like(param)
+    kernels.cast(master, rounded)
+    if not torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
+        other = rounded.view(torch.int16) != param.view(torch.int16)
+        master.copy_(torch.where(other, param.float(), master))

@@ -1,0 +1,36 @@
+"""Tensors on memory-mapped files without a name: for state that is larger than memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.errors import StoreError
+
+
+def mapped_tensor(directory: str | os.PathLike[str], like: Tensor) -> Tensor:
+    """An fp32 tensor of the shape and strides of `like`, on a file that goes with it."""
+    nbytes = like.numel() * torch.float32.itemsize
+    target = torch.empty_like(like, dtype=torch.float32, device="meta")
+    if nbytes == 0:
+        return torch.empty_like(like, dtype=torch.float32)
+    try:
+        fd = os.open(Path(directory), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            memory = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StoreError(
+            f"{os.fspath(directory)}: no room for {nbytes} bytes of state to hand out: {error}",
+            errno=error.errno,
+            operation="map",
+            file=os.fspath(directory),
+        ) from error
+    flat = torch.frombuffer(memory, dtype=torch.float32)
+    return flat.as_strided(target.shape, target.stride())

@@ -1,0 +1,75 @@
+"""The plan: what fits stays, the rest moves, and what cannot work is refused with the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload import CapacityError
+from offload.layout import ParamSpec
+from offload.planner import BUFFERS, Plan, Speeds, make_plan
+
+MI = 1 << 20
+FIELDS = ("exp_avg", "exp_avg_sq")
+
+
+def params(*numels: int, fields: tuple[str, ...] = FIELDS) -> list[ParamSpec]:
+    return [ParamSpec(f"p{i}", n, fields) for i, n in enumerate(numels)]
+
+
+def test_everything_stays_where_it_fits() -> None:
+    plan = make_plan(params(10 * MI, 100), 100 * MI, has_disk=True)
+    assert plan.disk_bytes == plan.buffers == plan.buffer_bytes == 0
+    assert plan.arena_bytes == plan.resident_bytes == plan.state_bytes
+    assert "fits in host memory" in str(plan)
+    assert make_plan(params(10 * MI), None, has_disk=False).disk_bytes == 0
+
+
+@pytest.mark.parametrize("budget_mi", [1, 5, 64, 200, 333, 799])
+def test_budgets_are_kept(budget_mi: int) -> None:
+    plan = make_plan(params(100 * MI, 3, 5), budget_mi * MI, has_disk=True)
+    assert plan.arena_bytes <= budget_mi * MI
+    assert plan.disk_bytes + plan.resident_bytes == plan.state_bytes >= 800 * MI
+    assert plan.disk_bytes > 0 and 2 <= plan.buffers <= BUFFERS
+    assert plan.step_read_bytes == plan.step_written_bytes == plan.disk_bytes
+    assert plan.disk_capacity_bytes >= plan.disk_bytes + plan.buffers * plan.buffer_bytes
+    # No room is wasted: not one more chunk would fit.
+    assert plan.arena_bytes + plan.buffer_bytes > budget_mi * MI or plan.buffers == BUFFERS
+
+
+def test_state_that_must_move_and_no_more() -> None:
+    """16 bytes a step for an fp32 parameter (m and v, there and back), 24 for a 16-bit one."""
+    for fields, bytes_each in ((FIELDS, 16), (("master", *FIELDS), 24)):
+        plan = make_plan(params(64 * MI, fields=fields), 2 * MI, has_disk=True)
+        moved = plan.step_read_bytes + plan.step_written_bytes
+        assert moved == bytes_each * 64 * MI - 2 * plan.resident_bytes
+        assert plan.resident_bytes < 2 * MI
+
+
+def test_what_cannot_work_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(CapacityError, match=r"needs 80 MiB \(83886080 bytes\), 8 MiB are allowed"):
+        make_plan(params(10 * MI), 8 * MI, has_disk=False)
+    with pytest.raises(CapacityError, match="the least that works is 262144 bytes"):
+        make_plan(params(10 * MI), 1000, has_disk=True)
+    assert make_plan(params(10 * MI), 262144, has_disk=True).buffers == 2
+
+
+def plan_with(speeds: Speeds) -> Plan:
+    return make_plan(params(100 * MI), 64 * MI, has_disk=True, speeds=speeds)
+
+
+def test_wear_and_time() -> None:
+    plan = plan_with(Speeds(disk_bytes_per_s=4e9, update_bytes_per_s=40e9))
+    written = plan.step_written_bytes
+    assert plan.endurance_share(1000, 600) == written * 1000 / 600e12
+    assert plan.predicted_step_s == 2 * written / 4e9
+    assert f"{plan.predicted_step_s:.3g} s" in str(plan)
+    assert plan_with(Speeds(update_bytes_per_s=40e9)).predicted_step_s is None
+    assert "not predicted" in str(plan_with(Speeds()))
+    fast_disk = plan_with(Speeds(disk_bytes_per_s=1e15, update_bytes_per_s=40e9))
+    assert fast_disk.predicted_step_s == (2 * plan.state_bytes + 12 * 100 * MI) / 40e9
+
+
+def test_the_table_reads() -> None:
+    text = str(make_plan(params(100 * MI), 64 * MI, has_disk=True))
+    for words in ("104,857,600 in 1 tensors", "on disk", "10,000 steps write", "of 64 MiB"):
+        assert words in text
