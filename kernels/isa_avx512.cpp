@@ -27,17 +27,25 @@ static inline Vec load(const bf16* p, Vec) {
 static inline Vec load(const f16* p, Vec) { return {_mm512_cvtph_ps(load_half(p))}; }
 
 static inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v.x); }
-static inline void store(bf16* p, Vec v) {
+// The bits of bf16, to nearest even, each in a word of 32.
+static inline __m512i bf16_bits(Vec v) {
   const __m512i u = _mm512_castps_si512(v.x), high = _mm512_srli_epi32(u, 16);
   const __m512i even = _mm512_and_si512(high, _mm512_set1_epi32(1));
   const __m512i rounded =
       _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), even), 16);
   const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
   const __mmask16 nan = _mm512_cmp_ps_mask(v.x, v.x, _CMP_UNORD_Q);
-  store_half(p, _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet)));
+  return _mm512_mask_blend_epi32(nan, rounded, quiet);
 }
-static inline void store(f16* p, Vec v) {
-  store_half(p, _mm512_cvtps_ph(v.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+static inline void store(bf16* p, Vec v) { store_half(p, _mm512_cvtepi32_epi16(bf16_bits(v))); }
+static inline __m256i f16_bits(Vec v) { return _mm512_cvtps_ph(v.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline void store(f16* p, Vec v) { store_half(p, f16_bits(v)); }
+
+static inline Vec rounded(Vec v, const bf16*) { return {_mm512_castsi512_ps(_mm512_slli_epi32(bf16_bits(v), 16))}; }
+static inline Vec rounded(Vec v, const f16*) { return {_mm512_cvtph_ps(f16_bits(v))}; }
+static inline Vec where_same(Vec a, Vec b, Vec x, Vec y) {
+  const __mmask16 same = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x));
+  return {_mm512_mask_blend_ps(same, y.x, x.x)};
 }
 
 static inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.x, b.x)}; }

@@ -25,15 +25,23 @@ static inline Vec load(const f16* p, Vec) {
 }
 
 static inline void store(float* p, Vec v) { vst1q_f32(p, v.x); }
-static inline void store(bf16* p, Vec v) {
+// The bits of bf16, to nearest even, each in a word of 32.
+static inline uint32x4_t bf16_bits(Vec v) {
   const uint32x4_t u = vreinterpretq_u32_f32(v.x), high = vshrq_n_u32(u, 16);
   const uint32x4_t even = vandq_u32(high, vdupq_n_u32(1));
   const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), even), 16);
   const uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
   const uint32x4_t number = vceqq_f32(v.x, v.x);
-  vst1_u16(words(p), vmovn_u32(vbslq_u32(number, rounded, quiet)));
+  return vbslq_u32(number, rounded, quiet);
 }
+static inline void store(bf16* p, Vec v) { vst1_u16(words(p), vmovn_u32(bf16_bits(v))); }
 static inline void store(f16* p, Vec v) { vst1_u16(words(p), vreinterpret_u16_f16(vcvt_f16_f32(v.x))); }
+
+static inline Vec rounded(Vec v, const bf16*) { return {vreinterpretq_f32_u32(vshlq_n_u32(bf16_bits(v), 16))}; }
+static inline Vec rounded(Vec v, const f16*) { return {vcvt_f32_f16(vcvt_f16_f32(v.x))}; }
+static inline Vec where_same(Vec a, Vec b, Vec x, Vec y) {
+  return {vbslq_f32(vceqq_u32(vreinterpretq_u32_f32(a.x), vreinterpretq_u32_f32(b.x)), x.x, y.x)};
+}
 
 static inline Vec operator+(Vec a, Vec b) { return {vaddq_f32(a.x, b.x)}; }
 static inline Vec operator-(Vec a, Vec b) { return {vsubq_f32(a.x, b.x)}; }

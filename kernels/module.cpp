@@ -80,10 +80,11 @@ struct Update {
   int threads;
 
   Update(uintptr_t param, uintptr_t grad, uintptr_t state0, uintptr_t state1, uintptr_t out, int grad_dtype,
-         int out_dtype, double scale, int64_t count, int64_t tail_begin, int threads)
+         int out_dtype, double scale, int64_t count, int64_t tail_begin, int threads, bool adopt)
       : buffers{at<float>(param),         at<const void>(grad), at<float>(state0),
                 at<float>(state1),        at<void>(out),        static_cast<DType>(grad_dtype),
-                static_cast<DType>(out_dtype), float(scale),    tail_begin},
+                static_cast<DType>(out_dtype), float(scale),    tail_begin,
+                adopt},
         count(count),
         threads(threads) {}
 
@@ -156,9 +157,10 @@ NB_MODULE(_native, m) {
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
   m.attr("STATS_BLOCK") = stats_block;
   nb::class_<Update>(m, "Update")
-      .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, double, int64_t, int64_t, int>(),
+      .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, double, int64_t, int64_t, int,
+                    bool>(),
            "param"_a, "grad"_a, "state0"_a, "state1"_a, "out"_a, "grad_dtype"_a, "out_dtype"_a, "scale"_a, "count"_a,
-           "tail_begin"_a, "threads"_a);
+           "tail_begin"_a, "threads"_a, "adopt"_a = false);
   m.def("isas", isas);
   m.def("isa", isa);
   m.def("set_isa", set_isa, "name"_a);

@@ -78,6 +78,16 @@ static inline void store(f16* p, Lane v) {  // to nearest even, denormals includ
   write(p, f16{uint16_t(sign | h)});
 }
 
+// The value that is left when `v` is stored so.
+template <class Half>
+static inline Lane rounded(Lane v, const Half*) {
+  Half half;
+  store(&half, v);
+  return load(&half, Lane{});
+}
+// x where a and b have the same bits, y elsewhere.
+static inline Lane where_same(Lane a, Lane b, Lane x, Lane y) { return bits_of(a.x) == bits_of(b.x) ? x : y; }
+
 static inline Lane operator+(Lane a, Lane b) { return {a.x + b.x}; }
 static inline Lane operator-(Lane a, Lane b) { return {a.x - b.x}; }
 static inline Lane operator*(Lane a, Lane b) { return {a.x * b.x}; }

@@ -104,11 +104,22 @@ struct Lion {
 
 struct Nothing {};  // the type of `out` when there is none
 
+// The master `p`, or the 16-bit parameter wherever that is not the master's rounding.
+template <class V, class Out>
+static inline V adopted(V p, const Out* out) {
+  const V held = load(out, V{});
+  return where_same(held, rounded(p, out), p, held);
+}
+
 // One pass over elements [i, i + V::width).
 template <class V, bool tail, class Rule, class Grad, class Out>
 static inline void update_at(const Buffers& b, const Rule& rule, int64_t i) {
   const V g = load(static_cast<const Grad*>(b.grad) + i, V{}) * V::set(b.scale);
-  V p = load(b.param + i, V{}), s0 = V::set(0.f), s1 = V::set(0.f);
+  V p = load(b.param + i, V{});
+  if constexpr (!std::is_same_v<Out, Nothing>) {
+    if (b.adopt) p = adopted(p, static_cast<const Out*>(b.out) + i);
+  }
+  V s0 = V::set(0.f), s1 = V::set(0.f);
   const bool has_state0 = Rule::has_state0(rule.s);
   if (has_state0) s0 = load(b.state0 + i, V{});
   if constexpr (Rule::states == 2) s1 = load(b.state1 + i, V{});
@@ -128,8 +139,9 @@ constexpr int turn = 16;
 // An address behind the end of a buffer is no error: a prefetch never faults.
 constexpr int64_t ahead = 96;
 
-template <class Grad, class Rule>
+template <class Grad, class Out, class Rule>
 static inline void prefetch(const Buffers& b, const Rule& rule, int64_t i) {
+  if constexpr (!std::is_same_v<Out, Nothing>) __builtin_prefetch(static_cast<const Out*>(b.out) + i, 1);
   __builtin_prefetch(static_cast<const Grad*>(b.grad) + i);
   __builtin_prefetch(b.param + i, 1);
   if (Rule::has_state0(rule.s)) __builtin_prefetch(b.state0 + i, 1);
@@ -145,7 +157,7 @@ static void update_range(const Buffers& shared, const Scalars& s, int64_t begin,
   const int64_t body_end = end < b.tail_begin ? end : b.tail_begin;
   int64_t i = begin;
   for (; i + turn <= body_end; i += turn) {
-    prefetch<Grad>(b, wide, i + ahead);
+    prefetch<Grad, Out>(b, wide, i + ahead);
 #pragma GCC unroll 4
     for (int k = 0; k < turn; k += Vec::width) update_at<Vec, false, Rule<Vec>, Grad, Out>(b, wide, i + k);
   }

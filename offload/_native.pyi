@@ -18,6 +18,7 @@ class Update:
         count: int,
         tail_begin: int,
         threads: int,
+        adopt: bool = False,
     ) -> None: ...
 
 def isas() -> list[str]: ...

@@ -179,6 +179,7 @@ def update(
     out: Tensor | None = None,
     scale: Number = 1.0,
     maximize: bool = False,
+    adopt: bool = False,
     offset: int = 0,
     numel: int | None = None,
     threads: int | None = None,
@@ -190,11 +191,13 @@ def update(
     itself or the exact master of a 16-bit one, the states are those that `rule.states` names. grad:
     fp32, bf16 or fp16; not changed. out: bf16 or fp16, receives the updated `param` rounded to
     nearest even. scale: multiplies the gradient in fp32 before anything else (1 / loss scale x clip
-    coefficient). offset, numel: where the slice lies in its parameter.
+    coefficient). adopt: wherever `out` is not the rounding of `param` before the step, `out` was
+    set by somebody else, and `param` takes its value first. offset, numel: where the slice lies in
+    its parameter.
     """
     if not isinstance(rule, Rule):
         raise ConfigError(f"rule: expected one made by offload.rules, got {shown(rule)}")
-    check_flags(maximize=maximize)
+    check_flags(maximize=maximize, adopt=adopt)
     if len(states) != len(rule.states):
         expected = ", ".join(rule.states) or "none"
         raise ConfigError(
@@ -217,10 +220,10 @@ def update(
         state0, state1, *_ = [*states, None, None]
         tensors = (param, grad, state0, state1, out)
         if native := _native():
-            _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes)
+            _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes, adopt)
         else:
             with _disable_current_modes():  # one that fakes or redirects torch's operations
-                buffers = reference.Buffers.of(tensors, signed_scale, tail_begin)
+                buffers = reference.Buffers.of(tensors, signed_scale, tail_begin, adopt)
                 getattr(reference, rule.kernel)(buffers, rule)
         note_writes(written)
 
@@ -232,6 +235,7 @@ def _update_natively(
     scale: float,
     tail_begin: int,
     lanes: int,
+    adopt: bool,
 ) -> None:
     param, grad, _, _, out = tensors
     call = native.Update(
@@ -242,6 +246,7 @@ def _update_natively(
         param.numel(),
         tail_begin,
         lanes,
+        adopt and out is not None,
     )
     getattr(native, rule.kernel)(call, *vars(rule).values())
 

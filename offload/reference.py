@@ -46,19 +46,20 @@ class Buffers:
     out: Tensor | None
     scale: float
     tail_begin: int
+    adopt: bool = False
 
     @classmethod
-    def of(cls, tensors: Tensors, scale: float, tail_begin: int) -> Buffers:
+    def of(cls, tensors: Tensors, scale: float, tail_begin: int, adopt: bool = False) -> Buffers:
         param, grad, *others = tensors
         state0, state1, out = (None if other is None else flat(other) for other in others)
-        return cls(flat(param), flat(grad), state0, state1, out, scale, tail_begin)
+        return cls(flat(param), flat(grad), state0, state1, out, scale, tail_begin, adopt)
 
     def blocks(self) -> Iterator[Buffers]:
         """The same update in pieces that are either all body or all tail."""
         count = self.param.numel()
         edges = sorted({*range(0, count, BLOCK), min(self.tail_begin, count), count})
         for begin, end in pairwise(edges):
-            yield Buffers(
+            piece = Buffers(
                 self.param[begin:end],
                 self.grad[begin:end],
                 None if self.state0 is None else self.state0[begin:end],
@@ -66,7 +67,17 @@ class Buffers:
                 None if self.out is None else self.out[begin:end],
                 self.scale,
                 tail_begin=0 if begin >= self.tail_begin else end - begin,
+                adopt=self.adopt,
             )
+            piece.take_over()
+            yield piece
+
+    def take_over(self) -> None:
+        """Where `out` is not the rounding of `param`, somebody else has set it: it wins."""
+        if self.adopt and self.out is not None:
+            rounded = self.param.to(self.out.dtype)
+            other = rounded.view(torch.int16) != self.out.view(torch.int16)
+            self.param.copy_(torch.where(other, self.out.float(), self.param))
 
     @property
     def is_tail(self) -> bool:

@@ -297,3 +297,43 @@ def test_autograd_hears_of_the_change() -> None:
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 7, 15, 16, 17, 4097])
+def test_a_half_parameter_that_somebody_has_set_wins(
+    isa: str, numel: int, half: torch.dtype
+) -> None:
+    """Where it is its master's rounding, the master's own bits stay; elsewhere they are its value.
+    Specials, denormals and odd addresses included.
+    """
+    master = unaligned(awkward(numel), 3)
+    half_param = unaligned(master.to(half), 5)
+    changed = torch.arange(numel) % 3 == 0
+    half_param[changed] = awkward(numel).flip(0)[changed].to(half)
+    expected = torch.where(
+        half_param.view(torch.int16) == master.to(half).view(torch.int16),
+        master,
+        half_param.float(),
+    )
+    rule = rules.Sgd.at(
+        lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, first=True
+    )
+    grad = torch.randn(numel)
+    plain = expected.clone(), torch.empty(numel, dtype=half)
+    kernels.update(rule, plain[0], grad, out=plain[1])
+    kernels.update(rule, master, grad, out=half_param, adopt=True)
+    assert_same_bits(master, plain[0], "master")
+    assert_same_bits(half_param, plain[1], "parameter")
+    assert_untouched_around(master)
+    assert_untouched_around(half_param)
+
+
+def test_adopting_can_be_left_out(isa: str) -> None:
+    master, half_param = torch.ones(20), torch.zeros(20, dtype=torch.bfloat16)
+    rule = rules.Sgd.at(
+        lr=0.5, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, first=True
+    )
+    kernels.update(rule, master, torch.zeros(20), out=half_param)
+    assert half_param.eq(1).all()
+    kernels.update(rule, torch.ones(20), torch.zeros(20), adopt=True)  # there is nothing to adopt

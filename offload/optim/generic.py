@@ -44,6 +44,7 @@ class GenericRecipe:
 
     def update(self, work: Work) -> None:
         record = work.record
+        _adopt(work)
         param = torch.nn.Parameter(work.master, requires_grad=True)
         param.grad = _scaled(work.grad, work.scale)
         fresh = record.step == 1.0
@@ -106,6 +107,13 @@ def _bare_copy(
     kept = set(vars(bare)) | {"step"}
     vars(bare).update({k: v for k, v in vars(optimizer).items() if k not in kept})
     return bare
+
+
+def _adopt(work: Work) -> None:
+    """What kernels do by themselves: a 16-bit parameter that somebody has set wins."""
+    if work.out is not None:
+        other = work.master.to(work.out.dtype).view(torch.int16) != work.out.view(torch.int16)
+        work.master.copy_(torch.where(other, work.out.float(), work.master))
 
 
 def _is_elementwise(value: object, numel: int) -> bool:

@@ -102,6 +102,7 @@ class _Native:
             out=work.out,
             scale=work.scale,
             maximize=bool(record.group.get("maximize", False)),
+            adopt=True,
             offset=work.begin,
             numel=record.param.numel(),
         )

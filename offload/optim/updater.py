@@ -120,8 +120,8 @@ class Updater:
         if record.number in fresh:
             for field in fields.values():
                 field.zero_()
-        if master is not None:
-            _adopt(master, param, record.number in fresh)
+            if master is not None:
+                master.copy_(param)
         self._recipe.update(
             Work(
                 record=record,
@@ -256,17 +256,3 @@ def _gradient(record: Record) -> Tensor:
             "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
         )
     return in_order_of(grad, record.param)
-
-
-def _adopt(master: Tensor, param: Tensor, fresh: bool) -> None:
-    """Let the 16-bit parameter win over its master wherever it is not the master's rounding: it was
-    set by somebody else, from a checkpoint say.
-    """
-    if fresh:
-        master.copy_(param)
-        return
-    rounded = torch.empty_like(param)
-    kernels.cast(master, rounded)
-    if not torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
-        other = rounded.view(torch.int16) != param.view(torch.int16)
-        master.copy_(torch.where(other, param.float(), master))
