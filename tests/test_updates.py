@@ -325,8 +325,8 @@ def test_a_half_parameter_that_somebody_has_set_wins(
     kernels.update(rule, master, grad, out=half_param, adopt=True)
     assert_same_bits(master, plain[0], "master")
     assert_same_bits(half_param, plain[1], "parameter")
-    assert_untouched_around(master)
-    assert_untouched_around(half_param)
+    assert_untouched_around(master, "master")
+    assert_untouched_around(half_param, "parameter")
 
 
 def test_adopting_can_be_left_out(isa: str) -> None:
