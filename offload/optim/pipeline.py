@@ -1,96 +1,145 @@
-"""Chunks through the update: the next ones are read, one is worked on, the last ones are written.
+"""Chunks through the update: the next ones come, one is worked on, the last ones go.
 
-All three go on at the same time, in as many buffers as the plan has. Chunks that live in host
-memory are woven in: they are worked on whenever no chunk from the disk has arrived, so that disk
-and cores both stay busy. One thread; it waits only when there is nothing to work on.
+Coming is a read from the disk, a copy from a device, or both; going likewise. All of it goes on at
+the same time, in as many buffers and desks as the plan has. Chunks that are at hand (in host
+memory, as their parameters are) are woven in: they are worked on whenever no other has arrived, so
+that disk, device and cores all stay busy. One thread; it waits only when there is nothing to do.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from offload.layout import Chunk
 from offload.metrics import Metrics
+from offload.optim.desk import Desk, Desks
 from offload.optim.tiers import Piece, Tiers
 from offload.ticket import Ticket
 
-Act = Callable[[Piece], bool]  # works on a chunk in memory; whether it has changed it
+# Works on a chunk in memory, with its desk if it has one; whether the chunk has changed.
+Act = Callable[[Piece, Desk | None], bool]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flight:
+    """A chunk on its way, in or out."""
+
     piece: Piece
-    ticket: Ticket[None]
+    is_resident: bool
+    desk: Desk | None
+    disk: Ticket[None] | None
+
+    @property
+    def done(self) -> bool:
+        disk = self.disk is None or self.disk.done
+        return disk and (self.desk is None or all(ticket.done for ticket in self.desk.tickets))
 
 
 class Pipeline:
-    """One pass over some chunks."""
+    """One pass over some chunks. desks: None where no device takes part."""
 
-    def __init__(self, tiers: Tiers, metrics: Metrics) -> None:
+    def __init__(self, tiers: Tiers, desks: Desks | None, metrics: Metrics) -> None:
         self._tiers = tiers
+        self._desks = desks
         self._metrics = metrics
-        self._reading: deque[_Flight] = deque()
-        self._writing: deque[_Flight] = deque()
+        self._coming: deque[_Flight] = deque()
+        self._going: deque[_Flight] = deque()
 
     def run(self, chunks: Iterable[Chunk], act: Act) -> None:
-        """Call `act` once for each chunk. When it returns, all that was changed is stored; when it
-        raises, nothing is under way any more.
+        """Call `act` once for each chunk. When it returns, all that was changed is where it
+        belongs; when it raises, nothing is under way any more.
         """
-        to_read: deque[Chunk] = deque()
+        to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
         for chunk in chunks:
-            (at_hand if self._tiers.is_resident(chunk) else to_read).append(chunk)
+            is_at_hand = self._tiers.is_resident(chunk) and not self._needs_desk(chunk)
+            (at_hand if is_at_hand else to_fetch).append(chunk)
         try:
-            while to_read or at_hand or self._reading:
-                self._read_ahead(to_read)
-                if self._reading and (self._reading[0].ticket.done or not at_hand):
+            while to_fetch or at_hand or self._coming:
+                self._fetch_ahead(to_fetch)
+                if self._coming and (self._coming[0].done or not at_hand):
                     self._finish_one(act)
                 elif at_hand:
-                    self._work(act, self._tiers.resident(at_hand.popleft()))
+                    self._work(act, self._tiers.resident(at_hand.popleft()), None)
                 else:
-                    self._collect_oldest_write()
-            while self._writing:
-                self._collect_oldest_write()
+                    self._settle_oldest()
+            while self._going:
+                self._settle_oldest()
         except BaseException:
             self._drain()
             raise
 
-    def _read_ahead(self, to_read: deque[Chunk]) -> None:
-        while self._writing and self._writing[0].ticket.done:
-            self._collect_oldest_write()
-        while to_read and self._tiers.free_buffers:
-            self._reading.append(_Flight(*self._tiers.read(to_read.popleft())))
+    def _needs_desk(self, chunk: Chunk) -> bool:
+        return self._desks is not None and self._desks.needs(chunk)
+
+    def _fetch_ahead(self, to_fetch: deque[Chunk]) -> None:
+        while self._going and self._going[0].done:
+            self._settle_oldest()
+        while to_fetch and self._has_room(to_fetch[0]):
+            self._coming.append(self._fetch(to_fetch.popleft()))
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        if self._needs_desk(chunk) and self._desks is not None and not self._desks.free:
+            return False
+        return self._tiers.is_resident(chunk) or self._tiers.free_buffers > 0
+
+    def _fetch(self, chunk: Chunk) -> _Flight:
+        is_resident = self._tiers.is_resident(chunk)
+        if is_resident:
+            piece, ticket = self._tiers.resident(chunk), None
+        else:
+            piece, ticket = self._tiers.read(chunk)
+        desk = None
+        if self._desks is not None and self._desks.needs(chunk):
+            desk = self._desks.take(chunk)
+        return _Flight(piece, is_resident, desk, ticket)
 
     def _finish_one(self, act: Act) -> None:
-        """Wait for the oldest read, work on it, start to write it."""
-        flight = self._reading[0]
-        with self._metrics.span("disk read"):
-            flight.ticket.wait()
-        self._reading.popleft()
-        if self._work(act, flight.piece):
-            self._writing.append(_Flight(flight.piece, self._tiers.write(flight.piece)))
-        else:
-            self._tiers.give_back(flight.piece)
+        """Wait for the oldest chunk to come, work on it, start its way back."""
+        flight = self._coming[0]
+        self._wait(flight, "disk read")
+        self._coming.popleft()
+        changed = self._work(act, flight.piece, flight.desk)
+        self._going.append(flight)
+        if changed and not flight.is_resident:
+            flight.disk = self._tiers.write(flight.piece)
+        if changed and flight.desk is not None and self._desks is not None:
+            self._desks.send_back(flight.desk)
 
-    def _work(self, act: Act, piece: Piece) -> bool:
+    def _work(self, act: Act, piece: Piece, desk: Desk | None) -> bool:
         with self._metrics.span("update"):
-            return act(piece)
+            return act(piece, desk)
 
-    def _collect_oldest_write(self) -> None:
-        flight = self._writing[0]
-        with self._metrics.span("disk write"):
-            flight.ticket.wait()
-        self._writing.popleft()
-        self._tiers.give_back(flight.piece)
+    def _settle_oldest(self) -> None:
+        flight = self._going[0]
+        self._wait(flight, "disk write")
+        self._going.popleft()
+        if not flight.is_resident:
+            self._tiers.give_back(flight.piece)
+        if flight.desk is not None and self._desks is not None:
+            self._desks.give_back(flight.desk)
+
+    def _wait(self, flight: _Flight, cause: str) -> None:
+        ticket, flight.disk = flight.disk, None
+        if ticket is not None:
+            with self._metrics.span(cause):
+                ticket.wait()
+        if flight.desk is not None:  # the transfer counts this time
+            tickets, flight.desk.tickets = flight.desk.tickets, []
+            for copy in tickets:
+                copy.wait()
 
     def _drain(self) -> None:
         """After an error: wait for the rest, whose errors are not more important than that one."""
-        for flight in (*self._reading, *self._writing):
-            try:
-                flight.ticket.wait()
-            except Exception:
-                self._metrics.count("errors_after_an_error")
-        self._reading.clear()
-        self._writing.clear()
+        for flight in (*self._coming, *self._going):
+            desk: Sequence[Ticket[Any]] = flight.desk.tickets if flight.desk else ()
+            for ticket in ([flight.disk] if flight.disk else []) + list(desk):
+                try:
+                    ticket.wait()
+                except Exception:
+                    self._metrics.count("errors_after_an_error")
+        self._coming.clear()
+        self._going.clear()

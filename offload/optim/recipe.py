@@ -34,6 +34,13 @@ class Record:
     scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
 
     @property
+    def desk_bytes(self) -> int:
+        """Bytes that an element takes on its way from a device and back: parameter and gradient,
+        which has the same type.
+        """
+        return 0 if self.param.is_cpu else 2 * self.param.element_size()
+
+    @property
     def is_half(self) -> bool:
         return self.param.dtype != torch.float32
 

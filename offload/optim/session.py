@@ -14,13 +14,16 @@ from offload.config import Config
 from offload.errors import ConfigError
 from offload.layout import MASTER, ParamSpec
 from offload.metrics import Metrics
+from offload.optim.desk import Desks
+from offload.optim.flat import is_dense
 from offload.optim.recipe import Recipe, Record
 from offload.optim.tiers import Tiers
-from offload.optim.updater import Updater, is_dense
+from offload.optim.updater import Updater
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
+from offload.transfer import DeviceTransfer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,6 +45,7 @@ class Session:
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
         self._recipe = recipe
+        self._desks: Desks | None = None
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
@@ -68,10 +72,22 @@ class Session:
                     memory=[(self.pool.address, self.pool.capacity_bytes)],
                 )
             tiers = Tiers(self.plan, self.pool, self.store)
+            self._desks = self._make_desks(records)
         except BaseException:
             self.close()
             raise
-        self.updater = Updater(records, self._recipe, tiers, self.metrics)
+        self.updater = Updater(records, self._recipe, tiers, self._desks, self.metrics)
+
+    def _make_desks(self, records: list[Record]) -> Desks | None:
+        devices = {record.param.device for record in records if not record.param.is_cpu}
+        if not devices or self.pool is None:
+            return None
+        memory = []
+        for _ in range(self.plan.desks):
+            with self.pool.lease(self.plan.desk_bytes, what="a desk") as lease:
+                memory.append(lease.tensor())
+        transfers = {d: DeviceTransfer(d, metrics=self.metrics) for d in devices}
+        return Desks(records, memory, transfers)
 
     def step(self) -> None:
         if any(r.is_frozen and r.param.grad is not None for r in self.updater.records):
@@ -88,7 +104,7 @@ class Session:
     def _make(self, record: Record) -> Tensor:
         """Memory for one field of a parameter's state that leaves us."""
         if self.store is None:
-            return torch.empty_like(record.param, dtype=torch.float32, requires_grad=False)
+            return torch.empty_like(record.param, dtype=torch.float32, device="cpu").detach()
         return mapped_tensor(self._directories[0], record.param)
 
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
@@ -130,6 +146,9 @@ class Session:
         """Give memory and disk back. Idempotent."""
         if self.store is not None:
             self.store.close()
+        if self._desks is not None:
+            self._desks.close()
+        self._desks = None
         self.updater = None  # type: ignore[assignment]  # it holds the memory
         if self.pool is not None:
             self.pool.close()
@@ -168,9 +187,9 @@ def _each_param(
 def spec_of(record: Record) -> ParamSpec:
     check_param(record.name, record.param)
     if record.is_frozen:
-        return ParamSpec(record.name, record.param.numel(), ())
+        return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
-    return ParamSpec(record.name, record.param.numel(), fields)
+    return ParamSpec(record.name, record.param.numel(), fields, record.desk_bytes)
 
 
 def check_param(name: str, param: Tensor) -> None:
@@ -179,11 +198,8 @@ def check_param(name: str, param: Tensor) -> None:
         raise ConfigError(
             f"{name}: expected a parameter of float32, bfloat16 or float16, got {param.dtype}"
         )
-    if not param.is_cpu:
-        raise ConfigError(
-            f"{name}: is on {param.device}; parameters on a device are not built yet, only those "
-            "in host memory"
-        )
+    if param.is_meta:
+        raise ConfigError(f"{name}: is on the meta device and has no values; fill it first")
     if param.layout != torch.strided or not is_dense(param):
         raise ConfigError(
             f"{name}: expected a parameter whose elements lie next to one another, got shape "

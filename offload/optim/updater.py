@@ -8,6 +8,7 @@ poisoned, and refuses everything but closing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from offload import kernels
 from offload.errors import ConfigError, StateError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
-from offload.optim.pipeline import Pipeline
+from offload.optim.desk import Desk, Desks
+from offload.optim.flat import flat, in_order_of
+from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
 from offload.optim.tiers import Piece, Tiers
 
@@ -26,7 +29,12 @@ HALVES = (torch.bfloat16, torch.float16)
 
 class Updater:
     def __init__(
-        self, records: Sequence[Record], recipe: Recipe, tiers: Tiers, metrics: Metrics
+        self,
+        records: Sequence[Record],
+        recipe: Recipe,
+        tiers: Tiers,
+        desks: Desks | None,
+        metrics: Metrics,
     ) -> None:
         self.records = records
         self.metrics = metrics
@@ -34,6 +42,7 @@ class Updater:
         self.grad_norm: float | None = None
         self._recipe = recipe
         self._tiers = tiers
+        self._desks = desks
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -53,7 +62,11 @@ class Updater:
         try:
             for number in grads:
                 self._update_without_chunk(number, grads[number], fresh, scale)
-            self._pass_over(grads, lambda piece: self._update(piece, grads, fresh, scale))
+            if self._desks is not None:
+                self._desks.begin_step(grads)
+            self._pass_over(grads, partial(self._update, grads, fresh, scale), self._desks)
+            if self._desks is not None:
+                self._desks.end_step()
             for number in grads:
                 self._recipe.end_step(self.records[number])
         except BaseException as error:
@@ -72,12 +85,16 @@ class Updater:
     def _clip_scale(self, grads: Mapping[int, Tensor], max_norm: float | None) -> float:
         if max_norm is None:
             return 1.0
-        stats = [kernels.grad_stats(grad) for grad in grads.values()]
-        total = kernels.GradStats.of(s for one in stats for s in one.block_sums)
+        here = [kernels.grad_stats(grad) for grad in grads.values() if grad.is_cpu]
+        sums = [partial_sum for one in here for partial_sum in one.block_sums]
+        there = [grad for grad in grads.values() if not grad.is_cpu]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in there]
+        sums += [float(norm) ** 2 for norm in norms]  # the CPU waits for the device here
+        total = kernels.GradStats.of(sums)
         self.grad_norm = total.norm
         return min(1.0, max_norm / (total.norm + 1e-6))
 
-    def _pass_over(self, numbers: Iterable[int], act: Callable[[Piece], bool]) -> None:
+    def _pass_over(self, numbers: Iterable[int], act: Act, desks: Desks | None = None) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
         wanted = set(numbers)
         chunks = [
@@ -85,15 +102,26 @@ class Updater:
             for chunk in self._tiers.plan.chunks
             if any(part.param in wanted for part in chunk.slices)
         ]
-        Pipeline(self._tiers, self.metrics).run(chunks, act)
+        Pipeline(self._tiers, desks, self.metrics).run(chunks, act)
 
     def _update(
-        self, piece: Piece, grads: Mapping[int, Tensor], fresh: set[int], scale: float
+        self,
+        grads: Mapping[int, Tensor],
+        fresh: set[int],
+        scale: float,
+        piece: Piece,
+        desk: Desk | None,
     ) -> bool:
         for part in piece.chunk.slices:
             if part.param in grads:
-                record, fields = self.records[part.param], piece.fields(part)
-                self._update_slice(record, part, grads[part.param], fields, fresh, scale)
+                record = self.records[part.param]
+                if desk is not None and part in desk.slices:
+                    param, grad = desk.slices[part]
+                else:
+                    param = flat(record.param)[part.begin : part.end]
+                    grad = grads[part.param][part.begin : part.end]
+                fields = piece.fields(part)
+                self._update_slice(record, part, param, grad, fields, record.number in fresh, scale)
         return True
 
     def _update_without_chunk(
@@ -103,21 +131,26 @@ class Updater:
         spec = self._tiers.plan.params[number]
         if not spec.fields or not spec.numel:
             nothing = {field: torch.empty(0) for field in spec.fields}
-            whole = Slice(number, 0, spec.numel, 0)
-            self._update_slice(self.records[number], whole, grad, nothing, fresh, scale)
+            record, whole = self.records[number], Slice(number, 0, spec.numel, 0)
+            # One without state may be on a device; it passes as a whole then.
+            param, grad = flat(record.param).cpu(), grad.cpu()
+            self._update_slice(record, whole, param, grad, nothing, number in fresh, scale)
+            if not record.param.is_cpu:
+                flat(record.param).copy_(param)
 
     def _update_slice(
         self,
         record: Record,
         part: Slice,
+        param: Tensor,
         grad: Tensor,
         fields: dict[str, Tensor],
-        fresh: set[int],
+        is_fresh: bool,
         scale: float,
     ) -> None:
-        param = flat(record.param)[part.begin : part.end]
+        """All tensors are in host memory and have the slice's elements."""
         master = fields.pop(MASTER, None)
-        if record.number in fresh:
+        if is_fresh:
             for field in fields.values():
                 field.zero_()
             if master is not None:
@@ -127,7 +160,7 @@ class Updater:
                 record=record,
                 begin=part.begin,
                 master=param if master is None else master,
-                grad=grad[part.begin : part.end],
+                grad=grad,
                 states=fields,
                 out=None if master is None else param,
                 scale=scale,
@@ -150,7 +183,7 @@ class Updater:
                 targets[record.number] = {field: make(record) for field in fields}
                 found[record.number] = {**scalars, **targets[record.number]}
 
-        def copy_out(piece: Piece) -> bool:
+        def copy_out(piece: Piece, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
                 for field, values in piece.fields(part).items():
                     if part.param in targets:
@@ -172,7 +205,7 @@ class Updater:
             self.records[number].has_state = True
             self._recipe.take_scalars(self.records[number], states[number])
 
-        def copy_in(piece: Piece) -> bool:
+        def copy_in(piece: Piece, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
                 if part.param in known:
                     self._fill(self.records[part.param], part, states[part.param], piece)
@@ -216,35 +249,6 @@ class Updater:
 def _is_there(state: Mapping[str, Any]) -> bool:
     """SGD keeps a momentum_buffer of None where there is none."""
     return any(value is not None for value in state.values())
-
-
-# --- tensors as flat memory -----------------------------------------------------------------------
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of memory; shares it."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie next to one another, in whatever order (channels_last, say)."""
-    step = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return True
-
-
-def in_order_of(tensor: Tensor, param: Tensor) -> Tensor:
-    """The elements of `tensor` in the order in which those of `param` lie in memory."""
-    if tensor.stride() != param.stride():
-        tensor = torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
-    return flat(tensor)
 
 
 def _gradient(record: Record) -> Tensor:

@@ -17,7 +17,7 @@ def mapped_tensor(directory: str | os.PathLike[str], like: Tensor) -> Tensor:
     nbytes = like.numel() * torch.float32.itemsize
     target = torch.empty_like(like, dtype=torch.float32, device="meta")
     if nbytes == 0:
-        return torch.empty_like(like, dtype=torch.float32)
+        return torch.empty_like(like, dtype=torch.float32, device="cpu")
     try:
         fd = os.open(Path(directory), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:

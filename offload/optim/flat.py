@@ -1,0 +1,32 @@
+"""Tensors as flat memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of memory; shares it."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie next to one another, in whatever order (channels_last, say)."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def in_order_of(tensor: Tensor, param: Tensor) -> Tensor:
+    """The elements of `tensor` in the order in which those of `param` lie in memory."""
+    if tensor.stride() != param.stride():
+        tensor = torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+    return flat(tensor)

@@ -1,0 +1,121 @@
+"""Wrapped optimizers with parameters on a device: the bits of the host, under every schedule."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import DeviceModule
+from torch import Tensor, nn
+from transfer_cases import register
+
+import offload
+from offload import planner
+from offload.budget import HOST
+from offload.optim import session
+from offload.pool import Pool
+
+SIZES = [(70, 30), (5,), (40, 40), (), (1, 1), (0, 3)]
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
+    monkeypatch.setattr(session, "Pool", partial(Pool, register=register))
+
+
+def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+
+
+def on_device(values: list[Tensor], where: list[str]) -> list[nn.Parameter]:
+    return [nn.Parameter(v.clone().to(where[i % len(where)])) for i, v in enumerate(values)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("where", [["fake"], ["fake:0", "cpu", "fake:1"]], ids=["one", "several"])
+def test_the_bits_are_those_of_the_host(
+    fake: DeviceModule, tmp_path: Path, dtype: torch.dtype, on_disk: bool, where: list[str]
+) -> None:
+    """The device computes gradients until the very moment of the step, and reads the parameters
+    right after it.
+    """
+    start = tensors(0, dtype)
+    there, here = on_device(start, where), on_device(start, ["cpu"])
+    wrapped = torch.optim.AdamW(there, lr=1e-2)
+    plain = torch.optim.AdamW(here, lr=1e-2)
+    options: dict[str, Any] = {}
+    if on_disk:
+        plan = offload.plan(wrapped)
+        least = plan.desks * plan.desk_bytes + 2 * max(chunk.nbytes for chunk in plan.chunks)
+        options = {"host_memory": least, "nvme": tmp_path}
+    offload.wrap(wrapped, **options)
+    assert bool(offload.report(wrapped).plan.disk_bytes) is on_disk
+    HOST.limit(None)
+    offload.wrap(plain)
+    for step in range(STEPS):
+        for p, q, g in zip(there, here, tensors(step + 1, dtype), strict=True):
+            p.grad = (g.to(p.device) + p.detach()) * 1  # late work of the device
+            q.grad = (g + q.detach()) * 1
+        wrapped.step()
+        plain.step()
+        after = [(p.detach() * 2).cpu() for p in there]  # early work on the new parameters
+        for a, q in zip(after, here, strict=True):
+            assert torch.equal(a, q.detach() * 2)
+    ours, theirs = wrapped.state_dict()["state"], plain.state_dict()["state"]
+    for number, state in theirs.items():
+        for name, value in state.items():
+            assert torch.equal(ours[number][name], value) and ours[number][name].is_cpu
+    assert not offload.report(wrapped).fallbacks
+    wrapped.close()
+    plain.close()
+
+
+def test_a_step_copies_nothing_through_pageable_memory(fake: DeviceModule) -> None:
+    params = on_device(tensors(0, torch.bfloat16), ["fake"])
+    optimizer = offload.wrap(torch.optim.AdamW(params, lr=1e-2))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    torch.accelerator.synchronize()
+    fake.reset_counters()
+    optimizer.step()
+    moved = sum(p.nbytes for p in params)
+    counted = fake.counters()
+    assert counted["pageable_bytes"] == counted["blocking_copies"] == 0
+    assert (counted["h2d_bytes"], counted["d2h_bytes"]) == (moved, 2 * moved)
+    optimizer.close()
+
+
+def test_weights_that_were_loaded_win(fake: DeviceModule) -> None:
+    (param,) = on_device([torch.ones(300).bfloat16()], ["fake"])
+    optimizer = offload.wrap(torch.optim.SGD([param], lr=0.5))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert param.detach().cpu().eq(0.5).all()
+    param.data = torch.full_like(param, 3.0)  # what no version counter sees
+    optimizer.step()
+    assert param.detach().cpu().eq(2.5).all()
+    optimizer.close()
+
+
+def test_fused_clipping(fake: DeviceModule) -> None:
+    there, here = (on_device(tensors(0, torch.float32), [where]) for where in ("fake", "cpu"))
+    wrapped = [
+        offload.wrap(torch.optim.AdamW(params, lr=1e-2), max_grad_norm=0.5)
+        for params in (there, here)
+    ]
+    for p, q, g in zip(there, here, tensors(1, torch.float32), strict=True):
+        p.grad, q.grad = g.to("fake"), g.clone()
+    for optimizer in wrapped:
+        optimizer.step()
+    torch.testing.assert_close(wrapped[0].grad_norm, wrapped[1].grad_norm, rtol=1e-12, atol=0)
+    for p, q in zip(there, here, strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-7)
+    for optimizer in wrapped:
+        optimizer.close()
