@@ -5,14 +5,19 @@ error, and is waited for once, in the thread that wants the result; the error is
 must happen afterwards is chained with `then`, what must happen together is put together with
 `gather`. An error that nobody waits for is not lost: it is reported when the ticket is dropped. A
 ticket does not know who produces its result. Any thread.
+
+Follow-ups run one after the other in the thread that ends the act, which is often the only one that
+ends anything. So nothing waits in a follow-up: that is refused instead of hanging for ever.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -51,6 +56,7 @@ class Ticket(Generic[T]):
         self._error: BaseException | None = None
         self._taken = False  # somebody waits, or will: a second one is refused
         self._urged = False
+        self._behind: tuple[Ticket[Any], ...] = ()  # this one ends after those
         self._next: Callable[[], None] | None = None
         self._lock = threading.Lock()
         # Held until the act has ended: a lock costs a twentieth of an Event.
@@ -82,9 +88,10 @@ class Ticket(Generic[T]):
             # What has ended refers to nobody: a cycle would keep it, and its error, until some
             # collection.
             self._next = self.urge = None
+            self._behind = ()
         self._gate.release()
         if follow:
-            follow()
+            _run(follow)
 
     # --- for the consumer -------------------------------------------------------------------------
 
@@ -102,11 +109,20 @@ class Ticket(Generic[T]):
 
         A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
         """
+        if self._state is TicketState.PENDING and in_follow_up():
+            raise StateError(
+                f"{self.what}: waited for in a follow-up, whose thread may be the one that has to "
+                "end it; return the ticket from the action, or chain with then"
+            )
         self._claim()
-        self._hurry()
-        if not self._pass_gate(timeout_s):
-            with self._lock:
-                self._taken = False
+        try:
+            self._hurry()
+            ended = self._pass_gate(timeout_s)
+        except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
+            self._unclaim()
+            raise
+        if not ended:
+            self._unclaim()
             table = f"; in flight: {self._describe()}" if self._describe else ""
             raise StoreTimeout(
                 f"{self.what}: not done after {timeout_s:g} s{table}", operation=self.what
@@ -115,40 +131,42 @@ class Ticket(Generic[T]):
 
     def then(self, action: Callable[[T], U | Ticket[U]], what: str | None = None) -> Ticket[U]:
         """A ticket for `action`, which starts when this act has ended well, in the thread that
-        ended it.
+        ended it, or in this one if it has ended already.
 
-        `action` must not block. It may return a ticket of its own, which is then waited for. When
-        this act fails, the new ticket fails with the same error and `action` is not called.
+        `action` must not block; to wait in it is refused. It may return a ticket of its own, which
+        is then waited for. When this act fails, the new ticket fails with the same error and
+        `action` is not called.
         """
         self._claim()
         following: Ticket[U] = Ticket(what or self.what, self._describe)
-        following.urge = self._hurry
+        following._behind = (self,)
 
         def go_on() -> None:
             try:
                 result = action(self._collect())
+                if isinstance(result, Ticket):
+                    result._hand_over_to(following)
+                    return
             except BaseException as error:
                 following.fail(error)
                 return
-            if isinstance(result, Ticket):
-                result._hand_over_to(following)
-            else:
-                following.finish(result)
+            following.finish(result)
 
         self._call_at_end(go_on)
         return following
 
     def _pass_gate(self, timeout_s: float | None) -> bool:
         """Wait for the end; False when the time is over first."""
-        passed = self._gate.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
-        if passed:
-            self._gate.release()  # for whoever comes after a time-out of this one
-        return passed
+        if self._state is not TicketState.PENDING:  # the gate may be shut behind one who was
+            return True  # interrupted there
+        if timeout_s is None:
+            return self._gate.acquire()
+        return self._gate.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
 
     def _hand_over_to(self, other: Ticket[T]) -> None:
         """End `other` as this one ends."""
         self._claim()
-        other.urge = self._hurry
+        other._behind = (self,)
         if other._urged:
             self._hurry()
 
@@ -163,23 +181,32 @@ class Ticket(Generic[T]):
         self._call_at_end(pass_on)
 
     def _hurry(self) -> None:
-        self._urged = True
-        urge = self.urge  # it goes when the act ends
-        if urge is not None:
-            urge()
+        """Tell all producers on the way to this one's end that somebody waits."""
+        tickets: deque[Ticket[Any]] = deque([self])
+        while tickets:
+            ticket = tickets.popleft()
+            ticket._urged = True
+            urge = ticket.urge  # it goes when the act ends
+            if urge is not None:
+                urge()
+            tickets += ticket._behind
 
     def _call_at_end(self, function: Callable[[], None]) -> None:
         with self._lock:
             if self._state is TicketState.PENDING:
                 self._next = function
                 return
-        function()
+        _run(function)
 
     def _claim(self) -> None:
         with self._lock:
             if self._taken:
                 raise StateError(f"{self.what}: this ticket has been waited for already; wait once")
             self._taken = True
+
+    def _unclaim(self) -> None:
+        with self._lock:
+            self._taken = False
 
     def _collect(self) -> T:
         with self._lock:
@@ -224,19 +251,49 @@ class _Unraisable:
         self.err_msg, self.object = message, thing
 
 
-def gather(tickets: Sequence[Ticket[T]], what: str) -> Ticket[list[T]]:
+class _FollowUps(threading.local):
+    """What this thread has still to call; None: it is not in a follow-up."""
+
+    queue: deque[Callable[[], None]] | None = None
+
+
+_here = _FollowUps()
+
+
+def in_follow_up() -> bool:
+    """Whether this thread runs the follow-up of a ticket, and so must not wait."""
+    return _here.queue is not None
+
+
+def _run(function: Callable[[], None]) -> None:
+    """Call `function` and all that follows from it. A loop: chains may be longer than the stack."""
+    if _here.queue is not None:
+        _here.queue.append(function)
+        return
+    queue = _here.queue = deque([function])
+    interruption = None
+    while queue:
+        try:
+            queue.popleft()()
+        except BaseException as error:  # of a signal handler: the others must be told all the same
+            interruption = error
+    _here.queue = None
+    if interruption is not None:
+        raise interruption
+
+
+def gather(tickets: Iterable[Ticket[T]], what: str) -> Ticket[list[T]]:
     """A ticket that ends when all have ended: with all results in order, or with the first ticket's
-    error.
+    error; a time-out is told rather than another. Further errors are its context.
 
     It never ends early, so that no buffer of a slower act is still in use when it has ended.
     """
-    together: Ticket[list[T]] = Ticket(what)
-
-    def urge_all() -> None:
-        for ticket in tickets:
-            ticket._hurry()
-
-    together.urge = urge_all
+    tickets = tuple(tickets)
+    tables = tuple(dict.fromkeys(ticket._describe for ticket in tickets if ticket._describe))
+    together: Ticket[list[T]] = Ticket(
+        what, (lambda: "; ".join(t() for t in tables)) if tables else None
+    )
+    together._behind = tickets
     if not tickets:
         together.finish([])
         return together
@@ -256,12 +313,44 @@ def gather(tickets: Sequence[Ticket[T]], what: str) -> Ticket[list[T]]:
             last = left == 0
         if last:
             if errors:
-                together.fail(errors[min(errors)])
+                together.fail(_first_of([errors[index] for index in sorted(errors)]))
             else:
                 together.finish(results)
 
-    for ticket in tickets:
-        ticket._claim()
+    _claim_all(tickets)
     for index, ticket in enumerate(tickets):
         ticket._call_at_end(lambda index=index: end_one(index))  # type: ignore[misc]
     return together
+
+
+def _claim_all(tickets: tuple[Ticket[Any], ...]) -> None:
+    claimed: list[Ticket[Any]] = []
+    try:
+        for ticket in tickets:
+            ticket._claim()
+            claimed.append(ticket)
+    except BaseException:
+        for ticket in claimed:
+            ticket._unclaim()
+        raise
+
+
+def _first_of(errors: list[BaseException]) -> BaseException:
+    """The error to raise, with the others as its context. Memory that is still in use matters most,
+    then a drive that does not answer.
+    """
+
+    def rank(error: BaseException) -> int:
+        if not isinstance(error, StoreTimeout):
+            return 2
+        return 0 if error.errno == errno.ETIMEDOUT else 1
+
+    first = min(errors, key=rank)
+    last, known = first, {id(first)}
+    for error in errors:
+        while last.__context__ is not None and id(last.__context__) not in known:
+            last = last.__context__
+            known.add(id(last))
+        if id(error) not in known:
+            last.__context__ = error
+    return first

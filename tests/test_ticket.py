@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import signal
 import sys
 import threading
 from itertools import product
@@ -11,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from offload.errors import StateError, StoreTimeout
-from offload.ticket import MOVES, Ticket, TicketState, gather
+from offload.errors import StateError, StoreError, StoreTimeout
+from offload.ticket import MOVES, Ticket, TicketState, gather, in_follow_up
 
 
 def failed(error: BaseException) -> Ticket[int]:
@@ -162,6 +164,163 @@ def test_gather_waits_for_all_even_when_one_has_failed() -> None:
     tickets[2].fail(OSError("third"))
     with pytest.raises(OSError, match="second"):
         together.wait()
+
+
+def test_gather_tells_a_time_out_and_keeps_the_others() -> None:
+    """Memory that is still in use matters more than what came first."""
+    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(5)]
+    together = gather(tickets, "read all")
+    broken = StoreError("broken", errno=errno.EIO)
+    not_begun = StoreTimeout("not begun", errno=errno.ETIME)
+    stuck = StoreTimeout("stuck", errno=errno.ETIMEDOUT)
+    for ticket, error in zip(tickets, (broken, not_begun, stuck, broken, stuck), strict=True):
+        ticket.fail(error)
+    with pytest.raises(StoreTimeout, match="stuck") as caught:
+        together.wait()
+    told: list[BaseException | None] = [caught.value]
+    while told[-1] is not None:
+        told.append(told[-1].__context__)
+    assert told == [stuck, broken, not_begun, None]
+
+
+def test_gather_has_a_list_of_its_own() -> None:
+    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(3)]
+    together, kept = gather(iter(tickets), "read all"), tuple(tickets)
+    tickets.clear()
+    for i, ticket in enumerate(kept):
+        ticket.finish(i)
+    assert together.wait(timeout_s=30) == [0, 1, 2]
+
+
+def test_a_gather_that_is_refused_leaves_the_tickets() -> None:
+    tickets = [Ticket.of(i, f"read {i}") for i in range(2)]
+    with pytest.raises(StateError, match=r"read 1: .*already"):
+        gather([*tickets, tickets[1]], "read all")
+    assert [ticket.wait() for ticket in tickets] == [0, 1]
+
+
+def test_gather_tells_what_is_in_flight_once() -> None:
+    class Producer:
+        def table(self) -> str:
+            return "2 reads"
+
+    one, other = Producer(), Producer()
+    tickets: list[Ticket[int]] = [Ticket("read", p.table) for p in (one, one, other)]
+    with pytest.raises(
+        StoreTimeout, match=r"all: not done after 0 s; in flight: 2 reads; 2 reads$"
+    ):
+        gather(tickets, "all").wait(timeout_s=0)
+
+
+# --- follow-ups -----------------------------------------------------------------------------------
+
+
+def test_an_action_that_returns_a_used_ticket_fails_what_follows() -> None:
+    used = Ticket.of(1, "read v")
+    used.wait()
+    first: Ticket[int] = Ticket("read w")
+    chain = first.then(lambda _: used)
+    first.finish(1)  # in the thread of a producer, which must go on
+    with pytest.raises(StateError, match=r"read v: .*already"):
+        chain.wait(timeout_s=30)
+
+
+def test_a_chain_may_be_longer_than_the_stack() -> None:
+    count, first = 3 * sys.getrecursionlimit(), urgent("read w", [])
+    chain: Ticket[int] = first
+    for _ in range(count):
+        chain = chain.then(lambda x: Ticket.of(x + 1))
+    assert chain.wait(timeout_s=30) == count + 1, "to urge it takes the way back"
+    ended: Ticket[int] = Ticket.of(0)
+
+    def again(x: int) -> Any:
+        return x if x == count else Ticket.of(x + 1).then(again)
+
+    assert ended.then(again).wait(timeout_s=30) == count
+
+
+def test_nothing_waits_in_a_follow_up() -> None:
+    """Its thread may be the only one that could end what it waits for."""
+    first: Ticket[int] = Ticket("read w")
+    other: Ticket[int] = Ticket("read v")
+
+    def act(_: int) -> int:
+        assert in_follow_up()
+        return other.wait()
+
+    chain = first.then(act)
+    assert not in_follow_up()
+    first.finish(1)
+    assert not in_follow_up()
+    with pytest.raises(StateError, match=r"read v: waited for in a follow-up.*return the ticket"):
+        chain.wait(timeout_s=30)
+    other.finish(7)
+    assert Ticket.of(1).then(act).wait() == 7, "what has ended may be collected"
+
+
+def test_a_follow_up_is_called_although_the_one_before_was_interrupted() -> None:
+    """As by a signal handler that raises where no action is being run."""
+    tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(3)]
+
+    def interrupted() -> None:
+        for ticket in tickets[1:]:
+            ticket.finish(1)
+        raise KeyboardInterrupt
+
+    tickets[0]._call_at_end(interrupted)
+    chains = [ticket.then(lambda x: x + 1) for ticket in tickets[1:]]
+    with pytest.raises(KeyboardInterrupt):
+        tickets[0].finish(0)
+    assert [chain.wait(timeout_s=30) for chain in chains] == [2, 2]
+    assert not in_follow_up()
+
+
+# --- a wait that was interrupted ------------------------------------------------------------------
+
+
+def test_an_interrupted_wait_leaves_the_ticket() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ticket: Ticket[int] = Ticket("read w")
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        here = threading.get_ident()
+        threading.Timer(0.05, lambda: signal.pthread_kill(here, signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait(timeout_s=30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    ticket.finish(3)
+    assert ticket.wait() == 3
+
+
+def test_an_interruption_behind_the_gate_leaves_the_ticket() -> None:
+    class Gate:
+        """Lets through and is interrupted, as by a signal that comes in this moment."""
+
+        def acquire(self) -> bool:
+            ticket.finish(3)
+            raise KeyboardInterrupt
+
+        def release(self) -> None: ...
+
+    ticket: Ticket[int] = Ticket("read w")
+    ticket._gate = Gate()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert ticket.wait(timeout_s=30) == 3
+
+
+def test_a_wait_of_any_length() -> None:
+    for timeout_s in (float("inf"), 1e12, threading.TIMEOUT_MAX * 2):
+        urged: list[str] = []
+        assert urgent("read w", urged).wait(timeout_s) == 1
+    ticket: Ticket[int] = Ticket("read w")
+    with pytest.raises(TypeError):
+        ticket.wait("5")  # type: ignore[arg-type]
+    ticket.finish(3)
+    assert ticket.wait() == 3
 
 
 def test_an_error_that_nobody_waits_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
