@@ -49,7 +49,10 @@ class Ticket(Generic[T]):
 
     def __init__(self, what: str, describe: Callable[[], str] | None = None) -> None:
         self.what = what
-        self.urge: Callable[[], None] | None = None  # called when somebody begins to wait
+        # Called when somebody begins to wait, in whatever thread: must not block.
+        self.urge: Callable[[], None] | None = None
+        # Called instead in the thread that waits for this very act, with its time limit: may block.
+        self.land: Callable[[float | None], None] | None = None
         self._describe = describe
         self._state = TicketState.PENDING
         self._result: T | None = None
@@ -87,7 +90,7 @@ class Ticket(Generic[T]):
             follow = self._next
             # What has ended refers to nobody: a cycle would keep it, and its error, until some
             # collection.
-            self._next = self.urge = None
+            self._next = self.urge = self.land = None
             self._behind = ()
         self._gate.release()
         if follow:
@@ -116,8 +119,12 @@ class Ticket(Generic[T]):
             )
         self._claim()
         try:
-            self._hurry()
-            ended = self._pass_gate(timeout_s)
+            land = self.land  # it goes when the act ends
+            if land is None:
+                self._hurry()
+            else:
+                land(timeout_s)
+            ended = self._pass_gate(0.0 if land and timeout_s is not None else timeout_s)
         except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
             self._unclaim()
             raise

@@ -14,11 +14,15 @@ from torch import Tensor
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.ticket import Ticket
+from offload.transfer.checks import on
 
 ALIGN = 512  # torch's allocators round up to it
 
-# Starts the copy of a host tensor to a device tensor on `up`: both flat bytes.
-Lift = Callable[[Tensor, Tensor, str], Ticket[None]]
+# Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these streams;
+# calls back, before any later copy, with the event that ends it.
+Lift = Callable[
+    [Tensor, Tensor, str, list[torch.Stream], Callable[[torch.Event], None]], Ticket[None]
+]
 
 
 class DeviceMemory:
@@ -51,7 +55,7 @@ class DeviceMemory:
         size = -(-nbytes // ALIGN) * ALIGN
         self._take(size, what)
         try:
-            with self.up:
+            with on(self.up):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except BaseException as error:
             self._returned.append(size)
@@ -119,13 +123,15 @@ class DeviceBuffer:
         self.nbytes = memory.nbytes
         self._loan = _Loan(memory, up)
         self._lift = lift
-        self._filled: torch.Event | None = None
-        weakref.finalize(self, self._loan.give_back)
+        # Also what was there before must be over: fills of the memory's last holder.
+        self._filled = up.record_event()
+        weakref.finalize(self, self._loan.give_back).atexit = False
 
     def fill(self, host: Tensor, offset_bytes: int = 0) -> Ticket[None]:
         """Copy `host` to the buffer's bytes from `offset_bytes` on. Parts may come as they are
-        ready, so that the copy of one runs while the next is read from somewhere. `host` is held
-        until the ticket is done. Never blocks.
+        ready, so that the copy of one runs while the next is read from somewhere; bytes that were
+        used already are filled again after their use. `host` is held until the ticket is done.
+        Never blocks.
         """
         memory, end = self._memory(), offset_bytes + host.nbytes
         if not 0 <= offset_bytes <= end <= self.nbytes:
@@ -135,14 +141,16 @@ class DeviceBuffer:
         if not host.is_contiguous():
             raise ConfigError(f"{self.what}: expected a contiguous host tensor to copy from")
         flat = host.detach().view(-1).view(torch.uint8)
-        ticket = self._lift(flat, memory[offset_bytes:end], self.what)
-        self._filled = self._loan.up.record_event()
-        return ticket
+        target, users = memory[offset_bytes:end], list(self._loan.users)
+        return self._lift(flat, target, self.what, users, self._note_filled)
+
+    def _note_filled(self, event: torch.Event) -> None:
+        self._filled = event
 
     @property
     def arrived(self) -> bool:
         """Whether what was filled so far is there already."""
-        return self._filled is None or self._filled.query()
+        return self._filled.query()
 
     def use(self) -> Tensor:
         """The buffer's bytes, for this thread's current stream, which waits for the fills so far.
@@ -150,8 +158,7 @@ class DeviceBuffer:
         """
         memory = self._memory()
         stream = torch.accelerator.current_stream(memory.device)
-        if self._filled is not None:
-            stream.wait_event(self._filled)
+        stream.wait_event(self._filled)
         if stream not in self._loan.users:
             self._loan.users.append(stream)
         return memory.detach()  # a tensor of its own, so that `release` can tell who still has it
@@ -160,7 +167,8 @@ class DeviceBuffer:
         """Give the memory back, after all that its users have been given so far. Idempotent.
 
         False: somebody still holds a view of it. The view stays valid, and its memory goes on
-        counting against the budget until it is gone.
+        counting against the budget until it is gone. (Then the allocator may need a moment longer
+        until it has the memory back: the one case in which more than the budget can be in use.)
         """
         return self._loan.give_back()
 

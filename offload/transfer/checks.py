@@ -1,4 +1,4 @@
-"""What can be copied, and how a copy is cut."""
+"""What can be copied, how a copy is cut, and how a thread gets on a stream."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from torch import Tensor
 from offload.errors import ConfigError
 
 
+def on(stream: torch.Stream) -> torch.Stream:
+    """`stream` to enter with `with`. A new object each time: torch keeps what to go back to in the
+    object, so that two threads in the same one would leave each other's streams and devices behind.
+    """
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
 def indexed(device: torch.device) -> torch.device:
     """`device` with its number: `cuda` is the current one."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         raise ConfigError(
             f"device: expected {accelerator.type if accelerator else 'the CPU alone'} here, got "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +18,10 @@ from offload.errors import ConfigError, StateError
 from offload.metrics import Metrics
 from offload.ticket import Ticket
 from offload.transfer.buffer import DeviceBuffer, DeviceMemory
-from offload.transfer.checks import check_copy, cut, indexed
+from offload.transfer.checks import check_copy, cut, indexed, on
 
 READS_IN_FLIGHT_BYTES = 256 << 20
+_LOOK_AGAIN_S = 0.0005  # where an event is waited for with a deadline, which torch does not offer
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Mark:
     event: torch.Event
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flight:
     """One copy under way, and what must stay where it is until the copy is over."""
 
@@ -37,17 +42,52 @@ class _Flight:
     held: tuple[Tensor, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Reading(_Flight):
-    """A copy to the host. `source` is memory of the allocator's pool of `owner`."""
+    """A copy to the host. owner: the stream in whose order `source` may be dropped before the copy
+    is over; None: it may not.
+    """
 
     source: Tensor | None
-    owner: torch.Stream
+    owner: torch.Stream | None
+
+
+class _Flights:
+    """The copies of one stream, in its order. Apart from the transfer, so that a transfer that is
+    forgotten still waits for them.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+        self.lock = threading.Lock()
+        self.queue: deque[Any] = deque()
+
+    def settle(self) -> None:
+        """End the tickets of the copies that are over. Never blocks."""
+        while True:
+            with self.lock:
+                if not self.queue or not self.queue[0].event.query():
+                    return
+                flight = self.queue.popleft()
+            flight.ticket.finish(flight.result)
+
+    def fail(self, flight: _Flight, error: Exception) -> None:
+        """End one ticket with the device's error, unless somebody else has ended it."""
+        with self.lock:
+            if flight not in self.queue:
+                return
+            self.queue.remove(flight)
+        flight.ticket.fail(error)
+
+    def finish(self) -> None:
+        """Wait for all copies and end their tickets."""
+        self.stream.synchronize()
+        self.settle()
 
 
 class DeviceTransfer:
     """Copies to and from one accelerator, through `torch.accelerator`, `torch.Stream` and
-    `torch.Event`.
+    `torch.Event`. Any thread.
 
     budget_bytes: what all buffers may hold together (None: what the device has).
     reads_in_flight_bytes: how much device memory may wait for its copy to the host; beyond that
@@ -64,24 +104,27 @@ class DeviceTransfer:
         metrics: Metrics | None = None,
     ) -> None:
         self.device = indexed(torch.device(device))
-        torch.empty(1, pin_memory=True)  # before, `is_pinned` may say no without having looked
+        # Before something was pinned, `is_pinned` may say no without having looked.
+        torch.empty(1, device="cpu", pin_memory=True)
         self.metrics = metrics or Metrics()
         self._reads_in_flight_bytes = reads_in_flight_bytes
         self._up = torch.Stream(self.device)
         self._down = torch.Stream(self.device)
         self.memory = DeviceMemory(self.device, self._up, budget_bytes)
-        self._lock = threading.Lock()
-        self._upward: deque[_Flight] = deque()  # in the order of the stream
-        self._downward: deque[_Reading] = deque()
+        self._upward, self._downward = _Flights(self._up), _Flights(self._down)
+        self._lander = _Lander()
         self._closed = False
+        for flights in (self._upward, self._downward):
+            weakref.finalize(self, flights.finish)
 
     # --- to the device ----------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, what: str = "a block") -> DeviceBuffer:
         """Device memory to be filled. Raises `CapacityError` with the numbers when the budget or
-        the device is spent. Never blocks.
+        the device is spent.
         """
         self._check_open()
+        self.poll()
         return DeviceBuffer(self.memory.allocate(nbytes, what), self._up, self._fill, what)
 
     def fetch(self, host: Tensor, what: str = "a block") -> DeviceBuffer:
@@ -90,12 +133,20 @@ class DeviceTransfer:
         buffer.fill(host)
         return buffer
 
-    def _fill(self, host: Tensor, target: Tensor, what: str) -> Ticket[None]:
+    def _fill(
+        self,
+        host: Tensor,
+        target: Tensor,
+        what: str,
+        users: list[torch.Stream],
+        note: Callable[[torch.Event], None],
+    ) -> Ticket[None]:
         self._check_open()
         self._check_pair(host, target, what)
-        self._settle(self._upward)
+        self.poll()
+        after = [stream.record_event() for stream in users]
         # The target is not held: its memory is given back in the order of `up`, as this copy runs.
-        return self._lift(host, target, what, None, (host,))
+        return self._lift(host, target, what, after, None, (host,), note)
 
     def mark(self) -> Mark:
         """The present place of this thread's current stream."""
@@ -111,24 +162,31 @@ class DeviceTransfer:
         """
         self._check_open()
         self._check_pair(host, target, what)
-        self._settle(self._upward)
-        self._up.wait_event(after.event)
-        return self._lift(host, target, what, target, (host, target))
+        self.poll()
+        return self._lift(host, target.detach(), what, [after.event], target, (host, target))
 
     def _lift(
         self,
         host: Tensor,
         target: Tensor,
         what: str,
+        after: Iterable[torch.Event],
         result: Tensor | None,
         held: tuple[Tensor, ...],
+        note: Callable[[torch.Event], None] = lambda event: None,
     ) -> Ticket[Any]:
         asynchronous = self._is_registered(host)
-        with self._up:
-            target.copy_(host, non_blocking=asynchronous)
+        flights = self._upward
+        with flights.lock:  # the order of the queue is that of the stream
+            for event in after:
+                self._up.wait_event(event)
+            with on(self._up):
+                target.copy_(host, non_blocking=asynchronous)
+            flight = _Flight(self._up.record_event(), Ticket(what), result, held)
+            note(flight.event)
+            self._follow(flights, flight)
         self.metrics.count("host_to_device_bytes", host.nbytes)
-        flight = _Flight(self._up.record_event(), Ticket(what), result, held)
-        return self._follow(self._upward, flight)
+        return flight.ticket
 
     def join(self) -> None:
         """Let this thread's current stream wait for all copies to the device so far."""
@@ -140,9 +198,12 @@ class DeviceTransfer:
     def read(
         self, source: Tensor, host: Tensor, what: str = "a copy", after: Mark | None = None
     ) -> Ticket[Tensor]:
-        """Copy the device tensor `source` to `host`, once everything before `after` (None: now, on
-        this thread's current stream) is done. `source` may be dropped at once, but not written
-        before the ticket is done. The result is `host`. Never blocks.
+        """Copy the device tensor `source` to `host`, once everything before `after` is done. The
+        result is `host`. `source` may not be written before the ticket is done. Never blocks.
+
+        after: None is now, on this thread's current stream, which then must be the one that made
+        `source`: a gradient in the hook that gets it. Only then `source` may be dropped at once
+        and counts against `reads_in_flight_bytes`; otherwise it is held until the copy is over.
         """
         return self._read(source, host, what, after, [(source.detach(), host)])[0]
 
@@ -172,77 +233,73 @@ class DeviceTransfer:
     ) -> list[Ticket[Tensor]]:
         self._check_open()
         self._check_pair(host, source, what)
-        self._settle(self._downward)
+        self.poll()
         mark = after or self.mark()
-        self._down.wait_event(mark.event)
-        tickets = [self._lower(*pair, mark.stream, what) for pair in pairs]
-        self._let_go_of_sources()
+        owner = mark.stream if after is None else None
+        asynchronous = self._is_registered(host)
+        with self._downward.lock:  # the order of the queue is that of the stream
+            self._down.wait_event(mark.event)
+            tickets = [self._lower(*pair, what, owner, asynchronous) for pair in pairs]
+            self._let_go_of_sources()
+        self.metrics.count("device_to_host_bytes", host.nbytes)
         return tickets
 
     def _lower(
-        self, source: Tensor, host: Tensor, owner: torch.Stream, what: str
+        self,
+        source: Tensor,
+        host: Tensor,
+        what: str,
+        owner: torch.Stream | None,
+        asynchronous: bool,
     ) -> Ticket[Tensor]:
-        asynchronous = self._is_registered(host)
-        with self._down:
-            host.copy_(source, non_blocking=asynchronous)
-        self.metrics.count("device_to_host_bytes", host.nbytes)
+        """Under the lock of the flights."""
+        with on(self._down):
+            host.detach().copy_(source, non_blocking=asynchronous)
         event = self._down.record_event()
-        return self._follow(
-            self._downward, _Reading(event, Ticket(what), host, (host,), source, owner)
-        )
+        flight = _Reading(event, Ticket(what), host, (host,), source, owner)
+        self._follow(self._downward, flight)
+        return flight.ticket
 
     def _let_go_of_sources(self) -> None:
         """Where too much device memory waits for its copy to the host, drop the oldest in the order
         of the stream that owns it: that stream waits for the copy before it uses the memory again.
+        Under the lock of the flights.
         """
-        with self._lock:
-            held_bytes = sum(f.source.nbytes for f in self._downward if f.source is not None)
-            for flight in self._downward:
-                if held_bytes <= self._reads_in_flight_bytes:
-                    return
-                if flight.source is not None:
-                    flight.owner.wait_event(flight.event)
-                    held_bytes -= flight.source.nbytes
-                    flight.source = None
+        flights = [f for f in self._downward.queue if f.source is not None and f.owner is not None]
+        sizes = {}  # parts of one gradient share their memory
+        for flight in flights:
+            storage = flight.source.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        for flight in flights:
+            if sum(sizes.values()) <= self._reads_in_flight_bytes:
+                return
+            address = flight.source.untyped_storage().data_ptr()
+            flight.owner.wait_event(flight.event)
+            flight.source = None
+            if not any(f.source is not None and _at(f.source, address) for f in flights):
+                del sizes[address]
 
     # --- what is under way ------------------------------------------------------------------------
 
-    def _follow(self, flights: deque[Any], flight: _Flight) -> Ticket[Any]:
-        """Have the flight's ticket end when the flight is over."""
-        ticket = flight.ticket
-        ticket.urge = lambda: self._land(flights, flight)
-        with self._lock:
-            flights.append(flight)
-        return ticket
+    def _follow(self, flights: _Flights, flight: _Flight) -> None:
+        """Have the flight's ticket end when the flight is over. Under the lock of the flights."""
+        spent, lander = _Waiting(flights, flight, self.metrics), self._lander
+        flight.ticket.land = spent.land
+        flight.ticket.urge = lambda: lander.take(spent)
+        flights.queue.append(flight)
 
-    def _land(self, flights: deque[Any], flight: _Flight) -> None:
-        """Wait for one flight, in the thread that wants its result."""
-        try:
-            with self.metrics.span("device copy"):
-                flight.event.synchronize()
-        except Exception as error:  # the device's: a kernel before the copy has failed, say
-            with self._lock:
-                flights.remove(flight)
-            flight.ticket.fail(error)
-            return
-        self._settle(flights)
-
-    def _settle(self, flights: deque[Any]) -> None:
-        """End the tickets of the copies that are over. Never blocks."""
-        while True:
-            with self._lock:
-                if not flights or not flights[0].event.query():
-                    return
-                flight = flights.popleft()
-            flight.ticket.finish(flight.result)
+    def poll(self) -> None:
+        """End the tickets of all copies that are over, and so give back what they held. Every call
+        does it in passing; whoever waits for host memory calls it in between. Never blocks.
+        """
+        self._upward.settle()
+        self._downward.settle()
 
     def close(self) -> None:
         """Wait for all copies and end their tickets. Idempotent; buffers stay valid."""
         self._closed = True
-        self._up.synchronize()
-        self._down.synchronize()
-        self._settle(self._upward)
-        self._settle(self._downward)
+        self._upward.finish()
+        self._downward.finish()
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -266,3 +323,60 @@ class DeviceTransfer:
             "host memory is not registered with the device, so the CPU waits for each copy",
         )
         return False
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """The wait for one flight."""
+
+    flights: _Flights
+    flight: _Flight
+    metrics: Metrics
+
+    def land(self, timeout_s: float | None) -> None:
+        """Block until the copy is over, or the time is; then end what has ended."""
+        try:
+            with self.metrics.span("device copy"):
+                self._wait(timeout_s)
+        except Exception as error:  # the device's: a kernel before the copy has failed, say
+            self.flights.fail(self.flight, error)
+            return
+        self.flights.settle()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        event = self.flight.event
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while deadline_s is not None and not event.query():
+            if time.monotonic() >= deadline_s:
+                return
+            time.sleep(_LOOK_AGAIN_S)
+        event.synchronize()  # also where it has passed: this is where the device tells of errors
+
+
+class _Lander:
+    """A thread that waits for copies on which something else waits: a chain, several together.
+    Whoever waits for a copy itself does so in its own thread. Started when it is first needed.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = False
+
+    def take(self, waiting: _Waiting) -> None:
+        with self._lock:
+            if not self._started:
+                self._started = True
+                thread = threading.Thread(target=_land_all, args=(self._queue,), daemon=True)
+                thread.start()
+                weakref.finalize(self, self._queue.put, None)
+        self._queue.put(waiting)
+
+
+def _land_all(waits: queue.SimpleQueue[_Waiting | None]) -> None:
+    while (waiting := waits.get()) is not None:
+        waiting.land(None)
+
+
+def _at(tensor: Tensor, address: int) -> bool:
+    return tensor.untyped_storage().data_ptr() == address

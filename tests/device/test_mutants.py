@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_accelerator import load
 from fake_accelerator.train_case import SCHEDULES
-from mutants import HELD, Mutant, loaded, mutants, synchronisations
+from mutants import BY_HAND, Mutant, loaded, mutants, synchronisations
 from transfer_cases import CASES, run
 
 from offload.errors import StoreTimeout
@@ -45,7 +45,7 @@ def killer(mutant: Mutant) -> str | None:
 
 
 def test_no_synchronisation_is_overlooked() -> None:
-    assert len(ALL) - len(HELD) == synchronisations() > 10
+    assert len(ALL) - len(BY_HAND) == synchronisations() > 10
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)

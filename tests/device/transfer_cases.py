@@ -6,6 +6,7 @@ They take the module that has `DeviceTransfer`, so that the tests can hand in on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -283,6 +284,113 @@ def closing(module: ModuleType | None) -> list[Tensor]:
         return [copy, target.cpu()]
 
 
+def fills_and_uses_in_any_order(module: ModuleType | None) -> list[Tensor]:
+    """Two fills and a use at once; a fill after a use; a use without a fill."""
+    if module is None:
+        parts = torch.cat([torch.full((64,), 1.0), torch.full((64,), 2.0)])
+        return [parts * 2, torch.full((128,), 3.0), torch.full((128,), 5.0)]
+    with bench(module, budget_bytes=512) as b:
+        buffer = b.transfer.allocate(512)
+        buffer.fill(b.host(64).fill_(1.0))
+        buffer.fill(b.host(64).fill_(2.0), 256)
+        doubled = buffer.use().view(torch.float32) * 2
+        buffer.fill(b.host(128).fill_(3.0))
+        again = buffer.use().view(torch.float32) + 0
+        buffer.release()
+        unused = b.transfer.fetch(b.host(128).fill_(9.0))
+        unused.release()
+        scratch = b.transfer.allocate(512)  # in the same memory, which is still being filled
+        written = scratch.use().view(torch.float32).fill_(5.0)
+        b.transfer.write(b.host(4), torch.empty(4, device="fake"), b.transfer.mark()).wait(WAIT_S)
+        seen = written + 0
+        del written
+        return [doubled.cpu(), again.cpu(), seen.cpu()]
+
+
+def a_tensor_that_is_kept(module: ModuleType | None) -> list[Tensor]:
+    """Not a view of what `use` gave, but that itself outlives the buffer."""
+    with bench(module, **({"budget_bytes": 1024} if module else {})) as b:
+        buffer = b.transfer.fetch(b.host(64).fill_(4.0))
+        kept = buffer.use()
+        assert buffer.release() is (module is None)
+        late = kept.view(torch.float32) + b.busy()[0, 0]
+        del kept
+        other = b.transfer.fetch(b.host(64).fill_(-1.0))
+        also = other.use().view(torch.float32) + 0
+        return [late.cpu(), also.cpu()]
+
+
+def a_forgotten_transfer(module: ModuleType | None) -> list[Tensor]:
+    """Nobody holds the transfer any more, as after an error; its copies are still to come."""
+    with bench(module, pool_bytes=16 * 4096) as b:
+        if module is None:
+            return [torch.full((64,), 2.0), torch.full((64,), 6.0)]
+        transfer = module.DeviceTransfer("fake")
+        target, source = torch.zeros(64, device="fake"), torch.full((64,), 6.0, device="fake")
+        transfer.write(b.host(64).fill_(2.0), target, transfer.mark())
+        transfer.join()
+        there = b.host(64)
+        transfer.read(source, there)
+        del transfer, source
+        gc.collect()
+        spoilers = [b.host(64).fill_(-1.0) for _ in range(8)]
+        others = [torch.full((64,), -2.0, device="fake") for _ in range(4)]
+        result = [target.cpu(), there.clone()]
+        del spoilers, others
+        return result
+
+
+def memory_let_go_in_order(module: ModuleType | None) -> list[Tensor]:
+    """More gradients than may wait, in parts, and by two streams."""
+    limit = {"reads_in_flight_bytes": 8192} if module else {}
+    with bench(module, **limit) as b:
+        tickets = []
+        for number in range(6):
+            gradient = torch.full((1024,), float(number), device=b.device) + 0.5
+            tickets += b.transfer.read_in_parts(gradient, b.host(1024), 1024)
+            del gradient
+            spoiler = torch.full((1024,), FILLER, device=b.device) * 2
+            del spoiler
+        results = [ticket.wait(WAIT_S).clone() for ticket in tickets]
+    return results
+
+
+def memory_let_go_by_another_stream(module: ModuleType | None) -> list[Tensor]:
+    """A read on one stream pushes out a gradient that belongs to another."""
+    side = torch.Stream("fake") if module else contextlib.nullcontext()
+    with bench(module, **({"reads_in_flight_bytes": 4096} if module else {})) as b:
+        with side:
+            gradient = torch.full((1024,), 3.0, device=b.device) + 0.5
+            first = b.transfer.read_in_parts(gradient, b.host(1024), 256)
+            del gradient
+        gradient = torch.full((1024,), 4.0, device=b.device) + 0.5
+        second = b.transfer.read(gradient, b.host(1024))
+        del gradient
+        with side:
+            spoiler = torch.full((1024,), FILLER, device=b.device) * 2
+        results = [ticket.wait(WAIT_S).clone() for ticket in (*first, second)]
+        del spoiler
+        return results
+
+
+def a_kernel_that_fails(module: ModuleType | None) -> list[Tensor]:
+    """Whoever waits for what depends on it hears of it."""
+    if module is None:
+        return [torch.ones(1)]
+    with bench(module) as b:
+        told = 0.0
+        try:
+            wrong = torch.ones(4, 4, device="fake")[torch.tensor([9]).to("fake")] + 1
+            b.transfer.read(wrong, b.host(1, 4)).wait(WAIT_S)
+        except IndexError:
+            told = 1.0
+        try:
+            torch.accelerator.synchronize()
+        except IndexError:  # nobody had been told
+            told = 0.0
+        return [torch.full((1,), told)]
+
+
 CASES = [
     train_with_fetched_parameters,
     train_with_resident_parameters,
@@ -293,6 +401,12 @@ CASES = [
     memory_of_what_was_fetched,
     several_streams,
     closing,
+    fills_and_uses_in_any_order,
+    a_tensor_that_is_kept,
+    a_forgotten_transfer,
+    memory_let_go_in_order,
+    memory_let_go_by_another_stream,
+    a_kernel_that_fails,
 ]
 
 
