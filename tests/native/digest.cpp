@@ -136,6 +136,13 @@ void digest_updates(Digest& digest, const Table& t, int64_t count) {
       kernel(b, scalars, 0, cut);
       kernel(b, scalars, cut, count);
       digest.add(x.p), digest.add(x.m), digest.add(x.v), digest.add(x.narrow, out);
+      if (out == DType::none) return;
+      for (int64_t i = 0; i < count; i += 3) x.narrow[i] = x.half[i];  // set by somebody else
+      Buffers adopting = b;
+      adopting.adopt = true;
+      kernel(adopting, scalars, 0, cut);
+      kernel(adopting, scalars, cut, count);
+      digest.add(x.p), digest.add(x.narrow, out);
     });
   });
 }
