@@ -1,4 +1,4 @@
-"""What a kernel may be given: checks of tensors, done before a byte is written.
+"""What kernels and stores may be given: checks of tensors, done before a byte is written.
 
 The native core works on raw addresses, so a mistake here would be a crash or silent damage there.
 Every refusal is a `ConfigError` that names the argument, what it is and what it should be.
@@ -33,8 +33,10 @@ class Argument(NamedTuple):
     end: int
 
 
-def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Argument:
-    """`tensor` as an argument, if it is dense host memory of one of `dtypes`."""
+def check_tensor(
+    name: str, tensor: object, dtypes: Sequence[torch.dtype] | None = None
+) -> Argument:
+    """`tensor` as an argument, if it is dense host memory of one of `dtypes` (None: of any)."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu:
@@ -45,7 +47,7 @@ def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Ar
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise ConfigError(f"{name}: expected a dense tensor, got {kind}")
-    if tensor.dtype not in dtypes:
+    if dtypes is not None and tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise ConfigError(f"{name}: expected {expected}, got {tensor.dtype}")
     if not tensor.is_contiguous():
@@ -55,6 +57,8 @@ def check_tensor(name: str, tensor: object, dtypes: Sequence[torch.dtype]) -> Ar
         )
     if tensor.is_neg():
         raise ConfigError(f"{name}: is a lazily negated view; pass .resolve_neg()")
+    if tensor.is_conj():
+        raise ConfigError(f"{name}: is a lazily conjugated view; pass .resolve_conj()")
     numel = tensor.numel()
     if not numel:
         return Argument(name, tensor, 0, 0, 0)
@@ -110,43 +114,34 @@ def _begin_of(argument: Argument) -> int:
 
 
 def check_writable(arguments: Sequence[Argument]) -> None:
-    """The first and the last page of each can be written: a tensor may lie on a read-only map."""
-    if not _can_probe():
-        return
     for argument in arguments:
-        for address in _ends(argument):
-            code = _populate(address, _MADV_POPULATE_WRITE)
-            _check_within_file(argument.name, code)
-            # Mappings of a driver refuse the probe although they can be written; the map of the
-            # process decides.
-            if code != 0 and not _mapped_writable(address):
-                raise ConfigError(
-                    f"{argument.name}: lies in read-only memory (a memory-mapped file?); pass a "
-                    "copy"
-                )
+        check_pages(argument.name, argument.begin, argument.end, writable=True)
 
 
 def check_readable(argument: Argument) -> None:
-    """The first and the last page are there: a mapped file may be cut short."""
-    if _can_probe():
-        for address in _ends(argument):
-            _check_within_file(argument.name, _populate(address, _MADV_POPULATE_READ))
+    check_pages(argument.name, argument.begin, argument.end, writable=False)
 
 
-def _check_within_file(name: str, code: int) -> None:
-    if code == errno.EFAULT:  # touching the page would be the end of the process
-        raise ConfigError(
-            f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
-        )
-
-
-def _ends(argument: Argument) -> tuple[int, ...]:
-    """Addresses of the first and the last page, which may be the same."""
-    if not argument.numel:
-        return ()
-    first = argument.begin & -mmap.PAGESIZE
-    last = (argument.end - 1) & -mmap.PAGESIZE
-    return (first,) if first == last else (first, last)
+def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
+    """The first and the last page of [begin, end) can be touched: a tensor may lie on a read-only
+    map, and a mapped file may be cut short.
+    """
+    if begin == end or not _can_probe():
+        return
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    first, last = begin & -mmap.PAGESIZE, (end - 1) & -mmap.PAGESIZE
+    for page in (first,) if first == last else (first, last):
+        code = _populate(page, advice)
+        if code == errno.EFAULT:  # touching the page would be the end of the process
+            raise ConfigError(
+                f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
+            )
+        # Mappings of a driver refuse the probe although they can be written; the map of the process
+        # decides.
+        if code != 0 and writable and not _mapped_writable(page):
+            raise ConfigError(
+                f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
+            )
 
 
 def note_writes(arguments: Sequence[Argument]) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
+import tempfile
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,9 +35,13 @@ from storelib import (
     until,
     write,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
-from offload.store import DiskStore, MemoryStore, Store
+from offload.store import DiskStore, MemoryStore, Store, memory
+from offload.store.buffers import Buffer
 from offload.store.engine import Fault, FaultKind
 from offload.store.files import SwapFile
 from offload.store.space import Space
@@ -122,7 +130,7 @@ READ_ONLY.flags.writeable = False
         (bytes(100), "w: expected memory that can be written, got a read-only view"),
         (np.zeros(200, dtype=np.uint8)[::2], r"w: expected contiguous memory, got strides \(2,\)"),
         (torch.zeros(10, 20, dtype=torch.uint8)[:, :10], "w: expected a contiguous tensor"),
-        (torch.zeros(100, dtype=torch.uint8, device="meta"), "w: expected a dense tensor in host"),
+        (torch.zeros(100, dtype=torch.uint8, device="meta"), "w: expected a tensor in host memory"),
         (None, "w: expected a tensor or a buffer, got NoneType"),
     ],
 )
@@ -145,6 +153,68 @@ def test_a_wrong_source_is_refused(store: Store) -> None:
             store.write("layer", source)
     assert store.names() == []
     assert store.stats().used_bytes == 0
+
+
+def resized(nbytes: int) -> torch.Tensor:
+    tensor = torch.zeros(100, dtype=torch.uint8)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(100, dtype=torch.uint8)
+
+
+def read_only() -> torch.Tensor:
+    array = np.frombuffer(mmap.mmap(-1, 100, prot=mmap.PROT_READ), dtype=np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
+
+
+def cut_short() -> np.ndarray[Any, Any]:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(BLOCK)
+        found = np.frombuffer(mmap.mmap(file.fileno(), BLOCK), dtype=np.uint8)
+        file.truncate(0)
+    return found[:100]
+
+
+WITHOUT_MEMORY: dict[str, tuple[Callable[[], Any], str]] = {
+    "freed": (lambda: resized(0), "reaches to byte 100 of a storage that has 0"),
+    "one byte short": (lambda: resized(99), "reaches to byte 100 of a storage that has 99"),
+    "zeros without memory": (
+        lambda: torch._efficientzerotensor(100, dtype=torch.uint8),
+        "without memory",
+    ),
+    "fake": (fake, "a FakeTensor without memory"),
+    "conjugated": (lambda: torch.ones(25, dtype=torch.complex32).conj(), "resolve_conj"),
+    "negated": (lambda: torch._neg_view(torch.ones(25)), "resolve_neg"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(25)]), "got a nested tensor"),
+    "sparse": (lambda: torch.zeros(25).to_sparse(), r"got layout torch\.sparse_coo"),
+    "cut short": (cut_short, "behind the end of its memory-mapped file"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of torch: some are prototypes
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_memory_that_is_not_there_is_refused(store: Store, kind: str) -> None:
+    """It would be a crash, or other bytes than the tensor's."""
+    make_it, message = WITHOUT_MEMORY[kind]
+    write(store, "w", random_bytes(100, 1))
+    for use in (store.read, store.write):
+        with pytest.raises(ConfigError, match=f"^w: .*{message}"):
+            use("w", make_it())
+    assert (read(store, "w") == random_bytes(100, 1)).all()
+
+
+def test_a_target_on_a_read_only_map_is_refused(store: Store) -> None:
+    write(store, "w", random_bytes(100, 1))
+    with pytest.raises(ConfigError, match=r"^w: lies in read-only memory"):
+        store.read("w", read_only())
+    store.write("w", read_only()).wait(HANG_S)
+    assert (read(store, "w") == 0).all()
 
 
 def test_a_snapshot_keeps_what_it_saw(store: Store) -> None:
@@ -235,6 +305,26 @@ def test_use_after_close(store: Store) -> None:
     store.stats()
 
 
+def test_free_in_a_finalizer(store: Store) -> None:
+    """It may run at any moment in any thread, also where the store's own lock is held."""
+    for name in ("v", "w"):
+        write(store, name, random_bytes(100, 1))
+    lock: threading.Lock = store._lock  # type: ignore[attr-defined]
+    with lock:
+        store.free("w")
+    assert store.names() == ["v"]
+    with pytest.raises(StateError, match="nothing is stored as 'w'"):
+        store.free("w")
+    with lock:
+        store.free("v")
+    write(store, "v", random_bytes(200, 2))
+    assert (read(store, "v") == random_bytes(200, 2)).all(), "what was written later stays"
+    assert store.stats().used_bytes == room(store, 200)
+    snapshot = store.snapshot()
+    with lock:
+        snapshot.release()
+
+
 def test_readers_see_a_whole_generation(store: Store) -> None:
     """Each generation is full of one number: a mix of two would show."""
     write(store, "w", np.full(5 * PIECE, 1, dtype=np.uint8))
@@ -268,6 +358,34 @@ def test_a_store_needs_room(tmp_path: Path, nbytes: int) -> None:
             kind(nbytes)
 
 
+# --- stores in memory -----------------------------------------------------------------------------
+
+
+def test_copies_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ways to copy have a C int for the size. Nothing of this memory is touched."""
+    sizes: list[int] = []
+    monkeypatch.setattr("ctypes.memmove", lambda to, source, nbytes: sizes.append(nbytes))
+    nbytes = (4 << 30) + 10
+    data = memory._copy_in(Buffer(0, nbytes, None))
+    memory._copy_out("w", data, np.empty(nbytes, dtype=np.uint8))
+    assert (data.nbytes, sizes) == (nbytes, [nbytes, nbytes])
+
+
+def test_old_and_new_generation_count_while_both_are_there() -> None:
+    budget = Budget()
+    store = MemoryStore(1000, budget)
+    write(store, "w", random_bytes(600, 1))
+    with pytest.raises(CapacityError, match=r"needs 401 B .*, 400 B .* beside the old one"):
+        store.write("w", random_bytes(401, 2))
+    write(store, "w", random_bytes(400, 2))
+    assert store.stats().peak_bytes == 1000
+    snapshot = store.snapshot()
+    (kept,) = [weakref.ref(data) for _, data in snapshot.chunks.values()]
+    store.close()
+    assert budget.used_bytes == 0
+    assert kept() is None, "memory that nobody counts any more"
+
+
 # --- stores on disk -------------------------------------------------------------------------------
 
 
@@ -280,6 +398,21 @@ def test_the_later_write_wins(disk: DiskStore) -> None:
             ticket.wait(HANG_S)
         assert (read(disk, "w") == second).all()
         assert disk.stats().used_bytes == room(disk, len(second))
+
+
+def test_a_target_that_is_given_other_memory_keeps_its_own(narrow: DiskStore) -> None:
+    """The usual way to free a parameter: what is in flight must not hit whoever comes next."""
+    write(narrow, "w", random_bytes(BLOCK, 1))
+    tensors = [torch.zeros(BLOCK, dtype=torch.uint8) for _ in range(2)]
+    kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    plugged = plug(narrow, random_bytes(BLOCK, 2))
+    ticket = narrow.read("w", tensors[0])
+    tensors[0].data = tensors[1].data = torch.empty(0, dtype=torch.uint8)
+    gc.collect()
+    assert [weak.expired() for weak in kept] == [False, True]
+    for each in (plugged, ticket):
+        each.wait(HANG_S)
+    until(kept[0].expired, "the end of the memory")
 
 
 def test_what_is_not_yet_written_is_not_there(narrow: DiskStore) -> None:

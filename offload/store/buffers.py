@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.arguments import check_pages, check_tensor
 from offload.errors import ConfigError
 
 
@@ -25,7 +26,14 @@ class Buffer:
         `buffer()`, an array).
         """
         if isinstance(memory, torch.Tensor):
-            return cls._of_tensor(name, memory)
+            found = cls._of_tensor(name, memory)
+        else:
+            found = cls._of_view(name, memory, writable)
+        check_pages(name, found.address, found.address + found.nbytes, writable)
+        return found
+
+    @classmethod
+    def _of_view(cls, name: str, memory: Any, writable: bool) -> Buffer:
         try:
             view = memoryview(memory)
         except TypeError as error:
@@ -42,16 +50,10 @@ class Buffer:
 
     @classmethod
     def _of_tensor(cls, name: str, tensor: torch.Tensor) -> Buffer:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise ConfigError(
-                f"{name}: expected a dense tensor in host memory, got {tensor.layout} on "
-                f"{tensor.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ConfigError(
-                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}"
-            )
-        return cls(tensor.data_ptr(), tensor.nbytes, tensor)
+        with torch._C.DisableTorchFunction():
+            found = check_tensor(name, tensor)
+            # Not the tensor, which may be given other memory at any time.
+            return cls(found.begin, found.end - found.begin, tensor.untyped_storage())
 
     def part(self, begin: int, nbytes: int) -> Buffer:
         assert 0 <= begin <= begin + nbytes <= self.nbytes

@@ -7,8 +7,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from offload.budget import HOST, Budget
 from offload.config import format_size
@@ -18,9 +22,13 @@ from offload.store.contract import StoreStats
 from offload.store.engine import Priority
 from offload.ticket import Ticket
 
+Bytes = npt.NDArray[np.uint8]
+
 
 class MemoryStore:
-    """At most `capacity_bytes` of chunks, old generations of snapshots included."""
+    """At most `capacity_bytes` of chunks: old generations of snapshots included, and the one that a
+    write replaces until it is complete.
+    """
 
     def __init__(self, capacity_bytes: int, budget: Budget = HOST) -> None:
         if capacity_bytes < 1:
@@ -28,11 +36,14 @@ class MemoryStore:
         share = budget.take(capacity_bytes, "memory store")
         self._give_back = weakref.finalize(self, share.release)
         self._capacity_bytes = capacity_bytes
-        self._chunks: dict[str, tuple[int, bytes]] = {}  # generation and bytes
+        self._chunks: dict[str, tuple[int, Bytes]] = {}  # generation and bytes
         self._generation = 0
         self._snapshots: weakref.WeakSet[MemorySnapshot] = weakref.WeakSet()
         self._peak_bytes = 0
         self._lock = threading.Lock()
+        # Names freed while the lock was held, up to a generation: a finalizer may run in the thread
+        # that holds it.
+        self._freed: deque[tuple[str, int]] = deque()
         self._closed = False
 
     def write(
@@ -40,18 +51,21 @@ class MemoryStore:
     ) -> Ticket[None]:
         memory = Buffer.of(name, source, writable=False)
         with self._lock:
-            self._check_usable()
-            free = self._capacity_bytes - self._used_bytes(without=name)
+            self._begin()
+            used = self._used_bytes()
+            free = self._capacity_bytes - used
             if memory.nbytes > free:
                 raise CapacityError(
                     f"memory store: {name} needs {format_size(memory.nbytes)} ({memory.nbytes} "
                     f"bytes), {format_size(free)} ({free} bytes) of "
-                    f"{format_size(self._capacity_bytes)} are free"
+                    f"{format_size(self._capacity_bytes)} are free; a new generation lies beside "
+                    "the old one until it is complete, and snapshots keep old ones: raise the "
+                    "store's capacity, or release snapshots"
                 )
+            self._peak_bytes = max(self._peak_bytes, used + memory.nbytes)
+            data = _copy_in(memory)
             self._generation += 1
-            data = ctypes.string_at(memory.address, memory.nbytes) if memory.nbytes else b""
             self._chunks[name] = (self._generation, data)
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         done: Ticket[None] = Ticket.of(None, f"write of {name}")
         return done
 
@@ -59,19 +73,34 @@ class MemoryStore:
         self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
     ) -> Ticket[None]:
         with self._lock:
-            self._check_usable()
+            self._begin()
             _, data = self._chunk(name)
         return _copy_out(name, data, target)
 
     def free(self, name: str) -> None:
-        with self._lock:
-            self._check_usable()
-            self._chunk(name)
-            del self._chunks[name]
+        self._check_usable()
+        self._chunk(name)
+        self._freed.append((name, self._generation))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_in_freed()
+            finally:
+                self._lock.release()
+
+    def _begin(self) -> None:
+        """Of every use, under the lock."""
+        self._check_usable()
+        self._take_in_freed()
+
+    def _take_in_freed(self) -> None:
+        while self._freed:
+            name, generation = self._freed.popleft()
+            if name in self._chunks and self._chunks[name][0] <= generation:
+                del self._chunks[name]
 
     def snapshot(self, names: Iterable[str] | None = None) -> MemorySnapshot:
         with self._lock:
-            self._check_usable()
+            self._begin()
             wanted = list(self._chunks) if names is None else list(names)
             taken = MemorySnapshot(self, {name: self._chunk(name) for name in wanted})
             self._snapshots.add(taken)
@@ -79,17 +108,17 @@ class MemoryStore:
 
     def names(self) -> list[str]:
         with self._lock:
-            self._check_usable()
+            self._begin()
             return sorted(self._chunks)
 
     def nbytes_of(self, name: str) -> int:
         with self._lock:
-            self._check_usable()
-            return len(self._chunk(name)[1])
+            self._begin()
+            return self._chunk(name)[1].nbytes
 
     def generation_of(self, name: str) -> int:
         with self._lock:
-            self._check_usable()
+            self._begin()
             return self._chunk(name)[0]
 
     def flush(self) -> None:
@@ -98,6 +127,7 @@ class MemoryStore:
 
     def stats(self) -> StoreStats:
         with self._lock:
+            self._take_in_freed()
             return StoreStats(
                 "memory",
                 self._capacity_bytes,
@@ -111,23 +141,18 @@ class MemoryStore:
         with self._lock:
             self._closed = True
             self._chunks.clear()
-            self._snapshots.clear()
+            for snapshot in self._snapshots:
+                snapshot.release()
         self._give_back()
 
-    def _used_bytes(self, without: str | None = None) -> int:
-        """Generations that are current or pinned, each counted once; the generation that a write
-        replaces does not count unless it is pinned.
-        """
-        kept = {
-            generation: len(data)
-            for name, (generation, data) in self._chunks.items()
-            if name != without
-        }
+    def _used_bytes(self) -> int:
+        """Generations that are current or pinned, each counted once."""
+        kept = {generation: data.nbytes for generation, data in self._chunks.values()}
         for snapshot in self._snapshots:
-            kept |= {generation: len(data) for generation, data in snapshot.chunks.values()}
+            kept |= {generation: data.nbytes for generation, data in snapshot.chunks.values()}
         return sum(kept.values())
 
-    def _chunk(self, name: str) -> tuple[int, bytes]:
+    def _chunk(self, name: str) -> tuple[int, Bytes]:
         if name not in self._chunks:
             raise StateError(
                 f"store: nothing is stored as {name!r}; {len(self._chunks)} chunks are there"
@@ -137,10 +162,6 @@ class MemoryStore:
     def _check_usable(self) -> None:
         if self._closed:
             raise StateError("store: closed")
-
-    def _drop(self, snapshot: MemorySnapshot) -> None:
-        with self._lock:
-            self._snapshots.discard(snapshot)
 
     def __enter__(self) -> MemoryStore:
         return self
@@ -152,7 +173,7 @@ class MemoryStore:
 class MemorySnapshot:
     """Chunks as they were; bytes never change, so holding them is all there is to it."""
 
-    def __init__(self, store: MemoryStore, chunks: dict[str, tuple[int, bytes]]) -> None:
+    def __init__(self, store: MemoryStore, chunks: dict[str, tuple[int, Bytes]]) -> None:
         self.generations = {name: generation for name, (generation, _) in chunks.items()}
         self.chunks = chunks
         self._store = store
@@ -167,7 +188,6 @@ class MemorySnapshot:
     def release(self) -> None:
         self._released = True
         self.chunks = {}
-        self._store._drop(self)
 
     def __enter__(self) -> MemorySnapshot:
         return self
@@ -176,13 +196,18 @@ class MemorySnapshot:
         self.release()
 
 
-def _copy_out(name: str, data: bytes, target: Any) -> Ticket[None]:
+def _copy_in(memory: Buffer) -> Bytes:
+    data = np.empty(memory.nbytes, dtype=np.uint8)
+    ctypes.memmove(data.ctypes.data, memory.address, memory.nbytes)
+    return data
+
+
+def _copy_out(name: str, data: Bytes, target: Any) -> Ticket[None]:
     memory = Buffer.of(name, target, writable=True)
-    if memory.nbytes != len(data):
+    if memory.nbytes != data.nbytes:
         raise ConfigError(
-            f"{name}: expected a target of {len(data)} bytes as stored, got {memory.nbytes}"
+            f"{name}: expected a target of {data.nbytes} bytes as stored, got {memory.nbytes}"
         )
-    if data:
-        ctypes.memmove(memory.address, data, len(data))
+    ctypes.memmove(memory.address, data.ctypes.data, memory.nbytes)
     done: Ticket[None] = Ticket.of(None, f"read of {name}")
     return done
