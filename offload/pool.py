@@ -41,7 +41,20 @@ _RECHECK_S = (
 # the pool then.
 _QUARANTINE: list[ctypes.Array[ctypes.c_char]] = []
 
-_ARENAS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+class _Arena(mmap.mmap):
+    """The map of a pool. It goes with the last who holds a piece of it, and the accelerator is told
+    just before: a finalizer of a weak reference would come after the memory is gone.
+    """
+
+    unregister: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unregister is not None:
+            self.unregister()
+
+
+_ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
 
 # Makes the arena known to the accelerator and returns what undoes it; None when there is nobody to
 # tell.
@@ -89,15 +102,16 @@ class Pool:
         self._pid = os.getpid()
         share = budget.take(self.capacity_bytes, "host pool")
         try:
-            self._map = _map_arena(self.capacity_bytes)
+            arena = _map_arena(self.capacity_bytes)
         except BaseException:
             share.release()
             raise
-        weakref.finalize(self._map, share.release).atexit = False  # when the last lease is gone
-        whole = (ctypes.c_char * len(self._map)).from_buffer(self._map)
+        weakref.finalize(arena, share.release).atexit = False  # when the last lease is gone
+        whole = (ctypes.c_char * len(arena)).from_buffer(arena)
         self._begin = -ctypes.addressof(whole) % ARENA_ALIGN
         self.address = ctypes.addressof(whole) + self._begin
-        self._unregister = register(self.address, self.capacity_bytes)
+        arena.unregister = register(self.address, self.capacity_bytes)
+        self._map: _Arena | None = arena  # None: closed
         self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -107,7 +121,6 @@ class Pool:
         self._queue: deque[object] = deque()  # threads that wait, first come first served
         self._peak_bytes = 0
         self._quarantined_bytes = 0
-        self._closed = False
 
     def lease(self, nbytes: int, timeout_s: float | None = 0.0, what: str = "a block") -> Lease:
         """The right to use `nbytes`. Waits up to `timeout_s` (None: as long as it takes) for others
@@ -117,8 +130,8 @@ class Pool:
         be.
         """
         self._check_usable()
-        if nbytes < 0:
-            raise ConfigError(f"nbytes: expected 0 or more, got {nbytes}")
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ConfigError(f"nbytes: expected a whole number from 0 on, got {nbytes!r}")
         size = max(nbytes, 1)  # an empty lease is a lease, too
         if self._extents.round_up(size) > self.capacity_bytes:
             raise CapacityError(self._refusal(nbytes, what, "it is larger than the whole pool"))
@@ -136,7 +149,11 @@ class Pool:
                     self._refusal(nbytes, what, f"none came free in {timeout_s:g} s")
                 )
             self._peak_bytes = max(self._peak_bytes, self._extents.used)
-        return Lease(self, begin, nbytes)
+        try:
+            return Lease(self, begin, nbytes)
+        except BaseException:
+            self._put_back(begin)
+            raise
 
     def _wait_for(self, size: int, place: object, deadline_s: float | None) -> int | None:
         while True:
@@ -170,7 +187,13 @@ class Pool:
             finally:
                 self._lock.release()
 
+    def buffer(self) -> memoryview:
+        """The whole arena, to register it with others; whoever has it keeps it."""
+        self._check_usable()
+        return memoryview(self._memory(0, self.capacity_bytes)).cast("B")
+
     def stats(self) -> PoolStats:
+        self._check_process()
         with self._lock:
             self._take_in_returned()
             return PoolStats(
@@ -183,16 +206,14 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Refuse further leases; pieces that are still held stay valid until they are returned.
-        Idempotent.
+        """Refuse further leases. Pieces that are still held stay valid until they are returned; the
+        arena goes with the last. Idempotent; in a forked child it does nothing.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            self._map = None
             self._changed.notify_all()
-        if self._unregister is not None:
-            self._unregister()
 
     def __enter__(self) -> Pool:
         return self
@@ -200,16 +221,22 @@ class Pool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "host pool: made by the parent process; a forked child must not use it"
             )
-        if self._closed:
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._map is None:
             raise StateError("host pool: closed")
 
     def _memory(self, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-        return (ctypes.c_char * nbytes).from_buffer(self._map, self._begin + begin)
+        arena = self._map
+        if arena is None:
+            raise StateError("host pool: closed")
+        return (ctypes.c_char * nbytes).from_buffer(arena, self._begin + begin)
 
 
 class Lease:
@@ -281,9 +308,9 @@ class Lease:
         self.release()
 
 
-def _map_arena(nbytes: int) -> mmap.mmap:
+def _map_arena(nbytes: int) -> _Arena:
     """Private memory for `nbytes` and the way to the next huge page, which is never touched."""
-    arena = mmap.mmap(-1, nbytes + ARENA_ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    arena = _Arena(-1, nbytes + ARENA_ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             arena.madvise(getattr(mmap, advice))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -239,7 +241,7 @@ def test_a_pool_needs_a_page(nbytes: int) -> None:
 
 
 def test_negative_leases_are_refused(pool: Pool) -> None:
-    with pytest.raises(ConfigError, match="nbytes: expected 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="nbytes: expected a whole number from 0 on, got -1"):
         pool.lease(-1)
 
 
@@ -320,3 +322,62 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "0", done.stderr
+
+
+# --- the accelerator knows the arena exactly as long as it is there -------------------------------
+
+
+def test_the_arena_is_known_until_its_last_piece_is_back() -> None:
+    heard: list[str] = []
+
+    def register(address: int, nbytes: int) -> Callable[[], None]:
+        def unregister() -> None:
+            ctypes.string_at(address, nbytes)  # it is still mapped
+            heard.append("unregister")
+
+        return unregister
+
+    pool = Pool(MIB, register)
+    lease = pool.lease(100)
+    tensor = lease.tensor()
+    pool.close()
+    lease.release()
+    assert heard == [], "a copy to this tensor may be under way"
+    del tensor, lease
+    gc.collect()
+    assert heard == ["unregister"]
+    forgotten = Pool(MIB, register)
+    del forgotten
+    gc.collect()
+    assert heard == ["unregister"] * 2
+
+
+def test_whoever_has_the_buffer_keeps_the_arena() -> None:
+    pool = Pool(MIB, no_accelerator)
+    arena, buffer = weakref.ref(pool._map), pool.buffer()
+    assert buffer.nbytes == MIB
+    pool.close()
+    with pytest.raises(StateError, match="host pool: closed"):
+        pool.buffer()
+    assert arena() is not None
+    del buffer
+    assert arena() is None
+
+
+def test_a_refused_lease_takes_nothing(pool: Pool) -> None:
+    for nbytes in (1e6, "1", None, -1):
+        with pytest.raises(ConfigError, match="nbytes: expected a whole number from 0 on"):
+            pool.lease(nbytes)  # type: ignore[arg-type]
+    assert pool.stats().used_bytes == 0
+
+
+def test_a_lease_that_cannot_be_made_gives_its_piece_back(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pool, "_memory", broken)
+    with pytest.raises(MemoryError):
+        pool.lease(100)
+    assert pool.stats().used_bytes == 0
