@@ -19,7 +19,7 @@ class Extents:
 
     Best fit: the smallest free piece that is large enough, lowest first, so that large pieces stay
     whole. Neighbours that are free are always one piece. Sizes are rounded up to `align` and no
-    further.
+    further. A call that is interrupted by a signal handler has taken nothing.
     """
 
     capacity: int
@@ -27,13 +27,12 @@ class Extents:
     _free: list[tuple[int, int]] = field(init=False)  # (begin, size), by begin
     _by_size: list[tuple[int, int]] = field(init=False)  # the same as (size, begin)
     _taken: dict[int, int] = field(init=False, default_factory=dict)  # begin -> size
+    used: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if self.capacity < 0 or self.align < 1 or self.capacity % self.align:
             raise StateError(f"extents: capacity {self.capacity} is not a multiple of {self.align}")
-        self._free, self._by_size = [], []
-        if self.capacity:
-            self._add(0, self.capacity)
+        self._count_again()
 
     def _add(self, begin: int, size: int) -> None:
         insort(self._free, (begin, size))
@@ -55,10 +54,16 @@ class Extents:
         if place == len(self._by_size):
             return None
         have, begin = self._by_size[place]
-        self._remove(begin, have)
-        if have > size:
-            self._add(begin + size, have - size)
-        self._taken[begin] = size
+        try:
+            self._taken[begin] = size
+            self._remove(begin, have)
+            if have > size:
+                self._add(begin + size, have - size)
+            self.used += size
+        except BaseException:
+            self._taken.pop(begin, None)
+            self._count_again()
+            raise
         return begin
 
     def give_back(self, begin: int) -> None:
@@ -66,20 +71,30 @@ class Extents:
         size = self._taken.pop(begin, None)
         if size is None:
             raise StateError(f"extents: nothing is taken at {begin}")
-        place = bisect_left(self._free, (begin, 0))
-        for neighbour in self._free[max(0, place - 1) : place + 1]:
-            if sum(neighbour) == begin or neighbour[0] == begin + size:
-                self._remove(*neighbour)
-                begin, size = min(begin, neighbour[0]), size + neighbour[1]
-        self._add(begin, size)
+        try:
+            self.used -= size
+            place = bisect_left(self._free, (begin, 0))
+            for neighbour in self._free[max(0, place - 1) : place + 1]:
+                if sum(neighbour) == begin or neighbour[0] == begin + size:
+                    self._remove(*neighbour)
+                    begin, size = min(begin, neighbour[0]), size + neighbour[1]
+            self._add(begin, size)
+        except BaseException:
+            self._count_again()
+            raise
+
+    def _count_again(self) -> None:
+        """Everything from what is taken: an interrupted change is whole again."""
+        self._free, self._by_size, self.used = [], [], sum(self._taken.values())
+        end = 0
+        for begin, size in [*sorted(self._taken.items()), (self.capacity, 0)]:
+            if begin > end:
+                self._add(end, begin - end)
+            end = begin + size
 
     def size_at(self, begin: int) -> int:
         """Size of the taken piece that starts at `begin`."""
         return self._taken[begin]
-
-    @property
-    def used(self) -> int:
-        return sum(self._taken.values())
 
     @property
     def largest_free(self) -> int:

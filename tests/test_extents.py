@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -88,3 +90,38 @@ def test_what_was_not_taken_cannot_be_given_back() -> None:
 def test_bad_ranges_are_refused(capacity: int, align: int) -> None:
     with pytest.raises(StateError):
         Extents(capacity, align)
+
+
+@pytest.mark.parametrize("where", ["_remove", "_add"])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupted_change_leaves_it_whole(
+    where: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a signal handler interrupts it that raises."""
+    extents = Extents(100, 10)
+    begins = [extents.take(20) for _ in range(5)]
+    extents.give_back(20)
+    extents.give_back(60)
+    for change in (lambda: extents.take(10), lambda: extents.give_back(40)):
+        real, calls = getattr(Extents, where), []
+
+        def interrupted(
+            self: Extents, *arguments: int, real: Any = real, calls: Any = calls
+        ) -> None:
+            calls.append(1)
+            if len(calls) > 1:
+                real(self, *arguments)
+                return
+            if after:
+                real(self, *arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Extents, where, interrupted)
+            change()
+        taken = sum(extents.size_at(begin) for begin in extents._taken)
+        assert extents.used == taken
+    assert begins == [0, 20, 40, 60, 80]
+    assert (extents.used, extents.largest_free) == (40, 60)
+    assert extents.take(60) == 20
+    assert extents.take(1) is None

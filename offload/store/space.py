@@ -30,7 +30,6 @@ class Space:
         self.waiting_bytes = [0] * len(files)  # of operations that have not ended
         self.capacity_bytes = sum(extents.capacity for extents in self._extents)
         self.peak_bytes = 0
-        self._used = [0] * len(files)
 
     def take(self, nbytes: int) -> list[Extent] | None:
         """Room for `nbytes`, where the queue is shortest; None when there is not enough."""
@@ -44,34 +43,35 @@ class Space:
     def _by_queue(self) -> list[int]:
         """Files, the one with the least to do first; of equals the emptier one."""
         files = range(len(self._extents))
-        return sorted(files, key=lambda file: (self.waiting_bytes[file], self._used[file]))
+        return sorted(files, key=lambda file: (self.waiting_bytes[file], self._extents[file].used))
 
     def _take_whole(self, nbytes: int) -> list[Extent] | None:
         for file in self._by_queue():
             begin = self._extents[file].take(nbytes)
             if begin is not None:
-                self._used[file] += self._extents[file].size_at(begin)
                 return [Extent(file, begin, nbytes)]
         return None
 
     def _take_pieces(self, nbytes: int) -> list[Extent] | None:
         if self.round_up(nbytes) > self.capacity_bytes - self.used_bytes:
             return None
-        found = []
-        for file in self._by_queue():
-            while nbytes and (largest := self._extents[file].largest_free):
-                part = min(largest, nbytes)
-                begin = self._extents[file].take(part)
-                assert begin is not None
-                self._used[file] += self._extents[file].size_at(begin)
-                found.append(Extent(file, begin, part))
-                nbytes -= part
+        found: list[Extent] = []
+        try:
+            for file in self._by_queue():
+                while nbytes and (largest := self._extents[file].largest_free):
+                    part = min(largest, nbytes)
+                    begin = self._extents[file].take(part)
+                    assert begin is not None
+                    found.append(Extent(file, begin, part))
+                    nbytes -= part
+        except BaseException:
+            self.give_back(found)
+            raise
         assert nbytes == 0
         return found
 
     def give_back(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
-            self._used[extent.file] -= self._extents[extent.file].size_at(extent.begin)
             self._extents[extent.file].give_back(extent.begin)
 
     def round_up(self, nbytes: int) -> int:
@@ -79,7 +79,7 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        return sum(self._used)
+        return sum(extents.used for extents in self._extents)
 
     def used_bytes_of(self, file: int) -> int:
-        return self._used[file]
+        return self._extents[file].used
