@@ -95,6 +95,12 @@ void IoEngine::promote(int64_t id, int priority) {
   queues_[priority].push_back(work);
 }
 
+bool IoEngine::knows(int64_t id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return works_.count(id) > 0 ||
+         std::any_of(done_.begin(), done_.end(), [id](const IoDone& done) { return done.id == id; });
+}
+
 std::vector<IoDone> IoEngine::reap(double timeout_s) {
   std::unique_lock<std::mutex> lock(mutex_);
   done_there_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return !done_.empty() || nudged_; });
@@ -124,11 +130,12 @@ std::vector<IoFlight> IoEngine::in_flight() {
   return found;
 }
 
-void IoEngine::write_off(double age_s) {
+void IoEngine::write_off(double age_s, double round_s) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const double moment = now();
+  const double moment = now(), before = std::exchange(looked_, moment);
   for (const auto& [piece, owner] : pieces_) {
-    if (piece->written_off || moment - piece->since <= age_s) continue;
+    piece->waited += std::min(moment - std::max(before, piece->since), round_s);
+    if (piece->landed || piece->written_off || piece->waited <= age_s) continue;
     piece->written_off = true;
     ++slots_lost_;
     Work& work = *piece->work;
@@ -208,7 +215,7 @@ IoEngine::Piece* IoEngine::cut(bool wait, int spare) {
   std::unique_lock<std::mutex> lock(mutex_);
   Work* work = nullptr;
   const auto ready = [&] {
-    const bool room = int(pieces_.size()) < depth_ + spare;
+    const bool room = int(pieces_.size()) < depth_ + std::min(spare, depth_);
     work = room ? first_waiting() : nullptr;
     hungry_ = room && work == nullptr;
     return work != nullptr || stopping_;
@@ -300,6 +307,12 @@ bool IoEngine::again(Piece& piece, int64_t result) {
 void IoEngine::settle(Piece& piece, int error) {
   Work& work = *piece.work;
   const IoRequest& r = work.request;
+  {
+    // From here on it is not written off; if it was, nobody waits for it, and the caller's memory is not touched.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    piece.landed = true;
+    if (piece.written_off && error == 0) error = ETIMEDOUT;
+  }
   if (error == 0) hand_over();
   if (error == 0 && r.write && r.sums != nullptr) {
     r.sums[sum_index(piece)] = checksum(r.memory + piece.begin, piece.length);

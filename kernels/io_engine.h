@@ -76,11 +76,13 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
 
   void submit(const IoRequest& request);
   void promote(int64_t id, int priority);  // does nothing for a request that is past its queue
+  bool knows(int64_t id);                  // submitted, and not yet given out by reap()
   std::vector<IoDone> reap(double timeout_s);  // stop() ends its wait
   std::vector<IoFlight> in_flight();
-  // Gives up operations that the kernel has had for longer than `age_s`, and, when no slot is left, all that wait.
+  // Gives up operations that the kernel has had for longer than `age_s`, and, when no slot is left, all that wait. Called
+  // in rounds; each counts for `round_s` at most, so that nothing is given up because the whole process was stopped.
   // Their requests end in reap() with ETIMEDOUT and ETIME; pieces that still come back are then reported by late().
-  void write_off(double age_s);
+  void write_off(double age_s, double round_s);
   std::vector<int64_t> late();  // requests written off whose memory nobody uses any more
   void inject(const Fault& fault);
   int64_t attempts();  // operations so far, for tests
@@ -99,6 +101,8 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
     int64_t moved = 0;         // so far
     int tries = 0;             // in a row that moved nothing
     double since = 0.0;        // when it was taken from the queue
+    double waited = 0.0;       // as write_off has counted it
+    bool landed = false;       // it is no longer the kernel's, but ours
     bool written_off = false;
     Fault fault;               // of the attempt that is under way
   };
@@ -112,7 +116,8 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   };
 
   // The next piece to do, ready for the kernel; nullptr: nothing to do now, or (wait) no more until the end.
-  // spare: pieces that have come back but are not yet settled, and so do not count against the depth.
+  // spare: pieces that have come back but are not yet settled, and so do not count against the depth. Those that come
+  // back short are not over: there are never more than twice `depth` pieces.
   Piece* take(bool wait, int spare = 0);
   // One attempt has ended with `result` (bytes or -errno). True: try again, the rest of it; false: the piece is over.
   bool again(Piece& piece, int64_t result);
@@ -147,6 +152,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   std::unordered_map<int64_t, std::unique_ptr<Work>> works_;
   std::unordered_map<Piece*, std::unique_ptr<Piece>> pieces_;  // in flight
   int slots_lost_ = 0;
+  double looked_ = 0.0;  // when write_off was called last
   bool hungry_ = false;  // take() has found room and nothing to do
   std::vector<IoDone> done_;
   bool nudged_ = false;  // reap() is to return although nothing has ended

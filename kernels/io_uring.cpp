@@ -67,6 +67,8 @@ class Ring {
       errno = code;
       give_up("mmap of the ring");
     }
+    entries_ = params.sq_entries;
+    sq_head_ = number(params.sq_off.head);
     sq_tail_ = number(params.sq_off.tail);
     sq_mask_ = *number(params.sq_off.ring_mask);
     array_ = number(params.sq_off.array);
@@ -79,9 +81,11 @@ class Ring {
   Ring(const Ring&) = delete;
 
   int fd() const { return fd_; }
+  unsigned entries() const { return entries_; }
 
-  // A fresh entry, to be filled in; it goes to the kernel with the next enter().
+  // A fresh entry, to be filled in; it goes to the kernel with the next enter(), or when the queue is full.
   io_uring_sqe& push() {
+    while (*sq_tail_ + unsubmitted_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE) >= entries_) enter(0);
     const unsigned tail = *sq_tail_ + unsubmitted_;
     io_uring_sqe& entry = sqes_[tail & sq_mask_];
     memset(&entry, 0, sizeof entry);
@@ -133,8 +137,8 @@ class Ring {
   size_t bytes_ = 0, sqes_bytes_ = 0;
   io_uring_sqe* sqes_ = nullptr;
   io_uring_cqe* cqes_ = nullptr;
-  unsigned *sq_tail_ = nullptr, *array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
-  unsigned sq_mask_ = 0, cq_mask_ = 0, unsubmitted_ = 0, owed_ = 0;
+  unsigned *sq_head_ = nullptr, *sq_tail_ = nullptr, *array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  unsigned entries_ = 0, sq_mask_ = 0, cq_mask_ = 0, unsubmitted_ = 0, owed_ = 0;
 };
 
 class UringEngine final : public IoEngine {
@@ -143,6 +147,11 @@ class UringEngine final : public IoEngine {
               std::vector<std::string>& notes)
       : IoEngine(depth, piece_bytes), ring_(unsigned(depth) * 2 + 2), bell_(eventfd(0, EFD_CLOEXEC)) {
     if (bell_ < 0) give_up("eventfd");
+    if (ring_.entries() < unsigned(depth) * 2 + 2) {  // clamped; an entry that waits for a place would wait for ever
+      close(bell_);
+      errno = EINVAL;
+      give_up("io_uring_setup");
+    }
     register_memory(memory, notes);
     if (!files.empty() && call_register(ring_.fd(), IORING_REGISTER_FILES, files.data(), unsigned(files.size())) == 0) {
       files_ = files;

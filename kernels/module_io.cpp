@@ -31,8 +31,18 @@ std::pair<Engine, std::vector<std::string>> open_uring(int depth, int64_t piece_
   return {engine, notes};
 }
 
+void check_priority(int priority) {
+  if (priority < 0 || priority >= priorities) throw nb::value_error("priority: not one of Priority");
+}
+
+void promote(IoEngine& engine, int64_t id, int priority) {
+  check_priority(priority);
+  engine.promote(id, priority);
+}
+
 void submit(IoEngine& engine, int64_t id, bool write, int fd, uintptr_t memory, int64_t bytes, int64_t offset,
             int64_t align, uintptr_t sums, int priority) {
+  check_priority(priority);
   engine.submit({id, write, fd, reinterpret_cast<char*>(memory), bytes, offset, align,
                  reinterpret_cast<uint64_t*>(sums), priority});
 }
@@ -73,11 +83,12 @@ void bind_io(nb::module_& m) {
   nb::class_<IoEngine>(m, "IoEngine")
       .def("submit", submit, "id"_a, "write"_a, "fd"_a, "memory"_a, "bytes"_a, "offset"_a, "align"_a, "sums"_a,
            "priority"_a)
-      .def("promote", &IoEngine::promote, "id"_a, "priority"_a)
+      .def("promote", promote, "id"_a, "priority"_a)
+      .def("knows", &IoEngine::knows, "id"_a)
       .def("reap", reap, "timeout_s"_a, no_gil())
       .def("late", &IoEngine::late)
       .def("in_flight", in_flight, no_gil())
-      .def("write_off", &IoEngine::write_off, "age_s"_a)
+      .def("write_off", &IoEngine::write_off, "age_s"_a, "round_s"_a)
       .def("inject", inject, "kind"_a, "code"_a, "nth"_a, "forever"_a, "seed"_a, no_gil())
       .def("attempts", &IoEngine::attempts)
       .def("stop", &IoEngine::stop, "timeout_s"_a, no_gil())

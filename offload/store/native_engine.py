@@ -62,7 +62,7 @@ class NativeEngine(Engine):
     def _take_in(self) -> None:
         poll_s = min(_POLL_S, self.timeout_s / 4)
         while not self._stopped or self._flying:
-            self._native.write_off(self.timeout_s)
+            self._native.write_off(self.timeout_s, poll_s)
             self._take_in_once(poll_s)
 
     def _take_in_once(self, wait_s: float) -> None:

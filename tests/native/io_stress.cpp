@@ -133,6 +133,7 @@ void planned_faults(const Maker& make, const std::string& directory, uint64_t se
       {"EAGAIN once", fault_of(FaultKind::error, EAGAIN, 2, false, 0), 0, 0},
       {"EAGAIN for ever", fault_of(FaultKind::error, EAGAIN, 1, true, 0), EAGAIN, EAGAIN},
       {"half once", fault_of(FaultKind::short_half, 0, 1, false, 0), 0, 0},
+      {"half for ever", fault_of(FaultKind::short_half, 0, 1, true, 0), EIO, ENODATA},
       {"nothing once", fault_of(FaultKind::short_zero, 0, 1, false, 0), 0, 0},
       {"nothing for ever", fault_of(FaultKind::short_zero, 0, 1, true, 0), EIO, ENODATA},
       {"flip", fault_of(FaultKind::flip, 0, 2, false, seed), -1, EBADMSG},

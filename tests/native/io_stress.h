@@ -212,7 +212,7 @@ class Desk {
   void collect() {
     while (!closed_ || open() > 0) {
       take_in(engine_->reap(0.01));
-      engine_->write_off(give_up_s_);
+      engine_->write_off(give_up_s_, give_up_s_ / 4);
       const std::vector<int64_t> late = engine_->late();
       const std::lock_guard<std::mutex> lock(mutex_);
       for (int64_t id : late) {
