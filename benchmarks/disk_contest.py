@@ -146,7 +146,7 @@ class Ours:
             directory,
             capacity,
             engine=engine,
-            memory=[(self.pool.address, self.pool.capacity_bytes)],
+            memory=[self.pool.buffer()],
         )
         for _ in range(3):  # every block of the file has been written once: no unwritten extents
             self.write()

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import gc
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -39,7 +41,9 @@ from storelib import (
     write,
 )
 
+from offload.budget import Budget
 from offload.errors import OffloadError, StateError, StoreError, StoreTimeout
+from offload.pool import Pool
 from offload.store import DiskStore, Priority
 from offload.store.engine import Fault, FaultKind
 
@@ -374,7 +378,7 @@ def test_closing_between_two_steps_of_submitting(engine: str, tmp_path: Path) ->
 
     store.engine.check_usable = check_then_close  # type: ignore[method-assign]
     with pytest.raises(StateError, match="store: closed"):
-        store.engine.submit("nothing", [None], Priority.PREFETCH, print)  # type: ignore[list-item]
+        store.engine.submit(store.engine.group("nothing", Priority.PREFETCH, print), [])
     store = open_store(tmp_path, engine, timeout_s=5.0)
     start, closing = store.engine._start, threading.Thread(target=store.close)
 
@@ -443,3 +447,204 @@ def test_errors_are_raised_in_the_callers_thread(store: DiskStore) -> None:
     with pytest.raises(OffloadError) as caught:
         write(store, "w", random_bytes(100, 1))
     assert caught.traceback[0].name == "test_errors_are_raised_in_the_callers_thread"
+
+
+# --- what must not end the engine -----------------------------------------------------------------
+
+
+def test_a_follow_up_that_breaks_is_the_ticket_s_alone(narrow: DiskStore) -> None:
+    data = random_bytes(BLOCK, 1)
+    write(narrow, "w", data)
+    used = narrow.read("w", np.empty_like(data))
+    used.wait(HANG_S)
+    plugged = plug(narrow, data)
+    chain = narrow.read("w", np.empty_like(data)).then(lambda _: used)
+    with pytest.raises(StateError, match="waited for already"):
+        chain.wait(HANG_S)
+    plugged.wait(HANG_S)
+    assert (read(narrow, "w") == data).all()
+
+
+def test_a_wait_in_a_follow_up_is_refused(narrow: DiskStore) -> None:
+    data = random_bytes(BLOCK, 1)
+    write(narrow, "w", data)
+    plugged, later = plug(narrow, data), []
+
+    def act(_: None) -> None:
+        later.append(narrow.read("w", np.empty_like(data)))
+        later[0].wait()
+
+    with pytest.raises(StateError, match="read of w: waited for in a follow-up"):
+        plugged.then(act).wait(HANG_S)
+    later[0].wait(HANG_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_thread_has_died_says_so(engine: str, tmp_path: Path) -> None:
+    """All that is in flight fails, the rest is refused; nothing hangs."""
+    with open_store(tmp_path, engine, depth=1, piece_bytes=PIECE, timeout_s=3.0) as store:
+        data = random_bytes(BLOCK, 1)
+        write(store, "w", data)
+        end, calls = store.engine._end, []
+
+        def broken(number: int, code: int, at: int = 0) -> None:
+            calls.append(number)
+            if len(calls) == 1:
+                raise MemoryError("no more")
+            end(number, code, at)
+
+        plugged = plug(store, data)
+        tickets = [store.read("w", np.empty_like(data)) for _ in range(3)]
+        store.engine._end = broken  # type: ignore[method-assign]
+        failed = 0
+        for ticket in (plugged, *tickets):
+            try:
+                ticket.wait(HANG_S)
+            except StoreTimeout as error:
+                assert "the I/O engine has failed (MemoryError('no more'))" in str(error)
+                failed += 1
+        assert failed >= 1
+        until(lambda: store.engine._broken is not None)
+        with pytest.raises(StateError, match="its I/O engine has failed; close it"):
+            store.read("w", np.empty_like(data))
+
+
+STOPPED = """
+import sys, numpy as np
+from offload.store import DiskStore
+from offload.store.engine import Fault, FaultKind
+
+directory, engine = sys.argv[1:]
+with DiskStore(directory, 1 << 20, engine=engine, depth=1, timeout_s=1.0) as store:
+    data = np.ones(4096, dtype=np.uint8)
+    store.write("w", data).wait()
+    store.engine.inject(Fault(FaultKind.DELAY, code=300))
+    ticket = store.read("w", data)
+    print("under way", flush=True)
+    ticket.wait()
+"""
+
+
+def test_a_process_that_was_stopped_does_not_blame_the_drive(engine: str, tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(tmp_path), engine], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "under way\n"
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(HANG_S) == 0
+    child.stdout.close()
+
+
+def test_a_read_that_was_written_off_does_not_touch_its_target_later(hasty: DiskStore) -> None:
+    """Where the bytes have come to a buffer of the engine's own, nobody need fear them."""
+    write(hasty, "w", random_bytes(700, 1))
+    target = np.zeros(700, dtype=np.uint8)
+    hasty.engine.inject(Fault(FaultKind.DELAY, code=900))
+    with pytest.raises(StoreTimeout):
+        hasty.read("w", target).wait(HANG_S)
+    target[:] = 1
+    until(lambda: hasty.engine.abandoned_bytes == 0, "the late end")
+    assert (target == 1).all()
+
+
+def test_pieces_that_come_back_short_do_not_add_up(tmp_path: Path) -> None:
+    """The ring has places for twice the depth, and no more."""
+    depth, most = 2, 0
+    with open_store(tmp_path, "io_uring", depth=depth, piece_bytes=PIECE) as store:
+        engine: Any = store.engine
+        source = random_bytes(100 * PIECE, 1)
+        tickets: list[Any] = []
+        target = np.zeros_like(source)
+        for use, memory in ((store.write, source), (store.read, target)):
+            tickets.append(use("w", memory))
+            while not tickets[-1].done:
+                engine.inject(Fault(FaultKind.SHORT_HALF))
+                flying = [seconds for *_, seconds in engine._native.in_flight()]
+                most = max(most, sum(seconds >= 0 for seconds in flying))
+            engine.inject(HEALTHY)
+            tickets[-1].wait(HANG_S)
+        assert (target == source).all()
+    assert most <= 2 * depth
+
+
+def test_a_priority_that_is_none_is_refused_below_too(tmp_path: Path) -> None:
+    with open_store(tmp_path, "threads") as store:
+        native = store.engine._native  # type: ignore[attr-defined]
+        for priority in (-1, 3):
+            with pytest.raises(ValueError, match="priority"):
+                native.submit(1, False, 0, 0, 1, 0, 1, 0, priority)
+            with pytest.raises(ValueError, match="priority"):
+                native.promote(1, priority)
+
+
+# --- an end that is interrupted, or late ----------------------------------------------------------
+
+
+def test_an_interrupted_close_goes_on(engine: str, tmp_path: Path) -> None:
+    with nothing_left():
+        store = open_store(tmp_path, engine)
+        write(store, "w", random_bytes(100, 1))
+        stop = store.engine._stop
+
+        def interrupted() -> None:
+            store.engine._stop = stop  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        store.engine._stop = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+        with pytest.raises(StateError, match="store: closed"):
+            store.read("w", bytearray(100))
+        store.close()
+
+
+def test_a_closed_store_gives_its_space_back_whoever_has_the_file(
+    engine: str, tmp_path: Path
+) -> None:
+    """As a forked child has it."""
+    store = open_store(tmp_path, engine)
+    fd = os.dup(store._files[0].fd)
+    assert os.fstat(fd).st_blocks > 0
+    store.close()
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
+
+
+def test_registered_memory_lives_as_long_as_the_ring(tmp_path: Path) -> None:
+    """Another map would come to lie at its address, and the ring would move the old one's bytes."""
+    pool = Pool(MIB, lambda *_: None, Budget())
+    arena = weakref.ref(pool._map)
+    store = open_store(tmp_path, "io_uring", memory=[pool.buffer()])
+    pool.close()
+    del pool
+    gc.collect()
+    assert arena() is not None
+    store.close()
+    gc.collect()
+    assert arena() is None
+
+
+STUCK = """
+import sys, time
+import aiofiles.os
+from offload.store import DiskStore, python_engine
+
+python_engine._write = aiofiles.os.wrap(lambda *_: time.sleep(100))
+store = DiskStore(sys.argv[1], 1 << 20, engine="aiofiles", timeout_s=0.2)
+ticket = store.write("w", b"bytes")
+try:
+    ticket.wait()
+except OSError as error:
+    print(error.errno)
+store.close()
+"""
+
+
+def test_a_drive_that_hangs_does_not_hold_the_process_at_its_end(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.stdout, ended.returncode) == (f"{errno.ETIMEDOUT}\n", 0), ended.stderr

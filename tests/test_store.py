@@ -45,6 +45,7 @@ from offload.store.buffers import Buffer
 from offload.store.engine import Fault, FaultKind
 from offload.store.files import SwapFile
 from offload.store.space import Space
+from offload.ticket import Ticket
 
 CAPACITY = 512 * KIB
 
@@ -153,6 +154,22 @@ def test_a_wrong_source_is_refused(store: Store) -> None:
             store.write("layer", source)
     assert store.names() == []
     assert store.stats().used_bytes == 0
+
+
+def test_a_wrong_name_or_priority_is_refused(store: Store) -> None:
+    write(store, "w", random_bytes(100, 1))
+    used, target = store.stats().used_bytes, bytearray(100)
+    for priority in (-1, 3, 1 << 40, "high", None):
+        for use in (store.write, store.read, store.snapshot().read):
+            with pytest.raises(
+                ConfigError, match=r"priority: expected one of Priority\.WAITED_FOR"
+            ):
+                use("w", target, priority=priority)  # type: ignore[operator]
+    for use in (store.write, store.read):
+        with pytest.raises(ConfigError, match="name: expected a string, got list"):
+            use(["w"], target)
+    store.read("w", target, priority=2).wait(HANG_S)  # type: ignore[arg-type]
+    assert store.stats().used_bytes == used
 
 
 def resized(nbytes: int) -> torch.Tensor:
@@ -478,6 +495,102 @@ def test_writers_that_wait_are_never_refused_for_a_race(disk: DiskStore) -> None
         tickets = [disk.write("w", random_bytes(CAPACITY // 2, i)) for _ in range(2)]
         for ticket in tickets:
             ticket.wait(HANG_S)
+
+
+def test_room_that_is_taken_is_expected_back(narrow: DiskStore) -> None:
+    """In the same hold of the lock: another writer would otherwise see nothing under way."""
+    seen = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            seen.append((narrow._space.used_bytes, sum(narrow._space.waiting_bytes)))
+            lock.release()
+
+    lock, narrow._lock = narrow._lock, Lock()  # type: ignore[assignment]
+    ticket = narrow.write("w", random_bytes(BLOCK, 1))
+    assert seen[0] == (BLOCK, BLOCK)
+    ticket.wait(HANG_S)
+    seen.clear()
+    narrow.read("w", bytearray(BLOCK)).wait(HANG_S)
+    assert seen[0] == (BLOCK, BLOCK)
+    narrow._lock = lock
+
+
+def test_a_write_in_a_follow_up_does_not_wait_for_room(narrow: DiskStore) -> None:
+    """It would wait in the only thread that can make room."""
+    large = random_bytes(CAPACITY // 2, 1)
+    write(narrow, "plug", large)
+    first = plug(narrow, large)
+    small = Ticket.of(None).then(lambda _: narrow.write("w", large))
+    with pytest.raises(StateError, match=r"w has to wait for room, in the follow-up of a ticket"):
+        small.wait(HANG_S)
+    first.then(lambda _: narrow.write("w", large[: CAPACITY // 2])).wait(HANG_S)
+    assert narrow.names() == ["plug", "w"]
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("use", ["write", "read"])
+def test_an_interrupted_start_gives_everything_back_once(
+    narrow: DiskStore, use: str, started: bool
+) -> None:
+    """Ctrl-C just before or after the engine has one of three transfers."""
+    for i in range(5):
+        write(narrow, f"hole {i}", random_bytes(BLOCK, i))
+    write(narrow, "rest", random_bytes(CAPACITY - 5 * BLOCK, 1))
+    for name in ("hole 0", "hole 2", "hole 4"):
+        narrow.free(name)
+    data, start, numbers = random_bytes(3 * BLOCK, 9), narrow.engine._start, []
+
+    def interrupted(number: int, *rest: Any) -> None:
+        numbers.append(number)
+        if len(numbers) < 2 or started:
+            start(number, *rest)
+        if len(numbers) == 2:
+            raise KeyboardInterrupt
+
+    if use == "read":
+        write(narrow, "w", data)
+        assert len(places(narrow, "w")) == 3
+    used = narrow.stats().used_bytes
+    narrow.engine._start = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        (narrow.write if use == "write" else narrow.read)("w", data.copy())
+    narrow.engine._start = start  # type: ignore[method-assign]
+    until(lambda: not narrow.engine._flying, "the end of what has started")
+    until(lambda: narrow._space.waiting_bytes == [0], "the end of the operation")
+    assert narrow.stats().used_bytes == used
+    assert not narrow._writing
+    if use == "write":
+        assert "w" not in narrow.names()
+        write(narrow, "w", data)
+    assert (read(narrow, "w") == data).all()
+    for name in narrow.names():
+        narrow.free(name)
+    assert narrow.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["_wait_for_room", "_expect", "_transfers"])
+def test_an_interruption_before_the_start_gives_the_room_back(
+    narrow: DiskStore, where: str
+) -> None:
+    real = getattr(narrow, where)
+
+    def interrupted(*arguments: Any) -> Any:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    write(narrow, "w", random_bytes(BLOCK, 1))
+    setattr(narrow, where, interrupted)
+    for use in (narrow.write, narrow.read):
+        with contextlib.suppress(KeyboardInterrupt):
+            use("w", random_bytes(BLOCK, 2)).wait(HANG_S)
+    setattr(narrow, where, real)
+    assert narrow._space.waiting_bytes == [0]
+    assert not narrow._writing
+    assert (read(narrow, "w") == random_bytes(BLOCK, 1)).all()
 
 
 def test_a_writer_that_waits_is_told_when_the_store_closes(narrow: DiskStore) -> None:

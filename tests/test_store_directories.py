@@ -17,9 +17,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from storelib import KIB, nothing_left
 
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
 from offload.machine_disk import DirectIo
@@ -441,3 +443,32 @@ def loop_files() -> list[str]:
         with contextlib.suppress(OSError):
             found.append(backing.read_text())
     return found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 0}, "depth: expected 1 to 4096, got 0"),
+        ({"depth": 5000}, "depth: expected 1 to 4096, got 5000"),
+        ({"depth": 2.0}, r"depth: expected 1 to 4096, got 2\.0"),
+        ({"timeout_s": None}, "timeout_s: expected seconds.*got None"),
+        ({"timeout_s": 0}, "timeout_s: expected seconds.*got 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: expected seconds.*got nan"),
+        ({"memory": [(1, 2)]}, "memory: expected a tensor or a buffer, got tuple"),
+    ],
+)
+def test_options_are_checked_before_a_file_is_made(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with nothing_left(), pytest.raises(ConfigError, match=message):
+        DiskStore(tmp_path, MIB, engine="threads", **options)
+
+
+def test_pieces_smaller_than_what_the_drive_asks_for_are_refused(tmp_path: Path) -> None:
+    class Large(System):
+        def probe_direct_io(self, fd: int) -> DirectIo:
+            return DirectIo(True, 16 * KIB, 16 * KIB)
+
+    message = f"piece_bytes: expected a multiple of {16 * KIB}.* got 4096"
+    with nothing_left(), pytest.raises(ConfigError, match=message):
+        DiskStore(tmp_path, MIB, engine="threads", system=Large(), piece_bytes=4096)

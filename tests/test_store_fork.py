@@ -51,7 +51,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def store(tmp_path: Path, pool: Pool, engine: str) -> Iterator[DiskStore]:
-    arena = [(pool.address, pool.capacity_bytes)]
+    arena = [pool.buffer()]
     with DiskStore(tmp_path, 32 * MIB, engine=engine, memory=arena) as store:
         yield store
 
@@ -182,6 +182,8 @@ def refuse_all(store: DiskStore, snapshot: object, pool: Pool, lease: Lease) -> 
         "stats": lambda: store.stats(),
         "snapshot.read": lambda: snapshot.read("a", memory),  # type: ignore[attr-defined]
         "lease": lambda: pool.lease(4096),
+        "pool.stats": lambda: pool.stats(),
+        "pool.buffer": lambda: pool.buffer(),
         "lease.tensor": lambda: lease.tensor(),
         "lease.buffer": lambda: lease.buffer(),
         "lease.address": lambda: lease.address,
@@ -194,6 +196,7 @@ def refuse_all(store: DiskStore, snapshot: object, pool: Pool, lease: Lease) -> 
         else:
             raise AssertionError(f"{name} was not refused")
     store.close()  # does nothing, and does not wait
+    pool.close()
     snapshot.release()  # type: ignore[attr-defined]
 
 
@@ -233,7 +236,7 @@ gc.freeze()  # children that end do not walk over all that was imported
 alive = []  # until the interpreter ends, here and in the children
 for engine in engines:
     pool = Pool(8 << 20, lambda address, nbytes: None)
-    arena = [(pool.address, pool.capacity_bytes)]
+    arena = [pool.buffer()]
     store = DiskStore(directory, 16 << 20, engine=engine, memory=arena)
     lease = pool.lease(4 << 20)
     lease.tensor().fill_(7)

@@ -288,8 +288,7 @@ def test_on_tmpfs(engine: str) -> None:
 def test_registered_memory(tmp_path: Path) -> None:
     """Chunks inside, outside and across the border of what the ring knows."""
     arena = memory_at(0, 64 * KIB)
-    region = [(arena.ctypes.data, 32 * KIB)]
-    with open_store(tmp_path, "io_uring", memory=region, piece_bytes=PIECE) as store:
+    with open_store(tmp_path, "io_uring", memory=[arena[: 32 * KIB]], piece_bytes=PIECE) as store:
         assert not store.metrics.snapshot().fallbacks
         for begin, nbytes in ((0, 32 * KIB), (40 * KIB, 8 * KIB), (24 * KIB, 16 * KIB), (1, 700)):
             source = random_bytes(nbytes, begin)

@@ -69,7 +69,7 @@ class Session:
                     self._directories,
                     self.plan.disk_capacity_bytes,
                     metrics=self.metrics,
-                    memory=[(self.pool.address, self.pool.capacity_bytes)],
+                    memory=[self.pool.buffer()],
                 )
             tiers = Tiers(self.plan, self.pool, self.store)
             self._desks = self._make_desks(records)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from offload.errors import ConfigError
 from offload.metrics import Metrics
+from offload.store.buffers import Buffer
 from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine
 from offload.store.native_engine import open_io_uring, open_threads
 from offload.store.python_engine import PythonEngine
@@ -17,7 +18,7 @@ ENGINES = ("io_uring", "threads", "aiofiles")  # best first
 
 def open_engine(
     files: Sequence[int],
-    memory: Sequence[tuple[int, int]] = (),
+    memory: Sequence[Buffer] = (),
     *,
     metrics: Metrics,
     name: str | None = None,

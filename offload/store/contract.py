@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from offload.errors import ConfigError
 from offload.store.engine import Priority
 from offload.ticket import Ticket
 
@@ -70,13 +71,15 @@ class Store(Protocol):
     def write(
         self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
     ) -> Ticket[None]:
-        """Store the bytes of `source`, which must not change before the ticket has ended."""
+        """Store the bytes of `source`, which must not change, nor its storage be resized, before
+        the ticket has ended.
+        """
 
     def read(
         self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
     ) -> Ticket[None]:
         """Fill `target`, which has the length that was written; its bytes count only when the
-        ticket has ended well.
+        ticket has ended well, and its storage must not be resized before it has ended.
         """
 
     def free(self, name: str) -> None:
@@ -98,3 +101,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+
+def check_request(name: object, priority: object) -> Priority:
+    """The priority of a request, if it and the chunk's name are such."""
+    if not isinstance(name, str):
+        raise ConfigError(f"name: expected a string, got {type(name).__name__}")
+    if isinstance(priority, Priority):
+        return priority
+    try:
+        return Priority(priority)  # type: ignore[arg-type]
+    except ValueError as error:
+        known = ", ".join(f"Priority.{each.name}" for each in Priority)
+        raise ConfigError(f"priority: expected one of {known}, got {priority!r}") from error

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,10 @@ from offload.errors import (
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer
 from offload.store.choose import open_engine
-from offload.store.contract import DirectoryStats, StoreStats
+from offload.store.contract import DirectoryStats, StoreStats, check_request
 from offload.store.engine import (
     DEPTH,
+    MOST_DEPTH,
     PIECE_BYTES,
     TIMEOUT_S,
     Engine,
@@ -46,7 +47,7 @@ from offload.store.engine import (
 )
 from offload.store.files import BLOCK_BYTES, SwapFile, System, close_swap_files, open_swap_files
 from offload.store.space import Extent, Space
-from offload.ticket import Ticket
+from offload.ticket import Ticket, in_follow_up
 
 _RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
 
@@ -64,13 +65,23 @@ class Version:
     is_stuck: bool = False  # an operation on it may never end
 
 
+@dataclass(eq=False)
+class _Operation:
+    """A write or a read under way. It ends once: whoever takes the version from it ends it."""
+
+    is_write: bool
+    version: Version | None = None
+    is_expected: bool = False  # its bytes count as waiting
+
+
 class DiskStore:
     """A store in unnamed files of one directory or several, `capacity_bytes` in all.
 
     The space is reserved at once; a copy-on-write store needs room for what it holds and for the
     writes that are under way. Each write goes to the directory with the shortest queue. engine:
-    "io_uring", "threads" or "aiofiles" instead of the best one. memory: (address, bytes) of arenas
-    to register with io_uring. piece_bytes: of one operation and its checksum, whole blocks.
+    "io_uring", "threads" or "aiofiles" instead of the best one. memory: arenas to register with
+    io_uring (`pool.buffer()`, tensors), held until the store is closed. piece_bytes: of one
+    operation and its checksum, whole blocks. depth: operations in flight at once.
     """
 
     def __init__(
@@ -80,7 +91,7 @@ class DiskStore:
         *,
         metrics: Metrics | None = None,
         engine: str | None = None,
-        memory: Sequence[tuple[int, int]] = (),
+        memory: Sequence[Any] = (),
         timeout_s: float = TIMEOUT_S,
         depth: int = DEPTH,
         piece_bytes: int = PIECE_BYTES,
@@ -97,17 +108,29 @@ class DiskStore:
             raise ConfigError(
                 f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}"
             )
+        if not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
+            raise ConfigError(f"depth: expected 1 to {MOST_DEPTH}, got {depth!r}")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"timeout_s: expected seconds, up to {threading.TIMEOUT_MAX:g}, got {timeout_s!r}"
+            )
+        arenas = [Buffer.of("memory", each, writable=True) for each in memory]
         self.metrics = metrics or Metrics()
         self.timeout_s = timeout_s
         self._system = system or System()
         self._files = open_swap_files(paths, capacity_bytes, self._system)
         try:
             for file in self._files:
+                if piece_bytes % file.align:
+                    raise ConfigError(
+                        f"piece_bytes: expected a multiple of {file.align}, which {file.label} "
+                        f"asks for, got {piece_bytes}"
+                    )
                 for note in file.notes:
                     self.metrics.fall_back(f"disk store {file.directory}", note)
             self.engine: Engine = open_engine(
                 [file.fd for file in self._files],
-                memory,
+                arenas,
                 metrics=self.metrics,
                 name=engine,
                 timeout_s=timeout_s,
@@ -129,8 +152,10 @@ class DiskStore:
         self._room = threading.Condition(self._lock)
         # Versions that snapshots have let go of; a finalizer may run under the lock of its thread.
         self._released: deque[Version] = deque()
+        self._freed: deque[tuple[str, int]] = deque()  # likewise names, up to a generation
         self._failed: OffloadError | None = None
-        self._close = weakref.finalize(self, _shut, self.engine, self._files)
+        self._open = list(self._files)
+        self._close = weakref.finalize(self, _shut, self.engine, self._open)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -140,18 +165,23 @@ class DiskStore:
         """Start to store `source` as the next generation of `name`.
 
         Waits while room is held only by writes under way or old generations being read; raises
-        `CapacityError` with the numbers when it never comes.
+        `CapacityError` with the numbers when it never comes. In the follow-up of a ticket, where
+        nothing may wait, it raises `StateError` instead of waiting.
         """
+        priority = check_request(name, priority)
         memory = Buffer.of(name, source, writable=False)
         self._check_usable()
-        with self._lock:
-            extents = self._wait_for_room(name, memory.nbytes)
+
+        def take_room(operation: _Operation) -> None:
+            version = operation.version = Version(name, 0, memory.nbytes, [], [])
+            version.extents = self._wait_for_room(name, memory.nbytes)
+            piece_bytes = self.engine.piece_bytes
+            version.sums = [make_sums(extent.nbytes, piece_bytes) for extent in version.extents]
             self._generation += 1
-            sums = [make_sums(extent.nbytes, self.engine.piece_bytes) for extent in extents]
-            version = Version(name, self._generation, memory.nbytes, extents, sums)
+            version.generation = self._generation
             self._writing.setdefault(name, []).append(version.generation)
-            self._expect(version)
-        return self._submit(version, memory, True, priority)
+
+        return self._operate(name, memory, True, priority, take_room)
 
     def _wait_for_room(self, name: str, nbytes: int) -> list[Extent]:
         deadline_s = time.monotonic() + self.timeout_s
@@ -163,6 +193,12 @@ class DiskStore:
             hopeless = self._space.round_up(nbytes) > self._space.capacity_bytes
             if hopeless or not any(self._space.waiting_bytes) or time.monotonic() > deadline_s:
                 raise CapacityError(self._refusal(name, nbytes))
+            if in_follow_up():
+                raise StateError(
+                    f"disk store: {name} has to wait for room, in the follow-up of a ticket, whose "
+                    "thread may be the one that makes room; write it from another thread, or raise "
+                    "the store's capacity"
+                )
             self._room.wait(_RECHECK_S)
             self._check_usable()
 
@@ -179,7 +215,9 @@ class DiskStore:
     def _written(self, version: Version, error: OffloadError | None) -> None:
         """A write has ended. Under the lock."""
         name = version.name
-        self._writing[name].remove(version.generation)
+        under_way = self._writing.get(name, [])
+        if version.generation in under_way:  # else it was interrupted before
+            under_way.remove(version.generation)
         current = self._current.get(name)
         newest = max(self._freed_at.get(name, 0), current.generation if current else 0)
         if error is not None:
@@ -190,8 +228,8 @@ class DiskStore:
                 self._let_go(current)
         else:  # freed meanwhile, or a later write was faster
             self._let_go(version)
-        if not self._writing[name]:
-            del self._writing[name]
+        if not under_way:
+            self._writing.pop(name, None)
             self._freed_at.pop(name, None)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -200,14 +238,14 @@ class DiskStore:
         self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
     ) -> Ticket[None]:
         """Start to fill `target` with the current generation of `name`."""
-        self._check_usable()
+        priority = check_request(name, priority)
         memory = Buffer.of(name, target, writable=True)
-        with self._lock:
-            version = self._version(name)
-            self._hold(version, memory)
-        return self._submit(version, memory, False, priority)
+        self._check_usable()
+        return self._operate(
+            name, memory, False, priority, lambda o: self._hold(o, self._version(name), memory)
+        )
 
-    def _hold(self, version: Version, memory: Buffer) -> None:
+    def _hold(self, operation: _Operation, version: Version, memory: Buffer) -> None:
         """Keep a version for a read into `memory` that is about to start. Under the lock."""
         if memory.nbytes != version.nbytes:
             raise ConfigError(
@@ -215,44 +253,68 @@ class DiskStore:
                 f"{memory.nbytes}"
             )
         version.holders += 1
-        self._expect(version)
+        operation.version = version
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _expect(self, version: Version) -> None:
-        """An operation on the version is about to start. Under the lock."""
-        for extent in version.extents:
-            self._space.waiting_bytes[extent.file] += extent.nbytes
-
-    def _submit(
-        self, version: Version, memory: Buffer, is_write: bool, priority: Priority
+    def _operate(
+        self,
+        name: str,
+        memory: Buffer,
+        is_write: bool,
+        priority: Priority,
+        begin: Callable[[_Operation], None],
     ) -> Ticket[None]:
-        """Start the transfers of a version that is held for it and expected."""
-        try:
-            transfers, begin = [], 0
-            for extent, sums in zip(version.extents, version.sums, strict=True):
-                part = memory.part(begin, extent.nbytes)
-                file = self._files[extent.file]
-                transfers.append(Transfer(version.name, is_write, file, extent.begin, part, sums))
-                begin += extent.nbytes
-            what = f"{'write' if is_write else 'read'} of {version.name}"
-            return self.engine.submit(
-                what, transfers, priority, partial(self._ended, version, is_write)
-            )
-        except BaseException:
-            self._ended(version, is_write, StateError(f"{version.name}: could not be started"))
-            raise
-
-    def _ended(self, version: Version, is_write: bool, error: OffloadError | None) -> None:
-        """An operation has ended. One hold of the lock for all of it: a writer that waits for room
-        and sees nothing under way gives up.
+        """Start an operation on the version that `begin` gives it, under the lock. Whatever raises,
+        a signal handler included, is followed by exactly one `_ended`.
         """
-        moved = self._written_bytes if is_write else self._read_bytes
+        operation = _Operation(is_write)
+        what = f"{'write' if is_write else 'read'} of {name}"
+        group = self.engine.group(what, priority, partial(self._ended, operation))
+        try:
+            with self._lock:
+                begin(operation)
+                self._expect(operation)
+            self.engine.submit(group, self._transfers(operation, memory))
+        except BaseException:
+            if not group.begun:
+                self._ended(operation, StateError(f"{name}: could not be started"))
+            raise
+        return group.ticket
+
+    def _expect(self, operation: _Operation) -> None:
+        """An operation is about to start. Under the lock."""
+        assert operation.version is not None
+        waiting_bytes = self._space.waiting_bytes.copy()
+        for extent in operation.version.extents:
+            waiting_bytes[extent.file] += extent.nbytes
+        self._space.waiting_bytes = waiting_bytes
+        operation.is_expected = True
+
+    def _transfers(self, operation: _Operation, memory: Buffer) -> list[Transfer]:
+        version, is_write = operation.version, operation.is_write
+        assert version is not None
+        transfers, begin = [], 0
+        for extent, sums in zip(version.extents, version.sums, strict=True):
+            part = memory.part(begin, extent.nbytes)
+            file = self._files[extent.file]
+            transfers.append(Transfer(version.name, is_write, file, extent.begin, part, sums))
+            begin += extent.nbytes
+        return transfers
+
+    def _ended(self, operation: _Operation, error: OffloadError | None) -> None:
+        """An operation has ended, or was given up. One hold of the lock for all of it: a writer
+        that waits for room and sees nothing under way gives up.
+        """
+        moved = self._written_bytes if operation.is_write else self._read_bytes
         with self._lock:
-            for extent in version.extents:
+            version, operation.version = operation.version, None
+            if version is None:
+                return
+            for extent in version.extents if operation.is_expected else ():
                 self._space.waiting_bytes[extent.file] -= extent.nbytes
                 moved[extent.file] += extent.nbytes if error is None else 0
-            if is_write:
+            if operation.is_write:
                 self._written(version, error)
             else:
                 self._let_go_after(version, error)
@@ -263,19 +325,21 @@ class DiskStore:
     def free(self, name: str) -> None:
         """Forget the chunk, and every write of it that is under way."""
         self._check_usable()
-        with self._lock:
-            if name not in self._current and name not in self._writing:
-                raise StateError(self._unknown(name))
-            if name in self._writing:
-                self._freed_at[name] = self._generation
-            version = self._current.pop(name, None)
-            if version is not None:
-                self._let_go(version)
-            self._room.notify_all()
+        if name not in self._current and name not in self._writing:
+            raise StateError(self._unknown(name))
+        # A finalizer may do this, in the thread that holds the lock: whoever takes it next goes on.
+        self._freed.append((name, self._generation))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_in_released()
+                self._room.notify_all()
+            finally:
+                self._lock.release()
 
     def snapshot(self, names: Iterable[str] | None = None) -> DiskSnapshot:
         self._check_usable()
         with self._lock:
+            self._take_in_released()
             wanted = list(self._current) if names is None else list(names)
             versions = {name: self._version(name) for name in wanted}
             for version in versions.values():
@@ -285,6 +349,7 @@ class DiskStore:
     def names(self) -> list[str]:
         self._check_usable()
         with self._lock:
+            self._take_in_released()
             return sorted(self._current)
 
     def nbytes_of(self, name: str) -> int:
@@ -298,6 +363,7 @@ class DiskStore:
             return self._version(name).generation
 
     def _version(self, name: str) -> Version:
+        self._take_in_released()
         version = self._current.get(name)
         if version is None:
             raise StateError(self._unknown(name))
@@ -325,6 +391,14 @@ class DiskStore:
     def _take_in_released(self) -> None:
         while self._released:
             self._let_go(self._released.popleft())
+        while self._freed:
+            name, generation = self._freed.popleft()
+            if name in self._writing:
+                self._freed_at[name] = generation
+            version = self._current.get(name)
+            if version is not None and version.generation <= generation:
+                del self._current[name]
+                self._let_go(version)
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -375,8 +449,11 @@ class DiskStore:
             )
 
     def close(self) -> None:
-        """End what is in flight and give the files back. Idempotent."""
-        self._close()
+        """End what is in flight and give the files back. Idempotent; after an interruption it goes
+        on where it was.
+        """
+        _shut(self.engine, self._open)
+        self._close.detach()
 
     def _check_usable(self) -> None:
         if self._failed is not None:
@@ -401,15 +478,18 @@ class DiskSnapshot:
         self._release.atexit = False
 
     def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
-        self._store._check_usable()
+        priority = check_request(name, priority)
         memory = Buffer.of(name, target, writable=True)
-        with self._store._lock:
+        self._store._check_usable()
+
+        def hold(operation: _Operation) -> None:
             version = self._versions.get(name)
             if version is None or not self._release.alive:
                 why = "released" if not self._release.alive else f"without {name!r}"
                 raise StateError(f"snapshot: {why}")
-            self._store._hold(version, memory)
-        return self._store._submit(version, memory, False, priority)
+            self._store._hold(operation, version, memory)
+
+        return self._store._operate(name, memory, False, priority, hold)
 
     def release(self) -> None:
         """Let the old generations go. Idempotent."""
@@ -422,10 +502,11 @@ class DiskSnapshot:
         self.release()
 
 
-def _shut(engine: Engine, files: Sequence[SwapFile]) -> None:
+def _shut(engine: Engine, files: list[SwapFile]) -> None:
     """Close what a store had. In a forked child it is the parent's, and stays."""
     if not engine.is_ours():
         return
     engine.close()
-    if engine.abandoned_bytes == 0:  # a file that the kernel may still use stays open until the end
+    # A file that the kernel may still use stays open until the end.
+    if engine.is_over and engine.abandoned_bytes == 0:
         close_swap_files(files)

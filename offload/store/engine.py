@@ -33,6 +33,7 @@ from offload.ticket import Ticket
 
 PIECE_BYTES = 1 << 20
 DEPTH = 16
+MOST_DEPTH = 4096  # a ring has twice as many places, and no more than 32768
 TIMEOUT_S = 30.0
 # Engines with an operation that never ended: what it may still touch must outlive everything.
 _STUCK: list[Engine] = []
@@ -95,13 +96,15 @@ class Fault:
     seed: int = 0  # which bit FLIP takes
 
 
-@dataclass
-class _Group:
+@dataclass(eq=False)
+class Group:
     """Transfers that end together."""
 
     ticket: Ticket[None]
     priority: Priority
     on_end: Callable[[OffloadError | None], None]
+    begun: bool = False  # the engine has it: on_end will be called
+    is_dropped: bool = False  # nobody has the ticket: its start was interrupted
     ids: list[int] = field(default_factory=list)
     left: int = 0
     error: OffloadError | None = None
@@ -119,41 +122,60 @@ class Engine(ABC):
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()  # a finalizer may come back to it in the same thread
-        self._flying: dict[int, tuple[Transfer, _Group]] = {}
+        self._flying: dict[int, tuple[Transfer, Group]] = {}
         self._abandoned: dict[int, Transfer] = {}  # timed out; their memory may still be touched
         self._closed = False
+        self._broken: BaseException | None = None  # what has ended the engine's own thread
+        self._closing = threading.Lock()
+        self.is_over = False  # closed, and nothing is in flight or it is abandoned
 
     # --- for the store ----------------------------------------------------------------------------
 
-    def submit(
-        self,
-        what: str,
-        transfers: Sequence[Transfer],
-        priority: Priority,
-        on_end: Callable[[OffloadError | None], None],
-    ) -> Ticket[None]:
-        """Start `transfers`; the ticket ends when the last of them has ended.
+    def group(
+        self, what: str, priority: Priority, on_end: Callable[[OffloadError | None], None]
+    ) -> Group:
+        """A group for `submit`.
 
         on_end: called once with the error or None, in a thread of the engine's, before the ticket
         ends. A time-out with ETIMEDOUT is told rather than any other error: then the memory and the
         file's bytes are not free although the ticket has ended.
         """
-        self.check_usable()
-        group = _Group(Ticket(what, self.describe), priority, on_end, left=len(transfers))
+        return Group(Ticket(what, self.describe), priority, on_end)
+
+    def submit(self, group: Group, transfers: Sequence[Transfer]) -> None:
+        """Start `transfers`; the group's ticket ends when the last of them has ended.
+
+        When it raises after the group has `begun`, by Ctrl-C perhaps, `on_end` is called all the
+        same: what has started goes on, and the memory is in use until then.
+        """
+        entries = {next(self._numbers): (transfer, group) for transfer in transfers}
+        group.ids, group.left = list(entries), len(entries)
+        try:
+            group.begun = True
+            self.check_usable()
+            with self._lock:
+                self.check_usable()  # from here on `close` knows of it
+                self._flying.update(entries)
+            if group.priority > Priority.WAITED_FOR:
+                group.ticket.urge = partial(self._urge, group)
+            for number, (transfer, _) in entries.items():
+                self._start(number, transfer, group.priority)
+            if not entries:
+                self._end_group(group)
+        except BaseException:
+            self._give_up(group)
+            raise
+
+    def _give_up(self, group: Group) -> None:
+        """End what has not started of a group, perhaps all of it."""
+        group.is_dropped = True
         with self._lock:
-            self.check_usable()  # from here on `close` knows of it
-            for transfer in transfers:
-                number = next(self._numbers)
-                group.ids.append(number)
-                self._flying[number] = (transfer, group)
-        if not transfers:
+            was_known = group.left < len(group.ids) or any(n in self._flying for n in group.ids)
+        if not was_known:
+            group.error = StateError(f"{group.ticket.what}: could not be started")
             self._end_group(group)
-            return group.ticket
-        if priority > Priority.WAITED_FOR:
-            group.ticket.urge = partial(self._urge, group)
-        for number, transfer in zip(group.ids, transfers, strict=True):
-            self._start(number, transfer, priority)
-        return group.ticket
+        for number in group.ids if was_known else ():
+            self._withdraw(number)
 
     def is_ours(self) -> bool:
         """Whether this process made the engine, rather than its parent."""
@@ -167,6 +189,10 @@ class Engine(ABC):
         self.check_process()
         if self._closed:
             raise StateError("store: closed")
+        if self._broken is not None:
+            raise StateError(
+                "store: its I/O engine has failed; close it and open another"
+            ) from self._broken
 
     @property
     def abandoned_bytes(self) -> int:
@@ -198,6 +224,10 @@ class Engine(ABC):
     def _start(self, number: int, transfer: Transfer, priority: Priority) -> None: ...
 
     @abstractmethod
+    def _withdraw(self, number: int) -> None:
+        """End a transfer, unless it was started: then it goes on."""
+
+    @abstractmethod
     def _promote(self, number: int) -> None:
         """Somebody waits for this one now."""
 
@@ -214,16 +244,23 @@ class Engine(ABC):
         """Operations since the last `inject`. For tests."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End what is in flight, refuse what comes. Idempotent."""
+    def _stop(self) -> None:
+        """End what is in flight. It may be interrupted and called again."""
 
-    def _begin_to_close(self) -> bool:
-        """Whether this is the first call, in the process that made the engine."""
-        if not self.is_ours():
-            return False
-        with self._lock:
-            first, self._closed = not self._closed, True
-        return first
+    def close(self) -> None:
+        """End what is in flight, refuse what comes. Idempotent; after an interruption it goes on
+        where it was.
+        """
+        if not self.is_ours() or not self._closing.acquire(blocking=False):  # somebody is at it
+            return
+        try:
+            with self._lock:
+                self._closed = True
+            if not self.is_over:
+                self._stop()
+                self.is_over = True
+        finally:
+            self._closing.release()
 
     def _keep_if_stuck(self, ended: bool) -> None:
         if not ended or self._abandoned:
@@ -232,7 +269,11 @@ class Engine(ABC):
     def _end(self, number: int, code: int, at: int = 0) -> None:
         """Transfer `number` has ended with errno `code`, `at` bytes behind its begin."""
         with self._lock:
-            transfer, group = self._flying.pop(number)
+            entry = self._flying.pop(number, None)
+            if entry is None:  # given up before
+                self._abandoned.pop(number, None)
+                return
+            transfer, group = entry
             if code == errno.ETIMEDOUT:
                 self._abandoned[number] = transfer
             if code and (group.error is None or code == errno.ETIMEDOUT):
@@ -242,23 +283,33 @@ class Engine(ABC):
         if last:
             self._end_group(group)
 
-    def _end_group(self, group: _Group) -> None:
+    def _end_group(self, group: Group) -> None:
         try:
             group.on_end(group.error)
         except BaseException as broken:
             group.ticket.fail(broken)
+            return
+        if group.is_dropped:
             return
         if group.error is not None:
             group.ticket.fail(group.error)
         else:
             group.ticket.finish(None)
 
+    def _break(self, error: BaseException) -> None:
+        """The engine's own thread has ended with `error`: nobody would hear of what is in flight.
+        It may go on all the same, so its memory is set aside.
+        """
+        self._broken = error
+        for number in list(self._flying):
+            self._end(number, errno.ETIMEDOUT)
+
     def _forget(self, number: int) -> None:
         """A transfer that had timed out has ended after all."""
         with self._lock:
             self._abandoned.pop(number, None)
 
-    def _urge(self, group: _Group) -> None:
+    def _urge(self, group: Group) -> None:
         """Somebody waits for the group."""
         if group.priority > Priority.WAITED_FOR and not self._closed:
             group.priority = Priority.WAITED_FOR
@@ -277,6 +328,12 @@ class Engine(ABC):
         }
         if code == errno.ECANCELED:
             return StateError(f"{what}: the store was closed before it was done")
+        if code == errno.ETIMEDOUT and self._broken is not None:
+            return StoreTimeout(
+                f"{what}: the I/O engine has failed ({self._broken!r}); the memory is set aside, "
+                "the store is unusable: close it and open another",
+                **facts,  # type: ignore[arg-type]
+            )
         if code == errno.ETIMEDOUT:
             return StoreTimeout(
                 f"{what}: no answer from {where} within {self.timeout_s:g} s; the drive or its "
@@ -294,8 +351,9 @@ class Engine(ABC):
         if code == errno.EBADMSG:
             return CorruptionError(
                 f"{what}: what came back from {where} is not what was written; the drive, its "
-                "cable or the memory is faulty, or somebody else wrote to the file: do not trust "
-                "it; go back to a checkpoint and use another drive",
+                "cable or the memory is faulty, somebody else wrote to the file, or the source "
+                "was changed during its write: do not trust it; go back to a checkpoint and use "
+                "another drive",
                 **facts,  # type: ignore[arg-type]
             )
         return StoreError(
@@ -312,5 +370,6 @@ _REMEDIES = {
     errno.EAGAIN: "the system refused again and again: it is out of I/O resources",
     errno.ENODATA: "the file ends too early: was it cut short?",
     errno.ENOMEM: "the system has no memory left for a buffer: lower host_memory",
+    errno.EFAULT: "the memory is gone: was it unmapped, or its file cut short?",
     errno.EBADF: "the file was closed by somebody else",
 }

@@ -115,8 +115,13 @@ def _free_bytes(path: Path, system: System) -> int:
         return 1 << 62  # opening a file there will say what is wrong
 
 
-def close_swap_files(files: Sequence[SwapFile]) -> None:
-    for file in files:
+def close_swap_files(files: list[SwapFile]) -> None:
+    """Each once, and out of the list first: interrupted, it may be called again."""
+    while files:
+        file = files.pop()
+        # A forked child may have it open, too, and must not keep its space.
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fd, 0)
         os.close(file.fd)
 
 

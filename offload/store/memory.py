@@ -18,7 +18,7 @@ from offload.budget import HOST, Budget
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.store.buffers import Buffer
-from offload.store.contract import StoreStats
+from offload.store.contract import StoreStats, check_request
 from offload.store.engine import Priority
 from offload.ticket import Ticket
 
@@ -49,6 +49,7 @@ class MemoryStore:
     def write(
         self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
     ) -> Ticket[None]:
+        check_request(name, priority)
         memory = Buffer.of(name, source, writable=False)
         with self._lock:
             self._begin()
@@ -72,6 +73,7 @@ class MemoryStore:
     def read(
         self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
     ) -> Ticket[None]:
+        check_request(name, priority)
         with self._lock:
             self._begin()
             _, data = self._chunk(name)
@@ -180,6 +182,7 @@ class MemorySnapshot:
         self._released = False
 
     def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
+        check_request(name, priority)
         self._store._check_usable()
         if self._released or name not in self.chunks:
             raise StateError(f"snapshot: {'released' if self._released else f'without {name!r}'}")

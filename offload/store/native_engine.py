@@ -5,11 +5,13 @@ the GIL; here one thread takes in what has ended.
 from __future__ import annotations
 
 import atexit
+import errno
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from offload.store.buffers import Buffer
 from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine, Fault, Priority, Transfer
 
 _POLL_S = 0.25  # how often overdue operations are looked for, at least
@@ -19,9 +21,17 @@ _OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
 class NativeEngine(Engine):
     """An `IoEngine` of the native core, and the thread that finishes its tickets."""
 
-    def __init__(self, name: str, native: Any, notes: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        native: Any,
+        notes: Sequence[str],
+        timeout_s: float,
+        memory: Sequence[Buffer] = (),
+    ) -> None:
         super().__init__(name, native.piece_bytes, timeout_s)
         self.notes += notes
+        self._memory = memory  # known to the ring by its address: nobody else may come to lie there
         self._native = native  # None: closed, and all has ended
         self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
         self._stopped = False
@@ -40,6 +50,10 @@ class NativeEngine(Engine):
             transfer.sums.buffer_info()[0],
             int(priority),
         )
+
+    def _withdraw(self, number: int) -> None:
+        if not self._native.knows(number):
+            self._end(number, errno.ECANCELED)
 
     def _promote(self, number: int) -> None:
         native = self._native
@@ -60,21 +74,31 @@ class NativeEngine(Engine):
         return int(self._native.attempts())
 
     def _take_in(self) -> None:
-        poll_s = min(_POLL_S, self.timeout_s / 4)
-        while not self._stopped or self._flying:
-            self._native.write_off(self.timeout_s, poll_s)
-            self._take_in_once(poll_s)
+        # A round counts for no more than its length: when the process was stopped for long, or a
+        # follow-up was slow, that is not the drive's fault.
+        round_s = min(_POLL_S, self.timeout_s / 4)
+        try:
+            while not self._stopped or self._flying:
+                self._native.write_off(self.timeout_s, round_s)
+                self._take_in_once(round_s)
+        except BaseException as error:
+            self._break(error)
+            raise
 
     def _take_in_once(self, wait_s: float) -> None:
         late = self._native.late()  # first: that they were written off is then in what is reaped
+        broken = None
         for number, code, at in self._native.reap(wait_s):
-            self._end(number, code, at)
+            try:
+                self._end(number, code, at)
+            except BaseException as error:  # the others have ended, too
+                broken = error
         for number in late:
             self._forget(number)
+        if broken is not None:
+            raise broken
 
-    def close(self) -> None:
-        if not self._begin_to_close():
-            return
+    def _stop(self) -> None:
         self._stopped = True
         ended = self._native.stop(self.timeout_s)
         if threading.current_thread() is not self._pump:
@@ -82,7 +106,7 @@ class NativeEngine(Engine):
         if not self._pump.is_alive():
             self._take_in_once(0.0)  # what has come back late
             if ended and not self._abandoned:
-                self._native = None  # with its ring, however long somebody keeps this object
+                self._native, self._memory = None, ()  # however long somebody keeps this object
         self._keep_if_stuck(ended)
         _OPEN.discard(self)
 
@@ -97,16 +121,17 @@ def open_threads(
 
 def open_io_uring(
     files: Sequence[int],
-    memory: Sequence[tuple[int, int]] = (),
+    memory: Sequence[Buffer] = (),
     timeout_s: float = TIMEOUT_S,
     depth: int = DEPTH,
     piece_bytes: int = PIECE_BYTES,
 ) -> NativeEngine:
-    """Raises OSError where the kernel forbids rings. memory: (address, bytes) to register."""
+    """Raises OSError where the kernel forbids rings. memory: to register; held until `close`."""
     from offload import _native
 
-    native, notes = _native.uring_engine(depth, piece_bytes, list(memory), list(files))
-    return NativeEngine("io_uring", native, notes, timeout_s)
+    regions = [(each.address, each.nbytes) for each in memory]
+    native, notes = _native.uring_engine(depth, piece_bytes, regions, list(files))
+    return NativeEngine("io_uring", native, notes, timeout_s, tuple(memory))
 
 
 @atexit.register

@@ -19,9 +19,12 @@ import threading
 import time
 import weakref
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import aiofiles.os
 
@@ -37,6 +40,7 @@ from offload.store.engine import (
 )
 
 _MOST_TRIES = 64  # of an operation that gets nowhere
+_ROUNDS = 8  # in which an operation is waited for
 _STOP = 1 << 30  # number of the entry that tells a worker to go
 _OPEN: weakref.WeakSet[PythonEngine] = weakref.WeakSet()
 
@@ -69,6 +73,7 @@ class _Piece:
     tries: int = 0
     since_s: float = field(default_factory=time.monotonic)
     fault: Fault | None = None
+    given_up: bool = False
 
 
 class PythonEngine(Engine):
@@ -84,7 +89,7 @@ class PythonEngine(Engine):
         self._pieces: set[_Piece] = set()
         self._order = itertools.count()
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(depth, "offload-aiofiles"))
+        self._threads = _Threads(depth, "offload-aiofiles")
         self._queue: asyncio.PriorityQueue[tuple[int, int, int]] = asyncio.PriorityQueue()
         self._workers = [self._loop.create_task(self._worker()) for _ in range(depth)]
         self._thread = threading.Thread(target=self._run, name="offload-aiofiles", daemon=True)
@@ -93,11 +98,15 @@ class PythonEngine(Engine):
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._work_until_closed())
+        try:
+            self._loop.run_until_complete(self._work_until_closed())
+        except BaseException as error:
+            self._break(error)
         for task in asyncio.all_tasks(self._loop):  # operations that never ended
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
+        self._threads.shutdown()
 
     async def _work_until_closed(self) -> None:
         await asyncio.gather(*self._workers)
@@ -125,6 +134,14 @@ class PythonEngine(Engine):
         for _ in range(-(-left // self.piece_bytes)):
             self._queue.put_nowait((int(work.priority), next(self._order), work.number))
 
+    def _withdraw(self, number: int) -> None:
+        def withdraw() -> None:  # after what was sent before
+            if number in self._flying and number not in self._works:
+                self._end(number, errno.ECANCELED)
+
+        with contextlib.suppress(RuntimeError):  # closed in this moment
+            self._loop.call_soon_threadsafe(withdraw)
+
     def _promote(self, number: int) -> None:
         def promote() -> None:
             work = self._works.get(number)
@@ -149,10 +166,7 @@ class PythonEngine(Engine):
     def attempts(self) -> int:
         return self._attempts
 
-    def close(self) -> None:
-        if not self._begin_to_close():
-            return
-
+    def _stop(self) -> None:
         def stop() -> None:
             for work in list(self._works.values()):
                 if work.next_begin < work.transfer.memory.nbytes:  # else all of it is in flight
@@ -160,7 +174,8 @@ class PythonEngine(Engine):
             for _ in self._workers:
                 self._queue.put_nowait((_STOP, next(self._order), 0))
 
-        self._loop.call_soon_threadsafe(stop)
+        with contextlib.suppress(RuntimeError):  # it has ended before
+            self._loop.call_soon_threadsafe(stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(self.timeout_s + 1.0)
         self._keep_if_stuck(not self._flying)
@@ -189,10 +204,14 @@ class PythonEngine(Engine):
         work.out += 1
         self._pieces.add(piece)
         moving = asyncio.ensure_future(self._move(piece))
-        await asyncio.wait({moving}, timeout=self.timeout_s)
+        for _ in range(_ROUNDS):  # not in one: the process may be stopped for long
+            await asyncio.wait({moving}, timeout=self.timeout_s / _ROUNDS)
+            if moving.done():
+                break
         if moving.done():
             self._settle(piece, moving.result())
         else:  # its thread may come back some day; the worker goes on
+            piece.given_up = True
             self._fail(work, errno.ETIMEDOUT, piece.begin)
             self._report(work)
             moving.add_done_callback(partial(self._settle_late, piece))
@@ -268,7 +287,9 @@ class PythonEngine(Engine):
         offset = transfer.offset + piece.begin + piece.moved
         try:
             call = _write if transfer.is_write else _read
-            moved: int = await call(transfer.file.fd, [memory], offset)
+            moved: int = await call(
+                transfer.file.fd, [memory], offset, loop=self._loop, executor=self._threads
+            )
         except OSError as error:
             return -(error.errno or errno.EIO)
         if fault is not None and fault.kind is FaultKind.FLIP and not transfer.is_write:
@@ -285,7 +306,7 @@ class PythonEngine(Engine):
 
     def _verify(self, piece: _Piece) -> int:
         transfer = piece.work.transfer
-        if transfer.is_write:
+        if transfer.is_write or piece.given_up:
             return 0
         data = piece.memory[: piece.nbytes]
         if zlib.crc32(data) != int(transfer.sums[piece.begin // self.piece_bytes]):
@@ -326,6 +347,43 @@ class PythonEngine(Engine):
             self._forget(work.number)
         else:
             self._end(work.number, work.code, work.at)
+
+
+class _Threads(Executor):
+    """Threads for calls that block. Those of the standard library are waited for at the end of the
+    process, and a drive that hangs would keep it.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._count = count
+        for _ in range(count):
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put(partial(_call, future, partial(function, *args, **options)))
+        return future
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # with the memory
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        for _ in range(self._count):
+            self._calls.put(None)
+
+
+def _call(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _memory_at(address: int, nbytes: int) -> memoryview:
