@@ -94,7 +94,7 @@ def main() -> int:
         for values, value in zip(seconds.values(), (update_s, torch_s), strict=True):
             values.append(value)
         rate = 2 * step * batch[:, 1:].numel() / (time.perf_counter() - begin)
-        moved = offload.report(wrapped).disk_written_bytes / step / 2**20
+        moved = offload.report(wrapped).last_disk_bytes[1] / 2**20
         line = f"step {step}/{options.steps}  loss {loss:.3f}  {rate:.0f} tokens/s  step() "
         line += f"{update_s * 1e3:.0f} ms ({torch_s * 1e3:.0f} in memory)  disk {moved:.0f} MiB"
         print(f"\r{line}   " if sys.stdout.isatty() else line, end=end, flush=True)

@@ -68,7 +68,18 @@ def report(optimizer: Any) -> Report:
     if not is_wrapped(optimizer):
         raise ConfigError(f"report: expected a wrapped optimizer, got {type(optimizer).__name__}")
     session: Session = optimizer._offload_session
-    return Report.of(session.plan, session.metrics.snapshot(), session.store, session.pool)
+    total, last = session.metrics.snapshot(), session.last_step
+    return Report(
+        plan=session.plan,
+        counts=dict(total.counts),
+        seconds=dict(total.seconds),
+        last_seconds=dict(last.seconds) if last else {},
+        fallbacks=dict(total.fallbacks),
+        disk_engine=session.store.stats().engine if session.store else None,
+        disk_bytes=session.disk_bytes(),
+        last_disk_bytes=session.last_disk_bytes,
+        host_peak_bytes=session.pool.stats().peak_bytes if session.pool else 0,
+    )
 
 
 def _check_wrappable(optimizer: object) -> None:
@@ -91,7 +102,6 @@ def _refuse_unbuilt(config: Config) -> None:
         "prefetch_depth",
         "release_grads",
         "process_group",
-        "self_check",
         "profile",
     ):
         if getattr(config, name) != getattr(default, name):

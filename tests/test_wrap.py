@@ -195,7 +195,8 @@ def test_the_bits_are_those_of_torch(
     assert_same_state(*optimizers)
     told = offload.report(wrapped)
     assert told.counts["steps"] == STEPS
-    assert (told.disk_written_bytes > 0) == (offload.report(wrapped).plan.disk_bytes > 0)
+    assert (told.disk_bytes[1] > 0) == (told.plan.disk_bytes > 0)
+    assert told.last_disk_bytes[1] <= told.plan.disk_bytes
     wrapped.close()
     assert type(wrapped) is case.kind
     assert_same_state(*optimizers)
@@ -579,6 +580,66 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-2
     for number, state in optimizer.state_dict()["state"].items():
         assert torch.equal(state["exp_avg"], good["state"][number]["exp_avg"])
+    optimizer.close()
+
+
+class Numbers:
+    """A writer as TensorBoard's."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        assert step == 3
+        self.seen[tag] = value
+
+
+def test_the_report_tells_what_moved(tmp_path: Path, small_chunks: None) -> None:
+    net, optimizer = wrapped_net(host_memory=70_000, nvme=tmp_path)
+    for step in range(3):
+        net(words(step), 0).backward()
+        optimizer.step()
+    told = offload.report(optimizer)
+    moving = {
+        chunk.number: chunk.nbytes
+        for chunk in told.plan.chunks
+        if chunk.number not in told.plan.resident
+    }
+    assert told.last_disk_bytes == (sum(moving.values()),) * 2
+    assert told.disk_bytes == (2 * sum(moving.values()), 3 * sum(moving.values()))
+    writer = Numbers()
+    told.log_to(writer, 3)
+    assert writer.seen["offload/disk_written_bytes"] == told.disk_bytes[1]
+    assert writer.seen["offload/count/steps"] == 3
+    assert "last step" in str(told) and "time: update" in str(told)
+    assert set(told.last_seconds) <= set(told.seconds)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])
+def test_the_first_steps_can_be_checked(
+    kind: type[Optimizer], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+) -> None:
+    """Right bits pass; a kernel that goes wrong is caught, but only in the steps asked for."""
+    net = Net(dtype)
+    optimizer = offload.wrap(kind(net.parameters(), lr=0.1, maximize=True), self_check=3)
+    update = kernels.update
+
+    def wrong(rule: Any, param: Tensor, *rest: Any, **options: Any) -> None:
+        update(rule, param, *rest, **options)
+        if param.numel() > 3:
+            param[-2] += 1
+
+    for step in range(5):
+        net(words(step), step).backward()
+        monkeypatch.setattr(kernels, "update", wrong if step == 3 else update)
+        optimizer.step()
+    optimizer.close()
+    optimizer = offload.wrap(kind(net.parameters(), lr=0.1), self_check=1)
+    monkeypatch.setattr(kernels, "update", wrong)
+    with pytest.raises(StateError, match=r"self_check: parameter of .* different bits"):
+        optimizer.step()
     optimizer.close()
 
 

@@ -6,7 +6,8 @@ that runs the torch class itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -58,6 +59,10 @@ class Work:
     scale: float
 
 
+# Surrounds the update of a slice by a kernel: with its rule, and the scale with its sign.
+Watch = Callable[[Work, rules.Rule, float], AbstractContextManager[None]]
+
+
 class Recipe(Protocol):
     def begin_step(self) -> None:
         """Hyper-parameters may have changed."""
@@ -78,12 +83,13 @@ class Recipe(Protocol):
         """Set step and scalars of the record from what a `state_dict` has."""
 
 
-class _Native:
+class NativeRecipe:
     """Rules are made once a step for each group and count."""
 
     counts_steps: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        self.watch: Watch = lambda work, rule, scale: nullcontext()
         self._rules: dict[tuple[int, float], rules.Rule] = {}
 
     def begin_step(self) -> None:
@@ -101,18 +107,20 @@ class _Native:
         rule = self._rules.get(key)
         if rule is None:
             rule = self._rules[key] = self.rule(record)
-        kernels.update(
-            rule,
-            work.master,
-            work.grad,
-            *(work.states[name] for name in rule.states),
-            out=work.out,
-            scale=work.scale,
-            maximize=bool(record.group.get("maximize", False)),
-            adopt=True,
-            offset=work.begin,
-            numel=record.param.numel(),
-        )
+        maximize = bool(record.group.get("maximize", False))
+        with self.watch(work, rule, -work.scale if maximize else work.scale):
+            kernels.update(
+                rule,
+                work.master,
+                work.grad,
+                *(work.states[name] for name in rule.states),
+                out=work.out,
+                scale=work.scale,
+                maximize=maximize,
+                adopt=True,
+                offset=work.begin,
+                numel=record.param.numel(),
+            )
 
     def scalar_state(self, record: Record) -> dict[str, Any]:
         return {"step": torch.tensor(record.step)} if self.counts_steps else {}
@@ -126,7 +134,7 @@ class _Native:
         record.step = rules.to_float(f"step of {record.name}", state["step"])
 
 
-class AdamRecipe(_Native):
+class AdamRecipe(NativeRecipe):
     def __init__(self, decoupled: bool) -> None:
         super().__init__()
         self._decoupled = decoupled
@@ -148,7 +156,7 @@ class AdamRecipe(_Native):
         )
 
 
-class SgdRecipe(_Native):
+class SgdRecipe(NativeRecipe):
     counts_steps = False
 
     def fields(self, group: Group) -> tuple[str, ...]:
@@ -166,7 +174,7 @@ class SgdRecipe(_Native):
         )
 
 
-class AdagradRecipe(_Native):
+class AdagradRecipe(NativeRecipe):
     def fields(self, group: Group) -> tuple[str, ...]:
         return ("sum",)
 
@@ -181,7 +189,7 @@ class AdagradRecipe(_Native):
         )
 
 
-class LionRecipe(_Native):
+class LionRecipe(NativeRecipe):
     counts_steps = False
 
     def fields(self, group: Group) -> tuple[str, ...]:

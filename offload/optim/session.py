@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from offload.budget import HOST
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.layout import MASTER, ParamSpec
-from offload.metrics import Metrics
+from offload.metrics import Metrics, Snapshot
 from offload.optim.desk import Desks
 from offload.optim.flat import is_dense
-from offload.optim.recipe import Recipe, Record
+from offload.optim.recipe import NativeRecipe, Recipe, Record
+from offload.optim.self_check import checked
 from offload.optim.tiers import Tiers
 from offload.optim.updater import Updater
 from offload.planner import Plan, make_plan
@@ -42,6 +44,8 @@ class Session:
         self.optimizer = optimizer
         self.config = config
         self.metrics = Metrics(strict=config.strict)
+        self.last_step: Snapshot | None = None
+        self.last_disk_bytes = 0, 0
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
         self._recipe = recipe
@@ -92,7 +96,25 @@ class Session:
     def step(self) -> None:
         if any(r.is_frozen and r.param.grad is not None for r in self.updater.records):
             self.reopen()  # somebody has thawed it
+        before = self.metrics.snapshot(), self.disk_bytes()
+        self._watch(before[0].counts.get("steps", 0))
         self.updater.step(self.config.max_grad_norm)
+        self.last_step = self.metrics.snapshot() - before[0]
+        moved = self.disk_bytes()
+        self.last_disk_bytes = moved[0] - before[1][0], moved[1] - before[1][1]
+
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes read and written since the store was opened."""
+        if self.store is None:
+            return 0, 0
+        stats = self.store.stats()
+        return stats.read_bytes, stats.written_bytes
+
+    def _watch(self, steps_done: int) -> None:
+        """Have the first steps checked, if that was asked for."""
+        if isinstance(self._recipe, NativeRecipe) and self.config.self_check:
+            wanted = steps_done < self.config.self_check
+            self._recipe.watch = checked if wanted else lambda *_: nullcontext()
 
     # --- state ------------------------------------------------------------------------------------
 
