@@ -89,6 +89,12 @@ def _check_wrappable(optimizer: object) -> None:
         )
     if isinstance(optimizer, OffloadOptimizer):
         raise ConfigError("optimizer: is wrapped already; close() it first")
+    held = getattr(optimizer, "optimizer", None)
+    if isinstance(held, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} holds another one, {type(held).__name__}; wrap "
+            "that one, before it is handed over"
+        )
 
 
 def _refuse_unbuilt(config: Config) -> None:

@@ -536,6 +536,21 @@ def test_what_cannot_work_is_refused_before_anything_changes(tmp_path: Path) -> 
     assert type(optimizer) is AdamW and HOST.used_bytes == 0
 
 
+class Holder(Optimizer):
+    """What accelerate's `prepare` and Lightning make of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_an_optimizer_that_holds_another_is_not_the_one_to_wrap(elementwise: bool) -> None:
+    holder = Holder(AdamW(Net().parameters()))
+    with pytest.raises(ConfigError, match="Holder holds another one, AdamW; wrap that one"):
+        offload.wrap(holder, elementwise=elementwise)
+
+
 def test_wrapping_twice_copying_and_pickling_are_refused() -> None:
     _, optimizer = wrapped_net()
     with pytest.raises(ConfigError, match="wrapped already"):
