@@ -4,7 +4,7 @@
 # our own in .venv; torch is then left as it is. A PYTHON that the shell exports is not taken: say it to make.
 
 VENV := .venv
-EXTRAS := test,lint,plots
+EXTRAS := test,lint,plots,integration
 CHOSEN :=
 ifeq ($(origin PYTHON),command line)
   CHOSEN := $(PYTHON)
