@@ -551,6 +551,23 @@ def test_an_optimizer_that_holds_another_is_not_the_one_to_wrap(elementwise: boo
         offload.wrap(holder, elementwise=elementwise)
 
 
+def test_an_object_that_imitates_the_optimizer_closes_the_real_one() -> None:
+    """Lightning's `self.optimizers()` inherits the optimizer's class and has none of its fields."""
+    net, optimizer = wrapped_net()
+    net(words(0), 0).backward()
+    optimizer.step()
+
+    class View(type(optimizer)):
+        def __init__(self) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(optimizer, name)
+
+    View().close()
+    assert type(optimizer) is AdamW and HOST.used_bytes == 0
+    assert float(optimizer.state[net.up.weight]["step"]) == 1
+
+
 def test_wrapping_twice_copying_and_pickling_are_refused() -> None:
     _, optimizer = wrapped_net()
     with pytest.raises(ConfigError, match="wrapped already"):

@@ -86,7 +86,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give everything back; this is a plain optimizer again, with its state in host memory."""
-        detach(self)
+        detach(_session(self).optimizer)  # Lightning's view of it inherits this method
 
     def __enter__(self) -> OffloadOptimizer:
         return self
