@@ -15,7 +15,7 @@ import offload
 VOCABULARY, LENGTH = 256, 12
 
 
-def llama(**settings: Any) -> Any:
+def llama(layers: int = 2) -> Any:
     """Always the same one. Some 110,000 parameters, an AdamW state of 850 KiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,13 +23,12 @@ def llama(**settings: Any) -> Any:
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
         attention_dropout=0.1,  # what a resumed run gets wrong without the generator's state
         use_cache=False,
-        **settings,
     )
     torch.manual_seed(3)
     return LlamaForCausalLM(config)
