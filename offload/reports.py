@@ -29,6 +29,14 @@ class Report:
     last_disk_bytes: tuple[int, int]
     host_peak_bytes: int
 
+    @property
+    def disk_read_bytes(self) -> int:
+        return self.disk_bytes[0]
+
+    @property
+    def disk_written_bytes(self) -> int:
+        return self.disk_bytes[1]
+
     def to_dict(self) -> dict[str, Any]:
         """Flat numbers and texts, ready for a logger."""
         return {
@@ -39,8 +47,8 @@ class Report:
             "state_bytes": self.plan.state_bytes,
             "state_bytes_in_host_memory": self.plan.resident_bytes,
             "state_bytes_on_disk": self.plan.disk_bytes,
-            "disk_read_bytes": self.disk_bytes[0],
-            "disk_written_bytes": self.disk_bytes[1],
+            "disk_read_bytes": self.disk_read_bytes,
+            "disk_written_bytes": self.disk_written_bytes,
             "last_step/disk_read_bytes": self.last_disk_bytes[0],
             "last_step/disk_written_bytes": self.last_disk_bytes[1],
             "host_peak_bytes": self.host_peak_bytes,
