@@ -56,6 +56,8 @@ class _Arena(mmap.mmap):
 
 _ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
+
 # Makes the arena known to the accelerator and returns what undoes it; None when there is nobody to
 # tell.
 Register = Callable[[int, int], Callable[[], None] | None]
@@ -65,11 +67,11 @@ def register_host_memory(address: int, nbytes: int) -> Callable[[], None] | None
     """Pin the arena for the accelerator that torch has. The one call that has no general form in
     torch.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != "cuda":
         return None
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
+    torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
     return lambda: torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
@@ -272,7 +274,7 @@ class Lease:
                 f"offset_bytes, numel: [{offset_bytes}, {end}) is not within {self.nbytes} bytes"
             )
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
 
     def buffer(self) -> memoryview:
