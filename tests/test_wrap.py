@@ -474,6 +474,31 @@ def test_groups_can_be_added_and_parameters_thawed(tmp_path: Path, small_chunks:
     optimizers[1].close()
 
 
+def test_a_model_that_is_cast_afterwards_keeps_its_state(small_chunks: None) -> None:
+    """`model.bfloat16()` and back: the state goes on, with a master while it is needed."""
+    net, optimizer = wrapped_net()
+    net(words(0), 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net.bfloat16()
+    net(words(1), 1).backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert "master" in state[4] and float(state[4]["step"]) == 2
+    net.float()
+    optimizer.zero_grad()
+    net(words(2), 1).backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert "master" not in state[4] and float(state[4]["step"]) == 3
+    weight, net.up.weight.data = net.up.weight.data, torch.zeros(3)
+    for refused in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(ConfigError, match=r"expected the shape \(150, 37\)"):
+            refused()
+    net.up.weight.data = weight
+    optimizer.close()
+
+
 def test_state_before_the_first_step_is_empty_and_existing_state_is_taken_over() -> None:
     _, optimizer = wrapped_net()
     assert optimizer.state_dict()["state"] == {} and not optimizer.state

@@ -34,6 +34,16 @@ class Record:
     step: float = 0.0  # updates so far
     scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
 
+    def __post_init__(self) -> None:
+        # As the plan was made for it; `model.to(...)` may change them under our feet.
+        self.dtype, self.device, self.shape = self.param.dtype, self.param.device, self.param.shape
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the parameter is of another type, or elsewhere, than the plan was made for."""
+        param = self.param
+        return (param.dtype, param.device) != (self.dtype, self.device)
+
     @property
     def desk_bytes(self) -> int:
         """Bytes that an element takes on its way from a device and back: parameter and gradient,

@@ -94,14 +94,30 @@ class Session:
         return Desks(records, memory, transfers)
 
     def step(self) -> None:
-        if any(r.is_frozen and r.param.grad is not None for r in self.updater.records):
-            self.reopen()  # somebody has thawed it
+        self._look_again()
         before = self.metrics.snapshot(), self.disk_bytes()
         self._watch(before[0].counts.get("steps", 0))
         self.updater.step(self.config.max_grad_norm)
         self.last_step = self.metrics.snapshot() - before[0]
         moved = self.disk_bytes()
         self.last_disk_bytes = moved[0] - before[1][0], moved[1] - before[1][1]
+
+    def _look_again(self) -> None:
+        """Make the plan anew where somebody has thawed, moved or cast a parameter since."""
+        self.updater.check_sound()
+        self._check_shapes()
+        if any(
+            r.has_moved or (r.is_frozen and r.param.grad is not None) for r in self.updater.records
+        ):
+            self.reopen()
+
+    def _check_shapes(self) -> None:
+        for record in self.updater.records:
+            if record.param.shape != record.shape:
+                raise ConfigError(
+                    f"{record.name}: expected the shape {tuple(record.shape)} that it had when it "
+                    f"was wrapped, got {tuple(record.param.shape)}; its state does not fit any more"
+                )
 
     def disk_bytes(self) -> tuple[int, int]:
         """Bytes read and written since the store was opened."""
@@ -120,6 +136,7 @@ class Session:
 
     def export(self) -> dict[Tensor, dict[str, Any]]:
         """The state by parameter, as torch keeps it."""
+        self._check_shapes()
         states = self.updater.export(self._make)
         return {self.updater.records[number].param: state for number, state in states.items()}
 

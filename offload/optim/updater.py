@@ -132,11 +132,16 @@ class Updater:
         if not spec.fields or not spec.numel:
             nothing = {field: torch.empty(0) for field in spec.fields}
             record, whole = self.records[number], Slice(number, 0, spec.numel, 0)
-            # One without state may be on a device; it passes as a whole then.
-            param, grad = flat(record.param).cpu(), grad.cpu()
-            self._update_slice(record, whole, param, grad, nothing, number in fresh, scale)
-            if not record.param.is_cpu:
-                flat(record.param).copy_(param)
+            param = flat(record.param)
+            if not param.is_cpu:
+                self.metrics.fall_back(
+                    f"update of device parameters by {type(self._recipe).__name__}",
+                    "without state they have no desk and pass through pageable memory",
+                )
+            here, grad = param.cpu(), grad.cpu()  # itself, in host memory
+            self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
+            if not param.is_cpu:
+                param.copy_(here)
 
     def _update_slice(
         self,
@@ -258,5 +263,10 @@ def _gradient(record: Record) -> Tensor:
         raise ConfigError(
             f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
             "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
+        )
+    if grad.device != record.param.device or (not grad.is_cpu and grad.dtype != record.dtype):
+        raise ConfigError(
+            f"{record.name}: expected a gradient of {record.dtype} on {record.param.device}, got "
+            f"{grad.dtype} on {grad.device}"
         )
     return in_order_of(grad, record.param)
