@@ -133,7 +133,7 @@ class Updater:
             nothing = {field: torch.empty(0) for field in spec.fields}
             record, whole = self.records[number], Slice(number, 0, spec.numel, 0)
             param = flat(record.param)
-            if not param.is_cpu:
+            if spec.numel and not param.is_cpu:
                 self.metrics.fall_back(
                     f"update of device parameters by {type(self._recipe).__name__}",
                     "without state they have no desk and pass through pageable memory",
