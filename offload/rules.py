@@ -4,7 +4,9 @@ Hyper-parameters are doubles. The few numbers that enter the arithmetic of a ste
 them here, in double, and rounded to fp32 once: that, and the order of operations in the kernels,
 decides the bits (they are those of `torch.optim` with `fused=True` on CPU). A rule is made once for
 a parameter group and a step, with `at`, and then applied to any number of slices by
-`kernels.update`. The field order of each class is the argument order of the native call.
+`kernels.update`. A learning rate may be negative, as in torch after an optimizer has been made:
+schedulers that end at zero may miss it by a rounding error. The field order of each class is the
+argument order of the native call.
 """
 
 from __future__ import annotations
@@ -143,7 +145,8 @@ class Adam:
     ) -> Adam:
         check_flags(decoupled=decoupled)
         step = step_count(step)
-        lr, eps, weight_decay = not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        (lr,) = finite(lr=lr)
+        eps, weight_decay = not_negative(eps=eps, weight_decay=weight_decay)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         weight = to_f32(1.0 - beta1)
         # torch.lerp starts from the nearer end: from the gradient for a weight of one half or more.
@@ -198,10 +201,8 @@ class Sgd:
         first: bool,
     ) -> Sgd:
         check_flags(nesterov=nesterov, first=first)
-        lr, momentum, weight_decay = not_negative(
-            lr=lr, momentum=momentum, weight_decay=weight_decay
-        )
-        (dampening,) = finite(dampening=dampening)
+        lr, dampening = finite(lr=lr, dampening=dampening)
+        momentum, weight_decay = not_negative(momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise ConfigError(
                 f"nesterov: needs momentum above 0 and no dampening, got momentum={momentum}, "
@@ -236,8 +237,9 @@ class Adagrad:
         cls, step: Number, *, lr: Number, lr_decay: Number, eps: Number, weight_decay: Number
     ) -> Adagrad:
         step = step_count(step)
-        lr, lr_decay, eps, weight_decay = not_negative(
-            lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay
+        (lr,) = finite(lr=lr)
+        lr_decay, eps, weight_decay = not_negative(
+            lr_decay=lr_decay, eps=eps, weight_decay=weight_decay
         )
         return cls(
             lr=to_f32(lr / fma(step - 1.0, lr_decay, 1.0)),
@@ -263,7 +265,8 @@ class Lion:
 
     @classmethod
     def at(cls, *, lr: Number, beta1: Number, beta2: Number, weight_decay: Number) -> Lion:
-        lr, weight_decay = not_negative(lr=lr, weight_decay=weight_decay)
+        (lr,) = finite(lr=lr)
+        (weight_decay,) = not_negative(weight_decay=weight_decay)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
         return cls(
             beta1=to_f32(beta1),

@@ -435,6 +435,28 @@ def test_a_scheduler_made_before_keeps_working_after_close() -> None:
     assert float(optimizer.state[net.up.weight]["step"]) == 2
 
 
+@pytest.mark.parametrize("kind", [AdamW, Adam, SGD, Adagrad])
+def test_a_schedule_may_end_below_zero(kind: type[Optimizer]) -> None:
+    """LinearLR to zero misses it by a rounding error; torch looks at the sign only at the start."""
+    nets = Net(), Net()
+    optimizers = [kind(n.parameters(), lr=1e-2, weight_decay=0.1, fused=True) for n in nets]
+    offload.wrap(optimizers[1])
+    schedulers = [LinearLR(optimizer, 1 / 3, 0.0, 4) for optimizer in optimizers]
+    for step in range(8):
+        for net, optimizer, scheduler in zip(nets, optimizers, schedulers, strict=True):
+            if step == 6:
+                optimizer.param_groups[0]["lr"] = -0.03
+            net(words(step), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if step == 4:
+            assert -1e-15 < optimizers[1].param_groups[0]["lr"] < 0
+    assert_same(*nets)
+    assert_same_state(*optimizers)
+    optimizers[1].close()
+
+
 def test_a_scaler_skips_steps_with_overflow() -> None:
     net, optimizer = wrapped_net()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
