@@ -641,6 +641,20 @@ def test_a_gradient_that_does_not_fit_changes_nothing() -> None:
     optimizer.close()
 
 
+def test_a_hyper_parameter_that_does_not_fit_changes_nothing() -> None:
+    net, optimizer = wrapped_net()
+    net(words(0), 0).backward()
+    before = copy.deepcopy(net.state_dict())
+    optimizer.param_groups[0]["betas"] = (1.5, 0.9)
+    with pytest.raises(ConfigError, match="beta1"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+    optimizer.step()  # not poisoned
+    assert float(optimizer.state_dict()["state"][4]["step"]) == 1
+    optimizer.close()
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     net, optimizer = wrapped_net()
     net(words(0), 0).backward()

@@ -8,7 +8,7 @@ with the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -28,7 +28,7 @@ class GenericRecipe:
         self._fields: dict[int, tuple[str, ...]] = {}
         self._next: dict[int, dict[str, Any]] = {}  # scalars after this step, by record
 
-    def begin_step(self) -> None:
+    def begin_step(self, records: Sequence[Record]) -> None:
         self._next.clear()
 
     def fields(self, group: Group) -> tuple[str, ...]:

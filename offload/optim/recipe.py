@@ -6,7 +6,7 @@ that runs the torch class itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -74,8 +74,8 @@ Watch = Callable[[Work, rules.Rule, float], AbstractContextManager[None]]
 
 
 class Recipe(Protocol):
-    def begin_step(self) -> None:
-        """Hyper-parameters may have changed."""
+    def begin_step(self, records: Sequence[Record]) -> None:
+        """Take the hyper-parameters of these, which may have changed. Nothing else has."""
 
     def end_step(self, record: Record) -> None:
         """All slices of the parameter have been updated."""
@@ -102,8 +102,16 @@ class NativeRecipe:
         self.watch: Watch = lambda work, rule, scale: nullcontext()
         self._rules: dict[tuple[int, float], rules.Rule] = {}
 
-    def begin_step(self) -> None:
+    def begin_step(self, records: Sequence[Record]) -> None:
         self._rules.clear()
+        for record in records:
+            self._rule_of(record)
+
+    def _rule_of(self, record: Record) -> rules.Rule:
+        key = id(record.group), record.step
+        if key not in self._rules:
+            self._rules[key] = self.rule(record)
+        return self._rules[key]
 
     def end_step(self, record: Record) -> None:
         return None
@@ -113,10 +121,7 @@ class NativeRecipe:
 
     def update(self, work: Work) -> None:
         record = work.record
-        key = id(record.group), record.step
-        rule = self._rules.get(key)
-        if rule is None:
-            rule = self._rules[key] = self.rule(record)
+        rule = self._rule_of(record)
         maximize = bool(record.group.get("maximize", False))
         with self.watch(work, rule, -work.scale if maximize else work.scale):
             kernels.update(

@@ -55,11 +55,18 @@ class Updater:
         with self.metrics.span("gradient norm"):
             scale = self._clip_scale(grads, max_grad_norm)
         fresh = {number for number in grads if not self.records[number].has_state}
-        for number in grads:
-            self.records[number].step += 1.0
-            self.records[number].has_state = True
-        self._recipe.begin_step()
+        stepping = [self.records[number] for number in grads]
+        for record in stepping:
+            record.step += 1.0
         try:
+            self._recipe.begin_step(stepping)  # may refuse a hyper-parameter
+        except BaseException:
+            for record in stepping:
+                record.step -= 1.0
+            raise
+        try:
+            for record in stepping:
+                record.has_state = True
             for number in grads:
                 self._update_without_chunk(number, grads[number], fresh, scale)
             if self._desks is not None:
