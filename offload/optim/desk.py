@@ -9,6 +9,7 @@ it counts. One thread at a time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ class Desks:
     ) -> None:
         self._records = records
         self._free = [Desk(one) for one in memory]
+        self._away: deque[Desk] = deque()  # their parameters are on the way to the device
         self._transfers = transfers
         self._marks: dict[torch.device, Mark] = {}
         self._grads: Mapping[int, Tensor] = {}
@@ -64,11 +66,27 @@ class Desks:
         return part.param in self._grads and not self._records[part.param].param.is_cpu
 
     @property
-    def free(self) -> int:
-        return len(self._free)
+    def has_free(self) -> bool:
+        """Whether `take` need not wait."""
+        while self._away and all(ticket.done for ticket in self._away[0].tickets):
+            self._clear_oldest()
+        return bool(self._free)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether `take` is possible at all: a desk is free, or will be."""
+        return bool(self._free or self._away)
+
+    def _clear_oldest(self) -> None:
+        desk = self._away.popleft()
+        for ticket in desk.tickets:
+            ticket.wait()
+        self.give_back(desk)
 
     def take(self, chunk: Chunk) -> Desk:
-        """A desk with the chunk's slices on their way to it. There must be a free one."""
+        """A desk with the chunk's slices on their way to it; waits for one if it must."""
+        if not self.has_free:
+            self._clear_oldest()
         desk = self._free.pop()
         for part, (begin, middle, end) in desk_spans(chunk, self._widths()).items():
             if self._is_moved(part):
@@ -87,12 +105,13 @@ class Desks:
         return desk
 
     def send_back(self, desk: Desk) -> None:
-        """Start the way of the updated parameters to the device."""
+        """Start the way of the updated parameters to the device. The desk comes back by itself."""
         for part, (host, _) in desk.slices.items():
             param, _ = self._on_device(part)
             transfer, mark = self._transfers[param.device], self._marks[param.device]
             name = self._records[part.param].name
             desk.tickets.append(transfer.write(host, param, mark, name))
+        self._away.append(desk)
 
     def give_back(self, desk: Desk) -> None:
         desk.slices, desk.tickets = {}, []

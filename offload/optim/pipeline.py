@@ -49,8 +49,8 @@ class Pipeline:
         self._going: deque[_Flight] = deque()
 
     def run(self, chunks: Iterable[Chunk], act: Act) -> None:
-        """Call `act` once for each chunk. When it returns, all that was changed is where it
-        belongs; when it raises, nothing is under way any more.
+        """Call `act` once for each chunk. When it returns, what was changed is stored, and
+        parameters are on their way to their device; when it raises, no chunk is under way any more.
         """
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
@@ -82,9 +82,12 @@ class Pipeline:
             self._coming.append(self._fetch(to_fetch.popleft()))
 
     def _has_room(self, chunk: Chunk) -> bool:
-        if self._needs_desk(chunk) and self._desks is not None and not self._desks.free:
+        if not (self._tiers.is_resident(chunk) or self._tiers.free_buffers):
             return False
-        return self._tiers.is_resident(chunk) or self._tiers.free_buffers > 0
+        if self._desks is None or not self._desks.needs(chunk) or self._desks.has_free:
+            return True
+        # A desk that is under way to the device is waited for only when there is nothing to do.
+        return not self._coming and self._desks.has_any
 
     def _fetch(self, chunk: Chunk) -> _Flight:
         is_resident = self._tiers.is_resident(chunk)
@@ -106,8 +109,10 @@ class Pipeline:
         self._going.append(flight)
         if changed and not flight.is_resident:
             flight.disk = self._tiers.write(flight.piece)
-        if changed and flight.desk is not None and self._desks is not None:
-            self._desks.send_back(flight.desk)
+        if flight.desk is not None and self._desks is not None:
+            back = self._desks.send_back if changed else self._desks.give_back
+            back(flight.desk)
+            flight.desk = None  # the desks take care of it
 
     def _work(self, act: Act, piece: Piece, desk: Desk | None) -> bool:
         with self._metrics.span("update"):
@@ -119,8 +124,6 @@ class Pipeline:
         self._going.popleft()
         if not flight.is_resident:
             self._tiers.give_back(flight.piece)
-        if flight.desk is not None and self._desks is not None:
-            self._desks.give_back(flight.desk)
 
     def _wait(self, flight: _Flight, cause: str) -> None:
         ticket, flight.disk = flight.disk, None

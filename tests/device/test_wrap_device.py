@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import DeviceModule
+from fake_accelerator import DeviceModule, load
+from fake_accelerator.train_case import SCHEDULES
 from torch import Tensor, nn
 from transfer_cases import register
 
@@ -16,7 +17,9 @@ import offload
 from offload import planner
 from offload.budget import HOST
 from offload.optim import session
+from offload.optim.pipeline import Pipeline
 from offload.pool import Pool
+from offload.transfer import DeviceTransfer, Mark
 
 SIZES = [(70, 30), (5,), (40, 40), (), (1, 1), (0, 3)]
 STEPS = 5
@@ -75,6 +78,59 @@ def test_the_bits_are_those_of_the_host(
     assert not offload.report(wrapped).fallbacks
     wrapped.close()
     plain.close()
+
+
+def train(schedule: str, seed: int) -> bytes:
+    """A few steps on a device that is late with gradients and early with parameters."""
+    load(schedule, seed)
+    params = on_device(tensors(0, torch.bfloat16), ["fake"])
+    optimizer = offload.wrap(torch.optim.AdamW(params, lr=1e-2))
+    seen = []
+    try:
+        for step in range(3):
+            for p, g in zip(params, tensors(step + 1, torch.bfloat16), strict=True):
+                p.grad = (g.to("fake") + p.detach()) * 1
+            late = [p.detach() * 3 for p in params]  # still reads the old parameters
+            optimizer.step()
+            seen += [*late, *(p.detach() * 2 for p in params)]
+        return b"".join(one.cpu().view(-1).view(torch.uint8).numpy().tobytes() for one in seen)
+    finally:
+        torch.accelerator.synchronize()
+        optimizer.close()
+
+
+def no_join(transfer: DeviceTransfer) -> None:
+    """The device does not wait for its new parameters."""
+
+
+def no_mark(transfer: DeviceTransfer) -> Mark:
+    """Nobody waits for what the device was given before."""
+    stream = torch.accelerator.current_stream(transfer.device)
+    return Mark(stream, torch.Stream(transfer.device).record_event())
+
+
+def no_wait(pipeline: Pipeline, flight: Any, cause: str) -> None:
+    """The CPU does not wait for what it works on."""
+    if flight.desk is not None:
+        flight.desk.tickets = []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (DeviceTransfer, "join", no_join),
+        (DeviceTransfer, "mark", no_mark),
+        (Pipeline, "_wait", no_wait),
+    ],
+    ids=["join", "mark", "wait"],
+)
+def test_every_wait_of_a_step_is_needed(
+    owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {train(*schedule) for schedule in SCHEDULES}
+    assert len(right) == 1
+    monkeypatch.setattr(owner, name, fault)
+    assert any(train(*schedule) not in right for schedule in SCHEDULES)
 
 
 def test_a_step_copies_nothing_through_pageable_memory(fake: DeviceModule) -> None:
