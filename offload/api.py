@@ -35,6 +35,12 @@ def wrap(
     _check_wrappable(optimizer)
     _refuse_unbuilt(config)
     recipe = choose_recipe(optimizer, elementwise)
+    strangers = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if strangers:
+        raise ConfigError(
+            f"optimizer.state: has {strangers[0]!r}, which belongs to no parameter and could not "
+            "be kept; only the state of parameters can be offloaded"
+        )
     _set_limit(config)
     session = Session(optimizer, recipe, config, _host_budget(config))
     try:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from offload.budget import Budget
+
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 
 
@@ -45,3 +47,14 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(torchs)
     if kernels.native_error() is None:
         kernels.set_num_threads(ours)
+
+
+@pytest.fixture
+def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
+    """A budget of host bytes for wrapped optimizers in this test alone: in that of the process are
+    pools that other tests have had to give up, because an operation on them never ended.
+    """
+    budget = Budget()
+    monkeypatch.setattr("offload.api.HOST", budget)
+    monkeypatch.setattr("offload.optim.session.HOST", budget)
+    return budget

@@ -19,18 +19,17 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 import offload
 from offload import CapacityError, ConfigError, StateError, StoreError, kernels, planner
-from offload.budget import HOST
+from offload.budget import Budget
 from offload.store.engine import Fault, FaultKind
 
 STEPS = 30
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(own_budget: Budget) -> Iterator[None]:
     yield
     gc.collect()
-    assert HOST.used_bytes == 0
-    HOST.limit(None)
+    assert own_budget.used_bytes == 0
 
 
 @pytest.fixture
@@ -556,10 +555,191 @@ def test_state_larger_than_the_budget_is_saved_and_loaded(
     optimizer.close()
 
 
+# --- what users do to an optimizer and a model after wrapping -----------------------------------
+
+
+def twins(*sizes: tuple[int, ...], **settings: Any) -> tuple[list[Any], list[Any], Any, Any]:
+    """Parameters for a plain and a wrapped AdamW, and both."""
+    sides = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(5)
+        sides.append([nn.Parameter(torch.randn(size, generator=generator)) for size in sizes])
+    plain, wrapped = (AdamW(side, lr=1e-2, fused=True, **settings) for side in sides)
+    return sides[0], sides[1], plain, offload.wrap(wrapped)
+
+
+def step_both(left: list[Any], right: list[Any], *optimizers: Any, turn: int = 0) -> None:
+    for number, (a, b) in enumerate(zip(left, right, strict=True)):
+        generator = torch.Generator().manual_seed(100 * turn + number)
+        grad = torch.randn(a.shape, generator=generator)
+        a.grad, b.grad = grad.clone(), grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_group_may_come_as_a_generator() -> None:
+    left, right, plain, wrapped = twins((8, 4))
+    for side, optimizer in ((left, plain), (right, wrapped)):
+        side.append(nn.Parameter(torch.ones(7)))
+        optimizer.add_param_group({"params": (p for p in side[1:])})
+    assert len(wrapped.param_groups[1]["params"]) == 1
+    step_both(left, right, plain, wrapped)
+    assert not right[1].eq(1).any()
+    wrapped.close()
+
+
+def test_another_order_of_memory_keeps_the_state() -> None:
+    """`model.to(memory_format=torch.channels_last)` between steps gives what no change would.
+    (torch's fused kernels go by memory alone and mix up the moments then.)
+    """
+    left, right, plain, wrapped = twins((4, 3, 5, 5), (6, 4))
+    step_both(left, right, plain, wrapped)
+    right[0].data = right[0].data.contiguous(memory_format=torch.channels_last)
+    step_both(left, right, plain, wrapped, turn=1)
+    for number, state in plain.state_dict()["state"].items():
+        ours = wrapped.state_dict()["state"][number]
+        assert all(torch.equal(value, ours[name]) for name, value in state.items())
+    whole = torch.zeros(6, 8)
+    right[1].data = whole[:, :4]
+    with pytest.raises(ConfigError, match="next to one another"):
+        step_both(left, right, wrapped, turn=2)
+    assert whole.eq(0).all()
+    right[1].data = left[1].data.clone()
+    wrapped.close()
+
+
+def test_groups_that_are_exchanged_are_seen() -> None:
+    left, right, plain, wrapped = twins((8, 4), (5,))
+    step_both(left, right, plain, wrapped)
+    for optimizer in (plain, wrapped):
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+    step_both(left, right, plain, wrapped, turn=1)
+    for side, optimizer in ((left, plain), (right, wrapped)):
+        side[1] = nn.Parameter(torch.ones(3))
+        optimizer.param_groups[0]["params"][1] = side[1]
+    step_both(left, right, plain, wrapped, turn=2)
+    assert not right[1].eq(1).any()
+    wrapped.close()
+
+
+def test_settings_that_need_other_state_are_refused_in_time() -> None:
+    """Also when they come with a state_dict: nothing has changed then."""
+    left, right, _, wrapped = twins((8, 4))
+    before = right[0].detach().clone()
+    wrapped.param_groups[0]["amsgrad"] = True
+    right[0].grad = torch.ones(8, 4)
+    with pytest.raises(ConfigError, match="max_exp_avg_sq"):
+        wrapped.step()
+    wrapped.param_groups[0]["amsgrad"] = False
+    other = AdamW(left, lr=0.5, amsgrad=True)
+    left[0].grad = torch.ones(8, 4)
+    other.step()
+    with pytest.raises(ConfigError, match="its group in the state_dict needs"):
+        wrapped.load_state_dict(other.state_dict())
+    assert wrapped.param_groups[0]["lr"] == 1e-2 and torch.equal(before, right[0])
+    without = copy.deepcopy(AdamW(left, lr=0.5).state_dict())
+    without["state"] = {0: {"exp_avg": torch.ones(8, 4), "exp_avg_sq": torch.ones(8, 4)}}
+    with pytest.raises(ConfigError, match="expected a step count"):
+        wrapped.load_state_dict(without)
+    assert wrapped.param_groups[0]["lr"] == 1e-2
+    wrapped.close()
+
+
+def test_a_norm_that_is_no_number_reaches_everybody() -> None:
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
+    optimizer = offload.wrap(SGD(params, lr=1.0), max_grad_norm=1.0)
+    params[0].grad, params[1].grad = torch.full((4,), torch.nan), torch.full((4,), 1000.0)
+    optimizer.step()
+    assert params[1].isnan().all()
+    optimizer.close()
+
+
+def test_adagrad_begins_where_it_is_told() -> None:
+    params = [nn.Parameter(torch.ones(9)) for _ in range(2)]
+    settings = {"lr": 0.1, "initial_accumulator_value": 0.5, "fused": True}
+    plain, wrapped = (Adagrad([p], **settings) for p in params)
+    offload.wrap(wrapped)
+    later = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+    for optimizer, p in zip((plain, wrapped), later, strict=True):
+        optimizer.add_param_group({"params": [p]})
+        p.grad = torch.full((5,), 0.3)
+        optimizer.step()
+    assert torch.equal(later[0], later[1])
+    assert_same_state_of(plain, wrapped, 1)
+    wrapped.close()
+
+
+def assert_same_state_of(left: Optimizer, right: Optimizer, number: int) -> None:
+    for name, value in left.state_dict()["state"][number].items():
+        assert torch.equal(value, right.state_dict()["state"][number][name]), name
+
+
+def test_state_of_a_frozen_parameter_is_loaded_and_goes_on() -> None:
+    left, right, plain, wrapped = twins((8, 4), (5,))
+    step_both(left, right, plain, wrapped)
+    saved = copy.deepcopy(plain.state_dict())
+    wrapped.close()
+    right[1].requires_grad_(False)
+    right[1].grad = None
+    again = offload.wrap(AdamW(right, lr=1e-2, fused=True))
+    again.load_state_dict(saved)
+    assert_same_state_of(plain, again, 1)
+    right[1].requires_grad_(True)
+    step_both(left, right, plain, again, turn=1)
+    again.close()
+
+
+class Counting(SignSgd):
+    """Keeps a count where nobody who runs it slice by slice can."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+        super().step(closure)
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    p = nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="keeps something in the optimizer or its groups"):
+        offload.wrap(Counting([p]), elementwise=True)
+    with pytest.warns(UserWarning, match="duplicate"):
+        twice = AdamW([p, p])
+    with pytest.raises(ConfigError, match="there twice"):
+        offload.wrap(twice)
+    optimizer = AdamW([p])
+    optimizer.state["global"] = {"count": 1}
+    with pytest.raises(ConfigError, match="belongs to no parameter"):
+        offload.wrap(optimizer)
+    optimizer.state.clear()
+    offload.wrap(optimizer)
+    optimizer.state[p]["exp_avg"] = torch.zeros(3)
+    p.grad = torch.ones(3)
+    with pytest.raises(StateError, match="load_state_dict"):
+        optimizer.step()
+    optimizer.state.clear()
+    optimizer.close()
+
+
+def test_a_group_that_does_not_fit_is_refused_and_nothing_is_lost() -> None:
+    params = [nn.Parameter(torch.ones(64, 64))]
+    optimizer = offload.wrap(AdamW(params, lr=1e-2, fused=True), host_memory="64KiB")
+    params[0].grad = torch.ones(64, 64)
+    optimizer.step()
+    with pytest.raises(CapacityError, match="host_memory"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(512, 512))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 2
+    optimizer.close()
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_before_anything_changes(
+    tmp_path: Path, own_budget: Budget
+) -> None:
     net = Net()
     optimizer = AdamW(net.parameters())
     with pytest.raises(
@@ -580,7 +760,7 @@ def test_what_cannot_work_is_refused_before_anything_changes(tmp_path: Path) -> 
         offload.wrap(AdamW([nn.Parameter(torch.ones(4, 4)[:, ::2])]))
     with pytest.raises(ConfigError, match="expected a wrapped optimizer"):
         offload.report(optimizer)
-    assert type(optimizer) is AdamW and HOST.used_bytes == 0
+    assert type(optimizer) is AdamW and own_budget.used_bytes == 0
 
 
 class Holder(Optimizer):
@@ -598,7 +778,7 @@ def test_an_optimizer_that_holds_another_is_not_the_one_to_wrap(elementwise: boo
         offload.wrap(holder, elementwise=elementwise)
 
 
-def test_an_object_that_imitates_the_optimizer_closes_the_real_one() -> None:
+def test_an_object_that_imitates_the_optimizer_closes_the_real_one(own_budget: Budget) -> None:
     """Lightning's `self.optimizers()` inherits the optimizer's class and has none of its fields."""
     net, optimizer = wrapped_net()
     net(words(0), 0).backward()
@@ -611,7 +791,7 @@ def test_an_object_that_imitates_the_optimizer_closes_the_real_one() -> None:
             return getattr(optimizer, name)
 
     View().close()
-    assert type(optimizer) is AdamW and HOST.used_bytes == 0
+    assert type(optimizer) is AdamW and own_budget.used_bytes == 0
     assert float(optimizer.state[net.up.weight]["step"]) == 1
 
 

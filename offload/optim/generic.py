@@ -19,13 +19,14 @@ from offload.errors import ConfigError
 from offload.optim.recipe import Group, Record, Work
 
 _PROBE_NUMEL = 24
+_NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr")
 
 
 class GenericRecipe:
     def __init__(self, base: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer) -> None:
         self._base = base
         self._inner = _bare_copy(base, optimizer)
-        self._fields: dict[int, tuple[str, ...]] = {}
+        self._fields: dict[str, tuple[str, ...]] = {}
         self._next: dict[int, dict[str, Any]] = {}  # scalars after this step, by record
 
     def begin_step(self, records: Sequence[Record]) -> None:
@@ -33,14 +34,21 @@ class GenericRecipe:
 
     def fields(self, group: Group) -> tuple[str, ...]:
         """Found by one step on a parameter that nobody has."""
-        if id(group) not in self._fields:
+        key = repr(sorted((k, repr(v)) for k, v in group.items() if k not in _NOT_SETTINGS))
+        if key not in self._fields:
             probe = torch.nn.Parameter(torch.ones(_PROBE_NUMEL))
             probe.grad = torch.ones(_PROBE_NUMEL)
             state = self._run(probe, group, {})
-            self._fields[id(group)] = tuple(
+            self._fields[key] = tuple(
                 name for name, value in state.items() if _is_elementwise(value, _PROBE_NUMEL)
             )
-        return self._fields[id(group)]
+        return self._fields[key]
+
+    def initial(self, record: Record, field: str) -> float:
+        return 0.0  # the class itself makes what is new
+
+    def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
+        return None
 
     def update(self, work: Work) -> None:
         record = work.record
@@ -70,8 +78,22 @@ class GenericRecipe:
         self._inner.state.clear()
         if state:
             self._inner.state[param] = state
+        before = self._aside()
         self._base.step(self._inner)
-        return dict(self._inner.state.pop(param, {}))
+        result = dict(self._inner.state.pop(param, {}))
+        if self._inner.state or self._aside() != before:
+            raise ConfigError(
+                f"{self._base.__name__}: its step keeps something in the optimizer or its groups "
+                "beside the state of parameters (a count, say), which is lost when it runs slice "
+                "by slice; keep it in the state of each parameter"
+            )
+        return result
+
+    def _aside(self) -> str:
+        """What a step may change beside parameters and their state, to be compared."""
+        group = {k: v for k, v in self._inner.param_groups[0].items() if k != "params"}
+        own = {k: v for k, v in vars(self._inner).items() if k not in ("param_groups", "state")}
+        return repr((group, own))
 
     def _keep_scalars(self, record: Record, scalars: dict[str, Any]) -> None:
         """The numbers after the step, which every slice of the parameter must agree on."""

@@ -80,9 +80,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's; the plan is made anew for all groups."""
         session = _session(self)
+        if isinstance(param_group, dict) and "params" in param_group:
+            params = param_group["params"]  # may be a generator, which can be looked at only once
+            param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         session.check_addable(param_group)
         super().add_param_group(param_group)
-        session.reopen()
+        try:
+            session.reopen()
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def close(self) -> None:
         """Give everything back; this is a plain optimizer again, with its state in host memory."""
@@ -134,11 +141,11 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
 def detach(optimizer: torch.optim.Optimizer) -> None:
     """Change the class back, with the state where torch expects it."""
     session = _session(optimizer)
+    if session.updater.poisoned is None:
+        optimizer.state.update(session.export())  # if it raises, nothing is lost: still wrapped
     try:
-        if session.updater.poisoned is None:
-            optimizer.state.update(session.export())
-    finally:
         session.close()
+    finally:
         _change_class(optimizer, type(optimizer).__mro__[2])
         delattr(optimizer, _SESSION)
         if session.supported_scaling is None:

@@ -104,9 +104,8 @@ class Pipeline:
         """Wait for the oldest chunk to come, work on it, start its way back."""
         flight = self._coming[0]
         self._wait(flight, "disk read")
-        self._coming.popleft()
         changed = self._work(act, flight.piece, flight.desk)
-        self._going.append(flight)
+        self._going.append(self._coming.popleft())
         if changed and not flight.is_resident:
             flight.disk = self._tiers.write(flight.piece)
         if flight.desk is not None and self._desks is not None:
@@ -126,14 +125,14 @@ class Pipeline:
             self._tiers.give_back(flight.piece)
 
     def _wait(self, flight: _Flight, cause: str) -> None:
-        ticket, flight.disk = flight.disk, None
-        if ticket is not None:
+        if flight.disk is not None:
             with self._metrics.span(cause):
-                ticket.wait()
+                flight.disk.wait()
+            flight.disk = None
         if flight.desk is not None:  # the transfer counts this time
-            tickets, flight.desk.tickets = flight.desk.tickets, []
-            for copy in tickets:
-                copy.wait()
+            while flight.desk.tickets:
+                flight.desk.tickets[-1].wait()
+                flight.desk.tickets.pop()
 
     def _drain(self) -> None:
         """After an error: wait for the rest, whose errors are not more important than that one."""
@@ -144,5 +143,10 @@ class Pipeline:
                     ticket.wait()
                 except Exception:
                     self._metrics.count("errors_after_an_error")
+            if flight.done:  # what never ended keeps its memory
+                if not flight.is_resident:
+                    self._tiers.give_back(flight.piece)
+                if flight.desk is not None and self._desks is not None:
+                    self._desks.give_back(flight.desk)
         self._coming.clear()
         self._going.clear()

@@ -37,12 +37,15 @@ class Record:
     def __post_init__(self) -> None:
         # As the plan was made for it; `model.to(...)` may change them under our feet.
         self.dtype, self.device, self.shape = self.param.dtype, self.param.device, self.param.shape
+        self.stride = self.param.stride()  # chunks have the elements in the order of memory
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameter is of another type, or elsewhere, than the plan was made for."""
-        param = self.param
-        return (param.dtype, param.device) != (self.dtype, self.device)
+        """Whether the parameter is of another type, elsewhere, or in another order of memory than
+        the plan was made for.
+        """
+        now = self.param.dtype, self.param.device, self.param.stride()
+        return now != (self.dtype, self.device, self.stride)
 
     @property
     def desk_bytes(self) -> int:
@@ -83,6 +86,12 @@ class Recipe(Protocol):
     def fields(self, group: Group) -> tuple[str, ...]:
         """The elementwise state of the group's parameters."""
 
+    def initial(self, record: Record, field: str) -> float:
+        """What a field of a parameter that has no state yet begins with."""
+
+    def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
+        """Refuse what `take_scalars` could not take."""
+
     def update(self, work: Work) -> None:
         """One step on a slice; `work.record.step` counts this step already."""
 
@@ -116,6 +125,9 @@ class NativeRecipe:
     def end_step(self, record: Record) -> None:
         return None
 
+    def initial(self, record: Record, field: str) -> float:
+        return 0.0
+
     def rule(self, record: Record) -> rules.Rule:
         raise NotImplementedError
 
@@ -140,13 +152,16 @@ class NativeRecipe:
     def scalar_state(self, record: Record) -> dict[str, Any]:
         return {"step": torch.tensor(record.step)} if self.counts_steps else {}
 
+    def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
+        if self.counts_steps:
+            if "step" not in state:
+                got = list(state)
+                raise ConfigError(f"state of {record.name}: expected a step count, got {got}")
+            rules.to_float(f"step of {record.name}", state["step"])
+
     def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
-        if not self.counts_steps:
-            record.step = 1.0  # all that matters is that there was one
-            return
-        if "step" not in state:
-            raise ConfigError(f"state of {record.name}: expected a step count, got {list(state)}")
-        record.step = rules.to_float(f"step of {record.name}", state["step"])
+        # Without a count all that matters is that there was a step.
+        record.step = rules.to_float("step", state["step"]) if self.counts_steps else 1.0
 
 
 class AdamRecipe(NativeRecipe):
@@ -155,7 +170,8 @@ class AdamRecipe(NativeRecipe):
         self._decoupled = decoupled
 
     def fields(self, group: Group) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        # With amsgrad another recipe is needed: what is named here and not planned for is refused.
+        return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else []))
 
     def rule(self, record: Record) -> rules.Rule:
         group = record.group
@@ -192,6 +208,9 @@ class SgdRecipe(NativeRecipe):
 class AdagradRecipe(NativeRecipe):
     def fields(self, group: Group) -> tuple[str, ...]:
         return ("sum",)
+
+    def initial(self, record: Record, field: str) -> float:
+        return float(record.group.get("initial_accumulator_value", 0.0))
 
     def rule(self, record: Record) -> rules.Rule:
         group = record.group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.budget import HOST
 from offload.config import Config
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.layout import MASTER, ParamSpec
 from offload.metrics import Metrics, Snapshot
 from offload.optim.desk import Desks
@@ -53,16 +53,21 @@ class Session:
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
-        self._open(optimizer.state)
+        self._open(*self._draw_up(optimizer.state))
 
-    def _open(self, with_state: Container[Tensor]) -> None:
+    def _draw_up(self, with_state: Container[Tensor]) -> tuple[list[Record], Plan]:
+        """Records and plan for the optimizer as it is now. Changes nothing."""
         records = make_records(self.optimizer, self._recipe, with_state)
-        self.plan: Plan = make_plan(
+        plan = make_plan(
             [spec_of(record) for record in records],
             self._host_memory_bytes,
             has_disk=bool(self._directories),
             chunk_numel=self._chunk_numel,
         )
+        return records, plan
+
+    def _open(self, records: list[Record], plan: Plan) -> None:
+        self.plan = plan
         arena, disk = self.plan.arena_bytes, self.plan.disk_bytes
         self.pool = Pool(arena, budget=HOST) if arena else None
         self.store: DiskStore | None = None
@@ -103,13 +108,24 @@ class Session:
         self.last_disk_bytes = moved[0] - before[1][0], moved[1] - before[1][1]
 
     def _look_again(self) -> None:
-        """Make the plan anew where somebody has thawed, moved or cast a parameter since."""
+        """Make the plan anew where somebody has exchanged, thawed, moved or cast a parameter."""
         self.updater.check_sound()
+        if self.optimizer.state:
+            raise StateError(
+                "optimizer.state: something was put there, but the state of a wrapped optimizer is "
+                "elsewhere; use load_state_dict, or close() first"
+            )
         self._check_shapes()
-        if any(
-            r.has_moved or (r.is_frozen and r.param.grad is not None) for r in self.updater.records
+        now, records = _each_param(self.optimizer), self.updater.records
+        same = len(now) == len(records) and all(
+            param is record.param for (param, _, _), record in zip(now, records, strict=True)
+        )
+        if not same or any(
+            r.has_moved or (r.is_frozen and r.param.grad is not None) for r in records
         ):
             self.reopen()
+        for record, (_, group, _) in zip(self.updater.records, now, strict=True):
+            record.group = group  # may be another dict since
 
     def _check_shapes(self) -> None:
         for record in self.updater.records:
@@ -143,8 +159,8 @@ class Session:
     def _make(self, record: Record) -> Tensor:
         """Memory for one field of a parameter's state that leaves us."""
         if self.store is None:
-            return torch.empty_like(record.param, dtype=torch.float32, device="cpu").detach()
-        return mapped_tensor(self._directories[0], record.param)
+            return torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
+        return mapped_tensor(self._directories[0], record.shape, record.stride)
 
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """The states of a `state_dict` by the numbers of our parameters, if they fit."""
@@ -155,8 +171,21 @@ class Session:
             numbers[key]: state for key, state in state_dict["state"].items() if key in numbers
         }
         if len(saved) == len(self.updater.records):  # torch says what is wrong otherwise
+            self._check_groups(groups)
             self.updater.check_states(states)
         return states
+
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The groups that come need the state that ours have room for."""
+        each = [group for group in groups for _ in group["params"]]
+        for record, group in zip(self.updater.records, each, strict=True):
+            fields = self._recipe.fields(dict(group))
+            if fields != record.fields:
+                raise ConfigError(
+                    f"{record.name}: its group in the state_dict needs the state "
+                    f"{fields or 'nothing'}, the plan was made for {record.fields or 'nothing'}; "
+                    "close(), load into the plain optimizer, and wrap that"
+                )
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         # The groups have been replaced by those of the state_dict.
@@ -164,15 +193,22 @@ class Session:
             self.updater.records, _each_param(self.optimizer), strict=True
         ):
             record.group = group
+        records = self.updater.records
+        if any(record.is_frozen and record.number in states for record in records):
+            fresh = self._draw_up({records[number].param for number in states})
+            self.close()
+            self._open(*fresh)
         self.updater.take_in(states)
 
     def reopen(self) -> None:
         """Make the plan anew, for the optimizer as it is now; state goes over to it."""
         states = self.export()
+        fresh = self._draw_up(states)  # refused before anything is given up
         self.close()
-        self._open(states)
+        self._open(*fresh)
         numbers = {record.param: record.number for record in self.updater.records}
-        self.updater.take_in({numbers[param]: state for param, state in states.items()})
+        here = {numbers[param]: state for param, state in states.items() if param in numbers}
+        self.updater.take_in(here)
 
     def check_addable(self, group: Mapping[str, Any]) -> None:
         params = group["params"]
@@ -198,6 +234,9 @@ def make_records(
     optimizer: torch.optim.Optimizer, recipe: Recipe, with_state: Container[Tensor]
 ) -> list[Record]:
     """One for each parameter. A frozen one gets no room, unless it has state or a gradient."""
+    params = [param for param, _, _ in _each_param(optimizer)]
+    if len(set(params)) < len(params):
+        raise ConfigError("optimizer: a parameter is there twice; give each once")
     return [
         Record(
             number,

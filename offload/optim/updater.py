@@ -7,6 +7,7 @@ poisoned, and refuses everything but closing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ class Updater:
         self._recipe = recipe
         self._tiers = tiers
         self._desks = desks
+        self._pid = os.getpid()
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -99,7 +101,8 @@ class Updater:
         sums += [float(norm) ** 2 for norm in norms]  # the CPU waits for the device here
         total = kernels.GradStats.of(sums)
         self.grad_norm = total.norm
-        return min(1.0, max_norm / (total.norm + 1e-6))
+        scale = max_norm / (total.norm + 1e-6)
+        return 1.0 if scale >= 1.0 else scale  # also NaN, which torch hands on as well
 
     def _pass_over(self, numbers: Iterable[int], act: Act, desks: Desks | None = None) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
@@ -163,8 +166,8 @@ class Updater:
         """All tensors are in host memory and have the slice's elements."""
         master = fields.pop(MASTER, None)
         if is_fresh:
-            for field in fields.values():
-                field.zero_()
+            for name, field in fields.items():
+                field.fill_(self._recipe.initial(record, name))
             if master is not None:
                 master.copy_(param)
         self._recipe.update(
@@ -242,20 +245,33 @@ class Updater:
             record = self.records[number]
             for field in record.fields if _is_there(state) else ():
                 value = state.get(field)
-                if not isinstance(value, Tensor) or value.shape != record.param.shape:
+                if not isinstance(value, Tensor) or not _is_plain(value, record.shape):
                     got = tuple(value.shape) if isinstance(value, Tensor) else value
                     raise ConfigError(
                         f"state of {record.name}: expected {field} of shape "
                         f"{tuple(record.param.shape)}, got {got}"
                     )
 
+            if _is_there(state):
+                self._recipe.check_scalars(record, state)
+
     def check_sound(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "optimizer: wrapped by the parent process; a forked child must not use it"
+            )
         if self.poisoned is not None:
             raise StateError(
                 "optimizer: an earlier step ended with an error in its middle, so that parameters "
                 "and state are of two ages; load a checkpoint into a new optimizer (the error was: "
                 f"{type(self.poisoned).__name__}: {self.poisoned})"
             ) from self.poisoned
+
+
+def _is_plain(value: Tensor, shape: torch.Size) -> bool:
+    """Whether it has numbers of that shape, which can be copied."""
+    dense = value.layout == torch.strided and not value.is_meta
+    return dense and value.is_floating_point() and value.shape == shape
 
 
 def _is_there(state: Mapping[str, Any]) -> bool:

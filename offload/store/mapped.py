@@ -12,12 +12,13 @@ from torch import Tensor
 from offload.errors import StoreError
 
 
-def mapped_tensor(directory: str | os.PathLike[str], like: Tensor) -> Tensor:
-    """An fp32 tensor of the shape and strides of `like`, on a file that goes with it."""
-    nbytes = like.numel() * torch.float32.itemsize
-    target = torch.empty_like(like, dtype=torch.float32, device="meta")
+def mapped_tensor(
+    directory: str | os.PathLike[str], shape: torch.Size, stride: tuple[int, ...]
+) -> Tensor:
+    """An fp32 tensor of that shape and those strides, dense, on a file that goes with it."""
+    nbytes = shape.numel() * torch.float32.itemsize
     if nbytes == 0:
-        return torch.empty_like(like, dtype=torch.float32, device="cpu")
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
     try:
         fd = os.open(Path(directory), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -33,4 +34,4 @@ def mapped_tensor(directory: str | os.PathLike[str], like: Tensor) -> Tensor:
             file=os.fspath(directory),
         ) from error
     flat = torch.frombuffer(memory, dtype=torch.float32)
-    return flat.as_strided(target.shape, target.stride())
+    return flat.as_strided(shape, stride)

@@ -15,7 +15,7 @@ from transfer_cases import register
 
 import offload
 from offload import planner
-from offload.budget import HOST
+from offload.budget import Budget
 from offload.optim import session
 from offload.optim.pipeline import Pipeline
 from offload.pool import Pool
@@ -26,7 +26,7 @@ STEPS = 5
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
     monkeypatch.setattr(session, "Pool", partial(Pool, register=register))
 
@@ -44,7 +44,12 @@ def on_device(values: list[Tensor], where: list[str]) -> list[nn.Parameter]:
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("where", [["fake"], ["fake:0", "cpu", "fake:1"]], ids=["one", "several"])
 def test_the_bits_are_those_of_the_host(
-    fake: DeviceModule, tmp_path: Path, dtype: torch.dtype, on_disk: bool, where: list[str]
+    fake: DeviceModule,
+    tmp_path: Path,
+    dtype: torch.dtype,
+    on_disk: bool,
+    where: list[str],
+    own_budget: Budget,
 ) -> None:
     """The device computes gradients until the very moment of the step, and reads the parameters
     right after it.
@@ -60,7 +65,7 @@ def test_the_bits_are_those_of_the_host(
         options = {"host_memory": least, "nvme": tmp_path}
     offload.wrap(wrapped, **options)
     assert bool(offload.report(wrapped).plan.disk_bytes) is on_disk
-    HOST.limit(None)
+    own_budget.limit(None)
     offload.wrap(plain)
     for step in range(STEPS):
         for p, q, g in zip(there, here, tensors(step + 1, dtype), strict=True):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from offload import planner
-from offload.budget import HOST
+from offload.budget import Budget
 
 os.environ.update(
     ACCELERATE_USE_CPU="true",
@@ -47,13 +47,12 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(own_budget: Budget) -> Iterator[None]:
     """Also where a trainer holds the optimizer and nobody closes it."""
     yield
-    if HOST.used_bytes:
+    if own_budget.used_bytes:
         gc.collect()
-    assert HOST.used_bytes == 0
-    HOST.limit(None)
+    assert own_budget.used_bytes == 0
 
 
 @pytest.fixture(autouse=True)
