@@ -816,7 +816,12 @@ def test_a_gradient_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ConfigError, match=r"gradient is sparse .*\.to_dense"):
         optimizer.step()
     assert torch.equal(before, embedding.weight)
-    embedding.weight.grad = embedding.weight.grad.to_dense()
+    embedding.weight.grad = None
+    embedding.weight.grad_dtype = None
+    embedding.weight.grad = torch.ones(10, 4, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"expected a gradient of torch.float32 or .*float64"):
+        optimizer.step()
+    embedding.weight.grad = torch.ones(10, 4)
     optimizer.step()  # not poisoned
     optimizer.close()
 

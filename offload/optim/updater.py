@@ -25,7 +25,7 @@ from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
 from offload.optim.tiers import Piece, Tiers
 
-HALVES = (torch.bfloat16, torch.float16)
+GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Updater:
@@ -287,9 +287,10 @@ def _gradient(record: Record) -> Tensor:
             f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
             "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
         )
-    if grad.device != record.param.device or (not grad.is_cpu and grad.dtype != record.dtype):
+    allowed = GRADS if record.param.is_cpu else (record.dtype,)
+    if grad.device != record.param.device or grad.dtype not in allowed:
         raise ConfigError(
-            f"{record.name}: expected a gradient of {record.dtype} on {record.param.device}, got "
-            f"{grad.dtype} on {grad.device}"
+            f"{record.name}: expected a gradient of {' or '.join(map(str, allowed))} on "
+            f"{record.param.device}, got {grad.dtype} on {grad.device}"
         )
-    return in_order_of(grad, record.param)
+    return in_order_of(grad.resolve_neg(), record.param)

@@ -74,6 +74,19 @@ class _Operation:
     is_expected: bool = False  # its bytes count as waiting
 
 
+def _check_numbers(capacity_bytes: int, piece_bytes: int, depth: int, timeout_s: float) -> None:
+    if capacity_bytes < 1:
+        raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+    if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
+        raise ConfigError(f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}")
+    if not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
+        raise ConfigError(f"depth: expected 1 to {MOST_DEPTH}, got {depth!r}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"timeout_s: expected seconds, up to {threading.TIMEOUT_MAX:g}, got {timeout_s!r}"
+        )
+
+
 class DiskStore:
     """A store in unnamed files of one directory or several, `capacity_bytes` in all.
 
@@ -102,18 +115,7 @@ class DiskStore:
         paths = [Path(os.path.realpath(directory)) for directory in directories]
         if not paths or len(set(paths)) < len(paths):
             raise ConfigError(f"directories: expected one or several, each once, got {paths}")
-        if capacity_bytes < 1:
-            raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
-        if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
-            raise ConfigError(
-                f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}"
-            )
-        if not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
-            raise ConfigError(f"depth: expected 1 to {MOST_DEPTH}, got {depth!r}")
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
-            raise ConfigError(
-                f"timeout_s: expected seconds, up to {threading.TIMEOUT_MAX:g}, got {timeout_s!r}"
-            )
+        _check_numbers(capacity_bytes, piece_bytes, depth, timeout_s)
         arenas = [Buffer.of("memory", each, writable=True) for each in memory]
         self.metrics = metrics or Metrics()
         self.timeout_s = timeout_s
