@@ -943,3 +943,22 @@ def test_a_fault_of_the_disk_poisons_the_optimizer(
             refused()
     optimizer.close()
     assert type(optimizer) is AdamW and not optimizer.state
+
+
+def test_a_close_that_finds_no_room_loses_nothing(
+    tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, optimizer = wrapped_net(host_memory=70_000, nvme=tmp_path)
+    net(words(0), 0).backward()
+    optimizer.step()
+
+    def full(*_: Any) -> Tensor:
+        raise StoreError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.optim.session.mapped_tensor", full)
+        with pytest.raises(StoreError, match="no room"):
+            optimizer.close()
+    optimizer.step()
+    optimizer.close()
+    assert float(optimizer.state[net.up.weight]["step"]) == 2
