@@ -9,6 +9,7 @@ import torch
 from offload.budget import HOST
 from offload.config import Config
 from offload.errors import ConfigError
+from offload.hooks import watch_gradients
 from offload.machine import free_memory_bytes, read_memory
 from offload.optim import OffloadOptimizer, Session, attach, choose_recipe, is_wrapped
 from offload.optim.session import make_records, spec_of
@@ -42,7 +43,7 @@ def wrap(
             "be kept; only the state of parameters can be offloaded"
         )
     _set_limit(config)
-    session = Session(optimizer, recipe, config, _host_budget(config))
+    session = Session(optimizer, recipe, config, _host_budget(config), watch_gradients)
     try:
         numbers = {record.param: record.number for record in session.updater.records}
         states = {numbers[p]: state for p, state in optimizer.state.items() if p in numbers}
@@ -66,7 +67,12 @@ def plan(
     config = Config.of(config, **fields)
     _check_wrappable(optimizer)
     records = make_records(optimizer, choose_recipe(optimizer, elementwise), optimizer.state)
-    return make_plan([spec_of(r) for r in records], _host_budget(config), bool(config.nvme))
+    return make_plan(
+        [spec_of(r) for r in records],
+        _host_budget(config),
+        bool(config.nvme),
+        needs_homes=config.release_grads,
+    )
 
 
 def report(optimizer: Any) -> Report:
@@ -112,7 +118,6 @@ def _refuse_unbuilt(config: Config) -> None:
         "state_dtype",
         "activations",
         "prefetch_depth",
-        "release_grads",
         "process_group",
         "profile",
     ):

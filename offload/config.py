@@ -144,7 +144,9 @@ class Config:
     """Clip the global gradient norm to this inside the update. None: the loop clips, or nobody."""
 
     release_grads: bool = False
-    """wrap: free device gradients as they reach the host (`p.grad` is then None)."""
+    """wrap: free device gradients as they reach the host. `p.grad` is then None: clip with
+    `max_grad_norm`, and drop gradients with `optimizer.zero_grad()`, not the model's.
+    """
 
     process_group: Any = None
     """Ranks to shard over. None: the default group, if initialized."""

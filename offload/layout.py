@@ -22,13 +22,14 @@ _FIELD_ALIGN = 1024  # elements: 4 KiB, so that every field begins at a page
 @dataclass(frozen=True)
 class ParamSpec:
     """What must be known of a parameter to lay out its state. fields: those of its chunks.
-    desk_bytes: of parameter and gradient, for an element that comes from a device for its update.
+    device_bytes: of an element that lies on a device, and comes to the host for its update; its
+    gradient's has as many.
     """
 
     name: str
     numel: int
     fields: tuple[str, ...]
-    desk_bytes: int = 0
+    device_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:

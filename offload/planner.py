@@ -8,7 +8,7 @@ and what that does to an SSD; and it is refused with the arithmetic when it cann
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.config import format_size
 from offload.errors import CapacityError
@@ -44,6 +44,7 @@ class Plan:
     resident: frozenset[int]  # numbers of the chunks that stay in host memory
     buffers: int
     desks: int
+    has_homes: bool  # gradients from devices have host memory of their own
     host_memory_bytes: int | None  # the budget; None: no limit was given
     speeds: Speeds = UNKNOWN
 
@@ -70,20 +71,25 @@ class Plan:
 
     @property
     def desk_bytes(self) -> int:
-        """Of one desk: parameters and gradients of the largest chunk that come from a device."""
-        return largest_desk(self.chunks, self.params)
+        """Of one desk: what comes from a device for the largest chunk."""
+        return largest_desk(self.chunks, self.params, self.has_homes)
+
+    @property
+    def homes_bytes(self) -> int:
+        """Of all gradients that have a home, and the verdicts on whether they have changed."""
+        return homes_bytes(self.params) if self.has_homes else 0
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory that the optimizer takes: resident chunks, buffers and desks."""
-        buffers = self.buffers * self.buffer_bytes
-        return self.resident_bytes + buffers + self.desks * self.desk_bytes
+        """Host memory that the optimizer takes: resident chunks, buffers, desks and homes."""
+        moving = self.buffers * self.buffer_bytes + self.desks * self.desk_bytes
+        return self.resident_bytes + moving + self.homes_bytes
 
     @property
     def disk_capacity_bytes(self) -> int:
         """Room on disk: what lies there, and the new generations that are being written."""
         moving = [chunk for chunk in self.chunks if chunk.number not in self.resident]
-        rounded = sum(-(-chunk.nbytes // _PAGE) * _PAGE for chunk in moving)
+        rounded = sum(_round_up(chunk.nbytes, _PAGE) for chunk in moving)
         return rounded + self.buffers * self.buffer_bytes
 
     @property
@@ -146,7 +152,13 @@ class Plan:
     def _desk_row(self) -> list[tuple[str, str]]:
         if not self.desks:
             return []
-        return [("device copies", f"{self.desks} desks of {format_size(self.desk_bytes)}")]
+        homes = "at step()"
+        if self.has_homes:
+            homes = f"while backward runs, to {format_size(self.homes_bytes)} of their own"
+        return [
+            ("device copies", f"{self.desks} desks of {format_size(self.desk_bytes)}"),
+            ("gradients come", homes),
+        ]
 
     def _budget(self) -> str:
         return "no limit" if self.host_memory_bytes is None else format_size(self.host_memory_bytes)
@@ -158,76 +170,127 @@ def make_plan(
     has_disk: bool,
     chunk_numel: int | None = None,
     speeds: Speeds = UNKNOWN,
+    needs_homes: bool = False,
 ) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
     host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, less where the
-    budget would not hold a few buffers of that. Raises `CapacityError` where nothing works.
+    budget would not hold a few buffers of that. needs_homes: gradients must have host memory of
+    their own; they get it anyway where it costs no chunk its place. Raises `CapacityError` where
+    nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
     chunks = lay_out(params, numel)
-    total = sum(chunk.nbytes for chunk in chunks)
-    desk = largest_desk(chunks, params)
-    desks = DESKS if desk else 0
-    if host_memory_bytes is None or total + desks * desk <= host_memory_bytes:
-        everything = frozenset(chunk.number for chunk in chunks)
-        return Plan(tuple(params), tuple(chunks), everything, 0, desks, host_memory_bytes, speeds)
+    moved = any(param.device_bytes for param in params)
+    everything = frozenset(chunk.number for chunk in chunks)
+    for has_homes in (True,) if needs_homes else (True, False):
+        desks = DESKS if largest_desk(chunks, params, has_homes) else 0
+        whole = Plan(
+            params=tuple(params),
+            chunks=tuple(chunks),
+            resident=everything,
+            buffers=0,
+            desks=desks,
+            has_homes=has_homes and moved,
+            host_memory_bytes=host_memory_bytes,
+            speeds=speeds,
+        )
+        if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
+            return whole
+    assert host_memory_bytes is not None, "without a limit everything fits"
     if not has_disk:
         raise CapacityError(
-            f"host_memory: the optimizer state needs {format_size(total)} ({total} bytes)"
-            + (f" and copies of device parameters {format_size(desks * desk)}" if desks else "")
+            f"host_memory: the optimizer state needs {format_size(whole.state_bytes)} "
+            f"({whole.state_bytes} bytes)"
+            + _and_device_copies(whole)
             + f", {format_size(host_memory_bytes)} are allowed; raise host_memory, or give "
             "nvme=... a directory on a fast drive for the rest"
         )
+    free = host_memory_bytes - whole.homes_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
-        if BUFFERS * _largest(chunks) + desks * largest_desk(chunks, params) <= host_memory_bytes:
+        desk = largest_desk(chunks, params, whole.has_homes)
+        if BUFFERS * _largest(chunks) + whole.desks * desk <= free:
             break
         numel //= 2
         chunks = lay_out(params, numel)
-    return _split(params, chunks, desks, host_memory_bytes, speeds)
+    return _split(whole, chunks, host_memory_bytes)
 
 
-def desk_spans(chunk: Chunk, desk_bytes: Sequence[int]) -> dict[Slice, tuple[int, int, int]]:
+def desk_spans(
+    chunk: Chunk, device_bytes: Sequence[int], has_homes: bool
+) -> dict[Slice, tuple[int, int, int]]:
     """Where the slices of a chunk lie on a desk: a parameter's bytes from the first number on, its
-    gradient's from the second, both ending at the third. desk_bytes: of each parameter, an element.
+    gradient's, unless they have a home, from the second, both ending at the third. device_bytes: of
+    each parameter, an element.
     """
     spans, at = {}, 0
     for part in chunk.slices:
-        half = (part.end - part.begin) * desk_bytes[part.param] // 2
-        half = -(-half // _LINE) * _LINE
-        spans[part] = (at, at + half, at + 2 * half)
-        at += 2 * half
+        nbytes = _round_up((part.end - part.begin) * device_bytes[part.param], _LINE)
+        middle = at + nbytes
+        end = middle if has_homes else middle + nbytes
+        spans[part] = (at, middle, end)
+        at = end
     return spans
 
 
-def largest_desk(chunks: Sequence[Chunk], params: Sequence[ParamSpec]) -> int:
-    """Bytes that the slices of any chunk take on a desk."""
-    widths = [param.desk_bytes for param in params]
-    ends = [max(end for _, _, end in desk_spans(chunk, widths).values()) for chunk in chunks]
-    return -(-max(ends, default=0) // _PAGE) * _PAGE
+def largest_desk(chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_homes: bool) -> int:
+    """Bytes that the slices of any chunk take on a desk; something where a device takes part."""
+    widths = [param.device_bytes for param in params]
+    ends = [max(e for _, _, e in desk_spans(c, widths, has_homes).values()) for c in chunks]
+    return _round_up(max([*ends, int(any(widths))]), _PAGE)
+
+
+def homes_bytes(params: Sequence[ParamSpec]) -> int:
+    """Bytes of a gradient for each parameter on a device, and of a verdict on each."""
+    moved = [param for param in params if param.device_bytes]
+    homes = sum(home_bytes(param) for param in moved)
+    return homes + verdicts_bytes(params) if moved else 0
+
+
+def home_bytes(param: ParamSpec) -> int:
+    return _round_up(param.numel * param.device_bytes, _PAGE)
+
+
+def verdicts_bytes(params: Sequence[ParamSpec]) -> int:
+    """One byte for each parameter."""
+    return _round_up(len(params), _PAGE)
+
+
+def _and_device_copies(plan: Plan) -> str:
+    if not plan.desks:
+        return ""
+    text = f" and copies of device parameters {format_size(plan.desks * plan.desk_bytes)}"
+    if plan.has_homes:
+        text += f" and their gradients {format_size(plan.homes_bytes)}"
+    return text
+
+
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
 
 
 def _largest(chunks: Sequence[Chunk]) -> int:
     return max(chunk.nbytes for chunk in chunks)
 
 
-def _split(
-    params: Sequence[ParamSpec], chunks: list[Chunk], desks: int, budget: int, speeds: Speeds
-) -> Plan:
-    """Desks and buffers first, then as many resident chunks as fit."""
-    largest, desk = _largest(chunks), largest_desk(chunks, params)
-    buffers = min(BUFFERS, (budget - desks * desk) // largest)
+def _split(whole: Plan, chunks: list[Chunk], budget: int) -> Plan:
+    """Homes, desks and buffers first, then as many resident chunks as fit."""
+    desks, homes = whole.desks, whole.homes_bytes
+    largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.has_homes)
+    fixed = desks * desk + homes
+    buffers = min(BUFFERS, (budget - fixed) // largest)
     if buffers < LEAST_BUFFERS:
-        least = LEAST_BUFFERS * largest + desks * desk
         raise CapacityError(
             f"host_memory: {format_size(budget)} ({budget} bytes) are less than the "
             f"{LEAST_BUFFERS} buffers of {format_size(largest)} ({largest} bytes)"
             + (f" and {desks} desks of {format_size(desk)}" if desks else "")
-            + f" that the update needs; the least that works is {least} bytes"
+            + (f" and gradients of {format_size(homes)}" if homes else "")
+            + f" that the update needs; the least that works is {LEAST_BUFFERS * largest + fixed} "
+            "bytes"
         )
-    free, resident = budget - buffers * largest - desks * desk, set()
+    free, resident = budget - buffers * largest - fixed, set()
     for chunk in chunks:
         if chunk.nbytes <= free:
             resident.add(chunk.number)
             free -= chunk.nbytes
-    return Plan(tuple(params), tuple(chunks), frozenset(resident), buffers, desks, budget, speeds)
+    return replace(whole, chunks=tuple(chunks), resident=frozenset(resident), buffers=buffers)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ class Desk:
     tickets: list[Ticket[Tensor]] = field(default_factory=list)
 
 
+class Arriving(Protocol):
+    """A gradient that is in host memory, or comes there by itself."""
+
+    memory: Tensor
+
+    def take_ticket(self) -> list[Ticket[Tensor]]:
+        """What has to be waited for before `memory` is used; once."""
+
+
 class Desks:
     """All desks of one optimizer, and the transfers to its devices."""
 
@@ -41,17 +51,22 @@ class Desks:
         records: Sequence[Record],
         memory: Sequence[Tensor],
         transfers: Mapping[torch.device, DeviceTransfer],
+        has_homes: bool,
     ) -> None:
         self._records = records
         self._free = [Desk(one) for one in memory]
         self._away: deque[Desk] = deque()  # their parameters are on the way to the device
         self._transfers = transfers
         self._marks: dict[torch.device, Mark] = {}
+        self._has_homes = has_homes
         self._grads: Mapping[int, Tensor] = {}
+        self._homes: Mapping[int, Arriving] = {}
 
-    def begin_step(self, grads: Mapping[int, Tensor]) -> None:
-        """Remember where each device is: what it was given before is done with the parameters."""
-        self._grads = grads
+    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
+        """Remember where each device is: what it was given before is done with the parameters.
+        homes: gradients that need no desk.
+        """
+        self._grads, self._homes = grads, homes
         self._marks = {device: t.mark() for device, t in self._transfers.items()}
 
     def end_step(self) -> None:
@@ -83,31 +98,43 @@ class Desks:
             ticket.wait()
         self.give_back(desk)
 
-    def take(self, chunk: Chunk) -> Desk:
-        """A desk with the chunk's slices on their way to it; waits for one if it must."""
+    def borrow(self) -> Desk:
+        """An empty desk; waits for one if it must."""
         if not self.has_free:
             self._clear_oldest()
-        desk = self._free.pop()
-        for part, (begin, middle, end) in desk_spans(chunk, self._widths()).items():
+        return self._free.pop()
+
+    def take(self, chunk: Chunk) -> Desk:
+        """A desk with the chunk's slices on their way to it; waits for one if it must."""
+        desk = self.borrow()
+        spans = desk_spans(chunk, self._widths(), self._has_homes)
+        for part, (begin, middle, end) in spans.items():
             if self._is_moved(part):
-                param, grad = self._on_device(part)
-                there = (
-                    desk.memory[begin:middle].view(param.dtype)[: param.numel()],
-                    desk.memory[middle:end].view(grad.dtype)[: grad.numel()],
-                )
-                desk.slices[part] = there
-                transfer, mark = self._transfers[param.device], self._marks[param.device]
-                what = self._records[part.param].name
-                desk.tickets += [
-                    transfer.read(param, there[0], what, mark),
-                    transfer.read(grad, there[1], what, mark),
-                ]
+                param = self._param(part)
+                here = self._lower(desk, part, param, desk.memory[begin:middle])
+                desk.slices[part] = here, self._gradient(desk, part, desk.memory[middle:end])
         return desk
+
+    def _lower(self, desk: Desk, part: Slice, source: Tensor, memory: Tensor) -> Tensor:
+        """Start the copy of a slice from its device to a place on the desk."""
+        here = memory.view(source.dtype)[: source.numel()]
+        transfer, mark = self._transfers[source.device], self._marks[source.device]
+        desk.tickets.append(transfer.read(source, here, self._records[part.param].name, mark))
+        return here
+
+    def _gradient(self, desk: Desk, part: Slice, memory: Tensor) -> Tensor:
+        home = self._homes.get(part.param)
+        if home is None:
+            grad = self._grads[part.param][part.begin : part.end]
+            return self._lower(desk, part, grad, memory)
+        # Chunks are worked on in the order in which they are taken: the first one's wait is enough.
+        desk.tickets += home.take_ticket()
+        return home.memory[part.begin : part.end]
 
     def send_back(self, desk: Desk) -> None:
         """Start the way of the updated parameters to the device. The desk comes back by itself."""
         for part, (host, _) in desk.slices.items():
-            param, _ = self._on_device(part)
+            param = self._param(part)
             transfer, mark = self._transfers[param.device], self._marks[param.device]
             name = self._records[part.param].name
             desk.tickets.append(transfer.write(host, param, mark, name))
@@ -117,12 +144,11 @@ class Desks:
         desk.slices, desk.tickets = {}, []
         self._free.append(desk)
 
-    def _on_device(self, part: Slice) -> tuple[Tensor, Tensor]:
-        param = flat(self._records[part.param].param)[part.begin : part.end]
-        return param, self._grads[part.param][part.begin : part.end]
+    def _param(self, part: Slice) -> Tensor:
+        return flat(self._records[part.param].param)[part.begin : part.end]
 
     def _widths(self) -> list[int]:
-        return [record.desk_bytes for record in self._records]
+        return [record.device_bytes for record in self._records]
 
     def close(self) -> None:
         for transfer in self._transfers.values():

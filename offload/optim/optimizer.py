@@ -42,6 +42,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[assignment, arg-type]
     step.hooked = True  # type: ignore[attr-defined]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the plain optimizer's; also for gradients that `release_grads` has moved away."""
+        super().zero_grad(set_to_none)
+        _session(self).forget_gradients()
+
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
         copies; state that does not fit in host memory is on memory-mapped files without a name.

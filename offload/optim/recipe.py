@@ -48,11 +48,9 @@ class Record:
         return now != (self.dtype, self.device, self.stride)
 
     @property
-    def desk_bytes(self) -> int:
-        """Bytes that an element takes on its way from a device and back: parameter and gradient,
-        which has the same type.
-        """
-        return 0 if self.param.is_cpu else 2 * self.param.element_size()
+    def device_bytes(self) -> int:
+        """Of an element on a device; its gradient has the same type."""
+        return 0 if self.param.is_cpu or self.is_frozen else self.param.element_size()
 
     @property
     def is_half(self) -> bool:

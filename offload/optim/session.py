@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,20 @@ from offload.layout import MASTER, ParamSpec
 from offload.metrics import Metrics, Snapshot
 from offload.optim.desk import Desks
 from offload.optim.flat import is_dense
+from offload.optim.homes import Homes
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.self_check import checked
 from offload.optim.tiers import Tiers
 from offload.optim.updater import Updater
-from offload.planner import Plan, make_plan
+from offload.planner import Plan, home_bytes, make_plan, verdicts_bytes
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
 from offload.transfer import DeviceTransfer
+
+# Has the function called with the number of each parameter whose gradient has come; what it returns
+# is to be removed.
+Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,6 +44,7 @@ class Session:
         recipe: Recipe,
         config: Config,
         host_memory_bytes: int | None,
+        watch: Watch,
         chunk_numel: int | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -50,6 +56,9 @@ class Session:
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
         self._recipe = recipe
         self._desks: Desks | None = None
+        self._homes: Homes | None = None
+        self._watch_gradients = watch
+        self._hooks: list[Any] = []
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
@@ -63,7 +72,13 @@ class Session:
             self._host_memory_bytes,
             has_disk=bool(self._directories),
             chunk_numel=self._chunk_numel,
+            needs_homes=self.config.release_grads,
         )
+        if self.config.release_grads and not plan.has_homes:
+            raise ConfigError(
+                "release_grads: all parameters are in host memory, where their gradients are used "
+                "in place; leave it out"
+            )
         return records, plan
 
     def _open(self, records: list[Record], plan: Plan) -> None:
@@ -81,22 +96,43 @@ class Session:
                     memory=[self.pool.buffer()],
                 )
             tiers = Tiers(self.plan, self.pool, self.store)
-            self._desks = self._make_desks(records)
+            self._open_devices(records)
         except BaseException:
             self.close()
             raise
-        self.updater = Updater(records, self._recipe, tiers, self._desks, self.metrics)
+        self.updater = Updater(records, self._recipe, tiers, self._desks, self._homes, self.metrics)
 
-    def _make_desks(self, records: list[Record]) -> Desks | None:
-        devices = {record.param.device for record in records if not record.param.is_cpu}
-        if not devices or self.pool is None:
-            return None
-        memory = []
-        for _ in range(self.plan.desks):
-            with self.pool.lease(self.plan.desk_bytes, what="a desk") as lease:
-                memory.append(lease.tensor())
+    def _open_devices(self, records: list[Record]) -> None:
+        """Desks, homes and transfers for parameters that are on devices."""
+        devices = {record.device for record in records if record.device_bytes}
+        if not devices:
+            return
+        memory = [self._lease(self.plan.desk_bytes, "a desk") for _ in range(self.plan.desks)]
         transfers = {d: DeviceTransfer(d, metrics=self.metrics) for d in devices}
-        return Desks(records, memory, transfers)
+        self._desks = Desks(records, memory, transfers, self.plan.has_homes)
+        if self.plan.has_homes:
+            homes = {r.number: self._home(r) for r in records if r.device_bytes and r.param.numel()}
+            verdicts = self._lease(verdicts_bytes(self.plan.params), "verdicts on gradients")
+            self._homes = Homes(
+                records,
+                homes,
+                verdicts,
+                transfers,
+                self.metrics,
+                bool(self.config.release_grads),
+                self._desks,
+            )
+            params = {number: records[number].param for number in homes}
+            self._hooks = self._watch_gradients(params, self._homes.arrived)
+
+    def _home(self, record: Record) -> Tensor:
+        memory = self._lease(home_bytes(self.plan.params[record.number]), f"of {record.name}")
+        return memory.view(record.dtype)[: record.param.numel()]
+
+    def _lease(self, nbytes: int, what: str) -> Tensor:
+        assert self.pool is not None, "a plan that holds memory has a pool"
+        with self.pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
+            return lease.tensor()
 
     def step(self) -> None:
         self._look_again()
@@ -147,6 +183,11 @@ class Session:
         if isinstance(self._recipe, NativeRecipe) and self.config.self_check:
             wanted = steps_done < self.config.self_check
             self._recipe.watch = checked if wanted else lambda *_: nullcontext()
+
+    def forget_gradients(self) -> None:
+        """Drop those that are in host memory only."""
+        if self._homes is not None:
+            self._homes.forget()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -219,11 +260,16 @@ class Session:
 
     def close(self) -> None:
         """Give memory and disk back. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._homes is not None:
+            self._homes.close()
         if self.store is not None:
             self.store.close()
         if self._desks is not None:
             self._desks.close()
-        self._desks = None
+        self._desks = self._homes = None
         self.updater = None  # type: ignore[assignment]  # it holds the memory
         if self.pool is not None:
             self.pool.close()
@@ -267,7 +313,7 @@ def spec_of(record: Record) -> ParamSpec:
     if record.is_frozen:
         return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
-    return ParamSpec(record.name, record.param.numel(), fields, record.desk_bytes)
+    return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes)
 
 
 def check_param(name: str, param: Tensor) -> None:

@@ -21,6 +21,7 @@ from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
 from offload.optim.desk import Desk, Desks
 from offload.optim.flat import flat, in_order_of
+from offload.optim.homes import Homes
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
 from offload.optim.tiers import Piece, Tiers
@@ -35,6 +36,7 @@ class Updater:
         recipe: Recipe,
         tiers: Tiers,
         desks: Desks | None,
+        homes: Homes | None,
         metrics: Metrics,
     ) -> None:
         self.records = records
@@ -44,6 +46,7 @@ class Updater:
         self._recipe = recipe
         self._tiers = tiers
         self._desks = desks
+        self._homes = homes
         self._pid = os.getpid()
 
     # --- the step ---------------------------------------------------------------------------------
@@ -52,10 +55,14 @@ class Updater:
         """Update every parameter that has a gradient."""
         self.check_sound()
         grads = {r.number: _gradient(r) for r in self.records if r.param.grad is not None}
+        if self._homes is not None:
+            grads = dict(sorted((grads | self._homes.held()).items()))
         for number in grads:
             self._check_fields(self.records[number])
         with self.metrics.span("gradient norm"):
             scale = self._clip_scale(grads, max_grad_norm)
+        if self._homes is not None:
+            self._homes.fetch(grads)
         fresh = {number for number in grads if not self.records[number].has_state}
         stepping = [self.records[number] for number in grads]
         for record in stepping:
@@ -72,12 +79,14 @@ class Updater:
             for number in grads:
                 self._update_without_chunk(number, grads[number], fresh, scale)
             if self._desks is not None:
-                self._desks.begin_step(grads)
+                self._desks.begin_step(grads, self._homes.by_number if self._homes else {})
             self._pass_over(grads, partial(self._update, grads, fresh, scale), self._desks)
             if self._desks is not None:
                 self._desks.end_step()
             for number in grads:
                 self._recipe.end_step(self.records[number])
+            if self._homes is not None:
+                self._homes.end_step()
         except BaseException as error:
             self.poisoned = error
             raise
@@ -94,15 +103,25 @@ class Updater:
     def _clip_scale(self, grads: Mapping[int, Tensor], max_norm: float | None) -> float:
         if max_norm is None:
             return 1.0
-        here = [kernels.grad_stats(grad) for grad in grads.values() if grad.is_cpu]
+        here = [kernels.grad_stats(self._in_host(n, grads[n])) for n in grads if grads[n].is_cpu]
         sums = [partial_sum for one in here for partial_sum in one.block_sums]
-        there = [grad for grad in grads.values() if not grad.is_cpu]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in there]
-        sums += [float(norm) ** 2 for norm in norms]  # the CPU waits for the device here
+        there: dict[torch.device, list[Tensor]] = {}
+        for grad in grads.values():
+            if not grad.is_cpu:
+                norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+                there.setdefault(grad.device, []).append(norm)
+        for norms in there.values():
+            sums += torch.stack(norms).square().tolist()  # the CPU waits for the device here
         total = kernels.GradStats.of(sums)
         self.grad_norm = total.norm
         scale = max_norm / (total.norm + 1e-6)
         return 1.0 if scale >= 1.0 else scale  # also NaN, which torch hands on as well
+
+    def _in_host(self, number: int, grad: Tensor) -> Tensor:
+        """The same gradient in host memory, once it is there."""
+        if self._homes is not None and number in self._homes.by_number:
+            return self._homes.settle(number)
+        return grad.cpu()
 
     def _pass_over(self, numbers: Iterable[int], act: Act, desks: Desks | None = None) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
@@ -148,7 +167,7 @@ class Updater:
                     f"update of device parameters by {type(self._recipe).__name__}",
                     "without state they have no desk and pass through pageable memory",
                 )
-            here, grad = param.cpu(), grad.cpu()  # itself, in host memory
+            here, grad = param.cpu(), self._in_host(number, grad)  # itself, in host memory
             self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
             if not param.is_cpu:
                 param.copy_(here)

@@ -1,0 +1,294 @@
+"""Host memory for the gradients of device parameters, which come there while backward still runs.
+
+Every gradient has a home. When autograd has added to it, its copy to the host is started on a side
+stream. At `step()` it is there, if nobody has changed it since: clipping and unscaling do, between
+backward and step. Then it is copied again, and from the next step on only once. With `release` the
+gradient leaves the device for good: the parameter's own becomes None, and what later backward
+passes bring is added in host memory.
+
+Autograd calls `arrived` from its own threads, while nobody steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from offload.metrics import Metrics
+from offload.optim.desk import Desk, Desks
+from offload.optim.flat import flat, in_order_of
+from offload.optim.recipe import Record
+from offload.ticket import Ticket
+from offload.transfer import DeviceTransfer, Mark
+
+_AS_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class HomeState(Enum):
+    EMPTY = "empty"  # nothing that counts
+    COPIED = "copied"  # what the parameter's gradient was when autograd was done with it
+    HELD = "held"  # the gradient itself; the parameter has none
+
+
+MOVES = {
+    HomeState.EMPTY: {HomeState.COPIED, HomeState.HELD},
+    HomeState.COPIED: {HomeState.COPIED, HomeState.EMPTY},
+    HomeState.HELD: {HomeState.HELD, HomeState.EMPTY},
+}
+
+
+@dataclass(frozen=True)
+class _Likeness:
+    """What a gradient was like. Its version misses writes through `.data`, so two sums over it are
+    taken as well: one of its bits, in which no change of one element is lost, and one of its
+    values, in which a change of all signs shows. They are on the device.
+    """
+
+    grad: TensorWeakRef
+    version: int
+    sums: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, grad: Tensor) -> _Likeness:
+        return cls(TensorWeakRef(grad), grad._version, _sums(grad))
+
+    def is_of(self, grad: Tensor) -> bool:
+        """Whether it is the same tensor in the same version; the sums have not been looked at."""
+        return self.grad() is grad and self.version == grad._version
+
+
+@dataclass(eq=False)
+class Home:
+    """Where one parameter's gradient comes to. `memory`: flat, in the order of the parameter's."""
+
+    record: Record
+    memory: Tensor
+    state: HomeState = HomeState.EMPTY
+    ticket: Ticket[Tensor] | None = None  # of the copy under way, until somebody waits for it
+    likeness: _Likeness | None = None
+    calls: int = 0  # of `arrived` since the last step
+    usual_calls: int = 1  # in the step before
+
+    def move_to(self, state: HomeState) -> None:
+        assert state in MOVES[self.state] or state is self.state, (self.state, state)
+        self.state = state
+
+    def take_ticket(self) -> list[Ticket[Tensor]]:
+        """What has to be waited for before `memory` is used; once."""
+        taken, self.ticket = self.ticket, None
+        return [] if taken is None else [taken]
+
+
+@dataclass
+class _Addend:
+    """A part of a gradient that is to be added to what its home has already."""
+
+    home: Home
+    begin: int
+    ticket: Ticket[Tensor]
+    desk: Desk
+
+
+class Homes:
+    """The homes of one optimizer's gradients.
+
+    memory: of each home, by the parameter's number. verdicts: a byte for each parameter. desks:
+    a gradient that is to be added to another passes over them.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        memory: Mapping[int, Tensor],
+        verdicts: Tensor,
+        transfers: Mapping[torch.device, DeviceTransfer],
+        metrics: Metrics,
+        release: bool,
+        desks: Desks,
+    ) -> None:
+        self.by_number = {number: Home(records[number], one) for number, one in memory.items()}
+        self._verdicts = verdicts
+        self._transfers = transfers
+        self._metrics = metrics
+        self._release = release
+        self._desks = desks
+        self._comes_early = True  # until gradients turn out to be changed after backward
+        self._addends: deque[_Addend] = deque()
+        self._lock = threading.Lock()  # each device has a thread of autograd's
+
+    # --- during backward --------------------------------------------------------------------------
+
+    def arrived(self, number: int) -> None:
+        """Autograd has added to a parameter's gradient, on this thread's current stream."""
+        home = self.by_number[number]
+        with self._lock:
+            home.calls += 1
+            grad = home.record.param.grad
+            if grad is None or not _is_plain(grad, home.record):
+                return  # the step says what is wrong with it
+            if self._release:
+                self._take_away(home, grad)
+            elif self._comes_early and home.calls >= home.usual_calls:
+                self._copy(home, grad)
+
+    def _copy(self, home: Home, grad: Tensor) -> None:
+        """Start the copy. Where it is still under way when autograd adds to the gradient again, its
+        bytes are of two ages, and are replaced by those of the next copy behind it.
+        """
+        home.move_to(HomeState.COPIED)
+        home.likeness = _Likeness.of(grad)
+        self._read(home, in_order_of(grad.detach(), home.record.param), self._mark(home))
+        self._metrics.count("gradients_early_bytes", home.memory.nbytes)
+
+    def _take_away(self, home: Home, grad: Tensor) -> None:
+        if home.state is HomeState.HELD:
+            self._add(home, grad)
+        else:
+            self._read(home, in_order_of(grad.detach(), home.record.param), None)
+            home.move_to(HomeState.HELD)
+        home.record.param.grad = None
+        self._metrics.count("gradients_early_bytes", home.memory.nbytes)
+
+    def _read(self, home: Home, source: Tensor, after: Mark | None) -> None:
+        """Start the copy of a flat gradient. after: None lets the device memory go at once."""
+        transfer = self._transfers[source.device]
+        home.ticket = transfer.read(source, home.memory, home.record.name, after)
+
+    def _mark(self, home: Home) -> Mark:
+        return self._transfers[home.record.device].mark()
+
+    def _add(self, home: Home, grad: Tensor) -> None:
+        """Start the copies of the gradient's parts to where they can be added from."""
+        source = in_order_of(grad.detach(), home.record.param)
+        begin = 0
+        while begin < source.numel():
+            while len(self._addends) > 1:  # one is added while the other comes
+                self._add_oldest()
+            desk = self._desks.borrow()
+            staged = desk.memory.view(source.dtype)[: source.numel() - begin]
+            part = source[begin : begin + staged.numel()]
+            ticket = self._transfers[source.device].read(part, staged, home.record.name)
+            self._addends.append(_Addend(home, begin, ticket, desk))
+            begin += staged.numel()
+
+    def _add_oldest(self) -> None:
+        addend = self._addends.popleft()
+        try:
+            for ticket in addend.home.take_ticket():
+                ticket.wait()
+            staged = addend.ticket.wait()
+            addend.home.memory[addend.begin : addend.begin + staged.numel()].add_(staged)
+        finally:
+            self._desks.give_back(addend.desk)
+
+    # --- at the step ------------------------------------------------------------------------------
+
+    def held(self) -> dict[int, Tensor]:
+        """The gradients that are here only, by parameter."""
+        with self._lock:
+            while self._addends:
+                self._add_oldest()
+            return {
+                number: home.memory
+                for number, home in self.by_number.items()
+                if home.state is HomeState.HELD and home.record.param.grad is None
+            }
+
+    def settle(self, number: int) -> Tensor:
+        """One home's memory, once the gradient is there."""
+        for ticket in self.by_number[number].take_ticket():
+            ticket.wait()
+        return self.by_number[number].memory
+
+    def fetch(self, grads: Mapping[int, Tensor]) -> None:
+        """See that all these gradients are here or under way; those on devices are flat."""
+        there = [self.by_number[n] for n in grads if n in self.by_number and not grads[n].is_cpu]
+        changed = set(self._changed([h for h in there if h.state is HomeState.COPIED]))
+        if changed:
+            self._comes_early = False
+            self._metrics.fall_back(
+                "gradients while backward runs",
+                "something changes them afterwards (clipping, unscaling), so they are copied at "
+                "step(); max_grad_norm clips within the update and lets them come early",
+            )
+        for home in there:
+            if home.state is not HomeState.COPIED or home in changed:
+                self._read(home, grads[home.record.number], self._mark(home))
+                self._metrics.count("gradients_late_bytes", home.memory.nbytes)
+
+    def _changed(self, homes: Iterable[Home]) -> list[Home]:
+        """Those whose parameter's gradient is not any more what was copied."""
+        changed = []
+        alike: dict[torch.device, list[Home]] = {}
+        for home in homes:
+            grad = home.record.param.grad
+            assert grad is not None and home.likeness is not None
+            if home.likeness.is_of(grad):
+                alike.setdefault(grad.device, []).append(home)
+            else:
+                changed.append(home)
+        for device, group in alike.items():
+            same = self._compare(device, group)
+            changed += [home for home, is_same in zip(group, same, strict=True) if not is_same]
+        return changed
+
+    def _compare(self, device: torch.device, homes: Sequence[Home]) -> list[bool]:
+        """Whether the sums over each gradient are what they were. The CPU waits for the device."""
+        then: list[Tensor] = []
+        now: list[Tensor] = []
+        for home in homes:
+            assert home.record.param.grad is not None and home.likeness is not None
+            then += home.likeness.sums
+            now += _sums(home.record.param.grad)
+        same = (torch.stack(then) == torch.stack(now)).view(-1, 2).all(dim=1).to(torch.uint8)
+        transfer, verdicts = self._transfers[device], self._verdicts[: len(homes)]
+        transfer.read(same, verdicts, "whether gradients have changed", transfer.mark()).wait()
+        return [bool(verdict) for verdict in verdicts.tolist()]
+
+    def end_step(self) -> None:
+        """Gradients that are here only have been used up."""
+        for home in self.by_number.values():
+            home.usual_calls, home.calls = max(home.calls, 1), 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is here."""
+        with self._lock:
+            while self._addends:
+                self._add_oldest()
+            for home in self.by_number.values():
+                if home.state is not HomeState.EMPTY:
+                    home.move_to(HomeState.EMPTY)
+                home.likeness = None
+
+    def close(self) -> None:
+        """Give the parameters back the gradients that are here only."""
+        for number, memory in self.held().items():
+            self.settle(number)
+            param = self.by_number[number].record.param
+            grad = torch.empty_like(param, requires_grad=False)
+            flat(grad).copy_(memory)
+            param.grad = grad
+        self.forget()
+
+
+def _sums(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the bits, and of the values (as bits, so that NaN is like NaN)."""
+    grad = grad.detach()
+    bits = grad.view(_AS_BITS[grad.element_size()]).sum(dtype=torch.int64)
+    values = grad.sum(dtype=torch.float32).view(torch.int32).to(torch.int64)
+    return bits, values
+
+
+def _is_plain(grad: Tensor, record: Record) -> bool:
+    """Whether it can be copied as it is; subclasses may hold more than they show."""
+    if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_neg():
+        return False
+    return grad.dtype == record.dtype and grad.device == record.device
