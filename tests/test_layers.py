@@ -22,6 +22,8 @@ ROWS = [
         "machine_disk",
         "config",
         "metrics",
+        "guard",
+        "units",
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace"},

@@ -1,0 +1,211 @@
+"""Parameters that are somewhere else: their shape is here, their values are not.
+
+A guarded parameter keeps its identity, shape, type and gradient. Its values are one NaN, seen from
+every index, and its class lets no operation at them: whoever asks for them either makes them come
+(within a forward pass of the model, where the owner can tell how long they are needed), or gets an
+error that says how to ask. So nobody computes with a parameter that is not there, and what gets
+past every check computes NaN, not something plausible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import StateError
+
+_OWNER = "_offload_owner"
+_VALUES = "_offload_values_class"  # the class the parameter has when its values are there
+
+# What speaks of a parameter without its values.
+_ATTRIBUTES = (
+    "_backward_hooks",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "dtype",
+    "grad",
+    "grad_dtype",
+    "grad_fn",
+    "is_leaf",
+    "is_mkldnn",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+    "volatile",
+)
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_floating_point",
+    "is_inference",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+)
+
+
+class Owner(Protocol):
+    """Knows where the values of guarded parameters are."""
+
+    device: torch.device  # where they are when they are used
+
+    def name_of(self, param: Tensor) -> str:
+        """What the model calls the parameter."""
+
+    def bring(self, param: Tensor) -> bool:
+        """Make the values come, if now is a time when they may; whether they are there."""
+
+
+class Guarded(nn.Parameter):
+    """A parameter whose values are away."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _harmless():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        guarded = list(_guarded_in((args, kwargs or {})))
+        if func in _answers():
+            return _answers()[func](guarded[0])
+        _bring_all(guarded, func)
+        # Their class is the ordinary one again.
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise StateError(_refusal(self, "copied"))
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise StateError(_refusal(self, "pickled"))
+
+
+def guard(param: Tensor, owner: Owner) -> None:
+    """Take the values of a parameter away; their memory is whoever else holds it."""
+    if not isinstance(param, Guarded):
+        setattr(param, _VALUES, type(param))
+        setattr(param, _OWNER, owner)
+        param.data = _nowhere(param.dtype).expand(param.shape)
+        param.__class__ = Guarded
+
+
+def unguard(param: Tensor, values: Tensor) -> None:
+    """Give a parameter values of the same shape and type."""
+    if isinstance(param, Guarded):
+        kind = getattr(param, _VALUES)
+        param.__class__ = kind
+        delattr(param, _VALUES)
+        delattr(param, _OWNER)
+    param.data = values
+
+
+def is_guarded(param: object) -> bool:
+    return isinstance(param, Guarded)
+
+
+def _bring_all(guarded: Iterable[Tensor], func: Callable[..., Any]) -> None:
+    for param in guarded:
+        if is_guarded(param) and not _owner(param).bring(param):
+            name = getattr(func, "__name__", str(func))
+            if name in ("__get__", "__set__", "__delete__"):
+                name = getattr(getattr(func, "__self__", None), "__name__", name)
+            raise StateError(_refusal(param, f"used by {name}"))
+
+
+def _refusal(param: Tensor, what: str) -> str:
+    return (
+        f"{_owner(param).name_of(param)}: cannot be {what}, its values are not in memory; use it "
+        "inside `with offload.resident(module):`, where module is one that has it"
+    )
+
+
+def _owner(param: Tensor) -> Owner:
+    owner: Owner = getattr(param, _OWNER)
+    return owner
+
+
+def _guarded_in(value: object) -> Iterable[Tensor]:
+    if isinstance(value, Guarded):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _guarded_in(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _guarded_in(one)
+
+
+@cache
+def _harmless() -> frozenset[Any]:
+    accessors = [getattr(Tensor, name, None) for name in _ATTRIBUTES]
+    found = [a.__get__ for a in accessors if a is not None]
+    for name in ("grad", "requires_grad", "_backward_hooks"):
+        found += [getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__]
+    found += [getattr(Tensor, name) for name in _METHODS]
+    return frozenset(found)
+
+
+@cache
+def _answers() -> dict[Any, Callable[[Tensor], Any]]:
+    """What the owner knows better than the parameter that is away."""
+    answers: dict[Any, Callable[[Tensor], Any]] = {
+        Tensor.device.__get__: lambda param: _owner(param).device,
+        Tensor.get_device: lambda param: _index(_owner(param).device),
+        Tensor.__repr__: _describe,
+        Tensor.__str__: _describe,
+        Tensor.__format__: _describe,
+    }
+    for kind in ("cpu", "cuda", "meta", "mps", "mtia", "xla", "xpu"):
+        answers[getattr(Tensor, f"is_{kind}").__get__] = partial(_is_on, kind)
+    return answers
+
+
+def _is_on(kind: str, param: Tensor) -> bool:
+    return _owner(param).device.type == kind
+
+
+def _index(device: torch.device) -> int:
+    return -1 if device.type == "cpu" else (device.index or 0)
+
+
+def _nowhere(dtype: torch.dtype) -> Tensor:
+    """One value that nobody takes for a parameter's."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), torch.nan, dtype=dtype)
+    if dtype == torch.bool:
+        return torch.zeros((), dtype=dtype)
+    return torch.full((), torch.iinfo(dtype).min, dtype=dtype)
+
+
+def _describe(param: Tensor) -> str:
+    name, shape = _owner(param).name_of(param), tuple(param.shape)
+    return f"Parameter {name} {shape} {param.dtype}, not in memory"

@@ -1,0 +1,179 @@
+"""The units of a model: groups of modules whose parameters are fetched and released together.
+
+Found in the model's own structure: each of the repeated layers of a `ModuleList` or `Sequential` is
+one, a large layer is one, and what is left is put together to a sensible size. A parameter that
+several modules share belongs to the first unit that has it; whoever else has it needs that unit,
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ConfigError
+
+ALIGN_BYTES = 64  # some kernels give other bits elsewhere
+LARGE_BYTES = 32 << 20  # a layer that is a unit by itself
+MOST_BYTES = 1 << 30  # of a repeated layer, before it is looked into
+
+# Classes of modules that are to be units, or a function that says it of a module and its name.
+Choice = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter in its unit's block. begin: its first byte there."""
+
+    name: str
+    param: nn.Parameter
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.param.numel() * self.param.element_size()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """modules: whenever one of them runs, the unit is needed. members: what it owns. needs: numbers
+    of the units whose parameters its modules have, its own among them if it owns any.
+    """
+
+    number: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    members: tuple[Member, ...]
+    needs: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block with all parameters that it owns."""
+        last = self.members[-1] if self.members else None
+        return 0 if last is None else _round_up(last.begin + last.nbytes)
+
+
+@dataclass
+class _Draft:
+    """Modules that will be a unit. own: only their own parameters count, not their children's."""
+
+    name: str
+    modules: list[nn.Module] = field(default_factory=list)
+    is_whole: bool = True
+
+    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for module in self.modules:
+            yield from module.named_parameters(recurse=self.is_whole, remove_duplicate=False)
+
+    @property
+    def nbytes(self) -> int:
+        distinct = {param: param.numel() * param.element_size() for _, param in self.params()}
+        return sum(distinct.values())
+
+
+def find_units(model: nn.Module, choice: Choice | None = None) -> list[Unit]:
+    """All units of a model, in the order of its structure. Every parameter has exactly one owner.
+
+    choice: None finds the layers by itself. Raises `ConfigError` for what cannot be moved.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    for param, name in names.items():
+        _check_movable(name, param)
+    chosen = _repeated if choice is None else _by(choice)
+    drafts = _gather(_walk("", model, chosen))
+    return _settle(drafts, names)
+
+
+def _walk(
+    name: str,
+    module: nn.Module,
+    is_unit: Callable[[str, nn.Module, nn.Module | None], bool],
+    parent: nn.Module | None = None,
+) -> Iterator[_Draft]:
+    if is_unit(name, module, parent):
+        yield _Draft(name, [module])
+        return
+    if any(True for _ in module.parameters(recurse=False)):
+        yield _Draft(name, [module], is_whole=False)
+    for child_name, child in module.named_children():
+        yield from _walk(f"{name}.{child_name}" if name else child_name, child, is_unit, module)
+
+
+def _repeated(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
+    """Whether it is a layer among layers, and not itself only a list of them."""
+    if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or _is_list(module):
+        return False
+    nbytes = _Draft(name, [module]).nbytes
+    return 0 < nbytes <= MOST_BYTES and any(True for _ in module.children())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return type(module) in (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def _by(choice: Choice) -> Callable[[str, nn.Module, nn.Module | None], bool]:
+    if callable(choice) and not isinstance(choice, type):
+        return lambda name, module, _: bool(choice(name, module))
+    classes = tuple(choice) if isinstance(choice, Iterable) else ()
+    if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        raise ConfigError(
+            f"units: expected module classes or a function of (name, module), got {choice!r}"
+        )
+    return lambda name, module, _: isinstance(module, classes)
+
+
+def _gather(drafts: Iterable[_Draft]) -> list[_Draft]:
+    """Put small left-overs together, up to the size of a large layer."""
+    found: list[_Draft] = []
+    rest: _Draft | None = None
+    for draft in drafts:
+        if draft.is_whole or draft.nbytes >= LARGE_BYTES:
+            found.append(draft)
+            continue
+        if rest is None or rest.nbytes + draft.nbytes > LARGE_BYTES:
+            rest = _Draft(draft.name, [], is_whole=False)
+            found.append(rest)
+        rest.modules += draft.modules
+    return found
+
+
+def _settle(drafts: Sequence[_Draft], names: dict[nn.Parameter, str]) -> list[Unit]:
+    """Give every parameter to the first that has it."""
+    owner: dict[nn.Parameter, int] = {}
+    units = []
+    for number, draft in enumerate(drafts):
+        members, begin = [], 0
+        used = dict.fromkeys(param for _, param in draft.params())
+        for param in used:
+            if param not in owner:
+                owner[param] = number
+                members.append(Member(names[param], param, begin))
+                begin += _round_up(members[-1].nbytes)
+        needs = tuple(sorted({owner[param] for param in used}))
+        name = draft.name or "the model"
+        if len(draft.modules) > 1:
+            name += f" and {len(draft.modules) - 1} more"
+        units.append(Unit(number, name, tuple(draft.modules), tuple(members), needs))
+    return units
+
+
+def _check_movable(name: str, param: Tensor) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ConfigError(f"{name}: has no shape yet; run the lazy module once, then prepare it")
+    if type(param) is not nn.Parameter:
+        raise ConfigError(
+            f"{name}: is a {type(param).__module__}.{type(param).__name__}, which cannot be "
+            "offloaded yet (quantised and sharded parameters are not)"
+        )
+    if param.layout != torch.strided or not (param.is_contiguous() or param.is_meta):
+        raise ConfigError(
+            f"{name}: expected a contiguous parameter, got {param.layout} with strides "
+            f"{param.stride()}; make it contiguous"
+        )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
