@@ -53,6 +53,11 @@ class Budget:
                 )
             self._limit_bytes = nbytes
 
+    def put_back_limit(self, nbytes: int | None) -> None:
+        """The limit that was there before one that came to nothing, whatever is held."""
+        with self._lock:
+            self._limit_bytes = nbytes
+
     def take(self, nbytes: int, what: str) -> Share:
         """Bytes for `what`, or `CapacityError` with the numbers."""
         if nbytes < 0:

@@ -171,13 +171,14 @@ def make_plan(
     chunk_numel: int | None = None,
     speeds: Speeds = UNKNOWN,
     needs_homes: bool = False,
+    held_bytes: int = 0,
 ) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
     host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, less where the
     budget would not hold a few buffers of that. needs_homes: gradients must have host memory of
-    their own; they get it anyway where it costs no chunk its place. Raises `CapacityError` where
-    nothing works.
+    their own; they get it anyway where it costs no chunk its place. held_bytes: what others hold
+    beside it, for the message. Raises `CapacityError` where nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
     chunks = lay_out(params, numel)
@@ -203,8 +204,9 @@ def make_plan(
             f"host_memory: the optimizer state needs {format_size(whole.state_bytes)} "
             f"({whole.state_bytes} bytes)"
             + _and_device_copies(whole)
-            + f", {format_size(host_memory_bytes)} are allowed; raise host_memory, or give "
-            "nvme=... a directory on a fast drive for the rest"
+            + f", {format_size(host_memory_bytes)} are allowed"
+            + _others(host_memory_bytes, held_bytes)
+            + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
     free = host_memory_bytes - whole.homes_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
@@ -213,7 +215,7 @@ def make_plan(
             break
         numel //= 2
         chunks = lay_out(params, numel)
-    return _split(whole, chunks, host_memory_bytes)
+    return _split(whole, chunks, host_memory_bytes, held_bytes)
 
 
 def desk_spans(
@@ -273,7 +275,18 @@ def _largest(chunks: Sequence[Chunk]) -> int:
     return max(chunk.nbytes for chunk in chunks)
 
 
-def _split(whole: Plan, chunks: list[Chunk], budget: int) -> Plan:
+def _others(budget: int, held_bytes: int) -> str:
+    """Where the budget comes from, when others have their share of it."""
+    if not held_bytes:
+        return ""
+    size = format_size
+    return (
+        f" ({size(budget + held_bytes)} for the whole process, of which other optimizers hold "
+        f"{size(held_bytes)}; close() what is not needed any more)"
+    )
+
+
+def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Plan:
     """Homes, desks and buffers first, then as many resident chunks as fit."""
     desks, homes = whole.desks, whole.homes_bytes
     largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.has_homes)
@@ -281,7 +294,8 @@ def _split(whole: Plan, chunks: list[Chunk], budget: int) -> Plan:
     buffers = min(BUFFERS, (budget - fixed) // largest)
     if buffers < LEAST_BUFFERS:
         raise CapacityError(
-            f"host_memory: {format_size(budget)} ({budget} bytes) are less than the "
+            f"host_memory: {format_size(budget)} ({budget} bytes)"
+            f"{_others(budget, held_bytes)} are less than the "
             f"{LEAST_BUFFERS} buffers of {format_size(largest)} ({largest} bytes)"
             + (f" and {desks} desks of {format_size(desk)}" if desks else "")
             + (f" and gradients of {format_size(homes)}" if homes else "")

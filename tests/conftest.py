@@ -56,5 +56,6 @@ def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     """
     budget = Budget()
     monkeypatch.setattr("offload.api.HOST", budget)
+    monkeypatch.setattr("offload.optim.request.HOST", budget)
     monkeypatch.setattr("offload.optim.session.HOST", budget)
     return budget

@@ -27,7 +27,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm before clipping, of the last step with `max_grad_norm`."""
-        return _session(self).updater.grad_norm
+        return _session(self).grad_norm
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -35,7 +35,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _session(self).step()
+        session = _session(self)
+        with session.turn.act("step"):
+            session.step()
         return loss
 
     # What torch does to `step` when an optimizer is made: hooks and profiler ranges around it.
@@ -52,15 +54,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         copies; state that does not fit in host memory is on memory-mapped files without a name.
         """
         session = _session(self)
-        self.state.update(session.export())
-        try:
-            return super().state_dict()
-        finally:
-            self.state.clear()
+        with session.turn.act("state_dict"):
+            exported = session.export()
+            try:
+                self.state.update(exported)
+                found = super().state_dict()
+            finally:
+                self.state.clear()
+            session.note_handed_out()
+            return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a plain or a wrapped optimizer. Nothing has changed when it raises a
-        `ConfigError` or a `ValueError`.
+        `ConfigError` or a `ValueError`. It mends an optimizer whose last step or load broke off.
         """
         session, taken = _session(self), {}
 
@@ -68,19 +74,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
             taken.update(session.checked(given))
             return {**given, "state": {}}
 
-        handle = self.register_load_state_dict_pre_hook(take)  # after all others
-        try:
-            session.incoming = taken
-            super().load_state_dict(state_dict)
-        finally:
-            session.incoming = None
-            handle.remove()
+        with session.turn.hold("load_state_dict"):
+            handle = self.register_load_state_dict_pre_hook(take)  # after all others
+            try:
+                session.incoming = taken
+                super().load_state_dict(state_dict)
+            finally:
+                session.incoming = None
+                handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         session = _session(self)
         if session.incoming is not None:
-            session.take_in(session.incoming)
+            with session.turn.act("load_state_dict"):
+                session.take_in(session.incoming)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's; the plan is made anew for all groups."""
@@ -89,16 +97,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
             params = param_group["params"]  # may be a generator, which can be looked at only once
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         session.check_addable(param_group)
-        super().add_param_group(param_group)
-        try:
-            session.reopen()
-        except BaseException:
-            self.param_groups.pop()
-            raise
+        with session.turn.act("add_param_group"):
+            super().add_param_group(param_group)
+            try:
+                session.reopen()
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def close(self) -> None:
-        """Give everything back; this is a plain optimizer again, with its state in host memory."""
-        detach(_session(self).optimizer)  # Lightning's view of it inherits this method
+        """Give everything back; this is a plain optimizer again, with its state as torch would have
+        it: in the parameters' dtype, on their device, without masters. Idempotent.
+        """
+        session: Session | None = getattr(self, _SESSION, None)
+        if session is not None:
+            with session.turn.act("close"):
+                detach(session.optimizer)  # Lightning's view of it inherits this method
 
     def __enter__(self) -> OffloadOptimizer:
         return self
@@ -139,6 +153,8 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     # A GradScaler then unscales by itself and skips the step; ours reads no scale on the side.
     session.supported_scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    if vars(optimizer).get("close") is _nothing_to_close:
+        del optimizer.close  # type: ignore[attr-defined]
     base: Any = type(optimizer)
     _change_class(optimizer, _offloaded(base))
 
@@ -146,17 +162,23 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
 def detach(optimizer: torch.optim.Optimizer) -> None:
     """Change the class back, with the state where torch expects it."""
     session = _session(optimizer)
-    if session.updater.poisoned is None:
-        optimizer.state.update(session.export())  # if it raises, nothing is lost: still wrapped
+    state = session.export_plain()  # if it raises, nothing is lost: still wrapped
+    optimizer.state.update(state)
     try:
         session.close()
     finally:
         _change_class(optimizer, type(optimizer).__mro__[2])
         delattr(optimizer, _SESSION)
+        if not hasattr(optimizer, "close"):
+            optimizer.close = _nothing_to_close  # type: ignore[attr-defined]
         if session.supported_scaling is None:
             delattr(optimizer, "_step_supports_amp_scaling")
         else:
             optimizer._step_supports_amp_scaling = session.supported_scaling  # type: ignore[attr-defined]
+
+
+def _nothing_to_close() -> None:
+    """`close()` of an optimizer that is plain again, as in a `finally` after a `with`."""
 
 
 def _change_class(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:

@@ -1,7 +1,13 @@
-"""What a wrapped optimizer holds: plan, memory, store, and the updater on top of them."""
+"""What a wrapped optimizer holds: plan, memory, store, and the updater on top of them.
+
+When there are other parameters all of it is opened anew, and the state goes over. Until it has
+arrived it is kept aside, outside of budget and plan: if there is no room to open, it is still
+there, and the next call tries again.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,15 +18,19 @@ from torch import Tensor
 
 from offload.budget import HOST
 from offload.config import Config
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, OffloadError, StateError
 from offload.layout import MASTER, ParamSpec
 from offload.metrics import Metrics, Snapshot
 from offload.optim.desk import Desks
 from offload.optim.flat import is_dense
 from offload.optim.homes import Homes
+from offload.optim.incoming import check_states
+from offload.optim.plain import plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.self_check import checked
+from offload.optim.soundness import LOAD, Soundness, clear_frames
 from offload.optim.tiers import Tiers
+from offload.optim.turn import Turn
 from offload.optim.updater import Updater
 from offload.planner import Plan, home_bytes, make_plan, verdicts_bytes
 from offload.pool import Pool
@@ -32,7 +42,12 @@ from offload.transfer import DeviceTransfer
 # is to be removed.
 Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
 
+States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT = (
+    "the state is kept aside and nothing is lost: make room and go on, or close() for the plain "
+    "optimizer with its state"
+)
 
 
 class Session:
@@ -47,45 +62,68 @@ class Session:
         watch: Watch,
         chunk_numel: int | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        # Not held: what holds us would be held by us, and its memory until garbage is collected.
+        self._optimizer = weakref.ref(optimizer)
         self.config = config
         self.metrics = Metrics(strict=config.strict)
         self.last_step: Snapshot | None = None
         self.last_disk_bytes = 0, 0
+        self.grad_norm: float | None = None
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
+        self.turn = Turn()
+        self.soundness = Soundness()
+        self._aside: States | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
         self._desks: Desks | None = None
         self._homes: Homes | None = None
         self._watch_gradients = watch
         self._hooks: list[Any] = []
+        self._moved_before = 0, 0  # disk bytes of stores that are closed
+        self.store: DiskStore | None = None
+        self.pool: Pool | None = None
+        self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
         self._open(*self._draw_up(optimizer.state))
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "whoever calls has it"
+        return optimizer
+
     def _draw_up(self, with_state: Container[Tensor]) -> tuple[list[Record], Plan]:
         """Records and plan for the optimizer as it is now. Changes nothing."""
         records = make_records(self.optimizer, self._recipe, with_state)
+        allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
             [spec_of(record) for record in records],
-            self._host_memory_bytes,
+            allowed_bytes,
             has_disk=bool(self._directories),
             chunk_numel=self._chunk_numel,
             needs_homes=self.config.release_grads,
+            held_bytes=held_bytes,
         )
-        if self.config.release_grads and not plan.has_homes:
-            raise ConfigError(
-                "release_grads: all parameters are in host memory, where their gradients are used "
-                "in place; leave it out"
-            )
+        check_homes(self.config, plan)
         return records, plan
+
+    def _allowed(self) -> tuple[int | None, int]:
+        """Host bytes that we may take: what was granted, unless others have taken of it since. And
+        what those hold.
+        """
+        granted, limit = self._host_memory_bytes, HOST.limit_bytes
+        held = HOST.used_bytes - (self.pool.capacity_bytes if self.pool else 0)
+        if granted is None or limit is None:
+            return granted, held
+        return min(granted, max(0, limit - held)), held
 
     def _open(self, records: list[Record], plan: Plan) -> None:
         self.plan = plan
         arena, disk = self.plan.arena_bytes, self.plan.disk_bytes
         self.pool = Pool(arena, budget=HOST) if arena else None
-        self.store: DiskStore | None = None
+        self.store = None
         try:
             if disk:
                 assert self.pool is not None, "what is on disk passes through buffers"
@@ -97,10 +135,13 @@ class Session:
                 )
             tiers = Tiers(self.plan, self.pool, self.store)
             self._open_devices(records)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            clear_frames(error)
             raise
-        self.updater = Updater(records, self._recipe, tiers, self._desks, self._homes, self.metrics)
+        self.updater = Updater(
+            records, self._recipe, tiers, self._desks, self._homes, self.metrics, self.soundness
+        )
 
     def _open_devices(self, records: list[Record]) -> None:
         """Desks, homes and transfers for parameters that are on devices."""
@@ -139,18 +180,20 @@ class Session:
         before = self.metrics.snapshot(), self.disk_bytes()
         self._watch(before[0].counts.get("steps", 0))
         self.updater.step(self.config.max_grad_norm)
+        self.grad_norm = self.updater.grad_norm
         self.last_step = self.metrics.snapshot() - before[0]
         moved = self.disk_bytes()
         self.last_disk_bytes = moved[0] - before[1][0], moved[1] - before[1][1]
 
     def _look_again(self) -> None:
         """Make the plan anew where somebody has exchanged, thawed, moved or cast a parameter."""
-        self.updater.check_sound()
+        self.soundness.check()
         if self.optimizer.state:
             raise StateError(
                 "optimizer.state: something was put there, but the state of a wrapped optimizer is "
                 "elsewhere; use load_state_dict, or close() first"
             )
+        self._open_if_closed()
         self._check_shapes()
         now, records = _each_param(self.optimizer), self.updater.records
         same = len(now) == len(records) and all(
@@ -172,11 +215,12 @@ class Session:
                 )
 
     def disk_bytes(self) -> tuple[int, int]:
-        """Bytes read and written since the store was opened."""
-        if self.store is None:
-            return 0, 0
-        stats = self.store.stats()
-        return stats.read_bytes, stats.written_bytes
+        """Bytes read and written since the optimizer was wrapped."""
+        read, written = self._moved_before
+        if self.store is not None:
+            stats = self.store.stats()
+            read, written = read + stats.read_bytes, written + stats.written_bytes
+        return read, written
 
     def _watch(self, steps_done: int) -> None:
         """Have the first steps checked, if that was asked for."""
@@ -191,11 +235,34 @@ class Session:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def export(self) -> dict[Tensor, dict[str, Any]]:
-        """The state by parameter, as torch keeps it."""
+    def export(self) -> States:
+        """The state by parameter, in fp32, with masters."""
+        self.soundness.check()
+        if self.updater is None:
+            return {param: dict(state) for param, state in (self._aside or {}).items()}
         self._check_shapes()
         states = self.updater.export(self._make)
         return {self.updater.records[number].param: state for number, state in states.items()}
+
+    def export_plain(self) -> States:
+        """The state as the plain optimizer keeps it; none when it is of two ages."""
+        if self.soundness.is_lost:
+            return {}
+        states = self.export()
+        records = {record.param: record for record in self._records()}
+        states = {p: plain_state(records[p], s) for p, s in states.items() if p in records}
+        tell_what_is_lost({param: records[param] for param in states})
+        return {param: state for param, state in states.items() if state}
+
+    def note_handed_out(self) -> None:
+        """The state has left us whole; an error later on can name it."""
+        steps = self.metrics.snapshot().counts.get("steps", 0)
+        self.soundness.last_checkpoint = f"state_dict() after {steps} steps"
+
+    def _records(self) -> Sequence[Record]:
+        if self.updater is not None:
+            return self.updater.records
+        return make_records(self.optimizer, self._recipe, self._aside or ())
 
     def _make(self, record: Record) -> Tensor:
         """Memory for one field of a parameter's state that leaves us."""
@@ -205,6 +272,8 @@ class Session:
 
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """The states of a `state_dict` by the numbers of our parameters, if they fit."""
+        self.soundness.check_mendable()
+        self._open_if_closed()
         groups = state_dict["param_groups"]
         saved = [number for group in groups for number in group["params"]]
         numbers = {number: index for index, number in enumerate(saved)}
@@ -213,7 +282,7 @@ class Session:
         }
         if len(saved) == len(self.updater.records):  # torch says what is wrong otherwise
             self._check_groups(groups)
-            self.updater.check_states(states)
+            check_states(self.updater.records, self._recipe, states)
         return states
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -229,27 +298,52 @@ class Session:
                 )
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        # The groups have been replaced by those of the state_dict.
+        """Make the states of a `state_dict` our own. The groups are those of it already."""
         for record, (_, group, _) in zip(
             self.updater.records, _each_param(self.optimizer), strict=True
         ):
             record.group = group
         records = self.updater.records
-        if any(record.is_frozen and record.number in states for record in records):
+        thawed = any(record.is_frozen and record.number in states for record in records)
+        if thawed or self.soundness.is_lost:  # after an error, not everything may have come back
             fresh = self._draw_up({records[number].param for number in states})
             self.close()
-            self._open(*fresh)
+            try:
+                self._open(*fresh)
+            except BaseException as error:
+                self.soundness.lose(LOAD, error)
+                raise
         self.updater.take_in(states)
+        self.soundness.mend()
 
     def reopen(self) -> None:
-        """Make the plan anew, for the optimizer as it is now; state goes over to it."""
+        """Make the plan anew, for the optimizer as it is now; state goes over to it. When it fails
+        the old plan stands, or the state is kept aside.
+        """
         states = self.export()
         fresh = self._draw_up(states)  # refused before anything is given up
+        self._aside = states
         self.close()
-        self._open(*fresh)
-        numbers = {record.param: record.number for record in self.updater.records}
-        here = {numbers[param]: state for param, state in states.items() if param in numbers}
-        self.updater.take_in(here)
+        self._open_if_closed(fresh)
+
+    def _open_if_closed(self, fresh: tuple[list[Record], Plan] | None = None) -> None:
+        """Open with the state that was kept aside, if an opening has failed."""
+        if self.updater is not None:
+            return
+        states, was_lost = self._aside or {}, self.soundness.is_lost
+        try:
+            self._open(*(fresh or self._draw_up(states)))
+            numbers = {record.param: record.number for record in self.updater.records}
+            self.updater.take_in({numbers[p]: s for p, s in states.items() if p in numbers})
+        except BaseException as error:
+            self.close()
+            clear_frames(error)
+            if not was_lost:
+                self.soundness.mend()  # what was mixed is closed, and what is aside is whole
+                if isinstance(error, OffloadError):
+                    error.args = (f"{error}; {_KEPT}",)
+            raise
+        self._aside = None
 
     def check_addable(self, group: Mapping[str, Any]) -> None:
         params = group["params"]
@@ -260,6 +354,9 @@ class Session:
 
     def close(self) -> None:
         """Give memory and disk back. Idempotent."""
+        updater, self.updater = self.updater, None  # type: ignore[assignment]
+        self.soundness.let_go()
+        self._moved_before = self.disk_bytes()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -270,7 +367,7 @@ class Session:
         if self._desks is not None:
             self._desks.close()
         self._desks = self._homes = None
-        self.updater = None  # type: ignore[assignment]  # it holds the memory
+        del updater  # it holds the memory
         if self.pool is not None:
             self.pool.close()
         self.store = self.pool = None
@@ -314,6 +411,14 @@ def spec_of(record: Record) -> ParamSpec:
         return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
     return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes)
+
+
+def check_homes(config: Config, plan: Plan) -> None:
+    if config.release_grads and not plan.has_homes:
+        raise ConfigError(
+            "release_grads: all parameters are in host memory, where their gradients are used in "
+            "place; leave it out"
+        )
 
 
 def check_param(name: str, param: Tensor) -> None:

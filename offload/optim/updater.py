@@ -1,13 +1,12 @@
 """The update of all parameters of one optimizer, and the way of its state in and out.
 
 Knows the optimizer's groups and gradients, the recipe and the tiers; runs chunks through the
-pipeline. After an error in the middle of a step parameters and state are of two ages: then it is
-poisoned, and refuses everything but closing.
+pipeline. After an error in the middle of a step parameters and state are of two ages; then it says
+so to `Soundness`, and refuses to step and to export.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,14 +15,16 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
 from offload.optim.desk import Desk, Desks
 from offload.optim.flat import flat, in_order_of
 from offload.optim.homes import Homes
+from offload.optim.incoming import is_there
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
+from offload.optim.soundness import LOAD, STEP, Soundness
 from offload.optim.tiers import Piece, Tiers
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,22 +39,22 @@ class Updater:
         desks: Desks | None,
         homes: Homes | None,
         metrics: Metrics,
+        soundness: Soundness,
     ) -> None:
         self.records = records
         self.metrics = metrics
-        self.poisoned: BaseException | None = None
         self.grad_norm: float | None = None
         self._recipe = recipe
         self._tiers = tiers
         self._desks = desks
         self._homes = homes
-        self._pid = os.getpid()
+        self._soundness = soundness
 
     # --- the step ---------------------------------------------------------------------------------
 
     def step(self, max_grad_norm: float | None) -> None:
         """Update every parameter that has a gradient."""
-        self.check_sound()
+        self._soundness.check()
         grads = {r.number: _gradient(r) for r in self.records if r.param.grad is not None}
         if self._homes is not None:
             grads = dict(sorted((grads | self._homes.held()).items()))
@@ -88,7 +89,7 @@ class Updater:
             if self._homes is not None:
                 self._homes.end_step()
         except BaseException as error:
-            self.poisoned = error
+            self._soundness.lose(STEP, error, stepping)
             raise
         self.metrics.count("steps")
 
@@ -207,7 +208,7 @@ class Updater:
         """The state of every parameter that has some, by number, shaped as torch's own. make: gives
         the memory of one field, with shape and strides of the parameter.
         """
-        self.check_sound()
+        self._soundness.check()
         found: dict[int, dict[str, Any]] = {}
         targets: dict[int, dict[str, Tensor]] = {}
         for record in self.records:
@@ -231,10 +232,9 @@ class Updater:
         """Make these states the parameters' own, by number; all others have none. They have been
         checked with `check_states`.
         """
-        self.check_sound()
         for record in self.records:
             record.has_state, record.step, record.scalars = False, 0.0, {}
-        known = {number for number, state in states.items() if _is_there(state)}
+        known = {n for n, state in states.items() if is_there(self.records[n], state)}
         for number in known:
             self.records[number].has_state = True
             self._recipe.take_scalars(self.records[number], states[number])
@@ -248,7 +248,7 @@ class Updater:
         try:
             self._pass_over(known, copy_in)
         except BaseException as error:
-            self.poisoned = error
+            self._soundness.lose(LOAD, error)
             raise
 
     def _fill(self, record: Record, part: Slice, state: Mapping[str, Any], piece: Piece) -> None:
@@ -256,46 +256,6 @@ class Updater:
             source = state.get(field, record.param if field == MASTER else None)
             assert source is not None, "check_states has seen it"
             target.copy_(in_order_of(source, record.param)[part.begin : part.end])
-
-    def check_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Refuse states that do not fit, before anything is changed."""
-        self.check_sound()
-        for number, state in states.items():
-            record = self.records[number]
-            for field in record.fields if _is_there(state) else ():
-                value = state.get(field)
-                if not isinstance(value, Tensor) or not _is_plain(value, record.shape):
-                    got = tuple(value.shape) if isinstance(value, Tensor) else value
-                    raise ConfigError(
-                        f"state of {record.name}: expected {field} of shape "
-                        f"{tuple(record.param.shape)}, got {got}"
-                    )
-
-            if _is_there(state):
-                self._recipe.check_scalars(record, state)
-
-    def check_sound(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(
-                "optimizer: wrapped by the parent process; a forked child must not use it"
-            )
-        if self.poisoned is not None:
-            raise StateError(
-                "optimizer: an earlier step ended with an error in its middle, so that parameters "
-                "and state are of two ages; load a checkpoint into a new optimizer (the error was: "
-                f"{type(self.poisoned).__name__}: {self.poisoned})"
-            ) from self.poisoned
-
-
-def _is_plain(value: Tensor, shape: torch.Size) -> bool:
-    """Whether it has numbers of that shape, which can be copied."""
-    dense = value.layout == torch.strided and not value.is_meta
-    return dense and value.is_floating_point() and value.shape == shape
-
-
-def _is_there(state: Mapping[str, Any]) -> bool:
-    """SGD keeps a momentum_buffer of None where there is none."""
-    return any(value is not None for value in state.values())
 
 
 def _gradient(record: Record) -> Tensor:

@@ -1,0 +1,56 @@
+"""State as the plain optimizer keeps it: in the parameter's dtype, on its device, in its order of
+memory. What goes back to torch must be what torch itself would have made, or it cannot step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.config import format_size
+from offload.layout import ELEMENT_BYTES, MASTER
+from offload.optim.recipe import Record
+
+_LOG = logging.getLogger(__name__)
+
+
+def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` without the master, which torch does not know, and rounded where torch rounds."""
+    found = {}
+    for name, value in state.items():
+        if name in record.fields:
+            found[name] = _like(value, record.param)
+        elif name != MASTER:
+            found[name] = _number(value, record)
+    return found
+
+
+def _like(value: Tensor, param: Tensor) -> Tensor:
+    """Itself, where it is as the parameter is already."""
+    if value.stride() != param.stride():  # fused steps go by memory alone
+        value = torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
+    return value.to(dtype=param.dtype, device=param.device)
+
+
+def _number(value: Any, record: Record) -> Any:
+    """A step count and the like is on the device only for steps that run there."""
+    there = record.group.get("capturable") or record.group.get("fused")
+    return value.to(record.param.device) if there and isinstance(value, Tensor) else value
+
+
+def tell_what_is_lost(records: Mapping[Tensor, Record]) -> None:
+    """In the log: a plain optimizer keeps no master, and moments in the parameter's precision."""
+    half = [record for record in records.values() if record.is_half]
+    if half:
+        nbytes = sum(record.param.numel() for record in half) * ELEMENT_BYTES
+        _LOG.warning(
+            "close(): %d parameters are %s: their fp32 master (%s) is gone and their moments are "
+            "rounded, as a plain optimizer has them; state_dict() before close() keeps all of it",
+            len(half),
+            half[0].param.dtype,
+            format_size(nbytes),
+        )

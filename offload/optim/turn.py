@@ -1,0 +1,61 @@
+"""Whose turn it is: one process, one thread, one act at a time.
+
+A step moves chunks through a fixed set of buffers and changes state as it goes. Whoever else would
+step, save or load meanwhile would read or leave a mixture, so he is refused, not kept waiting: what
+he wanted was about a moment that is over when his turn comes. That goes for other threads, and for
+a signal handler that runs in the middle of an act of its own thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offload.errors import StateError
+
+
+class Turn:
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._holder = ""  # what the thread that has the lock does, for the others' messages
+        self._act: str | None = None  # under way; nothing else may begin in its middle
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "optimizer: wrapped by the parent process; a forked child must not use it"
+            )
+
+    @contextmanager
+    def hold(self, what: str) -> Iterator[None]:
+        """Keep other threads out. The own thread may do something else inside, as hooks do."""
+        self.check_process()
+        if not self._lock.acquire(blocking=False):
+            raise StateError(
+                f"optimizer: {what} while another thread is in {self._holder}; let one thread "
+                "use a wrapped optimizer at a time, or put a lock around its calls"
+            )
+        before, self._holder = self._holder, what
+        try:
+            yield
+        finally:
+            self._holder = before
+            self._lock.release()
+
+    @contextmanager
+    def act(self, what: str) -> Iterator[None]:
+        """Keep everybody else out, the own thread's signal handlers and hooks included."""
+        with self.hold(what):
+            if self._act is not None:
+                raise StateError(
+                    f"optimizer: {what} in the middle of {self._act}; a signal handler or a hook "
+                    "has to wait until that has returned (set a flag, and look at it in the loop)"
+                )
+            self._act = what
+            try:
+                yield
+            finally:
+                self._act = None

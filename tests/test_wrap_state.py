@@ -1,0 +1,323 @@
+"""The state of a wrapped optimizer when something goes wrong, and when it goes back to torch."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from wraplib import (
+    adamw,
+    assert_equal,
+    assert_same_state,
+    give_gradients,
+    parameters,
+    tensors,
+    train,
+)
+
+import offload
+from offload import CapacityError, StateError, StoreError, planner
+from offload.budget import Budget
+from offload.optim import session as session_module
+from offload.store.engine import Fault, FaultKind
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
+    yield
+    gc.collect()
+    assert own_budget.used_bytes == 0
+
+
+# --- a reopening that fails -----------------------------------------------------------------------
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise CapacityError("disk store: no room")
+
+
+def both(directory: Path) -> tuple[list[nn.Parameter], Optimizer, list[nn.Parameter], Any]:
+    """Plain and wrapped, after two steps."""
+    here, there = parameters(), parameters()
+    plain, wrapped = AdamW(here, lr=1e-2, fused=True), adamw(there, directory)
+    for params, optimizer in ((here, plain), (there, wrapped)):
+        train(params, optimizer, 0, 1)
+    return here, plain, there, wrapped
+
+
+def test_no_room_for_more_groups_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full between closing the old files and reserving the new ones."""
+    here, plain, there, wrapped = both(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "DiskStore", no_room)
+        with pytest.raises(CapacityError, match="no room; the state is kept aside"):
+            wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
+        assert len(wrapped.param_groups) == 1
+        assert_same_state(plain, wrapped)  # can be saved
+        give_gradients(there, 2)
+        with pytest.raises(CapacityError, match="kept aside"):
+            wrapped.step()
+        assert offload.report(wrapped).counts["steps"] == 2
+    train(here, plain, 2, 3)
+    train(there, wrapped, 2, 3)  # goes on by itself once there is room
+    assert_equal(here, there)
+    assert_same_state(plain, wrapped)
+    wrapped.close()
+
+
+@pytest.mark.parametrize("then", ["close", "load"])
+def test_state_that_is_kept_aside_can_leave(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, plain, there, wrapped = both(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "DiskStore", no_room)
+        with pytest.raises(CapacityError, match="kept aside"):
+            wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
+        if then == "close":
+            wrapped.close()
+            assert type(wrapped) is AdamW
+    if then == "load":
+        train(here, plain, 2)
+        wrapped.load_state_dict(plain.state_dict())
+        train(there[:0], wrapped)
+        with torch.no_grad():
+            for a, b in zip(there, here, strict=True):
+                a.copy_(b)
+    assert_same_state(plain, wrapped)
+    train(here, plain, 4)
+    train(there, wrapped, 4)
+    assert_equal(here, there)
+    wrapped.close()
+
+
+def test_a_fault_while_state_moves_over_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, plain, there, wrapped = both(tmp_path)
+    real = session_module.DiskStore
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        store = real(*args, **options)
+        store.engine.inject(Fault(FaultKind.ERROR, 2, True, 5))
+        return store
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "DiskStore", faulty)
+        with pytest.raises(StoreError, match="kept aside"):
+            wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
+    train(here, plain, 2)
+    train(there, wrapped, 2)
+    assert_equal(here, there)
+    assert_same_state(plain, wrapped)
+    wrapped.close()
+
+
+# --- steps and loads that break off ---------------------------------------------------------------
+
+
+def broken(directory: Path) -> tuple[list[nn.Parameter], Any, dict[str, Any], list[Tensor]]:
+    """An optimizer whose third step broke off, and its checkpoint after the second."""
+    params = parameters()
+    optimizer = adamw(params, directory)
+    train(params, optimizer, 0, 1)
+    saved, weights = optimizer.state_dict(), [param.detach().clone() for param in params]
+    optimizer._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 3, True, 5))
+    with pytest.raises(StoreError):
+        train(params, optimizer, 2)
+    return params, optimizer, saved, weights
+
+
+def test_a_checkpoint_mends_a_broken_optimizer(tmp_path: Path) -> None:
+    here = parameters()
+    plain = AdamW(here, lr=1e-2, fused=True)
+    train(here, plain, 0, 1, 2, 3)
+    params, optimizer, saved, weights = broken(tmp_path)
+    with pytest.raises(StateError, match=r"an earlier step .* \(the last one: state_dict\(\) aft"):
+        optimizer.state_dict()
+    with pytest.raises(StateError, match="nobody has written to it since; load the model's"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(StateError, match="two ages"):
+        optimizer.step()
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    optimizer.load_state_dict(saved)
+    train(params, optimizer, 2, 3)
+    assert_equal(here, params)
+    assert_same_state(plain, optimizer)
+    optimizer.close()
+
+
+def test_a_broken_load_is_told_as_such_and_can_be_repeated(tmp_path: Path) -> None:
+    here, plain, there, wrapped = both(tmp_path)
+    wrapped._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 2, True, 5))
+    with pytest.raises(StoreError):
+        wrapped.load_state_dict(plain.state_dict())
+    with pytest.raises(StateError, match=r"an earlier load_state_dict .* load it again"):
+        wrapped.step()
+    wrapped.load_state_dict(plain.state_dict())
+    train(here, plain, 2)
+    train(there, wrapped, 2)
+    assert_equal(here, there)
+    wrapped.close()
+
+
+def test_a_load_after_a_step_that_broke_off_may_break_off_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not make the parameters any better, and there is no state to go on with."""
+    params, optimizer, saved, weights = broken(tmp_path)
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "DiskStore", no_room)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="no room"):
+                optimizer.load_state_dict(saved)
+        for refused in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(StateError, match="an earlier load_state_dict"):
+                refused()
+    optimizer.load_state_dict(saved)
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 2
+    optimizer.close()
+
+
+def test_an_interrupted_state_dict_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while chunks are read, and while torch puts the dictionary together."""
+    here, plain, there, wrapped = both(tmp_path)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "mapped_tensor", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            wrapped.state_dict()
+    calls = []
+
+    def interrupt_second(piece: Any, part: Any) -> Any:
+        calls.append(part)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return fields(piece, part)
+
+    from offload.optim.tiers import Piece
+
+    fields = Piece.fields
+    with monkeypatch.context() as patch:
+        patch.setattr(Piece, "fields", interrupt_second)
+        with pytest.raises(KeyboardInterrupt):
+            wrapped.state_dict()
+    handle = wrapped.register_state_dict_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        wrapped.state_dict()
+    handle.remove()
+    assert not wrapped.state
+    assert_same_state(plain, wrapped)
+    train(here, plain, 2)
+    train(there, wrapped, 2)
+    assert_equal(here, there)
+    wrapped.close()
+
+
+# --- back to torch --------------------------------------------------------------------------------
+
+KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (AdamW, {"fused": True}),
+    (Adam, {"foreach": True}),
+    (SGD, {"momentum": 0.9}),
+    (Adagrad, {}),
+    (torch.optim.RMSprop, {"foreach": False}),  # NAdam: loading rounds its product in torch
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_closed_optimizer_of_half_parameters_steps(
+    kind: type[Optimizer],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As one that was given the same state, rounded; and it can be wrapped again."""
+    params = parameters(dtype)
+    optimizer = offload.wrap(kind(params, lr=1e-2, **settings))
+    train(params, optimizer, 0, 1)
+    exact = optimizer.state_dict()
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    judge = kind(others, lr=1e-2, **settings)
+    judge.load_state_dict(
+        {
+            **exact,
+            "state": {
+                number: {name: value for name, value in state.items() if name != "master"}
+                for number, state in exact["state"].items()
+            },
+        }
+    )
+    with caplog.at_level(logging.WARNING, "offload"):
+        optimizer.close()
+    assert "4 parameters are torch" in caplog.text and "master" in caplog.text
+    assert all(s["master"].dtype == torch.float32 for s in exact["state"].values())
+    for param, state in optimizer.state.items():
+        assert "master" not in state
+        assert all(v.dtype == param.dtype for v in state.values() if v.shape == param.shape)
+    train(params, optimizer, 2, 3)
+    train(others, judge, 2, 3)
+    assert_equal(params, others)
+    offload.wrap(optimizer)
+    train(params, optimizer, 4)
+    optimizer.close()
+
+
+def test_closing_fp32_loses_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    params = parameters()
+    optimizer = adamw(params)
+    train(params, optimizer, 0)
+    params[0].data = params[0].data.t().contiguous().t()  # another order of memory since
+    with caplog.at_level(logging.INFO, "offload"):
+        optimizer.close()
+    assert not caplog.text
+    assert optimizer.state[params[0]]["exp_avg"].stride() == params[0].stride()
+
+
+def test_momentum_that_is_turned_on_later_works_as_the_error_advises() -> None:
+    """16-bit SGD without momentum has a master and nothing else."""
+    params, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = offload.wrap(SGD(params, lr=0.1))
+    train(params, optimizer, 0)
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    give_gradients(params, 1)
+    with pytest.raises(offload.ConfigError, match=r"close\(\) and wrap the optimizer again"):
+        optimizer.step()
+    optimizer.close()
+    offload.wrap(optimizer)
+    train(params, optimizer, 1, 2)
+    plain = SGD(others, lr=0.1)
+    plain.load_state_dict(saved)  # the other advice: load into the plain one, and wrap that
+    plain.param_groups[0]["momentum"] = 0.9
+    with torch.no_grad():
+        for p, start in zip(others, tensors(0, torch.bfloat16), strict=True):
+            p.copy_(start)
+    offload.wrap(plain)
+    train(others, plain, 0, 1, 2)
+    assert set(plain.state_dict()["state"][0]) == {"master", "momentum_buffer"}
+    optimizer.close()
+    plain.close()
