@@ -321,3 +321,25 @@ def test_momentum_that_is_turned_on_later_works_as_the_error_advises() -> None:
     assert set(plain.state_dict()["state"][0]) == {"master", "momentum_buffer"}
     optimizer.close()
     plain.close()
+
+
+# --- bytes that move ------------------------------------------------------------------------------
+
+
+def test_loading_reads_nothing(tmp_path: Path) -> None:
+    """All of it is replaced; what is not, counts for nothing."""
+    here, plain, there, wrapped = both(tmp_path)
+    saved = plain.state_dict()
+    del saved["state"][2]  # a parameter of the very chunk that others are in
+    before = offload.report(wrapped)
+    wrapped.load_state_dict(saved)
+    after = offload.report(wrapped)
+    assert after.disk_read_bytes == before.disk_read_bytes
+    moved = after.disk_written_bytes - before.disk_written_bytes
+    assert 0 < moved <= after.plan.disk_bytes
+    plain.load_state_dict(saved)
+    train(here, plain, 2)
+    train(there, wrapped, 2)
+    assert_equal(here, there)
+    assert_same_state(plain, wrapped)
+    wrapped.close()

@@ -19,7 +19,8 @@ from offload.optim.choose import choose_recipe
 from offload.optim.incoming import check_states
 from offload.optim.optimizer import is_wrapped
 from offload.optim.recipe import Recipe
-from offload.optim.session import check_homes, make_records, spec_of
+from offload.optim.records import make_records, spec_of
+from offload.optim.session import check_homes
 from offload.planner import Plan, make_plan
 
 _LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for everybody else

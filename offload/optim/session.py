@@ -19,14 +19,13 @@ from torch import Tensor
 from offload.budget import HOST
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, StateError
-from offload.layout import MASTER, ParamSpec
 from offload.metrics import Metrics, Snapshot
 from offload.optim.desk import Desks
-from offload.optim.flat import is_dense
 from offload.optim.homes import Homes
 from offload.optim.incoming import check_states
 from offload.optim.plain import plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
+from offload.optim.records import check_param, each_param, make_records, spec_of
 from offload.optim.self_check import checked
 from offload.optim.soundness import LOAD, Soundness, clear_frames
 from offload.optim.tiers import Tiers
@@ -43,7 +42,6 @@ from offload.transfer import DeviceTransfer
 Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
 
 States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT = (
     "the state is kept aside and nothing is lost: make room and go on, or close() for the plain "
     "optimizer with its state"
@@ -195,7 +193,7 @@ class Session:
             )
         self._open_if_closed()
         self._check_shapes()
-        now, records = _each_param(self.optimizer), self.updater.records
+        now, records = each_param(self.optimizer), self.updater.records
         same = len(now) == len(records) and all(
             param is record.param for (param, _, _), record in zip(now, records, strict=True)
         )
@@ -300,7 +298,7 @@ class Session:
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Make the states of a `state_dict` our own. The groups are those of it already."""
         for record, (_, group, _) in zip(
-            self.updater.records, _each_param(self.optimizer), strict=True
+            self.updater.records, each_param(self.optimizer), strict=True
         ):
             record.group = group
         records = self.updater.records
@@ -373,64 +371,9 @@ class Session:
         self.store = self.pool = None
 
 
-def make_records(
-    optimizer: torch.optim.Optimizer, recipe: Recipe, with_state: Container[Tensor]
-) -> list[Record]:
-    """One for each parameter. A frozen one gets no room, unless it has state or a gradient."""
-    params = [param for param, _, _ in _each_param(optimizer)]
-    if len(set(params)) < len(params):
-        raise ConfigError("optimizer: a parameter is there twice; give each once")
-    return [
-        Record(
-            number,
-            name,
-            param,
-            group,
-            recipe.fields(group),
-            is_frozen=not param.requires_grad and param.grad is None and param not in with_state,
-        )
-        for number, (param, group, name) in enumerate(_each_param(optimizer))
-    ]
-
-
-def _each_param(
-    optimizer: torch.optim.Optimizer,
-) -> list[tuple[Tensor, dict[str, Any], str]]:
-    found = []
-    for index, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [
-            f"group {index} param {i} {tuple(p.shape)}" for i, p in enumerate(group["params"])
-        ]
-        found += [(p, group, name) for p, name in zip(group["params"], names, strict=True)]
-    return found
-
-
-def spec_of(record: Record) -> ParamSpec:
-    check_param(record.name, record.param)
-    if record.is_frozen:
-        return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
-    fields = ((MASTER,) if record.is_half else ()) + record.fields
-    return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes)
-
-
 def check_homes(config: Config, plan: Plan) -> None:
     if config.release_grads and not plan.has_homes:
         raise ConfigError(
             "release_grads: all parameters are in host memory, where their gradients are used in "
             "place; leave it out"
-        )
-
-
-def check_param(name: str, param: Tensor) -> None:
-    """Refuse what the update cannot handle."""
-    if param.dtype not in DTYPES:
-        raise ConfigError(
-            f"{name}: expected a parameter of float32, bfloat16 or float16, got {param.dtype}"
-        )
-    if param.is_meta:
-        raise ConfigError(f"{name}: is on the meta device and has no values; fill it first")
-    if param.layout != torch.strided or not is_dense(param):
-        raise ConfigError(
-            f"{name}: expected a parameter whose elements lie next to one another, got shape "
-            f"{tuple(param.shape)} with strides {param.stride()}; make it contiguous"
         )

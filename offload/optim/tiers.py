@@ -83,6 +83,10 @@ class Tiers:
         self._written.add(piece.chunk.number)
         return ticket
 
+    def forget(self) -> None:
+        """Nothing that lies on disk counts any more; chunks begin as zeros again."""
+        self._written.clear()
+
     def give_back(self, piece: Piece) -> None:
         self._free.append(piece.whole)
 

@@ -245,6 +245,7 @@ class Updater:
                     self._fill(self.records[part.param], part, states[part.param], piece)
             return True
 
+        self._tiers.forget()  # so that nothing is read that is about to be replaced
         try:
             self._pass_over(known, copy_in)
         except BaseException as error:

@@ -181,3 +181,24 @@ def test_fused_clipping(fake: DeviceModule) -> None:
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-7)
     for optimizer in wrapped:
         optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_closed_optimizer_steps_on_its_device(fake: DeviceModule, dtype: torch.dtype) -> None:
+    """Its state is there and of the parameters' type, as torch itself would have made it."""
+    there, here = (on_device(tensors(0, dtype), [where]) for where in ("fake", "cpu"))
+    optimizers = [torch.optim.Adam(params, lr=1e-2, foreach=False) for params in (there, here)]
+    offload.wrap(optimizers[0])
+    offload.wrap(optimizers[1])
+    for turn in range(3):
+        for p, q, g in zip(there, here, tensors(turn + 1, dtype), strict=True):
+            p.grad, q.grad = g.to("fake"), g.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            if turn == 1:
+                optimizer.close()
+    for p, q in zip(there, here, strict=True):
+        state = optimizers[0].state[p]
+        assert state["exp_avg"].device == p.device and state["exp_avg"].dtype == dtype
+        assert state["step"].is_cpu and float(state["step"]) == 3
+        torch.testing.assert_close(p.detach().cpu(), q.detach())

@@ -1,0 +1,73 @@
+"""The parameters of an optimizer, in the order of its groups: which of them get state, and which
+cannot be handled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.layout import MASTER, ParamSpec
+from offload.optim.flat import is_dense
+from offload.optim.recipe import Recipe, Record
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_records(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, with_state: Container[Tensor]
+) -> list[Record]:
+    """One for each parameter. A frozen one gets no room, unless it has state or a gradient."""
+    params = [param for param, _, _ in each_param(optimizer)]
+    if len(set(params)) < len(params):
+        raise ConfigError("optimizer: a parameter is there twice; give each once")
+    return [
+        Record(
+            number,
+            name,
+            param,
+            group,
+            recipe.fields(group),
+            is_frozen=not param.requires_grad and param.grad is None and param not in with_state,
+        )
+        for number, (param, group, name) in enumerate(each_param(optimizer))
+    ]
+
+
+def each_param(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[Tensor, dict[str, Any], str]]:
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [
+            f"group {index} param {i} {tuple(p.shape)}" for i, p in enumerate(group["params"])
+        ]
+        found += [(p, group, name) for p, name in zip(group["params"], names, strict=True)]
+    return found
+
+
+def spec_of(record: Record) -> ParamSpec:
+    check_param(record.name, record.param)
+    if record.is_frozen:
+        return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
+    fields = ((MASTER,) if record.is_half else ()) + record.fields
+    return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes)
+
+
+def check_param(name: str, param: Tensor) -> None:
+    """Refuse what the update cannot handle."""
+    if param.dtype not in DTYPES:
+        raise ConfigError(
+            f"{name}: expected a parameter of float32, bfloat16 or float16, got {param.dtype}"
+        )
+    if param.is_meta:
+        raise ConfigError(f"{name}: is on the meta device and has no values; fill it first")
+    if param.layout != torch.strided or not is_dense(param):
+        raise ConfigError(
+            f"{name}: expected a parameter whose elements lie next to one another, got shape "
+            f"{tuple(param.shape)} with strides {param.stride()}; make it contiguous"
+        )
