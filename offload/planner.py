@@ -181,23 +181,15 @@ def make_plan(
     beside it, for the message. Raises `CapacityError` where nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
-    chunks = lay_out(params, numel)
-    moved = any(param.device_bytes for param in params)
-    everything = frozenset(chunk.number for chunk in chunks)
-    for has_homes in (True,) if needs_homes else (True, False):
-        desks = DESKS if largest_desk(chunks, params, has_homes) else 0
-        whole = Plan(
-            params=tuple(params),
-            chunks=tuple(chunks),
-            resident=everything,
-            buffers=0,
-            desks=desks,
-            has_homes=has_homes and moved,
-            host_memory_bytes=host_memory_bytes,
-            speeds=speeds,
-        )
-        if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
-            return whole
+    while True:
+        for has_homes in (True,) if needs_homes else (True, False):
+            whole = _keep_all(params, numel, has_homes, host_memory_bytes, speeds)
+            if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
+                return whole
+        # Without a disk, smaller desks are all that can be saved.
+        if has_disk or chunk_numel or not whole.desks or numel <= LEAST_CHUNK_NUMEL:
+            break
+        numel //= 2
     assert host_memory_bytes is not None, "without a limit everything fits"
     if not has_disk:
         raise CapacityError(
@@ -208,7 +200,7 @@ def make_plan(
             + _others(host_memory_bytes, held_bytes)
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
-    free = host_memory_bytes - whole.homes_bytes
+    chunks, free = list(whole.chunks), host_memory_bytes - whole.homes_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
         desk = largest_desk(chunks, params, whole.has_homes)
         if BUFFERS * _largest(chunks) + whole.desks * desk <= free:
@@ -216,6 +208,23 @@ def make_plan(
         numel //= 2
         chunks = lay_out(params, numel)
     return _split(whole, chunks, host_memory_bytes, held_bytes)
+
+
+def _keep_all(
+    params: Sequence[ParamSpec], numel: int, has_homes: bool, budget: int | None, speeds: Speeds
+) -> Plan:
+    """All of it in host memory, in chunks of `numel` elements, whatever that takes."""
+    chunks = lay_out(params, numel)
+    return Plan(
+        params=tuple(params),
+        chunks=tuple(chunks),
+        resident=frozenset(chunk.number for chunk in chunks),
+        buffers=0,
+        desks=DESKS if largest_desk(chunks, params, has_homes) else 0,
+        has_homes=has_homes and any(param.device_bytes for param in params),
+        host_memory_bytes=budget,
+        speeds=speeds,
+    )
 
 
 def desk_spans(

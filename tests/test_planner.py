@@ -73,3 +73,21 @@ def test_the_table_reads() -> None:
     text = str(make_plan(params(100 * MI), 64 * MI, has_disk=True))
     for words in ("104,857,600 in 1 tensors", "on disk", "10,000 steps write", "of 64 MiB"):
         assert words in text
+
+
+def test_desks_shrink_where_there_is_no_disk() -> None:
+    """State on a device that fits but for the desks: smaller chunks need smaller ones."""
+    there = [ParamSpec("p", 16 * MI, FIELDS, device_bytes=4)]
+    large = make_plan(there, None, has_disk=False)
+    state, homes = large.state_bytes, large.homes_bytes
+    assert large.desks * large.desk_bytes == 3 * 16 * MI
+    for spare_mi in (47, 20, 3):
+        plan = make_plan(there, state + spare_mi * MI, has_disk=False)
+        assert plan.resident_bytes == state and plan.arena_bytes <= state + spare_mi * MI
+        assert plan.desks == large.desks and not plan.has_homes
+    plan = make_plan(there, state + homes + 20 * MI, has_disk=False, needs_homes=True)
+    assert plan.has_homes and plan.arena_bytes <= state + homes + 20 * MI
+    with pytest.raises(
+        CapacityError, match=r"needs 128 MiB .* copies of device parameters 384 KiB"
+    ):
+        make_plan(there, state + 1000, has_disk=False)
