@@ -26,6 +26,7 @@ import offload
 from offload import CapacityError, StateError, StoreError, planner
 from offload.budget import Budget
 from offload.optim import session as session_module
+from offload.optim.updater import Updater
 from offload.store.engine import Fault, FaultKind
 
 pytestmark = pytest.mark.timeout(60)
@@ -343,3 +344,43 @@ def test_loading_reads_nothing(tmp_path: Path) -> None:
     assert_equal(here, there)
     assert_same_state(plain, wrapped)
     wrapped.close()
+
+
+@pytest.mark.parametrize("where", ["ample", "directory", "nowhere"])
+def test_a_copy_while_the_plan_is_made_anew_is_accounted_for(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State that fits in the budget once and not twice."""
+    made = []
+    mapped = session_module.mapped_tensor
+    monkeypatch.setattr(session_module, "mapped_tensor", lambda *a: made.append(a) or mapped(*a))
+    params = parameters()
+    options = {"host_memory": "120KiB" if where == "ample" else "50KiB"}
+    if where == "directory":
+        options["nvme"] = tmp_path  # type: ignore[assignment]
+    optimizer = offload.wrap(AdamW(params, lr=1e-2, fused=True), **options)
+    assert not offload.report(optimizer).plan.disk_bytes
+    train(params, optimizer, 0)
+    more = nn.Parameter(torch.ones(9))
+    optimizer.add_param_group({"params": [more]})
+    assert bool(made) == (where == "directory")
+    told = offload.report(optimizer).fallbacks
+    assert ("memory while the plan is made anew" in told) == (where == "nowhere")
+    others = parameters()
+    plain = AdamW(others, lr=1e-2, fused=True)
+    train(others, plain, 0, 1)
+    train(params, optimizer, 1)
+    assert_equal(params, others)
+    optimizer.close()
+
+
+def test_a_plan_that_does_not_fit_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters()
+    optimizer = offload.wrap(AdamW(params), host_memory="40KiB")
+    train(params, optimizer, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "export", no_room)
+        with pytest.raises(CapacityError, match="are allowed"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(90, 90))]})
+    train(params, optimizer, 1)
+    optimizer.close()

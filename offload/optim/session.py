@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.budget import HOST
-from offload.config import Config
+from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.metrics import Metrics, Snapshot
 from offload.optim.desk import Desks
@@ -233,13 +233,13 @@ class Session:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def export(self) -> States:
-        """The state by parameter, in fp32, with masters."""
+    def export(self, make: Callable[[Record], Tensor] | None = None) -> States:
+        """The state by parameter, in fp32, with masters. make: gives memory for one field."""
         self.soundness.check()
         if self.updater is None:
             return {param: dict(state) for param, state in (self._aside or {}).items()}
         self._check_shapes()
-        states = self.updater.export(self._make)
+        states = self.updater.export(make or (self._allocate if self.store is None else self._map))
         return {self.updater.records[number].param: state for number, state in states.items()}
 
     def export_plain(self) -> States:
@@ -262,10 +262,11 @@ class Session:
             return self.updater.records
         return make_records(self.optimizer, self._recipe, self._aside or ())
 
-    def _make(self, record: Record) -> Tensor:
-        """Memory for one field of a parameter's state that leaves us."""
-        if self.store is None:
-            return torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
+    def _allocate(self, record: Record) -> Tensor:
+        """Memory for one field of a parameter's state that leaves us; it is not in our budget."""
+        return torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
+
+    def _map(self, record: Record) -> Tensor:
         return mapped_tensor(self._directories[0], record.shape, record.stride)
 
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
@@ -318,11 +319,30 @@ class Session:
         """Make the plan anew, for the optimizer as it is now; state goes over to it. When it fails
         the old plan stands, or the state is kept aside.
         """
-        states = self.export()
-        fresh = self._draw_up(states)  # refused before anything is given up
-        self._aside = states
+        if self.updater is None:
+            self._open_if_closed()
+            return
+        fresh = self._draw_up({r.param for r in self.updater.records if r.has_state})
+        self._aside = self._keep_aside(fresh[1])  # until here, whatever is refused changes nothing
         self.close()
         self._open_if_closed(fresh)
+
+    def _keep_aside(self, plan: Plan) -> States:
+        """Copies of the state for the time between the plan that stands and `plan`. Where they do
+        not fit beside them they are on mapped files, or their excess is told.
+        """
+        allowed_bytes, _ = self._allowed()
+        taken_bytes = self.plan.state_bytes + max(self.plan.arena_bytes, plan.arena_bytes)
+        if self.store is not None or allowed_bytes is None or taken_bytes <= allowed_bytes:
+            return self.export()
+        if self._directories:
+            return self.export(self._map)
+        self.metrics.fall_back(
+            "memory while the plan is made anew",
+            f"the state is there twice then, {format_size(taken_bytes - allowed_bytes)} above what "
+            "host_memory allows; with nvme=... the copy would be on disk",
+        )
+        return self.export()
 
     def _open_if_closed(self, fresh: tuple[list[Record], Plan] | None = None) -> None:
         """Open with the state that was kept aside, if an opening has failed."""
