@@ -67,7 +67,8 @@ class Chunk:
 
 def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:
     """Chunks for the state of `params`, in their order; parameters with other fields have chunks
-    of their own. What has no elements or no fields has no chunk.
+    of their own. What has no elements has no chunk; what has no fields has one, of no bytes, where
+    it is on a device, because it passes over a desk.
     """
     chunks: list[Chunk] = []
     for fields in dict.fromkeys(param.fields for param in params):
@@ -88,7 +89,7 @@ def _pack(
     slices: list[Slice] = []
     offset = 0
     for number, param in enumerate(params):
-        if param.fields != fields or not fields:
+        if param.fields != fields or not (fields or param.device_bytes):
             continue
         begin = 0
         while begin < param.numel:

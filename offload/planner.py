@@ -300,8 +300,8 @@ def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Pl
     desks, homes = whole.desks, whole.homes_bytes
     largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.has_homes)
     fixed = desks * desk + homes
-    buffers = min(BUFFERS, (budget - fixed) // largest)
-    if buffers < LEAST_BUFFERS:
+    buffers = min(BUFFERS, (budget - fixed) // largest) if largest else 0
+    if buffers < LEAST_BUFFERS and (largest or fixed > budget):
         raise CapacityError(
             f"host_memory: {format_size(budget)} ({budget} bytes)"
             f"{_others(budget, held_bytes)} are less than the "

@@ -91,3 +91,14 @@ def test_desks_shrink_where_there_is_no_disk() -> None:
         CapacityError, match=r"needs 128 MiB .* copies of device parameters 384 KiB"
     ):
         make_plan(there, state + 1000, has_disk=False)
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_parameters_without_state_need_desks_only(has_disk: bool) -> None:
+    there = [ParamSpec("p", 16 * MI, (), device_bytes=4), ParamSpec("q", 9, ())]
+    plan = make_plan(there, None, has_disk)
+    assert plan.state_bytes == plan.disk_bytes == 0 and len(plan.chunks) == 4
+    small = make_plan(there, 12 * MI, has_disk)
+    assert small.disk_bytes == small.buffers == 0 and small.arena_bytes <= 12 * MI
+    with pytest.raises(CapacityError, match="host_memory"):
+        make_plan(there, 5000, has_disk)

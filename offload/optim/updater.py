@@ -157,21 +157,13 @@ class Updater:
     def _update_without_chunk(
         self, number: int, grad: Tensor, fresh: set[int], scale: float
     ) -> None:
-        """A parameter without elementwise state, or without elements."""
-        spec = self._tiers.plan.params[number]
-        if not spec.fields or not spec.numel:
+        """A parameter without elements, or in host memory and without elementwise state."""
+        spec, record = self._tiers.plan.params[number], self.records[number]
+        if not spec.numel or (record.param.is_cpu and not spec.fields):
             nothing = {field: torch.empty(0) for field in spec.fields}
-            record, whole = self.records[number], Slice(number, 0, spec.numel, 0)
-            param = flat(record.param)
-            if spec.numel and not param.is_cpu:
-                self.metrics.fall_back(
-                    f"update of device parameters by {type(self._recipe).__name__}",
-                    "without state they have no desk and pass through pageable memory",
-                )
-            here, grad = param.cpu(), self._in_host(number, grad)  # itself, in host memory
+            whole, param = Slice(number, 0, spec.numel, 0), flat(record.param)
+            here, grad = param.cpu(), self._in_host(number, grad)  # themselves, or nothing
             self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
-            if not param.is_cpu:
-                param.copy_(here)
 
     def _update_slice(
         self,

@@ -202,3 +202,24 @@ def test_a_closed_optimizer_steps_on_its_device(fake: DeviceModule, dtype: torch
         assert state["exp_avg"].device == p.device and state["exp_avg"].dtype == dtype
         assert state["step"].is_cpu and float(state["step"]) == 3
         torch.testing.assert_close(p.detach().cpu(), q.detach())
+
+
+@pytest.mark.parametrize("where", [["fake"], ["fake:0", "cpu", "fake:1"]], ids=["one", "several"])
+def test_sgd_without_state_passes_over_desks(fake: DeviceModule, where: list[str]) -> None:
+    """It has chunks of no bytes; nothing goes through pageable memory."""
+    there, here = (on_device(tensors(0, torch.float32), devices) for devices in (where, ["cpu"]))
+    wrapped = offload.wrap(torch.optim.SGD(there, lr=0.1, weight_decay=0.1))
+    plain = torch.optim.SGD(here, lr=0.1, weight_decay=0.1, fused=True)
+    for turn in range(3):
+        for p, q, g in zip(there, here, tensors(turn + 1, torch.float32), strict=True):
+            p.grad, q.grad = (g.to(p.device) + p.detach()) * 1, g + q.detach()
+        torch.accelerator.synchronize()
+        fake.reset_counters()
+        wrapped.step()
+        counted = fake.counters()
+        assert counted["pageable_bytes"] == counted["blocking_copies"] == 0
+        plain.step()
+    for p, q in zip(there, here, strict=True):
+        assert torch.equal(p.detach().cpu(), q.detach())
+    assert not offload.report(wrapped).fallbacks and wrapped.state_dict()["state"] == {}
+    wrapped.close()
