@@ -192,6 +192,9 @@ def test_a_load_after_a_step_that_broke_off_may_break_off_as_well(
         for refused in (optimizer.step, optimizer.state_dict):
             with pytest.raises(StateError, match="an earlier load_state_dict"):
                 refused()
+    with pytest.raises(StateError, match="an earlier load_state_dict"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
+    assert len(optimizer.param_groups) == 1
     optimizer.load_state_dict(saved)
     assert float(optimizer.state_dict()["state"][0]["step"]) == 2
     optimizer.close()

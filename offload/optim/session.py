@@ -319,6 +319,7 @@ class Session:
         """Make the plan anew, for the optimizer as it is now; state goes over to it. When it fails
         the old plan stands, or the state is kept aside.
         """
+        self.soundness.check()
         if self.updater is None:
             self._open_if_closed()
             return
