@@ -9,7 +9,7 @@ past every check computes NaN, not something plausible.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -77,8 +77,8 @@ class Owner(Protocol):
     def name_of(self, param: Tensor) -> str:
         """What the model calls the parameter."""
 
-    def bring(self, param: Tensor) -> bool:
-        """Make the values come, if now is a time when they may; whether they are there."""
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        """Make all these values come, if now is a time when they may; whether they are there."""
 
 
 class Guarded(nn.Parameter):
@@ -132,13 +132,16 @@ def is_guarded(param: object) -> bool:
     return isinstance(param, Guarded)
 
 
-def _bring_all(guarded: Iterable[Tensor], func: Callable[..., Any]) -> None:
+def _bring_all(guarded: Sequence[Tensor], func: Callable[..., Any]) -> None:
+    owners: dict[int, list[Tensor]] = {}
     for param in guarded:
-        if is_guarded(param) and not _owner(param).bring(param):
+        owners.setdefault(id(_owner(param)), []).append(param)
+    for params in owners.values():
+        if not _owner(params[0]).bring(params):
             name = getattr(func, "__name__", str(func))
             if name in ("__get__", "__set__", "__delete__"):
                 name = getattr(getattr(func, "__self__", None), "__name__", name)
-            raise StateError(_refusal(param, f"used by {name}"))
+            raise StateError(_refusal(params[0], f"used by {name}"))
 
 
 def _refusal(param: Tensor, what: str) -> str:

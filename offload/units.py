@@ -87,13 +87,25 @@ def find_units(model: nn.Module, choice: Choice | None = None) -> list[Unit]:
     return _settle(drafts, names)
 
 
+def enclosing(units: Sequence[Unit]) -> set[int]:
+    """Numbers of the units that are in use while others run: their modules hold those of others."""
+    unit_of = {module: unit.number for unit in units for module in unit.modules}
+    return {
+        unit.number
+        for unit in units
+        for module in unit.modules
+        for inner in module.modules()
+        if unit_of.get(inner, unit.number) != unit.number
+    }
+
+
 def _walk(
     name: str,
     module: nn.Module,
     is_unit: Callable[[str, nn.Module, nn.Module | None], bool],
     parent: nn.Module | None = None,
 ) -> Iterator[_Draft]:
-    if is_unit(name, module, parent):
+    if is_unit(name, module, parent) or _uses_its_children(module):
         yield _Draft(name, [module])
         return
     if any(True for _ in module.parameters(recurse=False)):
@@ -108,6 +120,16 @@ def _repeated(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
         return False
     nbytes = _Draft(name, [module]).nbytes
     return 0 < nbytes <= MOST_BYTES and any(True for _ in module.children())
+
+
+def _uses_its_children(module: nn.Module) -> bool:
+    """Whether it has parameters beside modules that are no layers among layers: then it may well
+    use theirs without running them, as torch's attention does.
+    """
+    if not any(True for _ in module.parameters(recurse=False)) or _is_list(module):
+        return False
+    inner = [child for child in module.modules() if child is not module]
+    return bool(inner) and not any(_is_list(child) for child in inner)
 
 
 def _is_list(module: nn.Module) -> bool:

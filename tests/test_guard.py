@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,10 +30,10 @@ class Keeper:
         assert param is self.param
         return "layer.weight"
 
-    def bring(self, param: Tensor) -> bool:
+    def bring(self, params: Sequence[Tensor]) -> bool:
         if self.may_bring:
             self.brought += 1
-            unguard(param, self.values)
+            unguard(params[0], self.values)
         return self.may_bring
 
 

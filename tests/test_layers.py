@@ -27,7 +27,7 @@ ROWS = [
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace"},
-    {"hooks", "optim", "reports"},
+    {"hooks", "optim", "reports", "residency"},
     {"engine", "checkpoint"},
     {"api", "cli"},
     {"__init__", "__main__"},

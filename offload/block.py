@@ -1,0 +1,109 @@
+"""A unit's parameters as one piece of bytes, and where they are.
+
+A block has a place in host memory, and one on the device where there is a device; each is in one
+state of the table below. What is in neither is in the store. Its bytes are the truth in host memory
+until the store has them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.ticket import Ticket
+from offload.units import Member, Unit
+
+
+class Presence(Enum):
+    """Of a block in one tier."""
+
+    AWAY = "away"  # no memory in this tier
+    COMING = "coming"  # has memory, which is being filled
+    HERE = "here"
+
+
+MOVES = {
+    Presence.AWAY: {Presence.COMING, Presence.HERE},
+    Presence.COMING: {Presence.HERE, Presence.AWAY},
+    Presence.HERE: {Presence.AWAY},
+}
+
+
+@dataclass(eq=False)
+class Block:
+    """The parameters that a unit owns. One thread at a time."""
+
+    unit: Unit
+    in_host: Presence = Presence.AWAY
+    on_device: Presence = Presence.AWAY
+    memory: Tensor | None = None  # host bytes; None: away
+    reading: Ticket[None] | None = None  # until somebody has waited for it
+    writing: Ticket[None] | None = None
+    is_stored: bool = False  # the store has these very bytes
+    is_attached: bool = False  # the parameters are seen with their values
+    pins: int = 0  # users who rely on its being attached
+    generation: int = 0  # counts the changes of its values
+    device: Any = None  # its buffer there
+
+    # Views that were handed out keep the memory; this is how many there are without any.
+    holders: int = field(default=1, repr=False)
+
+    @property
+    def number(self) -> int:
+        return self.unit.number
+
+    @property
+    def nbytes(self) -> int:
+        return self.unit.nbytes
+
+    @property
+    def name(self) -> str:
+        return self.unit.name
+
+    def move_in_host(self, presence: Presence) -> None:
+        assert presence in MOVES[self.in_host], f"{self.name}: {self.in_host} -> {presence}"
+        self.in_host = presence
+
+    def move_on_device(self, presence: Presence) -> None:
+        assert presence in MOVES[self.on_device], f"{self.name}: {self.on_device} -> {presence}"
+        self.on_device = presence
+
+    def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
+        """Each parameter's values in a copy of the block."""
+        for member in self.unit.members:
+            values = memory[member.begin : member.begin + member.nbytes].view(member.param.dtype)
+            yield member, values.view(member.param.shape)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tensor that lies in a block, without its memory: where, and what it looks like."""
+
+    block: Block
+    generation: int
+    dtype: torch.dtype
+    begin: int  # its first byte in the block
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def to(cls, block: Block, tensor: Tensor) -> Reference:
+        return cls(
+            block,
+            block.generation,
+            tensor.dtype,
+            int(tensor.storage_offset()) * tensor.element_size(),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor again, in the block's bytes of today."""
+        values = memory[self.begin :]
+        values = values[: values.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        return values.view(self.dtype).as_strided(self.size, self.stride)

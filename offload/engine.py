@@ -1,0 +1,152 @@
+"""A prepared model: its parameters come before they are used and go when there is no room.
+
+Told by the hooks when units run and by autograd what it keeps and wants back. Parameters that
+autograd would keep are kept as references instead, and looked up again in backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.block import Reference
+from offload.errors import StateError
+from offload.hooks import call_in_backward, follow
+from offload.metrics import Metrics
+from offload.pool import Pool
+from offload.residency import Residency
+from offload.store import Store
+from offload.trace import Phase, Trace
+from offload.units import Unit, enclosing
+
+
+class Engine:
+    """Runs one model within a pool and a store."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        pool: Pool,
+        store: Store | None,
+        metrics: Metrics,
+        depth: int = 2,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.units = units
+        self.metrics = metrics
+        self._names = {m.param: m.name for unit in units for m in unit.members}
+        self._unit_of = {m.param: unit for unit in units for m in unit.members}
+        self._pool = pool
+        self._open = 0  # runs of the model and of units that have not ended
+        self._saving: Any = None  # open as long as one of them is
+        trace = Trace(_fingerprint(units), len(units))
+        self.residency = Residency(units, pool, store, trace, self, metrics, depth)
+        kept = enclosing(units)
+        for unit in sorted(units, key=lambda unit: unit.number not in kept):  # at one end of memory
+            self.residency.take_in(self.residency.blocks[unit.number])
+            if unit.number in kept:
+                self.residency.keep(self.residency.blocks[unit.number])
+        self._handles = follow(model, units, self)
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        if self._open == 0:
+            others = _hooks_of_others()
+            # Recomputation counts what is saved, in its own hooks; they must see all of it.
+            if others is None or not _in_backward():
+                pack = partial(self._pack, others and others[0])
+                unpack = partial(self._unpack, others and others[1])
+                self._saving = saved_tensors_hooks(pack, unpack)
+                self._saving.__enter__()
+        self._open += 1
+
+    def leave(self) -> None:
+        self._open -= 1
+        assert self._open >= 0, "a run has ended that had not begun"
+        if self._open == 0 and self._saving is not None:
+            self._saving.__exit__()
+            self._saving = None
+
+    def before_forward(self, unit: Unit) -> None:
+        self.residency.use(unit, self._phase())
+        self.enter()
+
+    def after_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
+        self.leave()
+        self.residency.done(unit)
+        if torch.is_grad_enabled():
+            made = [tensor for tensor in outputs if tensor.grad_fn is not None]
+            if made:
+                call_in_backward(made, lambda: self.residency.visit(unit, Phase.BACKWARD))
+
+    def _phase(self) -> Phase:
+        if _in_backward():  # recomputation
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+
+    # --- what autograd keeps ----------------------------------------------------------------------
+
+    def _pack(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+        block = self.residency.block_of(tensor)
+        if block is not None:
+            return Reference.to(block, tensor)
+        return others(tensor) if others else tensor
+
+    def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
+        if not isinstance(kept, Reference):
+            return others(kept) if others else kept
+        if kept.generation != kept.block.generation:
+            raise StateError(
+                f"{kept.block.name}: its parameters have changed since the forward pass whose "
+                "backward needs them; run the forward pass again"
+            )
+        return kept.view(self.residency.memory_of(kept.block))
+
+    # --- parameters that somebody asks for --------------------------------------------------------
+
+    def name_of(self, param: Tensor) -> str:
+        return self._names[param]  # type: ignore[index]
+
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        if not self._open and not _in_backward():
+            return False
+        units = [self._unit_of[param] for param in params]  # type: ignore[index]
+        with self.residency.using(units):
+            return True
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the model with all its parameters in ordinary memory. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for block in self.residency.blocks:
+            self.residency.give_back(block, torch.empty_like)
+
+
+def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """What somebody else does with saved tensors here: offloads activations, recomputes them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _fingerprint(units: Sequence[Unit]) -> str:
+    """Of the names, shapes and types of all parameters, and of how they are grouped."""
+    lines = [
+        f"{unit.number} {m.name} {tuple(m.param.shape)} {m.param.dtype} {unit.needs}"
+        for unit in units
+        for m in unit.members
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

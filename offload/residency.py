@@ -1,0 +1,345 @@
+"""Which blocks are in memory: what is needed now, and ahead of time what will be.
+
+`use` brings a unit's parameters and keeps them until `done`; `memory_of` brings a block's bytes for
+a moment, wherever somebody turns out to need them. In between the trace says what comes next, the
+scheduler what to fetch and drop, and everything stays within the pool. A block that somebody else
+still holds a view of is never taken away. Any thread; one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from offload.block import Block, Presence
+from offload.errors import CapacityError
+from offload.guard import Owner, guard, unguard
+from offload.metrics import Metrics
+from offload.pool import Pool
+from offload.scheduler import Tier, look_ahead, make_room, next_uses
+from offload.store import Store
+from offload.store.engine import Priority
+from offload.trace import Phase, Trace
+from offload.units import Unit
+
+
+class Residency:
+    """The blocks of one model, in host memory and in the store.
+
+    depth: units ahead of the one in use that are fetched. owner: answers for parameters that are
+    away.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        pool: Pool,
+        store: Store | None,
+        trace: Trace,
+        owner: Owner,
+        metrics: Metrics,
+        depth: int = 2,
+    ) -> None:
+        self.blocks = [Block(unit) for unit in units]
+        self.trace = trace
+        self.depth = depth
+        self._sizes = [block.nbytes for block in self.blocks]
+        self._pool = pool
+        self._store = store
+        self._owner = owner
+        self._metrics = metrics
+        self._current: frozenset[int] = frozenset()  # blocks of the latest use
+        self._by_address: dict[int, Block] = {}
+        self._lock = threading.RLock()
+        self._last_use_s: float | None = None
+        self._waited_s = 0.0  # since the latest use
+
+    # --- what is needed now -----------------------------------------------------------------------
+
+    def use(self, unit: Unit, phase: Phase) -> None:
+        """Bring the parameters of a unit, and keep them until `done`. Nothing is kept when it
+        raises.
+        """
+        with self._lock:
+            self.trace.record(phase, unit.number, self._take_time())
+            needed = [self.blocks[number] for number in unit.needs]
+            for block in needed:
+                block.pins += 1
+            try:
+                self._bring(needed)
+            except BaseException:
+                for block in needed:
+                    block.pins -= 1
+                raise
+
+    def visit(self, unit: Unit, phase: Phase) -> None:
+        """Bring the parameters of a unit for what happens before the next use of any."""
+        self.use(unit, phase)
+        self.done(unit)
+
+    def done(self, unit: Unit) -> None:
+        with self._lock:
+            for number in unit.needs:
+                self.blocks[number].pins -= 1
+                assert self.blocks[number].pins >= 0, f"{unit.name}: done more often than used"
+
+    @contextmanager
+    def using(self, units: Sequence[Unit]) -> Iterator[None]:
+        """All these at once, apart from the order in which the model runs."""
+        needed = [self.blocks[n] for n in sorted({n for unit in units for n in unit.needs})]
+        with self._lock:
+            for block in needed:
+                block.pins += 1
+        try:
+            with self._lock:
+                self._bring(needed)
+            yield
+        finally:
+            with self._lock:
+                for block in needed:
+                    block.pins -= 1
+
+    def memory_of(self, block: Block) -> Tensor:
+        """The block's bytes, which stay as long as the tensor is held."""
+        with self._lock:
+            if block.in_host is not Presence.HERE:
+                block.pins += 1
+                try:
+                    self._fetch(block, Priority.WAITED_FOR)
+                    self._arrive(block)
+                finally:
+                    block.pins -= 1
+            assert block.memory is not None
+            return block.memory.detach()
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """The block that a tensor lies in."""
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def changed(self, block: Block) -> None:
+        """Its values are others now; the store's are old."""
+        with self._lock:
+            self._settle_write(block)
+            block.generation += 1
+            block.is_stored = False
+
+    def _bring(self, needed: Sequence[Block]) -> None:
+        self._current = frozenset(block.number for block in needed)
+        for block in needed:
+            if block.in_host is Presence.AWAY:
+                self._metrics.count("parameter_misses")
+                self._fetch(block, Priority.WAITED_FOR)
+            elif not block.is_attached:
+                self._metrics.count("parameter_hits")
+        self._fetch_ahead()
+        for block in needed:
+            self._arrive(block)
+            self._attach(block)
+
+    def _take_time(self) -> float | None:
+        """Seconds since the latest use, without those that somebody waited."""
+        now_s, last_s, waited_s = time.perf_counter(), self._last_use_s, self._waited_s
+        self._last_use_s, self._waited_s = now_s, 0.0
+        return None if last_s is None else max(0.0, now_s - last_s - waited_s)
+
+    # --- what will be needed ----------------------------------------------------------------------
+
+    def _uses(self) -> dict[int, int]:
+        ahead = (
+            number for use in self.trace.ahead() for number in self.blocks[use.unit].unit.needs
+        )
+        return next_uses(ahead, len(self.blocks))
+
+    def _fetch_ahead(self) -> None:
+        moves = look_ahead(self._tier(), self._uses(), self.depth)
+        for number in moves.drop:
+            if not self._drop(self.blocks[number]):
+                return
+        for number in moves.fetch:
+            try:
+                self._fetch(self.blocks[number], Priority.PREFETCH, may_drop=False)
+            except CapacityError:  # free, but not in one piece
+                self._metrics.count("prefetches_without_room")
+                return
+
+    def _tier(self) -> Tier:
+        held = {b.number for b in self.blocks if b.in_host is not Presence.AWAY}
+        pinned = {n for n in held if not self._may_go(self.blocks[n])}
+        stats = self._pool.stats()
+        free = stats.capacity_bytes - stats.used_bytes
+        budget = free + sum(self._sizes[number] for number in held)
+        return Tier(self._sizes, budget, held, pinned)
+
+    def _may_go(self, block: Block) -> bool:
+        if block.pins or block.number in self._current or block.in_host is not Presence.HERE:
+            return False
+        return not self._is_held_elsewhere(block)
+
+    def _is_held_elsewhere(self, block: Block) -> bool:
+        if block.memory is None:
+            return False
+        own = 1 + (len(block.unit.members) if block.is_attached else 0)
+        return _holders(block.memory) > own
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def _fetch(self, block: Block, priority: Priority, may_drop: bool = True) -> None:
+        """Start a block's way into host memory, unless it is there or under way."""
+        if block.in_host is not Presence.AWAY:
+            return
+        memory = self._room_for(block, may_drop)
+        if block.nbytes:
+            assert self._store is not None and block.is_stored, f"{block.name}: nowhere"
+            block.reading = self._store.read(_key(block), memory, priority)
+        self._take_place(block, memory)
+        block.move_in_host(Presence.COMING)
+
+    def _take_place(self, block: Block, memory: Tensor) -> None:
+        block.memory = memory
+        if block.nbytes:
+            self._by_address[memory.data_ptr()] = block
+
+    def _room_for(self, block: Block, may_drop: bool) -> Tensor:
+        """Host memory for a block; others go for it if they must."""
+        while True:
+            try:
+                with self._pool.lease(block.nbytes, what=block.name) as lease:
+                    return lease.tensor()
+            except CapacityError:
+                if not may_drop or not self._drop_farthest(block.nbytes):
+                    raise
+
+    def make_room(self, nbytes: int) -> bool:
+        """Drop the block that is needed latest, for something else; whether one has gone."""
+        with self._lock:
+            return self._drop_farthest(nbytes)
+
+    def _drop_farthest(self, nbytes: int) -> bool:
+        tier = self._tier()
+        chosen = make_room(tier, self._uses(), tier.free_bytes + 1)
+        for number in chosen or ():
+            if self._drop(self.blocks[number]):
+                return True
+        for block in self.blocks:  # what was fetched ahead, or was in use until now
+            if block.in_host is Presence.COMING and not block.pins:
+                self._arrive(block)
+            if block.in_host is Presence.HERE and not block.pins and self._drop(block):
+                return True
+        return False
+
+    def _arrive(self, block: Block) -> None:
+        """Wait until the block is in host memory."""
+        if block.in_host is not Presence.COMING:
+            return
+        begin_s = time.perf_counter()
+        try:
+            if block.reading is not None:
+                with self._metrics.span("parameter read"):
+                    block.reading.wait()
+        except BaseException:
+            self._forget_memory(block)
+            raise
+        finally:
+            block.reading = None
+            self._waited_s += time.perf_counter() - begin_s
+        block.move_in_host(Presence.HERE)
+
+    def _attach(self, block: Block) -> None:
+        """Let the parameters be seen with their values."""
+        if not block.is_attached:
+            assert block.memory is not None
+            for member, values in block.views(block.memory):
+                unguard(member.param, values)
+            block.is_attached = True
+
+    def _detach(self, block: Block) -> None:
+        for member in block.unit.members:
+            guard(member.param, self._owner)
+        block.is_attached = False
+
+    def _drop(self, block: Block) -> bool:
+        """Take a block out of host memory, unless somebody else holds a view of it."""
+        if block.pins or self._is_held_elsewhere(block):
+            return False
+        self._save(block)
+        self._settle_write(block)
+        self._detach(block)
+        self._forget_memory(block)
+        self._metrics.count("parameter_drops")
+        return True
+
+    def _forget_memory(self, block: Block) -> None:
+        if block.memory is not None and block.nbytes:
+            del self._by_address[block.memory.data_ptr()]
+        block.memory = None
+        block.move_in_host(Presence.AWAY)
+
+    def save(self, block: Block) -> None:
+        """Start the way of a block's values to the store, unless it has them."""
+        with self._lock:
+            self._save(block)
+
+    def _save(self, block: Block) -> None:
+        if block.is_stored or block.writing is not None or not block.nbytes:
+            return
+        if self._store is None:
+            raise CapacityError(
+                f"{block.name}: does not fit in host memory beside the others; raise host_memory, "
+                "or give nvme=... a directory on a fast drive"
+            )
+        assert block.memory is not None
+        block.writing = self._store.write(_key(block), block.memory)
+
+    def _settle_write(self, block: Block) -> None:
+        ticket, block.writing = block.writing, None
+        if ticket is not None:
+            with self._metrics.span("parameter write"):
+                ticket.wait()
+            block.is_stored = True
+
+    # --- beginning and end ------------------------------------------------------------------------
+
+    def take_in(self, block: Block) -> None:
+        """Make the parameters' present values the block's own."""
+        with self._lock:
+            memory = self._room_for(block, may_drop=True)
+            for member, values in block.views(memory):
+                values.copy_(member.param.detach())
+            self._take_place(block, memory)
+            block.move_in_host(Presence.HERE)
+            self._attach(block)
+
+    def keep(self, block: Block) -> None:
+        """Never let it go."""
+        with self._lock:
+            block.pins += 1
+
+    def give_back(self, block: Block, make: Callable[[Tensor], Tensor]) -> None:
+        """Leave the parameters with values of their own, in memory like theirs that `make` gives.
+        The block is empty then. Nothing where it was done before.
+        """
+        with self._lock:
+            if block.in_host is Presence.AWAY and not block.is_stored:
+                return
+            memory = self.memory_of(block)
+            for member, values in block.views(memory):
+                unguard(member.param, make(values).copy_(values))
+            self._settle_write(block)
+            block.is_attached = block.is_stored = False
+            del memory
+            self._forget_memory(block)
+
+
+def _holders(memory: Tensor) -> int:
+    """How many tensors share the memory, `memory` itself included."""
+    storage = memory.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage` itself
+
+
+def _key(block: Block) -> str:
+    return f"parameters {block.number}: {block.name}"

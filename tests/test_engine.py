@@ -1,0 +1,231 @@
+"""A model within a budget: the same losses and gradients to the bit, whatever runs in whatever
+order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from preparelib import MODELS, batch, loss_of, make
+from torch import nn
+
+from offload import units
+from offload.budget import Budget
+from offload.engine import Engine
+from offload.errors import StateError
+from offload.guard import is_guarded
+from offload.metrics import Metrics
+from offload.pool import Pool
+from offload.store import DiskStore, MemoryStore
+from offload.units import enclosing, find_units
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "LARGE_BYTES", 2048)
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, share: float, folder: Path | None = None, depth: int = 2
+) -> Iterator[Engine]:
+    """The model with host memory for a share of its parameters; 0: the least that works."""
+    found = find_units(model)
+    sizes = [unit.nbytes for unit in found]
+    pages = [-(-max(size, 1) // 4096) * 4096 for size in sizes]
+    kept = enclosing(found)
+    least = sum(pages[n] for n in kept) + max(
+        sum(pages[n] for n in unit.needs if n not in kept) for unit in found
+    )
+    budget = max(least, int(share * sum(pages)) // 4096 * 4096)
+    pool = Pool(budget, budget=Budget())
+    room = 4 * sum(pages)
+    store = MemoryStore(room) if folder is None else DiskStore([folder], room)
+    engine = Engine(model, found, pool, store, Metrics(), depth)
+    try:
+        yield engine
+        assert pool.stats().peak_bytes <= budget
+    finally:
+        engine.close()
+        store.close()
+        pool.close()
+
+
+def nothing_is_used(engine: Engine) -> bool:
+    kept = enclosing(engine.units)
+    return all(b.pins == (b.number in kept) for b in engine.residency.blocks)
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert (p.grad is None) is (q.grad is None), name
+        if p.grad is not None:
+            assert torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 1.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_plain_model(name: str, share: float) -> None:
+    plain, ours = make(name), make(name)
+    with prepared(ours, share) as engine:
+        for step in range(4):
+            losses = []
+            for model in (plain, ours):
+                torch.manual_seed(step)  # dropout
+                for micro in range(1 + step % 2):
+                    loss = loss_of(model, batch(10 * step + micro))
+                    loss.backward()
+                losses.append(loss.detach())
+            assert torch.equal(*losses)
+            assert_same(ours, plain)
+            plain.zero_grad()
+            ours.zero_grad()
+            for model in (plain, ours):
+                model.eval()
+            with torch.no_grad():
+                assert torch.equal(plain(batch(step)), ours(batch(step)))
+            for model in (plain, ours):
+                model.train()
+        assert nothing_is_used(engine)
+        for p, q in zip(plain.buffers(), ours.buffers(), strict=True):
+            assert torch.equal(p, q)
+    assert not any(is_guarded(p) for p in ours.parameters())
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_from_disk(tmp_path: Path) -> None:
+    plain, ours = make("gpt"), make("gpt")
+    with prepared(ours, 0.5, tmp_path) as engine:
+        for step in range(3):
+            for model in (plain, ours):
+                loss_of(model, batch(step)).backward()
+        assert_same(ours, plain)
+        counts = engine.metrics.snapshot().counts
+        assert counts["parameter_hits"] > counts["parameter_misses"] > 0
+
+
+def test_a_known_order_never_waits_for_a_block_that_nobody_has_asked_for() -> None:
+    model = make("gpt")
+    with prepared(model, 0.7) as engine:
+        for step in range(6):
+            before = engine.metrics.snapshot().counts.get("parameter_misses", 0)
+            loss_of(model, batch(step)).backward()
+            missed = engine.metrics.snapshot().counts.get("parameter_misses", 0) - before
+        assert missed == 0
+
+
+def test_what_is_away_is_refused_outside_a_run() -> None:
+    model = make("gpt")
+    with prepared(model, 0.3):
+        loss_of(model, batch(0)).backward()
+        away = [p for p in model.parameters() if is_guarded(p)]
+        assert away
+        with pytest.raises(StateError, match=r"offload\.resident"):
+            away[0].norm()
+
+
+def test_an_exception_leaves_everything_consistent() -> None:
+    plain, ours = make("gpt"), make("gpt")
+
+    def fail(*_: object) -> None:
+        raise ValueError("in the middle")
+
+    with prepared(ours, 0.4) as engine:
+        for module in ("layers.2", "layers.1.up", "norm"):
+            handle = ours.get_submodule(module).register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="in the middle"):
+                loss_of(ours, batch(0))
+            handle.remove()
+            assert nothing_is_used(engine)
+        loss = loss_of(ours, batch(0))
+        handle = ours.get_submodule("layers.1").register_full_backward_hook(fail)
+        handle.remove()
+        hook = ours.layers[1].up.weight.register_hook(fail)  # in the middle of backward
+        with pytest.raises(ValueError, match="in the middle"):
+            loss.backward()
+        hook.remove()
+        ours.zero_grad()
+        for model in (plain, ours):
+            loss_of(model, batch(1)).backward()
+        assert_same(ours, plain)
+
+
+def test_a_graph_that_is_forgotten_keeps_nothing() -> None:
+    model = make("gpt")
+    with prepared(model, 0.0) as engine:
+        for step in range(5):
+            loss_of(model, batch(step))  # never a backward
+        gc.collect()
+        held = sum(b.nbytes for b in engine.residency.blocks if b.memory is not None)
+        assert held < sum(b.nbytes for b in engine.residency.blocks)
+
+
+def test_a_view_that_escapes_is_not_pulled_away() -> None:
+    model = make("gpt")
+    with prepared(model, 0.5) as engine, torch.no_grad():
+        kept = []
+        hook = model.layers[0].register_forward_hook(
+            lambda module, *_: kept.append(module.up.weight.t().detach())
+        )
+        model(batch(0))
+        hook.remove()
+        before = kept[0].clone()
+        for step in range(4):
+            model(batch(step))
+        assert torch.equal(kept[0], before)
+        assert engine.residency.blocks[engine.units[1].number] is not None
+
+
+ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(["gpt", "branches", "experts", "thrice", "around", "inside_reentrant"]),
+    share=st.sampled_from([0.0, 0.3, 0.6]),
+    depth=st.integers(0, 4),
+    acts=st.lists(ACTS, min_size=1, max_size=12),
+)
+def test_any_order(name: str, share: float, depth: int, acts: list[str]) -> None:
+    plain, ours = make(name), make(name)
+    waiting: list[list[torch.Tensor]] = []
+    with prepared(ours, share, depth=depth) as engine:
+        for number, act in enumerate(acts):
+            tokens = batch(number)
+            if act in ("train", "forward"):
+                waiting.append([loss_of(model, tokens) for model in (plain, ours)])
+                assert torch.equal(*waiting[-1])
+            if act in ("train", "backward") and waiting:
+                for loss in waiting.pop():
+                    loss.backward()
+                assert_same(ours, plain)
+            if act == "evaluate":
+                with torch.no_grad():
+                    assert torch.equal(plain(tokens), ours(tokens))
+            if act == "fail":
+                with pytest.raises((IndexError, RuntimeError)):
+                    ours(tokens + 1000)
+                if name == "branches":  # has drawn, or not
+                    ours.draw.set_state(plain.draw.get_state())
+            if act == "layer":
+                x = torch.ones(1, 2, 16, requires_grad=True)
+                first = "experts" if name == "experts" else "layers"
+                for model in (plain, ours):
+                    getattr(model, first)[1](x).sum().backward()
+                assert_same(ours, plain)
+            if act == "touch":
+                away = [p for p in ours.parameters() if is_guarded(p)]
+                for param in away[:2]:
+                    with pytest.raises(StateError):
+                        param.sum()
+        assert nothing_is_used(engine)
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q)
