@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.block import Reference
 from offload.errors import StateError
-from offload.hooks import call_in_backward, follow
+from offload.gradients import Gradients
+from offload.hooks import call_in_backward, follow, watch_gradients
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.residency import Residency
@@ -46,6 +47,8 @@ class Engine:
         self._pool = pool
         self._open = 0  # runs of the model and of units that have not ended
         self._saving: Any = None  # open as long as one of them is
+        trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
+        self.gradients = Gradients(trained, pool, metrics)
         trace = Trace(_fingerprint(units), len(units))
         self.residency = Residency(units, pool, store, trace, self, metrics, depth)
         kept = enclosing(units)
@@ -54,6 +57,7 @@ class Engine:
             if unit.number in kept:
                 self.residency.keep(self.residency.blocks[unit.number])
         self._handles = follow(model, units, self)
+        self._handles += watch_gradients(trained, self.gradients.arrived)
 
     # --- runs -------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Guarded(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         guarded = list(_guarded_in((args, kwargs or {})))
         if func in _answers():
-            return _answers()[func](guarded[0])
+            return _answers()[func](*args, **(kwargs or {}))
         _bring_all(guarded, func)
         # Their class is the ordinary one again.
         return func(*args, **(kwargs or {}))
@@ -178,10 +178,12 @@ def _harmless() -> frozenset[Any]:
 
 
 @cache
-def _answers() -> dict[Any, Callable[[Tensor], Any]]:
+def _answers() -> dict[Any, Callable[..., Any]]:
     """What the owner knows better than the parameter that is away."""
-    answers: dict[Any, Callable[[Tensor], Any]] = {
-        Tensor.device.__get__: lambda param: _owner(param).device,
+    answers: dict[Any, Callable[..., Any]] = {
+        Tensor.device.__get__: lambda param, _=None: _owner(param).device,
+        Tensor.stride: _stride,
+        Tensor.is_contiguous: lambda param, **_: True,
         Tensor.get_device: lambda param: _index(_owner(param).device),
         Tensor.__repr__: _describe,
         Tensor.__str__: _describe,
@@ -192,7 +194,13 @@ def _answers() -> dict[Any, Callable[[Tensor], Any]]:
     return answers
 
 
-def _is_on(kind: str, param: Tensor) -> bool:
+def _stride(param: Tensor, dim: int | None = None) -> Any:
+    """As it is where the values are: one row behind the other."""
+    strides = torch.empty(param.shape, device="meta").stride()
+    return strides if dim is None else strides[dim]
+
+
+def _is_on(kind: str, param: Tensor, _: object = None) -> bool:
     return _owner(param).device.type == kind
 
 
@@ -209,6 +217,6 @@ def _nowhere(dtype: torch.dtype) -> Tensor:
     return torch.full((), torch.iinfo(dtype).min, dtype=dtype)
 
 
-def _describe(param: Tensor) -> str:
+def _describe(param: Tensor, *_: object, **__: object) -> str:
     name, shape = _owner(param).name_of(param), tuple(param.shape)
     return f"Parameter {name} {shape} {param.dtype}, not in memory"

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from offload.block import Block, Presence
 from offload.errors import CapacityError
 from offload.guard import Owner, guard, unguard
+from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.scheduler import Tier, look_ahead, make_room, next_uses
@@ -184,7 +184,7 @@ class Residency:
         if block.memory is None:
             return False
         own = 1 + (len(block.unit.members) if block.is_attached else 0)
-        return _holders(block.memory) > own
+        return holders(block.memory) > own
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -211,15 +211,10 @@ class Residency:
                 with self._pool.lease(block.nbytes, what=block.name) as lease:
                     return lease.tensor()
             except CapacityError:
-                if not may_drop or not self._drop_farthest(block.nbytes):
+                if not may_drop or not self._drop_farthest():
                     raise
 
-    def make_room(self, nbytes: int) -> bool:
-        """Drop the block that is needed latest, for something else; whether one has gone."""
-        with self._lock:
-            return self._drop_farthest(nbytes)
-
-    def _drop_farthest(self, nbytes: int) -> bool:
+    def _drop_farthest(self) -> bool:
         tier = self._tier()
         chosen = make_room(tier, self._uses(), tier.free_bytes + 1)
         for number in chosen or ():
@@ -333,12 +328,6 @@ class Residency:
             block.is_attached = block.is_stored = False
             del memory
             self._forget_memory(block)
-
-
-def _holders(memory: Tensor) -> int:
-    """How many tensors share the memory, `memory` itself included."""
-    storage = memory.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage` itself
 
 
 def _key(block: Block) -> str:

@@ -20,6 +20,7 @@ from offload import units
 from offload.budget import Budget
 from offload.engine import Engine
 from offload.errors import StateError
+from offload.gradients import gradient_bytes
 from offload.guard import is_guarded
 from offload.metrics import Metrics
 from offload.pool import Pool
@@ -44,7 +45,8 @@ def prepared(
     least = sum(pages[n] for n in kept) + max(
         sum(pages[n] for n in unit.needs if n not in kept) for unit in found
     )
-    budget = max(least, int(share * sum(pages)) // 4096 * 4096)
+    gradients = -(-gradient_bytes(dict(enumerate(model.parameters()))) // 4096) * 4096
+    budget = gradients + max(least, int(share * sum(pages)) // 4096 * 4096)
     pool = Pool(budget, budget=Budget())
     room = 4 * sum(pages)
     store = MemoryStore(room) if folder is None else DiskStore([folder], room)
@@ -52,6 +54,7 @@ def prepared(
     try:
         yield engine
         assert pool.stats().peak_bytes <= budget
+        assert not engine.metrics.snapshot().fallbacks
     finally:
         engine.close()
         store.close()
@@ -108,6 +111,7 @@ def test_from_disk(tmp_path: Path) -> None:
             for model in (plain, ours):
                 loss_of(model, batch(step)).backward()
         assert_same(ours, plain)
+        assert all(engine._pool.has(p.grad.data_ptr()) for p in ours.parameters())
         counts = engine.metrics.snapshot().counts
         assert counts["parameter_hits"] > counts["parameter_misses"] > 0
 
@@ -182,6 +186,25 @@ def test_a_view_that_escapes_is_not_pulled_away() -> None:
             model(batch(step))
         assert torch.equal(kept[0], before)
         assert engine.residency.blocks[engine.units[1].number] is not None
+
+
+def test_a_gradient_belongs_to_whoever_holds_it() -> None:
+    plain, ours = make("gpt"), make("gpt")
+    with prepared(ours, 0.5) as engine:
+        held = []
+        for step in range(3):
+            for model in (plain, ours):
+                model.zero_grad()
+                loss_of(model, batch(step)).backward()
+            assert_same(ours, plain)
+            held.append((ours.norm.weight.grad, plain.norm.weight.grad))
+            if step == 1:  # one that is not held
+                held.pop(0)
+        for a, b in held:
+            assert torch.equal(a, b)
+        outside = engine.metrics.snapshot().counts["gradients_outside_of_their_place"]
+        assert outside == 1
+        ours.zero_grad()
 
 
 ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])

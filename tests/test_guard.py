@@ -50,6 +50,7 @@ def test_what_it_is_stays_known() -> None:
     assert param.numel() == 12 and param.dim() == param.ndim == 2 and param.nbytes == 48
     assert param.dtype == torch.float32 and param.is_floating_point() and param.element_size() == 4
     assert param.device == torch.device("cpu") and param.is_cpu and not param.is_cuda
+    assert param.stride() == (4, 1) and param.stride(0) == 4 and param.is_contiguous()
     assert param.requires_grad and param.is_leaf and param.grad is None
     assert {param: 1}[param] == 1
     assert "layer.weight (3, 4) torch.float32, not in memory" in f"{param} {param!r}"

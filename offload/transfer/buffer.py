@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
+from offload.holders import holders
 from offload.ticket import Ticket
 from offload.transfer.checks import on
 
@@ -104,7 +105,7 @@ class _Loan:
         memory, self.memory = self.memory, None
         if memory is None:
             return True
-        escaped = _holders(memory) > 1
+        escaped = holders(memory) > 1
         for stream in self.users:
             self.up.wait_event(stream.record_event())
             if escaped:
@@ -182,9 +183,3 @@ class DeviceBuffer:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-
-def _holders(memory: Tensor) -> int:
-    """How many tensors share the memory, `memory` itself included."""
-    storage = memory.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself

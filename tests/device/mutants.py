@@ -53,7 +53,7 @@ BY_HAND = [
     ),
     ("device.py", "[stream.record_event() for stream in users]", "[]", "a refill before the use"),
     ("buffer.py", "self._filled = event", "self.__dict__.setdefault('x', 0)", "no fill is noted"),
-    ("buffer.py", "_holders(memory) > 1", "_holders(memory) > 2", "one view passes unnoticed"),
+    ("buffer.py", "holders(memory) > 1", "holders(memory) > 2", "one view passes unnoticed"),
     ("buffer.py", "return memory.detach()", "return memory", "the buffer's own tensor is no view"),
     ("buffer.py", "self._loan.users.append(stream)", "pass", "users are not noted"),
 ]
