@@ -20,7 +20,6 @@ from gpt import GPT, batches
 import offload
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
-CAUSES = {"update": "update", "disk read": "waits for reads", "disk write": "waits for writes"}
 
 
 def train_step(
@@ -53,8 +52,8 @@ def draw(
         middle.plot([s * 1e3 for s in values], label=name)
     middle.set(xlabel="step", ylabel="ms", title="optimizer.step()", ylim=(0, None))
     middle.legend()
-    steps = told.counts["steps"]
-    right.barh(list(CAUSES.values()), [told.seconds.get(c, 0) / steps * 1e3 for c in CAUSES])
+    each_ms = {cause: s / told.steps * 1e3 for cause, s in told.total.seconds.items() if s}
+    right.barh(list(each_ms), list(each_ms.values()))
     right.set(xlabel="ms a step", title="where the time of step() goes")
     right.invert_yaxis()
     figure.tight_layout()
@@ -94,7 +93,7 @@ def main() -> int:
         for values, value in zip(seconds.values(), (update_s, torch_s), strict=True):
             values.append(value)
         rate = 2 * step * batch[:, 1:].numel() / (time.perf_counter() - begin)
-        moved = offload.report(wrapped).last_disk_bytes[1] / 2**20
+        moved = offload.report(wrapped).last.moved["disk_written_bytes"] / 2**20
         line = f"step {step}/{options.steps}  loss {loss:.3f}  {rate:.0f} tokens/s  step() "
         line += f"{update_s * 1e3:.0f} ms ({torch_s * 1e3:.0f} in memory)  disk {moved:.0f} MiB"
         print(f"\r{line}   " if sys.stdout.isatty() else line, end=end, flush=True)

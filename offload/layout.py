@@ -31,6 +31,14 @@ class ParamSpec:
     fields: tuple[str, ...]
     device_bytes: int = 0
 
+    def touched_bytes(self, grad_bytes: int | None = None) -> int:
+        """Host memory that one update reads and writes: the gradient is read, state and parameter
+        also written. grad_bytes: of an element; None: as the parameter's.
+        """
+        own = ELEMENT_BYTES // 2 if MASTER in self.fields else ELEMENT_BYTES
+        grad = own if grad_bytes is None else grad_bytes
+        return self.numel * (2 * (ELEMENT_BYTES * len(self.fields) + own) + grad)
+
     @property
     def state_bytes(self) -> int:
         return self.numel * len(self.fields) * ELEMENT_BYTES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from offload.config import format_size
 from offload.errors import CapacityError
-from offload.layout import CHUNK_NUMEL, ELEMENT_BYTES, Chunk, ParamSpec, Slice, lay_out
+from offload.layout import CHUNK_NUMEL, Chunk, ParamSpec, Slice, lay_out
 
 BUFFERS = 6  # chunks under way: some being read, one updated, some written
 LEAST_BUFFERS = 2
@@ -29,7 +29,29 @@ class Speeds:
     """Bytes a second, as measured; None: not known."""
 
     disk_bytes_per_s: float | None = None  # reads and writes together
-    update_bytes_per_s: float | None = None  # of the update kernel, over all it reads and writes
+    update_bytes_per_s: float | None = None  # of the update, over all that it reads and writes
+
+    def best(self, other: Speeds) -> Speeds:
+        """The higher of each; what is known of one that is."""
+        return Speeds(
+            max(self.disk_bytes_per_s or 0.0, other.disk_bytes_per_s or 0.0) or None,
+            max(self.update_bytes_per_s or 0.0, other.update_bytes_per_s or 0.0) or None,
+        )
+
+    def least_s(self, disk_bytes: int, updated_bytes: int) -> dict[str, float] | None:
+        """Seconds that each of disk and update needs at least. They run together, so the larger is
+        the ceiling of a step. None where a speed is missing, or there is nothing to do.
+        """
+        parts = {}
+        for name, nbytes, speed in (
+            ("disk", disk_bytes, self.disk_bytes_per_s),
+            ("update", updated_bytes, self.update_bytes_per_s),
+        ):
+            if nbytes and speed is None:
+                return None
+            if nbytes and speed is not None:
+                parts[name] = nbytes / speed
+        return parts or None
 
 
 UNKNOWN = Speeds()
@@ -101,17 +123,28 @@ class Plan:
         return self.disk_bytes
 
     @property
+    def step_updated_bytes(self) -> int:
+        """Host memory that the update of all parameters reads and writes."""
+        return sum(param.touched_bytes() for param in self.params)
+
+    @property
     def predicted_step_s(self) -> float | None:
-        """Seconds of one `step()`: the slower of disk and update, which run together."""
-        speeds, parts = self.speeds, []
-        if self.disk_bytes:
-            if speeds.disk_bytes_per_s is None:
-                return None
-            parts.append((self.step_read_bytes + self.step_written_bytes) / speeds.disk_bytes_per_s)
-        if speeds.update_bytes_per_s is None:
+        """Seconds of one `step()`: the slower of disk and update, which run together. None where
+        their speeds are not known, or copies to a device take part, whose speed is not.
+        """
+        parts = self._least_s()
+        return max(parts.values()) if parts else None
+
+    def _least_s(self) -> dict[str, float] | None:
+        if self.desks:
             return None
-        touched = 2 * self.state_bytes + 3 * ELEMENT_BYTES * self.numel
-        return max([*parts, touched / speeds.update_bytes_per_s])
+        moved = self.step_read_bytes + self.step_written_bytes
+        return self.speeds.least_s(moved, self.step_updated_bytes)
+
+    @property
+    def fits_without_us(self) -> bool:
+        """Whether plain torch would do: parameters and state are in host memory anyway."""
+        return not self.disk_bytes and not self.desks
 
     def endurance_share(
         self, steps: int = STEPS_OF_INTEREST, rated_tb: float = RATED_TERABYTES_WRITTEN
@@ -126,28 +159,47 @@ class Plan:
             ("optimizer state", f"{size(self.state_bytes)} in {len(self.chunks)} chunks"),
             ("  in host memory", f"{size(self.resident_bytes)} in {len(self.resident)} chunks"),
             ("  on disk", size(self.disk_bytes)),
-            ("buffers", f"{self.buffers} of {size(self.buffer_bytes)}" if self.buffers else "none"),
+            *self._buffer_row(),
             *self._desk_row(),
-            ("host memory taken", f"{size(self.arena_bytes)} of {self._budget()}"),
+            ("host memory taken", self._taken()),
         ]
         if self.disk_bytes:
-            written = self.step_written_bytes
+            written, worn = self.step_written_bytes, 100 * self.endurance_share()
             rows += [
                 ("disk space taken", size(self.disk_capacity_bytes)),
                 ("moved each step", f"{size(self.step_read_bytes)} read, {size(written)} written"),
                 (
                     f"{STEPS_OF_INTEREST:,} steps write",
-                    f"{written * STEPS_OF_INTEREST / 1e12:.1f} TB: {self.endurance_share():.1%} of "
-                    f"a drive rated for {RATED_TERABYTES_WRITTEN:.0f} TB",
+                    f"{written * STEPS_OF_INTEREST / 1e12:.3g} TB: {worn:.2g} % of "
+                    f"what a drive rated for {RATED_TERABYTES_WRITTEN:.0f} TB can take",
                 ),
             ]
-        else:
-            rows.append(("verdict", "fits in host memory; nothing goes to disk"))
-        predicted = self.predicted_step_s
-        seconds = "not predicted: no speeds measured" if predicted is None else f"{predicted:.3g} s"
-        rows.append(("step()", seconds))
+        rows += [("verdict", self._verdict()), ("step()", self._prediction())]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _verdict(self) -> str:
+        if self.fits_without_us:
+            return "fits without offload: parameters and state are in host memory anyway"
+        if not self.disk_bytes:
+            return "all state fits in host memory; nothing goes to disk"
+        return f"{self.disk_bytes / self.state_bytes:.0%} of the state is on disk"
+
+    def _prediction(self) -> str:
+        parts, speeds = self._least_s(), self.speeds
+        if parts is None:
+            if self.desks:
+                return "not predicted: the speed of copies to and from a device is not known"
+            return "not predicted: no speeds known; measure=True finds them out in a second or two"
+        rates = {"disk": speeds.disk_bytes_per_s, "update": speeds.update_bytes_per_s}
+        each = [f"{n} {s:.3g} s at {(rates[n] or 0.0) / 1e9:.3g} GB/s" for n, s in parts.items()]
+        return f"{max(parts.values()):.3g} s at best: {', '.join(each)}"
+
+    def _buffer_row(self) -> list[tuple[str, str]]:
+        if not self.buffers:
+            return []
+        each = format_size(self.buffer_bytes)
+        return [("buffers", f"{self.buffers} of {each}, for chunks on their way from and to disk")]
 
     def _desk_row(self) -> list[tuple[str, str]]:
         if not self.desks:
@@ -160,8 +212,18 @@ class Plan:
             ("gradients come", homes),
         ]
 
-    def _budget(self) -> str:
-        return "no limit" if self.host_memory_bytes is None else format_size(self.host_memory_bytes)
+    def _taken(self) -> str:
+        parts = {
+            "state": self.resident_bytes,
+            "buffers": self.buffers * self.buffer_bytes,
+            "desks": self.desks * self.desk_bytes,
+            "gradients": self.homes_bytes,
+        }
+        each = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n)
+        allowed = "without limit"
+        if self.host_memory_bytes is not None:
+            allowed = f"of {format_size(self.host_memory_bytes)} allowed"
+        return f"{format_size(self.arena_bytes)} {allowed}" + (f": {each}" if each else "")
 
 
 def make_plan(
@@ -308,8 +370,8 @@ def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Pl
             f"{LEAST_BUFFERS} buffers of {format_size(largest)} ({largest} bytes)"
             + (f" and {desks} desks of {format_size(desk)}" if desks else "")
             + (f" and gradients of {format_size(homes)}" if homes else "")
-            + f" that the update needs; the least that works is {LEAST_BUFFERS * largest + fixed} "
-            "bytes"
+            + " that the update needs; the least that works is "
+            f"{min(LEAST_BUFFERS * largest + fixed, whole.arena_bytes)} bytes"
         )
     free, resident = budget - buffers * largest - fixed, set()
     for chunk in chunks:

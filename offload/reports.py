@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from offload.config import format_size
-from offload.planner import Plan
+from offload.errors import ConfigError
+from offload.metrics import MOST_EVENTS, OTHER, Snapshot
+from offload.planner import Plan, Speeds
+from offload.timeline import Event, to_chrome, whole_steps
+
+# Bytes by tier and direction: the counter, and what people read.
+MOVES = {
+    "disk_read_bytes": "read from disk",
+    "disk_written_bytes": "written to disk",
+    "device_to_host_bytes": "copied from device to host",
+    "host_to_device_bytes": "copied from host to device",
+    "updated_bytes": "read and written by the update",
+}
+# Causes of a step's seconds. All are there, also those that took none; others come behind.
+CAUSES = {
+    "disk read": "waits for disk reads",
+    "disk write": "waits for disk writes",
+    "device copy": "waits for device copies",
+    "gradient norm": "gradient norm",
+    "update": "update",
+    OTHER: "other",
+}
+
+
+_SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
 
 
 class Writer(Protocol):
@@ -16,42 +47,106 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True)
+class Account:
+    """What some steps have moved, in bytes, and where their time went; the seconds add up to the
+    time in `step()`. ceiling_s: the least that the measured speeds allow; None: not known.
+    """
+
+    counts: Mapping[str, int]
+    seconds: dict[str, float]
+    ceiling_s: float | None
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, speeds: Speeds) -> Account:
+        counts = dict(snapshot.counts)
+        seconds = {cause: snapshot.seconds.get(cause, 0.0) for cause in CAUSES}
+        seconds.update(snapshot.seconds)
+        disk = counts.get("disk_read_bytes", 0) + counts.get("disk_written_bytes", 0)
+        parts = speeds.least_s(disk, counts.get("updated_bytes", 0))
+        return cls(counts, seconds, max(parts.values()) if parts else None)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def share_of_ceiling(self) -> float | None:
+        """1 is as fast as the slower of disk and update could be alone."""
+        return self.ceiling_s / self.step_s if self.ceiling_s and self.step_s else None
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes by tier and direction."""
+        return {name: self.counts.get(name, 0) for name in MOVES}
+
+    def to_dict(self) -> dict[str, float]:
+        known = {"ceiling_seconds": self.ceiling_s, "share_of_ceiling": self.share_of_ceiling}
+        return {
+            **self.moved,
+            "step_seconds": self.step_s,
+            **{f"seconds/{_key(cause)}": value for cause, value in self.seconds.items()},
+            **{name: value for name, value in known.items() if value is not None},
+        }
+
+
+@dataclass(frozen=True)
 class Report:
-    """A snapshot. `str()` is for people, `to_dict()` for machines. Bytes are (read, written)."""
+    """A snapshot. `str()` is for people, `to_dict()` for machines, `save_trace()` for a timeline.
+
+    Bytes of `total` are all since the optimizer was wrapped, its seconds those of all steps;
+    `outside` has seconds that were waited elsewhere, for a `state_dict()` say. speeds: the best of
+    this run, or of the probe before it (`measure=True`); the ceiling is computed from them.
+    """
 
     plan: Plan
-    counts: dict[str, int]
-    seconds: dict[str, float]  # by what was done or waited for, over all steps
-    last_seconds: dict[str, float]  # of the last step
+    total: Account
+    last: Account  # the last step
+    outside: dict[str, float]
+    speeds: Speeds
     fallbacks: dict[str, str]
     disk_engine: str | None
-    disk_bytes: tuple[int, int]
-    last_disk_bytes: tuple[int, int]
     host_peak_bytes: int
+    events: list[Event] = field(repr=False)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.total.counts
+
+    @property
+    def steps(self) -> int:
+        return self.counts.get("steps", 0)
 
     @property
     def disk_read_bytes(self) -> int:
-        return self.disk_bytes[0]
+        return self.total.moved["disk_read_bytes"]
 
     @property
     def disk_written_bytes(self) -> int:
-        return self.disk_bytes[1]
+        """The wear of the drives."""
+        return self.total.moved["disk_written_bytes"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat numbers and texts, ready for a logger."""
+        """Flat numbers and texts, for a logger or for JSON. What is not known is not there."""
+        speeds = {
+            "speed/disk_bytes_per_s": self.speeds.disk_bytes_per_s,
+            "speed/update_bytes_per_s": self.speeds.update_bytes_per_s,
+            "predicted_step_seconds": self.plan.predicted_step_s,
+            "disk_engine": self.disk_engine,
+        }
+        told = {"steps", *MOVES}
         return {
-            **{f"count/{name}": value for name, value in self.counts.items()},
-            **{f"seconds/{name}": value for name, value in self.seconds.items()},
-            **{f"last_step/seconds/{name}": value for name, value in self.last_seconds.items()},
-            **{f"fallback/{name}": why for name, why in self.fallbacks.items()},
+            "steps": self.steps,
+            **{f"total/{name}": value for name, value in self.total.to_dict().items()},
+            **{f"last_step/{name}": value for name, value in self.last.to_dict().items()},
+            **{f"outside/seconds/{_key(cause)}": s for cause, s in self.outside.items()},
+            **{f"count/{name}": n for name, n in self.counts.items() if name not in told},
+            **{name: value for name, value in speeds.items() if value is not None},
             "state_bytes": self.plan.state_bytes,
             "state_bytes_in_host_memory": self.plan.resident_bytes,
             "state_bytes_on_disk": self.plan.disk_bytes,
-            "disk_read_bytes": self.disk_read_bytes,
-            "disk_written_bytes": self.disk_written_bytes,
-            "last_step/disk_read_bytes": self.last_disk_bytes[0],
-            "last_step/disk_written_bytes": self.last_disk_bytes[1],
             "host_peak_bytes": self.host_peak_bytes,
+            "fallbacks": len(self.fallbacks),
+            **{f"fallback/{_key(what)}": why for what, why in self.fallbacks.items()},
         }
 
     def log_to(self, writer: Writer, step: int) -> None:
@@ -60,24 +155,89 @@ class Report:
             if isinstance(value, int | float):
                 writer.add_scalar(f"offload/{name}", value, step)
 
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last steps as a timeline for chrome://tracing or ui.perfetto.dev: one row for
+        each resource. How many steps depends on their chunks: the last 8192 events are kept. The
+        file can be read by its owner only; one that is there is replaced.
+        """
+        events = whole_steps(self.events, some_are_lost=len(self.events) >= MOST_EVENTS)
+        _write_private(Path(path), json.dumps(to_chrome(events), allow_nan=False))
+
     def __str__(self) -> str:
-        size = format_size
-        rows = [
-            ("steps", str(self.counts.get("steps", 0)), ""),
-            ("state in host memory", size(self.plan.resident_bytes), ""),
-            ("state on disk", size(self.plan.disk_bytes), ""),
-            ("disk read", size(self.disk_bytes[0]), size(self.last_disk_bytes[0])),
-            ("disk written", size(self.disk_bytes[1]), size(self.last_disk_bytes[1])),
-            ("host memory, peak", size(self.host_peak_bytes), ""),
+        rows = [("", "in all", "last step"), ("steps", str(self.steps), "")]
+        rows += [*self._time_rows(), *self._byte_rows(), *self._ceiling_rows()]
+        wide = [max(len(row[i]) for row in rows) for i in range(2)]
+        table = [f"{name:<{wide[0]}}  {a:>{wide[1]}}  {b:>16}".rstrip() for name, a, b in rows]
+        notes = [f"{name:<{wide[0]}}  {text}" for name, text in self._notes()]
+        return "\n".join(table + notes)
+
+    def _time_rows(self) -> list[tuple[str, str, str]]:
+        both = self.total, self.last
+        rows = [("time in step()", f"{self.total.step_s:.3f} s", f"{self.last.step_s:.3f} s")]
+        for cause, value in self.total.seconds.items():
+            if value >= _SHOWN_S:
+                text = [_part(one.seconds.get(cause, 0.0), one.step_s) for one in both]
+                rows.append((f"  {CAUSES.get(cause, cause)}", text[0], text[1]))
+        return rows
+
+    def _byte_rows(self) -> list[tuple[str, str, str]]:
+        return [
+            (text, format_size(self.total.moved[name]), format_size(self.last.moved[name]))
+            for name, text in MOVES.items()
+            if self.total.moved[name] or name == "disk_written_bytes"
         ]
+
+    def _ceiling_rows(self) -> list[tuple[str, str, str]]:
+        both = [one.share_of_ceiling for one in (self.total, self.last)]
+        texts = ["not known" if share is None else f"{share:.0%}" for share in both]
+        return [("share of the ceiling", texts[0], texts[1])]
+
+    def _notes(self) -> list[tuple[str, str]]:
+        plan, size = self.plan, format_size
+        known = {"disk": self.speeds.disk_bytes_per_s, "update": self.speeds.update_bytes_per_s}
+        speeds = [f"{name} at {s / 1e9:.3g} GB/s" for name, s in known.items() if s]
+        notes = []
+        if speeds:
+            notes.append(("ceiling", f"{', '.join(speeds)}, both at once: the best of this run"))
+        if plan.predicted_step_s is not None:
+            notes.append(("predicted step()", f"{plan.predicted_step_s:.3f} s at best"))
+        state = f"{size(plan.resident_bytes)} in host memory, {size(plan.disk_bytes)} on disk"
+        notes.append(("state", state))
+        notes.append(("host memory, peak", size(self.host_peak_bytes)))
         if self.disk_engine:
-            rows.append(("disk engine", self.disk_engine, ""))
-        for cause, seconds in sorted(self.seconds.items()):
-            last = f"{self.last_seconds.get(cause, 0.0):.3f} s"
-            rows.append((f"time: {cause}", f"{seconds:.3f} s", last))
-        rows += [(f"fall-back: {what}", why, "") for what, why in self.fallbacks.items()]
-        rows.insert(0, ("", "in all", "last step"))
-        wide = [max(len(row[i]) for row in rows if row[2] or i == 0) for i in range(2)]
-        return "\n".join(
-            f"{name:<{wide[0]}}  {total:<{wide[1]}}  {last}".rstrip() for name, total, last in rows
-        )
+            notes.append(("disk engine", self.disk_engine))
+        for cause, seconds in self.outside.items():
+            notes.append((f"outside step(): {cause}", f"{seconds:.3f} s"))
+        if not self.fallbacks:
+            notes.append(("fall-backs", "none"))
+        return notes + [(f"fall-back: {what}", why) for what, why in self.fallbacks.items()]
+
+
+def _part(seconds: float, whole_s: float) -> str:
+    return f"{seconds:.3f} s {seconds / whole_s if whole_s else 0.0:>4.0%}"
+
+
+def _key(name: str) -> str:
+    """As a part of a flat key."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Replace `path` with a file that only its owner can read; all of it or nothing."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        there = None
+    if there is not None and not stat.S_ISREG(there.st_mode):
+        raise ConfigError(f"path: expected a new or an ordinary file, {path} is something else")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    except FileNotFoundError as error:
+        raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -10,7 +10,7 @@ import offload
 # Row 0 stands below everything; its files and those of row 1 may import each other, but not in a
 # circle.
 ROWS = [
-    {"errors", "rules", "arguments", "reference", "_native", "kernels"},
+    {"errors", "log", "rules", "arguments", "reference", "_native", "kernels"},
     {
         "planner",
         "block",
@@ -25,6 +25,7 @@ ROWS = [
         "guard",
         "holders",
         "units",
+        "timeline",
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace"},

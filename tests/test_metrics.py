@@ -4,12 +4,14 @@ raised.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from offload.errors import StateError
-from offload.metrics import Metrics
+from offload.metrics import MOST_EVENTS, Metrics
+from offload.timeline import STEP, UPDATE, WAITING, Event
 
 
 def test_counts_from_many_threads_add_up() -> None:
@@ -24,11 +26,63 @@ def test_a_span_counts_even_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> No
     clock = iter([10.0, 12.5, 20.0, 20.25])
     monkeypatch.setattr("offload.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
-    with metrics.span("disk_read"):
+    with metrics.span("disk read"):
         pass
-    with pytest.raises(KeyError), metrics.span("disk_read"):
+    with pytest.raises(KeyError), metrics.span("disk read"):
         raise KeyError
-    assert dict(metrics.snapshot().seconds) == {"disk_read": 2.75}
+    assert dict(metrics.snapshot().outside) == {"disk read": 2.75}
+    assert metrics.snapshot().wall_s == 0.0, "no step, no seconds of steps"
+
+
+def test_each_moment_of_a_step_belongs_to_one_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The innermost span has it, also when it raises; what is in no span is other."""
+    clock = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0])
+    monkeypatch.setattr("offload.metrics.time.perf_counter", lambda: next(clock))
+    metrics = Metrics()
+    with metrics.step("step 1"):
+        with metrics.span("update", "w"), pytest.raises(KeyError), metrics.span("disk read"):
+            raise KeyError
+        with metrics.span("update"):
+            pass
+    snapshot = metrics.snapshot()
+    assert dict(snapshot.seconds) == {
+        "other": (1 - 0) + (15 - 10) + (28 - 21),
+        "update": (3 - 1) + (10 - 6) + (21 - 15),
+        "disk read": 6 - 3,
+    }
+    assert snapshot.wall_s == 28.0 and not snapshot.outside
+    assert metrics.events() == [
+        Event(UPDATE, "update: w", 1.0, 3.0),
+        Event(WAITING, "disk read", 3.0, 6.0),
+        Event(UPDATE, "update: w", 6.0, 10.0),
+        Event(UPDATE, "update", 15.0, 21.0),
+        Event(STEP, "step 1", 0.0, 28.0),
+    ]
+
+
+def test_spans_of_other_threads_are_not_the_steps() -> None:
+    metrics = Metrics()
+    begin_s = time.perf_counter()
+    with metrics.step(), ThreadPoolExecutor(2) as pool, metrics.span("device copy"):
+        pool.submit(in_a_span, metrics).result()
+    elapsed_s = time.perf_counter() - begin_s
+    snapshot = metrics.snapshot()
+    assert set(snapshot.outside) == {"disk read"}
+    assert set(snapshot.seconds) == {"other", "device copy"}
+    assert 0 < snapshot.wall_s <= elapsed_s
+
+
+def in_a_span(metrics: Metrics) -> None:
+    with metrics.span("disk read"):
+        pass
+
+
+def test_events_are_bounded() -> None:
+    metrics = Metrics()
+    for number in range(MOST_EVENTS + 10):
+        metrics.event(Event(STEP, f"step {number}", number, number + 1))
+    kept = metrics.events()
+    assert len(kept) == MOST_EVENTS and kept[0].name == "step 10"
 
 
 def test_the_difference_of_two_snapshots_is_what_happened_between() -> None:
@@ -44,11 +98,17 @@ def test_the_difference_of_two_snapshots_is_what_happened_between() -> None:
     assert dict(before.counts) == {"steps": 3}, "a snapshot stays as it was"
 
 
-def test_the_first_reason_of_a_fall_back_stays() -> None:
+def test_the_first_reason_of_a_fall_back_stays_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     metrics = Metrics()
-    metrics.fall_back("kernels", "no native core")
-    metrics.fall_back("kernels", "something later")
+    with caplog.at_level("INFO", "offload"):
+        metrics.fall_back("kernels", "no native core")
+        metrics.fall_back("kernels", "something later")
     assert dict(metrics.snapshot().fallbacks) == {"kernels": "no native core"}
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "fall-back: kernels: no native core")
+    ]
 
 
 def test_strict_raises_instead() -> None:

@@ -20,7 +20,7 @@ def test_everything_stays_where_it_fits() -> None:
     plan = make_plan(params(10 * MI, 100), 100 * MI, has_disk=True)
     assert plan.disk_bytes == plan.buffers == plan.buffer_bytes == 0
     assert plan.arena_bytes == plan.resident_bytes == plan.state_bytes
-    assert "fits in host memory" in str(plan)
+    assert plan.fits_without_us and "fits without offload" in str(plan)
     assert make_plan(params(10 * MI), None, has_disk=False).disk_bytes == 0
 
 
@@ -51,6 +51,9 @@ def test_what_cannot_work_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(CapacityError, match="the least that works is 262144 bytes"):
         make_plan(params(10 * MI), 1000, has_disk=True)
     assert make_plan(params(10 * MI), 262144, has_disk=True).buffers == 2
+    with pytest.raises(CapacityError, match="the least that works is 81920 bytes"):
+        make_plan(params(10_000), 1000, has_disk=True)
+    assert make_plan(params(10_000), 81920, has_disk=True).fits_without_us
 
 
 def plan_with(speeds: Speeds) -> Plan:
@@ -62,7 +65,7 @@ def test_wear_and_time() -> None:
     written = plan.step_written_bytes
     assert plan.endurance_share(1000, 600) == written * 1000 / 600e12
     assert plan.predicted_step_s == 2 * written / 4e9
-    assert f"{plan.predicted_step_s:.3g} s" in str(plan)
+    assert f"{plan.predicted_step_s:.3g} s at best: disk" in str(plan)
     assert plan_with(Speeds(update_bytes_per_s=40e9)).predicted_step_s is None
     assert "not predicted" in str(plan_with(Speeds()))
     fast_disk = plan_with(Speeds(disk_bytes_per_s=1e15, update_bytes_per_s=40e9))
@@ -71,7 +74,12 @@ def test_wear_and_time() -> None:
 
 def test_the_table_reads() -> None:
     text = str(make_plan(params(100 * MI), 64 * MI, has_disk=True))
-    for words in ("104,857,600 in 1 tensors", "on disk", "10,000 steps write", "of 64 MiB"):
+    for words in (
+        "104,857,600 in 1 tensors",
+        "on disk",
+        "10,000 steps write",
+        "of 64 MiB allowed: state 16 MiB, buffers 48 MiB",
+    ):
         assert words in text
 
 

@@ -87,6 +87,17 @@ def test_the_fields_of_config_and_their_defaults() -> None:
     assert list(fields) == list(FIELDS), "the order is part of the surface: positional arguments"
 
 
+def test_the_arguments_beside_those_fields() -> None:
+    options = "config=None, *, elementwise=False, measure=False, **fields"
+    for call in (offload.wrap, offload.plan):
+        named = [
+            str(parameter.replace(annotation=inspect.Parameter.empty))
+            for parameter in inspect.signature(call).parameters.values()
+        ]
+        assert ", ".join(named) == f"optimizer, {options}".replace("*, ", "")
+    assert list(inspect.signature(offload.report).parameters) == ["optimizer"]
+
+
 def test_the_errors_and_their_parents() -> None:
     for name, parent in ERRORS.items():
         assert issubclass(getattr(errors, name), parent), name

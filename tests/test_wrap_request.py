@@ -178,5 +178,7 @@ def test_totals_go_on_when_the_plan_is_made_anew(tmp_path: Path) -> None:
     assert after.disk_read_bytes == before.disk_read_bytes + before.plan.disk_bytes
     train(params, optimizer, 2)
     last = offload.report(optimizer)
-    assert last.disk_written_bytes == after.disk_written_bytes + last.last_disk_bytes[1]
+    assert (
+        last.disk_written_bytes == after.disk_written_bytes + last.last.moved["disk_written_bytes"]
+    )
     optimizer.close()

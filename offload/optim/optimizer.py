@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 
 from offload.errors import StateError
+from offload.log import LOG
 from offload.optim.session import Session
 
 _SESSION = "_offload_session"
@@ -175,6 +176,7 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
             delattr(optimizer, "_step_supports_amp_scaling")
         else:
             optimizer._step_supports_amp_scaling = session.supported_scaling  # type: ignore[attr-defined]
+    LOG.debug("%s is closed", type(optimizer).__name__)
 
 
 def _nothing_to_close() -> None:

@@ -39,12 +39,17 @@ class _Flight:
 
 
 class Pipeline:
-    """One pass over some chunks. desks: None where no device takes part."""
+    """One pass over some chunks. desks: None where no device takes part. doing: what the time of
+    working on them counts for.
+    """
 
-    def __init__(self, tiers: Tiers, desks: Desks | None, metrics: Metrics) -> None:
+    def __init__(
+        self, tiers: Tiers, desks: Desks | None, metrics: Metrics, doing: str = "update"
+    ) -> None:
         self._tiers = tiers
         self._desks = desks
         self._metrics = metrics
+        self._doing = doing
         self._coming: deque[_Flight] = deque()
         self._going: deque[_Flight] = deque()
 
@@ -114,7 +119,7 @@ class Pipeline:
             flight.desk = None  # the desks take care of it
 
     def _work(self, act: Act, piece: Piece, desk: Desk | None) -> bool:
-        with self._metrics.span("update"):
+        with self._metrics.span(self._doing, piece.chunk.name):
             return act(piece, desk)
 
     def _settle_oldest(self) -> None:
@@ -126,7 +131,7 @@ class Pipeline:
 
     def _wait(self, flight: _Flight, cause: str) -> None:
         if flight.disk is not None:
-            with self._metrics.span(cause):
+            with self._metrics.span(cause, flight.piece.chunk.name):
                 flight.disk.wait()
             flight.disk = None
         if flight.desk is not None:  # the transfer counts this time

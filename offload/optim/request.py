@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.budget import HOST
-from offload.config import Config
-from offload.errors import ConfigError
+from offload.config import Config, format_size
+from offload.errors import CapacityError, ConfigError
 from offload.machine import free_memory_bytes, read_memory
 from offload.optim.choose import choose_recipe
 from offload.optim.incoming import check_states
 from offload.optim.optimizer import is_wrapped
-from offload.optim.recipe import Recipe
+from offload.optim.probe import measure
+from offload.optim.recipe import NativeRecipe, Recipe
 from offload.optim.records import make_records, spec_of
 from offload.optim.session import check_homes
 from offload.planner import Plan, make_plan
@@ -45,8 +47,10 @@ class Request:
     host_bytes: int | None  # that it may take; None: no limit
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer, config: Config, elementwise: bool) -> Request:
-        """Refuses what cannot work. Changes nothing."""
+    def of(
+        optimizer: torch.optim.Optimizer, config: Config, elementwise: bool, measured: bool = False
+    ) -> Request:
+        """Refuses what cannot work. Changes nothing. measured: with speeds, which takes time."""
         _check_wrappable(optimizer)
         _refuse_unbuilt(config)
         _check_device(optimizer, config)
@@ -59,14 +63,19 @@ class Request:
         states = {numbers[p]: state for p, state in optimizer.state.items() if p in numbers}
         check_states(records, recipe, states)
         host_bytes, held_bytes = _host_bytes(config)
-        plan = make_plan(
-            specs,
-            host_bytes,
-            has_disk=bool(config.nvme),
-            needs_homes=config.release_grads,
-            held_bytes=held_bytes,
-        )
+        with _telling_of_the_budget(config):
+            plan = make_plan(
+                specs,
+                host_bytes,
+                has_disk=bool(config.nvme),
+                needs_homes=config.release_grads,
+                held_bytes=held_bytes,
+            )
         check_homes(config, plan)
+        if measured:
+            directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
+            speeds = measure(plan, directories, isinstance(recipe, NativeRecipe))
+            plan = replace(plan, speeds=speeds)
         return Request(recipe, plan, states, host_bytes)
 
 
@@ -126,6 +135,21 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer.state: has {strangers[0]!r}, which belongs to no parameter and could not "
             "be kept; only the state of parameters can be offloaded"
         )
+
+
+@contextmanager
+def _telling_of_the_budget(config: Config) -> Iterator[None]:
+    """Whoever gave no `host_memory` is told where the number in a refusal comes from."""
+    try:
+        yield
+    except CapacityError as error:
+        if config.host_memory is not None:
+            raise
+        raise CapacityError(
+            f"{error} (host_memory was not given: then it is what is left of an earlier limit, or "
+            f"what is free now less {_LEAVE_SHARE:.0%} of the machine or "
+            f"{format_size(_LEAVE_BYTES)})"
+        ) from error
 
 
 def _host_bytes(config: Config) -> tuple[int | None, int]:

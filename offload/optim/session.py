@@ -19,10 +19,11 @@ from torch import Tensor
 from offload.budget import HOST
 from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
-from offload.metrics import Metrics, Snapshot
+from offload.metrics import Metrics
 from offload.optim.desk import Desks
 from offload.optim.homes import Homes
 from offload.optim.incoming import check_states
+from offload.optim.ledger import Ledger
 from offload.optim.plain import plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
@@ -31,7 +32,7 @@ from offload.optim.soundness import LOAD, Soundness, clear_frames
 from offload.optim.tiers import Tiers
 from offload.optim.turn import Turn
 from offload.optim.updater import Updater
-from offload.planner import Plan, home_bytes, make_plan, verdicts_bytes
+from offload.planner import UNKNOWN, Plan, Speeds, home_bytes, make_plan, verdicts_bytes
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
@@ -59,13 +60,13 @@ class Session:
         host_memory_bytes: int | None,
         watch: Watch,
         chunk_numel: int | None = None,
+        speeds: Speeds = UNKNOWN,
     ) -> None:
         # Not held: what holds us would be held by us, and its memory until garbage is collected.
         self._optimizer = weakref.ref(optimizer)
         self.config = config
         self.metrics = Metrics(strict=config.strict)
-        self.last_step: Snapshot | None = None
-        self.last_disk_bytes = 0, 0
+        self.ledger = Ledger(self.metrics, speeds)
         self.grad_norm: float | None = None
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
@@ -77,7 +78,6 @@ class Session:
         self._homes: Homes | None = None
         self._watch_gradients = watch
         self._hooks: list[Any] = []
-        self._moved_before = 0, 0  # disk bytes of stores that are closed
         self.store: DiskStore | None = None
         self.pool: Pool | None = None
         self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
@@ -103,6 +103,7 @@ class Session:
             chunk_numel=self._chunk_numel,
             needs_homes=self.config.release_grads,
             held_bytes=held_bytes,
+            speeds=self.ledger.speeds,
         )
         check_homes(self.config, plan)
         return records, plan
@@ -174,14 +175,11 @@ class Session:
             return lease.tensor()
 
     def step(self) -> None:
-        self._look_again()
-        before = self.metrics.snapshot(), self.disk_bytes()
-        self._watch(before[0].counts.get("steps", 0))
-        self.updater.step(self.config.max_grad_norm)
-        self.grad_norm = self.updater.grad_norm
-        self.last_step = self.metrics.snapshot() - before[0]
-        moved = self.disk_bytes()
-        self.last_disk_bytes = moved[0] - before[1][0], moved[1] - before[1][1]
+        with self.ledger.step():
+            self._look_again()
+            self._watch(self.metrics.snapshot().counts.get("steps", 0))
+            self.updater.step(self.config.max_grad_norm)
+            self.grad_norm = self.updater.grad_norm
 
     def _look_again(self) -> None:
         """Make the plan anew where somebody has exchanged, thawed, moved or cast a parameter."""
@@ -211,14 +209,6 @@ class Session:
                     f"{record.name}: expected the shape {tuple(record.shape)} that it had when it "
                     f"was wrapped, got {tuple(record.param.shape)}; its state does not fit any more"
                 )
-
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes read and written since the optimizer was wrapped."""
-        read, written = self._moved_before
-        if self.store is not None:
-            stats = self.store.stats()
-            read, written = read + stats.read_bytes, written + stats.written_bytes
-        return read, written
 
     def _watch(self, steps_done: int) -> None:
         """Have the first steps checked, if that was asked for."""
@@ -375,7 +365,6 @@ class Session:
         """Give memory and disk back. Idempotent."""
         updater, self.updater = self.updater, None  # type: ignore[assignment]
         self.soundness.let_go()
-        self._moved_before = self.disk_bytes()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload.errors import StateError
+from offload.log import LOG
 from offload.optim.recipe import Record
 
 STEP, LOAD = "step", "load_state_dict"
@@ -63,6 +64,13 @@ class Soundness:
     def lose(self, act: str, error: BaseException, touched: Sequence[Record] = ()) -> None:
         """`act` has ended with `error` in its middle. touched: parameters it may have changed."""
         self._act, self._error = act, error
+        LOG.error(
+            "%s ended with an error in its middle; nothing can be stepped or saved until a whole "
+            "checkpoint is loaded: %s: %s",
+            act,
+            type(error).__name__,
+            str(error),  # not itself: whoever keeps the record would keep our memory
+        )
         if act == STEP:  # a load that fails after it makes the parameters no better
             self._touched = [_Touched.of(record) for record in touched]
 

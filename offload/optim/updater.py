@@ -81,7 +81,8 @@ class Updater:
                 self._update_without_chunk(number, grads[number], fresh, scale)
             if self._desks is not None:
                 self._desks.begin_step(grads, self._homes.by_number if self._homes else {})
-            self._pass_over(grads, partial(self._update, grads, fresh, scale), self._desks)
+            act = partial(self._update, grads, fresh, scale)
+            self._pass_over(grads, act, "update", self._desks)
             if self._desks is not None:
                 self._desks.end_step()
             for number in grads:
@@ -91,6 +92,12 @@ class Updater:
         except BaseException as error:
             self._soundness.lose(STEP, error, stepping)
             raise
+        self._count(grads)
+
+    def _count(self, grads: Mapping[int, Tensor]) -> None:
+        specs = self._tiers.plan.params
+        touched = sum(specs[n].touched_bytes(grad.element_size()) for n, grad in grads.items())
+        self.metrics.count("updated_bytes", touched)
         self.metrics.count("steps")
 
     def _check_fields(self, record: Record) -> None:
@@ -124,7 +131,9 @@ class Updater:
             return self._homes.settle(number)
         return grad.cpu()
 
-    def _pass_over(self, numbers: Iterable[int], act: Act, desks: Desks | None = None) -> None:
+    def _pass_over(
+        self, numbers: Iterable[int], act: Act, doing: str, desks: Desks | None = None
+    ) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
         wanted = set(numbers)
         chunks = [
@@ -132,7 +141,7 @@ class Updater:
             for chunk in self._tiers.plan.chunks
             if any(part.param in wanted for part in chunk.slices)
         ]
-        Pipeline(self._tiers, desks, self.metrics).run(chunks, act)
+        Pipeline(self._tiers, desks, self.metrics, doing).run(chunks, act)
 
     def _update(
         self,
@@ -217,7 +226,7 @@ class Updater:
                         flat(targets[part.param][field])[part.begin : part.end].copy_(values)
             return False
 
-        self._pass_over(targets, copy_out)
+        self._pass_over(targets, copy_out, "state out")
         return found
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -239,7 +248,7 @@ class Updater:
 
         self._tiers.forget()  # so that nothing is read that is about to be replaced
         try:
-            self._pass_over(known, copy_in)
+            self._pass_over(known, copy_in, "state in")
         except BaseException as error:
             self._soundness.lose(LOAD, error)
             raise

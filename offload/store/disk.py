@@ -48,6 +48,7 @@ from offload.store.engine import (
 from offload.store.files import BLOCK_BYTES, SwapFile, System, close_swap_files, open_swap_files
 from offload.store.space import Extent, Space
 from offload.ticket import Ticket, in_follow_up
+from offload.timeline import DISK_READS, DISK_WRITES, Event
 
 _RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
 
@@ -72,6 +73,7 @@ class _Operation:
     is_write: bool
     version: Version | None = None
     is_expected: bool = False  # its bytes count as waiting
+    begin_s: float = 0.0
 
 
 def _check_numbers(capacity_bytes: int, piece_bytes: int, depth: int, timeout_s: float) -> None:
@@ -292,6 +294,7 @@ class DiskStore:
             waiting_bytes[extent.file] += extent.nbytes
         self._space.waiting_bytes = waiting_bytes
         operation.is_expected = True
+        operation.begin_s = time.perf_counter()
 
     def _transfers(self, operation: _Operation, memory: Buffer) -> list[Transfer]:
         version, is_write = operation.version, operation.is_write
@@ -321,6 +324,18 @@ class DiskStore:
             else:
                 self._let_go_after(version, error)
             self._room.notify_all()
+        if error is None:
+            self._tell(version, operation)
+
+    def _tell(self, version: Version, operation: _Operation) -> None:
+        row, count = (
+            (DISK_WRITES, "disk_written_bytes")
+            if operation.is_write
+            else (DISK_READS, "disk_read_bytes")
+        )
+        end_s = time.perf_counter()
+        self.metrics.count(count, version.nbytes)
+        self.metrics.event(Event(row, version.name, operation.begin_s, end_s, version.nbytes))
 
     # --- the table --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.errors import ConfigError, StateError
 from offload.metrics import Metrics
 from offload.ticket import Ticket
+from offload.timeline import TO_DEVICE, TO_HOST, Event
 from offload.transfer.buffer import DeviceBuffer, DeviceMemory
 from offload.transfer.checks import check_copy, cut, indexed, on
 
@@ -40,6 +41,8 @@ class _Flight:
     ticket: Ticket[Any]
     result: Tensor | None
     held: tuple[Tensor, ...]
+    nbytes: int = field(kw_only=True)
+    begin_s: float = field(default_factory=time.perf_counter, kw_only=True)
 
 
 @dataclass(eq=False)
@@ -57,8 +60,8 @@ class _Flights:
     forgotten still waits for them.
     """
 
-    def __init__(self, stream: torch.Stream) -> None:
-        self.stream = stream
+    def __init__(self, stream: torch.Stream, row: str, metrics: Metrics) -> None:
+        self.stream, self.row, self.metrics = stream, row, metrics
         self.lock = threading.Lock()
         self.queue: deque[Any] = deque()
 
@@ -69,7 +72,13 @@ class _Flights:
                 if not self.queue or not self.queue[0].event.query():
                     return
                 flight = self.queue.popleft()
+            self._tell(flight)
             flight.ticket.finish(flight.result)
+
+    def _tell(self, flight: _Flight) -> None:
+        # Until somebody noticed that it is over, which may be later than it was.
+        what, end_s = flight.ticket.what, time.perf_counter()
+        self.metrics.event(Event(self.row, what, flight.begin_s, end_s, flight.nbytes))
 
     def fail(self, flight: _Flight, error: Exception) -> None:
         """End one ticket with the device's error, unless somebody else has ended it."""
@@ -111,7 +120,8 @@ class DeviceTransfer:
         self._up = torch.Stream(self.device)
         self._down = torch.Stream(self.device)
         self.memory = DeviceMemory(self.device, self._up, budget_bytes)
-        self._upward, self._downward = _Flights(self._up), _Flights(self._down)
+        self._upward = _Flights(self._up, TO_DEVICE, self.metrics)
+        self._downward = _Flights(self._down, TO_HOST, self.metrics)
         self._lander = _Lander()
         self._closed = False
         for flights in (self._upward, self._downward):
@@ -182,7 +192,8 @@ class DeviceTransfer:
                 self._up.wait_event(event)
             with on(self._up):
                 target.copy_(host, non_blocking=asynchronous)
-            flight = _Flight(self._up.record_event(), Ticket(what), result, held)
+            event, nbytes = self._up.record_event(), host.nbytes
+            flight = _Flight(event, Ticket(what), result, held, nbytes=nbytes)
             note(flight.event)
             self._follow(flights, flight)
         self.metrics.count("host_to_device_bytes", host.nbytes)
@@ -256,7 +267,7 @@ class DeviceTransfer:
         with on(self._down):
             host.detach().copy_(source, non_blocking=asynchronous)
         event = self._down.record_event()
-        flight = _Reading(event, Ticket(what), host, (host,), source, owner)
+        flight = _Reading(event, Ticket(what), host, (host,), source, owner, nbytes=host.nbytes)
         self._follow(self._downward, flight)
         return flight.ticket
 

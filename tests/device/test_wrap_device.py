@@ -223,3 +223,23 @@ def test_sgd_without_state_passes_over_desks(fake: DeviceModule, where: list[str
         assert torch.equal(p.detach().cpu(), q.detach())
     assert not offload.report(wrapped).fallbacks and wrapped.state_dict()["state"] == {}
     wrapped.close()
+
+
+def test_the_report_tells_of_device_copies(fake: DeviceModule, tmp_path: Path) -> None:
+    """Gradients that came during backward count for the step behind it."""
+    params = on_device(tensors(0, torch.float32), ["fake"])
+    optimizer = offload.wrap(torch.optim.AdamW(params, lr=1e-2))
+    for _ in range(3):
+        sum((p * p).sum() for p in params).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    told = offload.report(optimizer)
+    nbytes = sum(p.nbytes for p in params)
+    assert told.last.moved["host_to_device_bytes"] == nbytes
+    assert told.last.moved["device_to_host_bytes"] >= 2 * nbytes, "parameters and gradients"
+    assert 3 * told.last.moved["device_to_host_bytes"] == told.total.moved["device_to_host_bytes"]
+    assert told.plan.predicted_step_s is None and not told.plan.fits_without_us
+    told.save_trace(tmp_path / "trace.json")
+    assert "copies to the host" in (tmp_path / "trace.json").read_text()
+    optimizer.close()

@@ -1,0 +1,59 @@
+"""What the steps of one optimizer have cost: the last one, and the best rates of them all.
+
+The rates are those of real transfers and updates, so they cost nothing to measure. The disk's is
+bytes read and written over the seconds in which it had something to do, in one step that did both;
+the update's is bytes read and written in memory over the seconds of the update. A rate that this
+run has never reached is not known here: `probe.py` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from offload.metrics import NOTHING, Metrics, Snapshot
+from offload.planner import UNKNOWN, Speeds
+from offload.timeline import DISK_READS, DISK_WRITES, Event, busy_s
+
+_EARLY = "device_to_host_bytes", "gradients_early_bytes"
+
+
+class Ledger:
+    def __init__(self, metrics: Metrics, speeds: Speeds = UNKNOWN) -> None:
+        self.metrics = metrics
+        self.last: Snapshot = NOTHING  # the last step that ended well
+        self._ended: Snapshot = NOTHING  # all there was when it had ended
+        self.speeds = speeds  # the best so far
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step."""
+        before = self.metrics.snapshot()
+        number = before.counts.get("steps", 0) + 1
+        with self.metrics.step(f"step {number}"):
+            yield
+        now = self.metrics.snapshot()
+        self.last = replace(now - before, counts=self._counts(before, now))
+        self._ended = now
+        self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.last_events()))
+
+    def _counts(self, before: Snapshot, now: Snapshot) -> Mapping[str, int]:
+        """Of the step; gradients have come since the one before it."""
+        since_then = (now - self._ended).counts
+        early = {name: since_then[name] for name in _EARLY if name in since_then}
+        return {**(now - before).counts, **early}
+
+
+def speeds_of(step: Snapshot, events: list[Event]) -> Speeds:
+    """Rates of one step, from its events."""
+    read, written, updated = (
+        step.counts.get(f"{name}_bytes", 0) for name in ("disk_read", "disk_written", "updated")
+    )
+    update_s = step.seconds.get("update", 0.0)
+    disk = None
+    if read and written:
+        rows = DISK_READS, DISK_WRITES
+        disk_s = busy_s(event for event in events if event.row in rows)
+        disk = (read + written) / disk_s if disk_s else None
+    return Speeds(disk, updated / update_s if updated and update_s else None)
