@@ -47,13 +47,24 @@ class Extents:
 
     def take(self, size: int) -> int | None:
         """Begin of a free piece of at least `size`, now taken; None when there is none."""
+        begin = self.find(size)
+        if begin is not None:
+            self.take_at(begin, size)
+        return begin
+
+    def find(self, size: int) -> int | None:
+        """Where `take` would take; nothing is changed."""
         if size < 1:
             raise StateError(f"extents: expected a size from 1 on, got {size}")
+        place = bisect_left(self._by_size, (self.round_up(size), 0))
+        return self._by_size[place][1] if place < len(self._by_size) else None
+
+    def take_at(self, begin: int, size: int) -> None:
+        """Take the first `size` of the free piece that starts at `begin`."""
         size = self.round_up(size)
-        place = bisect_left(self._by_size, (size, 0))
-        if place == len(self._by_size):
-            return None
-        have, begin = self._by_size[place]
+        place = bisect_left(self._free, (begin, 0))
+        have = self._free[place][1] if place < len(self._free) else 0
+        assert have >= size and self._free[place][0] == begin
         try:
             self._taken[begin] = size
             self._remove(begin, have)
@@ -64,7 +75,6 @@ class Extents:
             self._taken.pop(begin, None)
             self._count_again()
             raise
-        return begin
 
     def give_back(self, begin: int) -> None:
         """Make the piece that starts at `begin` free again, joined with its free neighbours."""
@@ -95,6 +105,10 @@ class Extents:
     def size_at(self, begin: int) -> int:
         """Size of the taken piece that starts at `begin`."""
         return self._taken[begin]
+
+    def is_taken(self, begin: int) -> bool:
+        """Whether a taken piece starts at `begin`."""
+        return begin in self._taken
 
     @property
     def largest_free(self) -> int:

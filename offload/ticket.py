@@ -33,6 +33,8 @@ class TicketState(Enum):
     FAILED = "failed"  # it has ended badly; the error is here
     COLLECTED = "collected"  # somebody has taken the result or the error
 
+    __hash__ = object.__hash__  # members are single; Enum's own is Python, and slow
+
 
 MOVES = {
     TicketState.PENDING: {TicketState.DONE, TicketState.FAILED},
@@ -46,6 +48,23 @@ class Ticket(Generic[T]):
     """One asynchronous act. `what` names it in errors; `describe` adds what is in flight to a
     time-out's message.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_behind",
+        "_describe",
+        "_error",
+        "_gate",
+        "_lock",
+        "_next",
+        "_result",
+        "_state",
+        "_taken",
+        "_urged",
+        "land",
+        "urge",
+        "what",
+    )
 
     def __init__(self, what: str, describe: Callable[[], str] | None = None) -> None:
         self.what = what
@@ -120,10 +139,10 @@ class Ticket(Generic[T]):
         self._claim()
         try:
             land = self.land  # it goes when the act ends
-            if land is None:
-                self._hurry()
-            else:
+            if land is not None:
                 land(timeout_s)
+            elif self._state is TicketState.PENDING:
+                self._hurry()
             ended = self._pass_gate(0.0 if land and timeout_s is not None else timeout_s)
         except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
             self._unclaim()
@@ -189,9 +208,8 @@ class Ticket(Generic[T]):
 
     def _hurry(self) -> None:
         """Tell all producers on the way to this one's end that somebody waits."""
-        tickets: deque[Ticket[Any]] = deque([self])
-        while tickets:
-            ticket = tickets.popleft()
+        tickets: list[Ticket[Any]] = [self]
+        for ticket in tickets:  # and those that are added meanwhile
             ticket._urged = True
             urge = ticket.urge  # it goes when the act ends
             if urge is not None:

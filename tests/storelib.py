@@ -70,7 +70,7 @@ def opened(store: DiskStore, file: int = 0) -> Iterator[int]:
 
 def places(store: DiskStore, name: str) -> list[tuple[int, int, int]]:
     """File, begin and bytes of each extent of a chunk."""
-    return [(e.file, e.begin, e.nbytes) for e in store._current[name].extents]
+    return [(e.file, e.begin, e.nbytes) for e in store._table.current[name].extents]
 
 
 def peek(store: DiskStore, file: int, offset: int, nbytes: int) -> bytes:

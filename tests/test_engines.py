@@ -45,7 +45,8 @@ from offload.budget import Budget
 from offload.errors import OffloadError, StateError, StoreError, StoreTimeout
 from offload.pool import Pool
 from offload.store import DiskStore, Priority
-from offload.store.engine import Fault, FaultKind
+from offload.store.engine import Fault, FaultKind, Group
+from offload.ticket import Ticket
 
 SIZES = (0, 1, 511, 512, 513, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, 3 * MIB + 7)
 
@@ -378,7 +379,7 @@ def test_closing_between_two_steps_of_submitting(engine: str, tmp_path: Path) ->
 
     store.engine.check_usable = check_then_close  # type: ignore[method-assign]
     with pytest.raises(StateError, match="store: closed"):
-        store.engine.submit(store.engine.group("nothing", Priority.PREFETCH, print), [])
+        store.engine.submit(Group(Ticket("nothing"), Priority.PREFETCH), [])
     store = open_store(tmp_path, engine, timeout_s=5.0)
     start, closing = store.engine._start, threading.Thread(target=store.close)
 

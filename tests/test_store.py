@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import mmap
+import sys
 import tempfile
 import threading
 import warnings
@@ -12,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -40,11 +43,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
+from offload.extents import Extents
 from offload.store import DiskStore, MemoryStore, Store, memory
 from offload.store.buffers import Buffer
 from offload.store.engine import Fault, FaultKind
 from offload.store.files import SwapFile
-from offload.store.space import Space
+from offload.store.space import Extent, Space
 from offload.ticket import Ticket
 
 CAPACITY = 512 * KIB
@@ -456,8 +460,8 @@ def test_free_forgets_writes_under_way(narrow: DiskStore) -> None:
     assert narrow.names() == ["w"]
     assert narrow.nbytes_of("w") == 10
     assert narrow.stats().used_bytes == BLOCK
-    assert not narrow._writing
-    assert not narrow._freed_at
+    assert not narrow._table.writing
+    assert not narrow._table.freed_at
 
 
 def test_a_failed_write_leaves_the_old_generation(disk: DiskStore) -> None:
@@ -562,7 +566,7 @@ def test_an_interrupted_start_gives_everything_back_once(
     until(lambda: not narrow.engine._flying, "the end of what has started")
     until(lambda: narrow._space.waiting_bytes == [0], "the end of the operation")
     assert narrow.stats().used_bytes == used
-    assert not narrow._writing
+    assert not narrow._table.writing
     if use == "write":
         assert "w" not in narrow.names()
         write(narrow, "w", data)
@@ -589,7 +593,7 @@ def test_an_interruption_before_the_start_gives_the_room_back(
             use("w", random_bytes(BLOCK, 2)).wait(HANG_S)
     setattr(narrow, where, real)
     assert narrow._space.waiting_bytes == [0]
-    assert not narrow._writing
+    assert not narrow._table.writing
     assert (read(narrow, "w") == random_bytes(BLOCK, 1)).all()
 
 
@@ -668,18 +672,24 @@ def files(*sizes: int) -> list[SwapFile]:
     return [SwapFile(-1, Path(f"/{i}"), nbytes, BLOCK) for i, nbytes in enumerate(sizes)]
 
 
+def taken_from(space: Space, nbytes: int) -> list[Extent]:
+    found: list[Extent] = []
+    assert space.take(nbytes, found)
+    return found
+
+
 def test_writes_go_where_the_queue_is_shortest() -> None:
     space = Space(files(MIB, MIB, MIB))
     space.waiting_bytes = [500, 100, 300]
-    assert [e.file for e in space.take(BLOCK) or []] == [1]
+    assert [e.file for e in taken_from(space, BLOCK)] == [1]
     space.waiting_bytes = [0, 100, 0]
-    assert [e.file for e in space.take(BLOCK) or []] == [0]
-    assert [e.file for e in space.take(BLOCK) or []] == [2], "of equals the emptier one"
+    assert [e.file for e in taken_from(space, BLOCK)] == [0]
+    assert [e.file for e in taken_from(space, BLOCK)] == [2], "of equals the emptier one"
     space.waiting_bytes = [0, 0, 10**9]
-    taken = space.take(5 * MIB // 2) or []
+    taken = taken_from(space, 5 * MIB // 2)
     assert [e.file for e in taken] == [0, 1, 2], "whatever does not fit goes on in the next"
     assert sum(e.nbytes for e in taken) == 5 * MIB // 2
-    assert space.take(MIB) is None
+    assert not space.take(MIB, [])
     space.give_back(taken)
     assert space.used_bytes == 3 * BLOCK
     assert [space.used_bytes_of(i) for i in range(3)] == [BLOCK] * 3
@@ -689,5 +699,63 @@ def test_writes_go_where_the_queue_is_shortest() -> None:
 def test_a_chunk_prefers_one_piece_to_a_short_queue() -> None:
     space = Space(files(2 * BLOCK, 8 * BLOCK))
     space.waiting_bytes = [0, 10**6]
-    taken = space.take(3 * BLOCK) or []
+    taken = taken_from(space, 3 * BLOCK)
     assert [(e.file, e.nbytes) for e in taken] == [(1, 3 * BLOCK)]
+
+
+@pytest.mark.parametrize("nbytes", [2 * BLOCK, 5 * BLOCK])
+def test_room_is_not_lost_by_an_interruption(nbytes: int) -> None:
+    """A signal handler raises between any two instructions: nothing is taken, or the caller has it.
+    The larger request is cut over three free pieces in two files.
+    """
+    codes = {
+        function.__code__
+        for kind in (Space, Extents)
+        for function in vars(kind).values()
+        if hasattr(function, "__code__")
+    }
+    outcomes = set()
+    for instruction in itertools.count(1):
+        space = Space(files(5 * BLOCK, 2 * BLOCK))
+        space.waiting_bytes = [0, 1]  # the first file first
+        first = [taken_from(space, BLOCK) for _ in range(7)]
+        for place in (0, 1, 3, 4, 5, 6):
+            space.give_back(first[place])
+        before, found = space.used_bytes, list[Extent]()
+        with contextlib.suppress(KeyboardInterrupt), interrupt_at(instruction, codes) as reached:
+            space.take(nbytes, found)
+        assert space.used_bytes == before + space.round_up(sum(e.nbytes for e in found))
+        assert len(found) in (0, 1 if nbytes == 2 * BLOCK else 3)
+        outcomes.add(len(found))
+        space.give_back(found)
+        assert [space.used_bytes_of(i) for i in range(2)] == [BLOCK, 0]
+        assert len(taken_from(space, 6 * BLOCK)) == 3, "the free pieces are whole again"
+        if not reached:
+            break
+    assert instruction > 100
+    assert len(outcomes) == 2, "both before and after it was taken"
+
+
+@contextlib.contextmanager
+def interrupt_at(instruction: int, codes: set[CodeType]) -> Iterator[list[bool]]:
+    """KeyboardInterrupt before the n-th instruction of the functions of `codes`. Gives a list that
+    is empty as long as it was not reached.
+    """
+    reached: list[bool] = []
+    left = itertools.count(instruction, -1)
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(left) == 1:
+            reached.append(True)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield reached
+    finally:
+        sys.settrace(before)

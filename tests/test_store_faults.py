@@ -220,9 +220,9 @@ class Trial:
         needed = sum(-(-nbytes // BLOCK) * BLOCK for nbytes in CHUNKS.values())
         stats = store.stats()
         assert stats.used_bytes == needed + self.stuck_writes
-        assert sum(v.holders - 1 for v in store._current.values()) == self.stuck_reads
+        assert sum(v.holders - 1 for v in store._table.current.values()) == self.stuck_reads
         assert bool(stats.quarantined_bytes) == bool(self.stuck_writes or self.stuck_reads)
-        assert not store._writing
+        assert not store._table.writing
         assert store._space.waiting_bytes == [0]
         assert bool(store.engine.abandoned_bytes) == bool(self.stuck_writes or self.stuck_reads)
         assert not store.engine._flying

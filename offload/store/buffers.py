@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +11,7 @@ from offload.arguments import check_pages, check_tensor
 from offload.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """`owner` is held while an operation may touch the memory, so that nobody can reuse it."""
 
     address: int
@@ -56,5 +54,7 @@ class Buffer:
             return cls(found.begin, found.end - found.begin, tensor.untyped_storage())
 
     def part(self, begin: int, nbytes: int) -> Buffer:
+        if nbytes == self.nbytes and begin == 0:
+            return self
         assert 0 <= begin <= begin + nbytes <= self.nbytes
         return Buffer(self.address + begin, nbytes, self.owner)

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 from offload.errors import ConfigError
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer
-from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine
+from offload.store.engine import DEPTH, MOST_DEPTH, PIECE_BYTES, TIMEOUT_S, Engine
+from offload.store.files import BLOCK_BYTES
 from offload.store.native_engine import open_io_uring, open_threads
 from offload.store.python_engine import PythonEngine
 
 ENGINES = ("io_uring", "threads", "aiofiles")  # best first
+
+
+def check_numbers(timeout_s: float, depth: int, piece_bytes: int) -> None:
+    """Whether an engine can be asked for with these."""
+    if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
+        raise ConfigError(f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}")
+    if not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
+        raise ConfigError(f"depth: expected 1 to {MOST_DEPTH}, got {depth!r}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"timeout_s: expected seconds, up to {threading.TIMEOUT_MAX:g}, got {timeout_s!r}"
+        )
 
 
 def open_engine(

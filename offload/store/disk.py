@@ -9,84 +9,59 @@ keeps its extents until it is neither current nor read nor pinned by a snapshot.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.config import format_size
 from offload.errors import (
     CapacityError,
     ConfigError,
     OffloadError,
     StateError,
     StoreError,
-    StoreTimeout,
 )
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer
-from offload.store.choose import open_engine
+from offload.store.choose import check_numbers, open_engine
 from offload.store.contract import DirectoryStats, StoreStats, check_request
 from offload.store.engine import (
     DEPTH,
-    MOST_DEPTH,
     PIECE_BYTES,
     TIMEOUT_S,
     Engine,
+    Group,
     Priority,
-    Sums,
     Transfer,
     make_sums,
 )
-from offload.store.files import BLOCK_BYTES, SwapFile, System, close_swap_files, open_swap_files
-from offload.store.space import Extent, Space
+from offload.store.files import SwapFile, System, close_swap_files, open_swap_files
+from offload.store.space import Space
+from offload.store.table import Table, Version
 from offload.ticket import Ticket, in_follow_up
 from offload.timeline import DISK_READS, DISK_WRITES, Event
 
 _RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
 
 
-@dataclass(eq=False)
-class Version:
-    """One generation of a chunk. `holders`: the table, snapshots and operations that need it."""
-
-    name: str
-    generation: int
-    nbytes: int
-    extents: list[Extent]
-    sums: list[Sums]
-    holders: int = 1
-    is_stuck: bool = False  # an operation on it may never end
-
-
-@dataclass(eq=False)
-class _Operation:
+class _Operation(Group):
     """A write or a read under way. It ends once: whoever takes the version from it ends it."""
 
-    is_write: bool
-    version: Version | None = None
-    is_expected: bool = False  # its bytes count as waiting
-    begin_s: float = 0.0
+    __slots__ = ("begin_s", "is_expected", "is_write", "name", "store", "version")
 
+    def __init__(self, store: DiskStore, name: str, is_write: bool, priority: Priority) -> None:
+        what = f"write of {name}" if is_write else f"read of {name}"
+        super().__init__(Ticket(what, store.engine.describe), priority)
+        self.store, self.name, self.is_write = store, name, is_write
+        self.version: Version | None = None
+        self.is_expected = False  # its bytes count as waiting
+        self.begin_s = 0.0
 
-def _check_numbers(capacity_bytes: int, piece_bytes: int, depth: int, timeout_s: float) -> None:
-    if capacity_bytes < 1:
-        raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
-    if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
-        raise ConfigError(f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}")
-    if not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
-        raise ConfigError(f"depth: expected 1 to {MOST_DEPTH}, got {depth!r}")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise ConfigError(
-            f"timeout_s: expected seconds, up to {threading.TIMEOUT_MAX:g}, got {timeout_s!r}"
-        )
+    def end(self, error: OffloadError | None) -> None:
+        self.store._ended(self, error)
 
 
 class DiskStore:
@@ -117,7 +92,9 @@ class DiskStore:
         paths = [Path(os.path.realpath(directory)) for directory in directories]
         if not paths or len(set(paths)) < len(paths):
             raise ConfigError(f"directories: expected one or several, each once, got {paths}")
-        _check_numbers(capacity_bytes, piece_bytes, depth, timeout_s)
+        if capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+        check_numbers(timeout_s, depth, piece_bytes)
         arenas = [Buffer.of("memory", each, writable=True) for each in memory]
         self.metrics = metrics or Metrics()
         self.timeout_s = timeout_s
@@ -145,18 +122,11 @@ class DiskStore:
             close_swap_files(self._files)
             raise
         self._space = Space(self._files)
-        self._current: dict[str, Version] = {}
-        self._writing: dict[str, list[int]] = {}  # generations under way
-        self._freed_at: dict[str, int] = {}  # writes up to this generation no longer count
-        self._generation = 0
-        self._quarantined_bytes = 0
+        self._table = Table(self._space)
         self._read_bytes = [0] * len(self._files)
         self._written_bytes = [0] * len(self._files)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        # Versions that snapshots have let go of; a finalizer may run under the lock of its thread.
-        self._released: deque[Version] = deque()
-        self._freed: deque[tuple[str, int]] = deque()  # likewise names, up to a generation
         self._failed: OffloadError | None = None
         self._open = list(self._files)
         self._close = weakref.finalize(self, _shut, self.engine, self._open)
@@ -175,66 +145,36 @@ class DiskStore:
         priority = check_request(name, priority)
         memory = Buffer.of(name, source, writable=False)
         self._check_usable()
+        return self._operate(_Operation(self, name, True, priority), memory, self._begin_write)
 
-        def take_room(operation: _Operation) -> None:
-            version = operation.version = Version(name, 0, memory.nbytes, [], [])
-            version.extents = self._wait_for_room(name, memory.nbytes)
-            piece_bytes = self.engine.piece_bytes
-            version.sums = [make_sums(extent.nbytes, piece_bytes) for extent in version.extents]
-            self._generation += 1
-            version.generation = self._generation
-            self._writing.setdefault(name, []).append(version.generation)
+    def _begin_write(self, operation: _Operation, memory: Buffer) -> None:
+        """Room for a new generation. Under the lock."""
+        version = operation.version = Version(operation.name, memory.nbytes)
+        self._wait_for_room(version)
+        piece_bytes = self.engine.piece_bytes
+        for extent in version.extents:
+            version.sums.append(make_sums(extent.nbytes, piece_bytes))
+        self._table.begin(version)
 
-        return self._operate(name, memory, True, priority, take_room)
-
-    def _wait_for_room(self, name: str, nbytes: int) -> list[Extent]:
-        deadline_s = time.monotonic() + self.timeout_s
+    def _wait_for_room(self, version: Version) -> None:
+        deadline_s: float | None = None
         while True:
-            self._take_in_released()
-            extents = self._space.take(nbytes)
-            if extents is not None:
-                return extents
-            hopeless = self._space.round_up(nbytes) > self._space.capacity_bytes
-            if hopeless or not any(self._space.waiting_bytes) or time.monotonic() > deadline_s:
-                raise CapacityError(self._refusal(name, nbytes))
+            self._table.take_in()
+            if self._space.take(version.nbytes, version.extents):
+                return
+            now_s = time.monotonic()
+            deadline_s = deadline_s or now_s + self.timeout_s
+            hopeless = self._space.round_up(version.nbytes) > self._space.capacity_bytes
+            if hopeless or not any(self._space.waiting_bytes) or now_s > deadline_s:
+                raise CapacityError(self._space.refusal(version.name, version.nbytes))
             if in_follow_up():
                 raise StateError(
-                    f"disk store: {name} has to wait for room, in the follow-up of a ticket, whose "
-                    "thread may be the one that makes room; write it from another thread, or raise "
-                    "the store's capacity"
+                    f"disk store: {version.name} has to wait for room, in the follow-up of a "
+                    "ticket, whose thread may be the one that makes room; write it from another "
+                    "thread, or raise the store's capacity"
                 )
             self._room.wait(_RECHECK_S)
             self._check_usable()
-
-    def _refusal(self, name: str, nbytes: int) -> str:
-        space = self._space
-        free = space.capacity_bytes - space.used_bytes
-        return (
-            f"disk store: {name} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
-            f"({free} bytes) of {format_size(space.capacity_bytes)} are free; a new generation "
-            "lies beside the old one until it is complete, and snapshots keep old ones: raise the "
-            "store's capacity, or release snapshots"
-        )
-
-    def _written(self, version: Version, error: OffloadError | None) -> None:
-        """A write has ended. Under the lock."""
-        name = version.name
-        under_way = self._writing.get(name, [])
-        if version.generation in under_way:  # else it was interrupted before
-            under_way.remove(version.generation)
-        current = self._current.get(name)
-        newest = max(self._freed_at.get(name, 0), current.generation if current else 0)
-        if error is not None:
-            self._let_go_after(version, error)
-        elif version.generation > newest:
-            self._current[name] = version
-            if current is not None:
-                self._let_go(current)
-        else:  # freed meanwhile, or a later write was faster
-            self._let_go(version)
-        if not under_way:
-            self._writing.pop(name, None)
-            self._freed_at.pop(name, None)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -245,9 +185,10 @@ class DiskStore:
         priority = check_request(name, priority)
         memory = Buffer.of(name, target, writable=True)
         self._check_usable()
-        return self._operate(
-            name, memory, False, priority, lambda o: self._hold(o, self._version(name), memory)
-        )
+        return self._operate(_Operation(self, name, False, priority), memory, self._begin_read)
+
+    def _begin_read(self, operation: _Operation, memory: Buffer) -> None:
+        self._hold(operation, self._table.version(operation.name), memory)
 
     def _hold(self, operation: _Operation, version: Version, memory: Buffer) -> None:
         """Keep a version for a read into `memory` that is about to start. Under the lock."""
@@ -262,29 +203,21 @@ class DiskStore:
     # --- both -------------------------------------------------------------------------------------
 
     def _operate(
-        self,
-        name: str,
-        memory: Buffer,
-        is_write: bool,
-        priority: Priority,
-        begin: Callable[[_Operation], None],
+        self, operation: _Operation, memory: Buffer, begin: Callable[[_Operation, Buffer], None]
     ) -> Ticket[None]:
         """Start an operation on the version that `begin` gives it, under the lock. Whatever raises,
         a signal handler included, is followed by exactly one `_ended`.
         """
-        operation = _Operation(is_write)
-        what = f"{'write' if is_write else 'read'} of {name}"
-        group = self.engine.group(what, priority, partial(self._ended, operation))
         try:
             with self._lock:
-                begin(operation)
+                begin(operation, memory)
                 self._expect(operation)
-            self.engine.submit(group, self._transfers(operation, memory))
+            self.engine.submit(operation, self._transfers(operation, memory))
         except BaseException:
-            if not group.begun:
-                self._ended(operation, StateError(f"{name}: could not be started"))
+            if not operation.begun:
+                self._ended(operation, StateError(f"{operation.name}: could not be started"))
             raise
-        return group.ticket
+        return operation.ticket
 
     def _expect(self, operation: _Operation) -> None:
         """An operation is about to start. Under the lock."""
@@ -320,9 +253,9 @@ class DiskStore:
                 self._space.waiting_bytes[extent.file] -= extent.nbytes
                 moved[extent.file] += extent.nbytes if error is None else 0
             if operation.is_write:
-                self._written(version, error)
+                self._table.end(version, error)
             else:
-                self._let_go_after(version, error)
+                self._table.let_go_after(version, error)
             self._room.notify_all()
         if error is None:
             self._tell(version, operation)
@@ -342,13 +275,13 @@ class DiskStore:
     def free(self, name: str) -> None:
         """Forget the chunk, and every write of it that is under way."""
         self._check_usable()
-        if name not in self._current and name not in self._writing:
-            raise StateError(self._unknown(name))
+        table = self._table
+        table.check_known(name)
         # A finalizer may do this, in the thread that holds the lock: whoever takes it next goes on.
-        self._freed.append((name, self._generation))
+        table.freed.append((name, table.generation))
         if self._lock.acquire(blocking=False):
             try:
-                self._take_in_released()
+                table.take_in()
                 self._room.notify_all()
             finally:
                 self._lock.release()
@@ -356,66 +289,24 @@ class DiskStore:
     def snapshot(self, names: Iterable[str] | None = None) -> DiskSnapshot:
         self._check_usable()
         with self._lock:
-            self._take_in_released()
-            wanted = list(self._current) if names is None else list(names)
-            versions = {name: self._version(name) for name in wanted}
-            for version in versions.values():
-                version.holders += 1
+            versions = self._table.pin(names)
         return DiskSnapshot(self, versions)
 
     def names(self) -> list[str]:
         self._check_usable()
         with self._lock:
-            self._take_in_released()
-            return sorted(self._current)
+            self._table.take_in()
+            return sorted(self._table.current)
 
     def nbytes_of(self, name: str) -> int:
         self._check_usable()
         with self._lock:
-            return self._version(name).nbytes
+            return self._table.version(name).nbytes
 
     def generation_of(self, name: str) -> int:
         self._check_usable()
         with self._lock:
-            return self._version(name).generation
-
-    def _version(self, name: str) -> Version:
-        self._take_in_released()
-        version = self._current.get(name)
-        if version is None:
-            raise StateError(self._unknown(name))
-        return version
-
-    def _unknown(self, name: str) -> str:
-        hint = " (its first write is not done)" if name in self._writing else ""
-        return f"store: nothing is stored as {name!r}{hint}; {len(self._current)} chunks are there"
-
-    def _let_go(self, version: Version) -> None:
-        version.holders -= 1
-        assert version.holders >= 0
-        if version.holders == 0:
-            self._space.give_back(version.extents)
-
-    def _let_go_after(self, version: Version, error: OffloadError | None) -> None:
-        """An operation on the version has ended, or was given up."""
-        if not isinstance(error, StoreTimeout) or error.errno != errno.ETIMEDOUT:
-            self._let_go(version)
-        elif not version.is_stuck:
-            # The drive may still write or read there one day: the hold stays, for ever.
-            version.is_stuck = True
-            self._quarantined_bytes += sum(self._space.round_up(e.nbytes) for e in version.extents)
-
-    def _take_in_released(self) -> None:
-        while self._released:
-            self._let_go(self._released.popleft())
-        while self._freed:
-            name, generation = self._freed.popleft()
-            if name in self._writing:
-                self._freed_at[name] = generation
-            version = self._current.get(name)
-            if version is not None and version.generation <= generation:
-                del self._current[name]
-                self._let_go(version)
+            return self._table.version(name).generation
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -443,7 +334,7 @@ class DiskStore:
     def stats(self) -> StoreStats:
         self.engine.check_process()
         with self._lock:
-            self._take_in_released()
+            self._table.take_in()
             directories = tuple(
                 DirectoryStats(
                     str(file.directory),
@@ -460,8 +351,8 @@ class DiskStore:
                 self._space.capacity_bytes,
                 self._space.used_bytes,
                 self._space.peak_bytes,
-                self._quarantined_bytes,
-                len(self._current),
+                self._table.quarantined_bytes,
+                len(self._table.current),
                 directories,
             )
 
@@ -491,7 +382,9 @@ class DiskSnapshot:
         self.generations = {name: version.generation for name, version in versions.items()}
         self._store = store
         self._versions = versions
-        self._release = weakref.finalize(self, store._released.extend, list(versions.values()))
+        self._release = weakref.finalize(
+            self, store._table.released.extend, list(versions.values())
+        )
         self._release.atexit = False
 
     def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
@@ -499,14 +392,15 @@ class DiskSnapshot:
         memory = Buffer.of(name, target, writable=True)
         self._store._check_usable()
 
-        def hold(operation: _Operation) -> None:
+        def hold(operation: _Operation, memory: Buffer) -> None:
             version = self._versions.get(name)
             if version is None or not self._release.alive:
                 why = "released" if not self._release.alive else f"without {name!r}"
                 raise StateError(f"snapshot: {why}")
             self._store._hold(operation, version, memory)
 
-        return self._store._operate(name, memory, False, priority, hold)
+        operation = _Operation(self._store, name, False, priority)
+        return self._store._operate(operation, memory, hold)
 
     def release(self) -> None:
         """Let the old generations go. Idempotent."""

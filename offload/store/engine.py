@@ -19,11 +19,11 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from offload.config import format_size
 from offload.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
@@ -48,8 +48,7 @@ class Priority(IntEnum):
     WRITE_BACK = 2
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """Bytes between memory and a file. `sums` has one place for each piece: a write fills them in,
     a read compares them.
     """
@@ -96,18 +95,25 @@ class Fault:
     seed: int = 0  # which bit FLIP takes
 
 
-@dataclass(eq=False)
 class Group:
-    """Transfers that end together."""
+    """Transfers that end together, with one ticket. The owner says in `end` what happens then."""
 
-    ticket: Ticket[None]
-    priority: Priority
-    on_end: Callable[[OffloadError | None], None]
-    begun: bool = False  # the engine has it: on_end will be called
-    is_dropped: bool = False  # nobody has the ticket: its start was interrupted
-    ids: list[int] = field(default_factory=list)
-    left: int = 0
-    error: OffloadError | None = None
+    __slots__ = ("begun", "error", "ids", "is_dropped", "left", "priority", "ticket")
+
+    def __init__(self, ticket: Ticket[None], priority: Priority) -> None:
+        self.ticket = ticket
+        self.priority = priority
+        self.begun = False  # the engine has it: `end` will be called
+        self.is_dropped = False  # nobody has the ticket: its start was interrupted
+        self.ids: Sequence[int] = ()
+        self.left = 0
+        self.error: OffloadError | None = None
+
+    def end(self, error: OffloadError | None) -> None:
+        """Called once, in a thread of the engine's, before the ticket ends. A time-out with
+        ETIMEDOUT is told rather than any other error: then the memory and the file's bytes are not
+        free although the ticket has ended.
+        """
 
 
 class Engine(ABC):
@@ -131,31 +137,23 @@ class Engine(ABC):
 
     # --- for the store ----------------------------------------------------------------------------
 
-    def group(
-        self, what: str, priority: Priority, on_end: Callable[[OffloadError | None], None]
-    ) -> Group:
-        """A group for `submit`.
-
-        on_end: called once with the error or None, in a thread of the engine's, before the ticket
-        ends. A time-out with ETIMEDOUT is told rather than any other error: then the memory and the
-        file's bytes are not free although the ticket has ended.
-        """
-        return Group(Ticket(what, self.describe), priority, on_end)
-
     def submit(self, group: Group, transfers: Sequence[Transfer]) -> None:
         """Start `transfers`; the group's ticket ends when the last of them has ended.
 
-        When it raises after the group has `begun`, by Ctrl-C perhaps, `on_end` is called all the
+        When it raises after the group has `begun`, by Ctrl-C perhaps, its `end` is called all the
         same: what has started goes on, and the memory is in use until then.
         """
-        entries = {next(self._numbers): (transfer, group) for transfer in transfers}
-        group.ids, group.left = list(entries), len(entries)
+        entries: dict[int, tuple[Transfer, Group]] = {}
+        for transfer in transfers:
+            entries[next(self._numbers)] = transfer, group
+        group.ids, group.left = tuple(entries), len(entries)
         try:
             group.begun = True
             self.check_usable()
             with self._lock:
-                self.check_usable()  # from here on `close` knows of it
-                self._flying.update(entries)
+                if self._closed or self._broken is not None:
+                    self.check_usable()
+                self._flying.update(entries)  # from here on `close` knows of it
             if group.priority > Priority.WAITED_FOR:
                 group.ticket.urge = partial(self._urge, group)
             for number, (transfer, _) in entries.items():
@@ -186,7 +184,8 @@ class Engine(ABC):
             raise StateError("store: made by the parent process; a forked child must not use it")
 
     def check_usable(self) -> None:
-        self.check_process()
+        if os.getpid() != self._pid:
+            self.check_process()
         if self._closed:
             raise StateError("store: closed")
         if self._broken is not None:
@@ -285,7 +284,7 @@ class Engine(ABC):
 
     def _end_group(self, group: Group) -> None:
         try:
-            group.on_end(group.error)
+            group.end(group.error)
         except BaseException as broken:
             group.ticket.fail(broken)
             return

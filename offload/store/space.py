@@ -7,14 +7,14 @@ be met while enough bytes are free in all. Not thread-safe: the store has a lock
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from offload.config import format_size
 from offload.extents import Extents
 from offload.store.files import BLOCK_BYTES, SwapFile
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """A taken piece of a file; `nbytes` of it are used, the rest fills its last block."""
 
     file: int  # its number
@@ -31,48 +31,78 @@ class Space:
         self.capacity_bytes = sum(extents.capacity for extents in self._extents)
         self.peak_bytes = 0
 
-    def take(self, nbytes: int) -> list[Extent] | None:
-        """Room for `nbytes`, where the queue is shortest; None when there is not enough."""
-        if nbytes == 0:
-            return []
-        found = self._take_whole(nbytes) or self._take_pieces(nbytes)
-        if found is not None:
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return found
+    def take(self, nbytes: int, found: list[Extent]) -> bool:
+        """Put room for `nbytes` into `found`, which is empty, where the queue is shortest; False
+        when there is not enough.
 
-    def _by_queue(self) -> list[int]:
+        Interrupted by a signal handler that raises, it has taken nothing, or all of it is in
+        `found`: nothing is lost on the way to the caller.
+        """
+        if nbytes == 0:
+            return True
+        try:
+            if not self._take_whole(nbytes, found) and not self._take_pieces(nbytes, found):
+                return False
+        except BaseException:
+            self._undo(found)
+            raise
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
+
+    def _by_queue(self) -> Sequence[int]:
         """Files, the one with the least to do first; of equals the emptier one."""
         files = range(len(self._extents))
+        if len(files) == 1:
+            return files
         return sorted(files, key=lambda file: (self.waiting_bytes[file], self._extents[file].used))
 
-    def _take_whole(self, nbytes: int) -> list[Extent] | None:
+    def _take_whole(self, nbytes: int, found: list[Extent]) -> bool:
         for file in self._by_queue():
-            begin = self._extents[file].take(nbytes)
+            extents = self._extents[file]
+            begin = extents.find(nbytes)
             if begin is not None:
-                return [Extent(file, begin, nbytes)]
-        return None
+                found.append(Extent(file, begin, nbytes))  # first: see _undo
+                extents.take_at(begin, nbytes)
+                return True
+        return False
 
-    def _take_pieces(self, nbytes: int) -> list[Extent] | None:
+    def _take_pieces(self, nbytes: int, found: list[Extent]) -> bool:
         if self.round_up(nbytes) > self.capacity_bytes - self.used_bytes:
-            return None
-        found: list[Extent] = []
-        try:
-            for file in self._by_queue():
-                while nbytes and (largest := self._extents[file].largest_free):
-                    part = min(largest, nbytes)
-                    begin = self._extents[file].take(part)
-                    assert begin is not None
-                    found.append(Extent(file, begin, part))
-                    nbytes -= part
-        except BaseException:
-            self.give_back(found)
-            raise
+            return False
+        for file in self._by_queue():
+            extents = self._extents[file]
+            while nbytes and (largest := extents.largest_free):
+                part = min(largest, nbytes)
+                begin = extents.find(part)
+                assert begin is not None
+                found.append(Extent(file, begin, part))
+                extents.take_at(begin, part)
+                nbytes -= part
         assert nbytes == 0
-        return found
+        return True
+
+    def _undo(self, found: list[Extent]) -> None:
+        """Give back what an interrupted call has taken: all that it has put into `found`, but for
+        the last one perhaps. What is taken at that place is ours: it was free a moment ago.
+        """
+        for extent in found:
+            if self._extents[extent.file].is_taken(extent.begin):
+                self._extents[extent.file].give_back(extent.begin)
+        found.clear()
 
     def give_back(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
             self._extents[extent.file].give_back(extent.begin)
+
+    def refusal(self, name: str, nbytes: int) -> str:
+        """Why `name` gets no room, in numbers."""
+        free = self.capacity_bytes - self.used_bytes
+        return (
+            f"disk store: {name} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
+            f"({free} bytes) of {format_size(self.capacity_bytes)} are free; a new generation "
+            "lies beside the old one until it is complete, and snapshots keep old ones: raise the "
+            "store's capacity, or release snapshots"
+        )
 
     def round_up(self, nbytes: int) -> int:
         return -(-nbytes // self._align) * self._align
