@@ -19,7 +19,8 @@ class Extents:
 
     Best fit: the smallest free piece that is large enough, lowest first, so that large pieces stay
     whole. Neighbours that are free are always one piece. Sizes are rounded up to `align` and no
-    further. A call that is interrupted by a signal handler has taken nothing.
+    further. A change that a signal handler interrupts is done or not done, never half; `is_taken`
+    tells which.
     """
 
     capacity: int
@@ -34,13 +35,15 @@ class Extents:
             raise StateError(f"extents: capacity {self.capacity} is not a multiple of {self.align}")
         self._count_again()
 
-    def _add(self, begin: int, size: int) -> None:
-        insort(self._free, (begin, size))
-        insort(self._by_size, (size, begin))
-
-    def _remove(self, begin: int, size: int) -> None:
-        del self._free[bisect_left(self._free, (begin, size))]
-        del self._by_size[bisect_left(self._by_size, (size, begin))]
+    def _replace(self, first: int, last: int, piece: tuple[int, int] | None) -> None:
+        """Free pieces number `first` to `last` - 1 give way to `piece`, or to none."""
+        for begin, size in self._free[first:last]:
+            del self._by_size[bisect_left(self._by_size, (size, begin))]
+        if piece is None:
+            del self._free[first:last]
+        else:
+            self._free[first:last] = (piece,)
+            insort(self._by_size, (piece[1], piece[0]))
 
     def round_up(self, size: int) -> int:
         return -(-size // self.align) * self.align
@@ -56,20 +59,19 @@ class Extents:
         """Where `take` would take; nothing is changed."""
         if size < 1:
             raise StateError(f"extents: expected a size from 1 on, got {size}")
-        place = bisect_left(self._by_size, (self.round_up(size), 0))
+        place = bisect_left(self._by_size, (self.round_up(size),))
         return self._by_size[place][1] if place < len(self._by_size) else None
 
     def take_at(self, begin: int, size: int) -> None:
         """Take the first `size` of the free piece that starts at `begin`."""
         size = self.round_up(size)
-        place = bisect_left(self._free, (begin, 0))
-        have = self._free[place][1] if place < len(self._free) else 0
-        assert have >= size and self._free[place][0] == begin
+        place = bisect_left(self._free, (begin,))
+        found, have = self._free[place]
+        assert found == begin and have >= size
         try:
             self._taken[begin] = size
-            self._remove(begin, have)
-            if have > size:
-                self._add(begin + size, have - size)
+            rest = (begin + size, have - size) if have > size else None
+            self._replace(place, place + 1, rest)
             self.used += size
         except BaseException:
             self._taken.pop(begin, None)
@@ -78,29 +80,33 @@ class Extents:
 
     def give_back(self, begin: int) -> None:
         """Make the piece that starts at `begin` free again, joined with its free neighbours."""
-        size = self._taken.pop(begin, None)
-        if size is None:
+        if begin not in self._taken:
             raise StateError(f"extents: nothing is taken at {begin}")
         try:
+            size = self._taken.pop(begin)
             self.used -= size
-            place = bisect_left(self._free, (begin, 0))
-            for neighbour in self._free[max(0, place - 1) : place + 1]:
-                if sum(neighbour) == begin or neighbour[0] == begin + size:
-                    self._remove(*neighbour)
-                    begin, size = min(begin, neighbour[0]), size + neighbour[1]
-            self._add(begin, size)
+            first = last = bisect_left(self._free, (begin,))
+            if last < len(self._free) and self._free[last][0] == begin + size:
+                size += self._free[last][1]
+                last += 1
+            if first > 0 and sum(self._free[first - 1]) == begin:
+                first -= 1
+                begin, before = self._free[first]
+                size += before
+            self._replace(first, last, (begin, size))
         except BaseException:
             self._count_again()
             raise
 
     def _count_again(self) -> None:
         """Everything from what is taken: an interrupted change is whole again."""
-        self._free, self._by_size, self.used = [], [], sum(self._taken.values())
-        end = 0
+        free, end = [], 0
         for begin, size in [*sorted(self._taken.items()), (self.capacity, 0)]:
             if begin > end:
-                self._add(end, begin - end)
+                free.append((end, begin - end))
             end = begin + size
+        self._free, self._by_size = free, sorted((size, begin) for begin, size in free)
+        self.used = sum(self._taken.values())
 
     def size_at(self, begin: int) -> int:
         """Size of the taken piece that starts at `begin`."""

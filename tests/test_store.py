@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import mmap
-import sys
 import tempfile
 import threading
 import warnings
@@ -14,12 +13,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interruptlib import interrupt_at
 from storelib import (
     BLOCK,
     ENGINES,
@@ -708,12 +707,6 @@ def test_room_is_not_lost_by_an_interruption(nbytes: int) -> None:
     """A signal handler raises between any two instructions: nothing is taken, or the caller has it.
     The larger request is cut over three free pieces in two files.
     """
-    codes = {
-        function.__code__
-        for kind in (Space, Extents)
-        for function in vars(kind).values()
-        if hasattr(function, "__code__")
-    }
     outcomes = set()
     for instruction in itertools.count(1):
         space = Space(files(5 * BLOCK, 2 * BLOCK))
@@ -722,7 +715,10 @@ def test_room_is_not_lost_by_an_interruption(nbytes: int) -> None:
         for place in (0, 1, 3, 4, 5, 6):
             space.give_back(first[place])
         before, found = space.used_bytes, list[Extent]()
-        with contextlib.suppress(KeyboardInterrupt), interrupt_at(instruction, codes) as reached:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupt_at(instruction, Space, Extents) as reached,
+        ):
             space.take(nbytes, found)
         assert space.used_bytes == before + space.round_up(sum(e.nbytes for e in found))
         assert len(found) in (0, 1 if nbytes == 2 * BLOCK else 3)
@@ -734,28 +730,3 @@ def test_room_is_not_lost_by_an_interruption(nbytes: int) -> None:
             break
     assert instruction > 100
     assert len(outcomes) == 2, "both before and after it was taken"
-
-
-@contextlib.contextmanager
-def interrupt_at(instruction: int, codes: set[CodeType]) -> Iterator[list[bool]]:
-    """KeyboardInterrupt before the n-th instruction of the functions of `codes`. Gives a list that
-    is empty as long as it was not reached.
-    """
-    reached: list[bool] = []
-    left = itertools.count(instruction, -1)
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code not in codes:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and next(left) == 1:
-            reached.append(True)
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield reached
-    finally:
-        sys.settrace(before)

@@ -156,9 +156,9 @@ class Engine(ABC):
                 self._flying.update(entries)  # from here on `close` knows of it
             if group.priority > Priority.WAITED_FOR:
                 group.ticket.urge = partial(self._urge, group)
-            for number, (transfer, _) in entries.items():
+            for number, transfer in zip(group.ids, transfers, strict=True):
                 self._start(number, transfer, group.priority)
-            if not entries:
+            if not transfers:
                 self._end_group(group)
         except BaseException:
             self._give_up(group)

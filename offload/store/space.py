@@ -109,7 +109,10 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        return sum(extents.used for extents in self._extents)
+        used = 0
+        for extents in self._extents:  # a loop: this is done for every write
+            used += extents.used
+        return used
 
     def used_bytes_of(self, file: int) -> int:
         return self._extents[file].used
