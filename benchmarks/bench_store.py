@@ -21,7 +21,7 @@ from store_results import StoreRow
 
 TOTAL_BYTES = 512 * MI
 SITTINGS = 3
-KINDS = {"write": "write", "read": "read", "mixed": "rw"}  # ours -> fio's
+KINDS = ("write", "read", "mixed")
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
 
@@ -68,12 +68,12 @@ def sit_once(directory: Path, kind: str, chunk: int) -> list[DiskContestant]:
     fio = Fio(directory, TOTAL_BYTES)
     contestants = [
         DiskContestant("offload", getattr(stores["io_uring"], kind)),
-        DiskContestant("fio", partial(fio.run, KINDS[kind], chunk)),
+        DiskContestant("fio", partial(fio.run, kind, chunk)),
         DiskContestant("offload without checksums", partial(stores["io_uring"].unchecked, kind)),
         DiskContestant("offload on threads", getattr(stores["threads"], kind)),
     ]
     if fio.has_huge_pages:
-        huge = partial(fio.run, KINDS[kind], chunk, "mmaphuge")
+        huge = partial(fio.run, kind, chunk, "mmaphuge")
         contestants.append(DiskContestant("fio, huge pages", huge))
     try:
         hold(contestants, -(-rounds(15) // SITTINGS))
