@@ -83,6 +83,27 @@ def sit_once(directory: Path, kind: str, chunk: int) -> list[DiskContestant]:
     return contestants
 
 
+@pytest.mark.parametrize("chunk_mi", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["write_made", "read_used"])
+def test_checksums(
+    benchmark: Any, store_table: list[StoreRow], directory: Path, kind: str, chunk_mi: int
+) -> None:
+    """What checksums cost somebody who makes the bytes that are written, or uses those that are
+    read; in the runs beside fio nobody else touches them.
+    """
+    ours = Ours(directory, chunk_mi * MI, TOTAL_BYTES, "io_uring")
+    contestants = [
+        DiskContestant("offload", getattr(ours, kind)),
+        DiskContestant("offload without checksums", partial(ours.unchecked, kind)),
+    ]
+    try:
+        benchmark.pedantic(lambda: hold(contestants, rounds(15)), rounds=1)
+    finally:
+        ours.close()
+    what = kind.replace("_", ", ")
+    store_table += [StoreRow.of(what, chunk_mi, one, contestants[0]) for one in contestants]
+
+
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_store_and_others(
     benchmark: Any, store_table: list[StoreRow], directory: Path, kind: str

@@ -157,16 +157,21 @@ class Ours:
         for tensor, source in zip(self.tensors, self.sources, strict=True):
             np.copyto(tensor.numpy(), source.numpy())
 
-    def _move(self, start: Callable[[int, torch.Tensor], Ticket[None]]) -> None:
+    def _move(
+        self,
+        start: Callable[[int, torch.Tensor], Ticket[None]],
+        use: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """All chunks through the window, PASSES times; `use` gets each tensor that is back."""
         tickets: list[Ticket[None] | None] = [None] * self.window
-        for turn in range(PASSES * self.count):
+        for turn in range(PASSES * self.count + self.window):
             slot = turn % self.window
             if (ticket := tickets[slot]) is not None:
                 ticket.wait(60)
-            tickets[slot] = start(turn % self.count, self.tensors[slot])
-        for ticket in tickets:
-            if ticket is not None:
-                ticket.wait(60)
+                if use is not None:
+                    use(self.tensors[slot])
+            if turn < PASSES * self.count:
+                tickets[slot] = start(turn % self.count, self.tensors[slot])
 
     def write(self) -> Run:
         self._restore()
@@ -183,6 +188,26 @@ class Ours:
         last = (PASSES * self.count - 1) % self.window
         assert torch.equal(self.tensors[last], self.sources[last])
         return run
+
+    def write_made(self) -> Run:
+        """As `write`, but every byte is made anew by the caller just before it is written."""
+
+        def start(number: int, tensor: torch.Tensor) -> Ticket[None]:
+            array = tensor.numpy()
+            np.bitwise_xor(array, number, out=array)
+            return self.store.write(f"chunk {number}", tensor)
+
+        return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
+
+    def read_used(self) -> Run:
+        """As `read`, but every byte is looked at by the caller when it has been read."""
+        return timed(
+            lambda: self._move(
+                lambda n, tensor: self.store.read(f"chunk {n}", tensor),
+                lambda tensor: np.bitwise_or.reduce(tensor.numpy()),
+            ),
+            PASSES * self.count * self.chunk_bytes,
+        )
 
     def mixed(self) -> Run:
         """Every second chunk is read, the others are written, as an optimizer step does."""

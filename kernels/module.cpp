@@ -132,9 +132,12 @@ void cast(uintptr_t source, int from, uintptr_t target, int to, int64_t count, i
   });
 }
 
-// 0 if `advice` (one that populates) can be given for the page at `address`, else the kernel's error number.
-int populate(uintptr_t page, size_t page_bytes, int advice) {
-  return madvise(at<void>(page), page_bytes, advice) == 0 ? 0 : errno;
+// 0 if `advice` (one that populates) can be given for the first and the last page of [begin, end), which are
+// `page_bytes` long, else the kernel's error number.
+int populate(uintptr_t begin, uintptr_t end, size_t page_bytes, int advice) {
+  const uintptr_t first = begin & ~(page_bytes - 1), last = (end - 1) & ~(page_bytes - 1);
+  if (madvise(at<void>(first), page_bytes, advice) != 0) return errno;
+  return last == first || madvise(at<void>(last), page_bytes, advice) == 0 ? 0 : errno;
 }
 
 void touch(uintptr_t p, uintptr_t g, uintptr_t m, uintptr_t v, int64_t count, int threads) {

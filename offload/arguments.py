@@ -129,8 +129,9 @@ def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
     if begin == end or not _can_probe():
         return
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-    first, last = begin & -mmap.PAGESIZE, (end - 1) & -mmap.PAGESIZE
-    for page in (first,) if first == last else (first, last):
+    if _populate_call()(begin, end, mmap.PAGESIZE, advice) == 0:
+        return
+    for page in sorted({begin & -mmap.PAGESIZE, (end - 1) & -mmap.PAGESIZE}):
         code = _populate(page, advice)
         if code == errno.EFAULT:  # touching the page would be the end of the process
             raise ConfigError(
@@ -153,7 +154,7 @@ def note_writes(arguments: Sequence[Argument]) -> None:
 
 
 @cache
-def _populate_call() -> Callable[[int, int, int], int]:
+def _populate_call() -> Callable[[int, int, int, int], int]:
     """The native core's call where it is there, else the same by ctypes: ten times as slow."""
     try:
         from offload import _native
@@ -161,8 +162,11 @@ def _populate_call() -> Callable[[int, int, int], int]:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-        def populate(page: int, page_bytes: int, advice: int) -> int:
-            return ctypes.get_errno() if madvise(page, page_bytes, advice) != 0 else 0
+        def populate(begin: int, end: int, page_bytes: int, advice: int) -> int:
+            for page in (begin & -page_bytes, (end - 1) & -page_bytes):
+                if madvise(page, page_bytes, advice) != 0:
+                    return ctypes.get_errno()
+            return 0
 
         return populate
     return _native.populate
@@ -170,7 +174,7 @@ def _populate_call() -> Callable[[int, int, int], int]:
 
 def _populate(page: int, advice: int) -> int:
     """0 if the page can be touched so, otherwise the kernel's error number."""
-    return _populate_call()(page, mmap.PAGESIZE, advice)
+    return _populate_call()(page, page + 1, mmap.PAGESIZE, advice)
 
 
 @cache

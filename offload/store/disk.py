@@ -127,6 +127,7 @@ class DiskStore:
         self._written_bytes = [0] * len(self._files)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
+        self._writers_waiting = 0  # there
         self._failed: OffloadError | None = None
         self._open = list(self._files)
         self._close = weakref.finalize(self, _shut, self.engine, self._open)
@@ -173,7 +174,11 @@ class DiskStore:
                     "ticket, whose thread may be the one that makes room; write it from another "
                     "thread, or raise the store's capacity"
                 )
-            self._room.wait(_RECHECK_S)
+            self._writers_waiting += 1
+            try:
+                self._room.wait(_RECHECK_S)
+            finally:
+                self._writers_waiting -= 1
             self._check_usable()
 
     # --- reading ----------------------------------------------------------------------------------
@@ -249,14 +254,15 @@ class DiskStore:
             version, operation.version = operation.version, None
             if version is None:
                 return
-            for extent in version.extents if operation.is_expected else ():
-                self._space.waiting_bytes[extent.file] -= extent.nbytes
-                moved[extent.file] += extent.nbytes if error is None else 0
+            for file, _, nbytes in version.extents if operation.is_expected else ():
+                self._space.waiting_bytes[file] -= nbytes
+                moved[file] += nbytes if error is None else 0
             if operation.is_write:
                 self._table.end(version, error)
             else:
                 self._table.let_go_after(version, error)
-            self._room.notify_all()
+            if self._writers_waiting:
+                self._room.notify_all()
         if error is None:
             self._tell(version, operation)
 

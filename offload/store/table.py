@@ -79,23 +79,23 @@ class Table:
 
     def end(self, version: Version, error: OffloadError | None) -> None:
         """Its write has ended, or was given up, perhaps before it began."""
-        name = version.name
+        name, generation = version.name, version.generation
+        freed_at = self.freed_at.get(name, 0)
         under_way = self.writing.get(name, [])
-        if version.generation in under_way:  # else it was interrupted before
-            under_way.remove(version.generation)
-        current = self.current.get(name)
-        newest = max(self.freed_at.get(name, 0), current.generation if current else 0)
-        if error is not None:
-            self.let_go_after(version, error)
-        elif version.generation > newest:
-            self.current[name] = version
-            if current is not None:
-                self._let_go(current)
-        else:  # freed meanwhile, or a later write was faster
-            self._let_go(version)
+        if generation in under_way:  # else it was interrupted before
+            under_way.remove(generation)
         if not under_way:
             self.writing.pop(name, None)
             self.freed_at.pop(name, None)
+        current = self.current.get(name)
+        if error is not None:
+            self.let_go_after(version, error)
+        elif generation <= freed_at or (current is not None and generation < current.generation):
+            self._let_go(version)  # freed meanwhile, or a later write was faster
+        else:
+            self.current[name] = version
+            if current is not None:
+                self._let_go(current)
 
     # --- what is no longer needed -----------------------------------------------------------------
 
