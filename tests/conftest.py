@@ -58,4 +58,5 @@ def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     monkeypatch.setattr("offload.api.HOST", budget)
     monkeypatch.setattr("offload.optim.request.HOST", budget)
     monkeypatch.setattr("offload.optim.session.HOST", budget)
+    monkeypatch.setattr("offload.optim.ground.HOST", budget)
     return budget

@@ -16,7 +16,7 @@ from wraplib import adamw, assert_equal, parameters, train
 import offload
 from offload import CapacityError, ConfigError, planner
 from offload.budget import Budget
-from offload.optim import session as session_module
+from offload.optim import ground as ground_module
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,7 +93,7 @@ def test_a_wrap_that_is_refused_leaves_the_limit(
     def no_room(*_: Any, **__: Any) -> Any:
         raise CapacityError("no room")
 
-    monkeypatch.setattr(session_module, "DiskStore", no_room)
+    monkeypatch.setattr(ground_module, "DiskStore", no_room)
     with pytest.raises(CapacityError, match="are allowed"):
         offload.wrap(AdamW(parameters()), host_memory="48KiB")
     assert own_budget.limit_bytes == 64 << 10

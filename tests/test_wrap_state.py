@@ -25,6 +25,7 @@ from wraplib import (
 import offload
 from offload import CapacityError, StateError, StoreError, planner
 from offload.budget import Budget
+from offload.optim import ground as ground_module
 from offload.optim import session as session_module
 from offload.optim.updater import Updater
 from offload.store.engine import Fault, FaultKind
@@ -62,7 +63,7 @@ def test_no_room_for_more_groups_loses_nothing(
     """The disk is full between closing the old files and reserving the new ones."""
     here, plain, there, wrapped = both(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "DiskStore", no_room)
+        patch.setattr(ground_module, "DiskStore", no_room)
         with pytest.raises(CapacityError, match="no room; the state is kept aside"):
             wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
         assert len(wrapped.param_groups) == 1
@@ -84,7 +85,7 @@ def test_state_that_is_kept_aside_can_leave(
 ) -> None:
     here, plain, there, wrapped = both(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "DiskStore", no_room)
+        patch.setattr(ground_module, "DiskStore", no_room)
         with pytest.raises(CapacityError, match="kept aside"):
             wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
         if then == "close":
@@ -108,7 +109,7 @@ def test_a_fault_while_state_moves_over_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, plain, there, wrapped = both(tmp_path)
-    real = session_module.DiskStore
+    real = ground_module.DiskStore
 
     def faulty(*args: Any, **options: Any) -> Any:
         store = real(*args, **options)
@@ -116,7 +117,7 @@ def test_a_fault_while_state_moves_over_loses_nothing(
         return store
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "DiskStore", faulty)
+        patch.setattr(ground_module, "DiskStore", faulty)
         with pytest.raises(StoreError, match="kept aside"):
             wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
     train(here, plain, 2)
@@ -185,7 +186,7 @@ def test_a_load_after_a_step_that_broke_off_may_break_off_as_well(
         for param, weight in zip(params, weights, strict=True):
             param.copy_(weight)
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "DiskStore", no_room)
+        patch.setattr(ground_module, "DiskStore", no_room)
         for _ in range(2):
             with pytest.raises(CapacityError, match="no room"):
                 optimizer.load_state_dict(saved)

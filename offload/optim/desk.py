@@ -43,6 +43,31 @@ class Arriving(Protocol):
         """What has to be waited for before `memory` is used; once."""
 
 
+class Places(Protocol):
+    """Where the update finds parameters and gradients that are not simply in host memory."""
+
+    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def needs(self, chunk: Chunk) -> bool:
+        """Whether the update of a chunk needs a desk."""
+
+    def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
+        """Whether `take` is possible now or, if it may wait, at all."""
+
+    def take(self, chunk: Chunk) -> Desk:
+        """A desk with the chunk's slices on their way to it."""
+
+    def send_back(self, desk: Desk) -> None:
+        """What is on the desk has changed. It comes back by itself."""
+
+    def give_back(self, desk: Desk) -> None:
+        """Nothing on it has changed."""
+
+    def close(self) -> None: ...
+
+
 class Desks:
     """All desks of one optimizer, and the transfers to its devices."""
 
@@ -87,10 +112,9 @@ class Desks:
             self._clear_oldest()
         return bool(self._free)
 
-    @property
-    def has_any(self) -> bool:
-        """Whether `take` is possible at all: a desk is free, or will be."""
-        return bool(self._free or self._away)
+    def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
+        """Whether `take` is possible: a desk is free or, if it may wait, will be."""
+        return self.has_free or (may_wait and bool(self._away))
 
     def _clear_oldest(self) -> None:
         desk = self._away.popleft()

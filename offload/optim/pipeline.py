@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.layout import Chunk
 from offload.metrics import Metrics
-from offload.optim.desk import Desk, Desks
+from offload.optim.desk import Desk, Places
 from offload.optim.tiers import Piece, Tiers
 from offload.ticket import Ticket
 
@@ -44,7 +44,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, tiers: Tiers, desks: Desks | None, metrics: Metrics, doing: str = "update"
+        self, tiers: Tiers, desks: Places | None, metrics: Metrics, doing: str = "update"
     ) -> None:
         self._tiers = tiers
         self._desks = desks
@@ -89,10 +89,10 @@ class Pipeline:
     def _has_room(self, chunk: Chunk) -> bool:
         if not (self._tiers.is_resident(chunk) or self._tiers.free_buffers):
             return False
-        if self._desks is None or not self._desks.needs(chunk) or self._desks.has_free:
+        if self._desks is None or not self._desks.needs(chunk):
             return True
-        # A desk that is under way to the device is waited for only when there is nothing to do.
-        return not self._coming and self._desks.has_any
+        # A desk that is under way elsewhere is waited for only when there is nothing to do.
+        return self._desks.has_place(chunk, may_wait=not self._coming)
 
     def _fetch(self, chunk: Chunk) -> _Flight:
         is_resident = self._tiers.is_resident(chunk)

@@ -20,8 +20,7 @@ from offload.budget import HOST
 from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.metrics import Metrics
-from offload.optim.desk import Desks
-from offload.optim.homes import Homes
+from offload.optim.ground import Ground, OwnGround, Watch
 from offload.optim.incoming import check_states
 from offload.optim.ledger import Ledger
 from offload.optim.plain import plain_state, tell_what_is_lost
@@ -29,18 +28,12 @@ from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
 from offload.optim.self_check import checked
 from offload.optim.soundness import LOAD, Soundness, clear_frames
-from offload.optim.tiers import Tiers
 from offload.optim.turn import Turn
 from offload.optim.updater import Updater
-from offload.planner import UNKNOWN, Plan, Speeds, home_bytes, make_plan, verdicts_bytes
+from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
-from offload.transfer import DeviceTransfer
-
-# Has the function called with the number of each parameter whose gradient has come; what it returns
-# is to be removed.
-Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
 
 States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
 _KEPT = (
@@ -74,12 +67,8 @@ class Session:
         self.soundness = Soundness()
         self._aside: States | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
-        self._desks: Desks | None = None
-        self._homes: Homes | None = None
         self._watch_gradients = watch
-        self._hooks: list[Any] = []
-        self.store: DiskStore | None = None
-        self.pool: Pool | None = None
+        self._ground: Ground | None = None
         self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
@@ -118,61 +107,34 @@ class Session:
             return granted, held
         return min(granted, max(0, limit - held)), held
 
+    @property
+    def pool(self) -> Pool | None:
+        return self._ground.pool if self._ground else None
+
+    @property
+    def store(self) -> DiskStore | None:
+        return self._ground.store if self._ground else None
+
     def _open(self, records: list[Record], plan: Plan) -> None:
         self.plan = plan
-        arena, disk = self.plan.arena_bytes, self.plan.disk_bytes
-        self.pool = Pool(arena, budget=HOST) if arena else None
-        self.store = None
         try:
-            if disk:
-                assert self.pool is not None, "what is on disk passes through buffers"
-                self.store = DiskStore(
-                    self._directories,
-                    self.plan.disk_capacity_bytes,
-                    metrics=self.metrics,
-                    memory=[self.pool.buffer()],
-                )
-            tiers = Tiers(self.plan, self.pool, self.store)
-            self._open_devices(records)
+            ground = self._make_ground(records, plan)
         except BaseException as error:
             self.close()
             clear_frames(error)
             raise
-        self.updater = Updater(
-            records, self._recipe, tiers, self._desks, self._homes, self.metrics, self.soundness
+        self._ground = ground
+        self.updater = Updater(records, self._recipe, ground, self.metrics, self.soundness)
+
+    def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
+        return OwnGround(
+            records,
+            plan,
+            self._directories,
+            self.metrics,
+            bool(self.config.release_grads),
+            self._watch_gradients,
         )
-
-    def _open_devices(self, records: list[Record]) -> None:
-        """Desks, homes and transfers for parameters that are on devices."""
-        devices = {record.device for record in records if record.device_bytes}
-        if not devices:
-            return
-        memory = [self._lease(self.plan.desk_bytes, "a desk") for _ in range(self.plan.desks)]
-        transfers = {d: DeviceTransfer(d, metrics=self.metrics) for d in devices}
-        self._desks = Desks(records, memory, transfers, self.plan.has_homes)
-        if self.plan.has_homes:
-            homes = {r.number: self._home(r) for r in records if r.device_bytes and r.param.numel()}
-            verdicts = self._lease(verdicts_bytes(self.plan.params), "verdicts on gradients")
-            self._homes = Homes(
-                records,
-                homes,
-                verdicts,
-                transfers,
-                self.metrics,
-                bool(self.config.release_grads),
-                self._desks,
-            )
-            params = {number: records[number].param for number in homes}
-            self._hooks = self._watch_gradients(params, self._homes.arrived)
-
-    def _home(self, record: Record) -> Tensor:
-        memory = self._lease(home_bytes(self.plan.params[record.number]), f"of {record.name}")
-        return memory.view(record.dtype)[: record.param.numel()]
-
-    def _lease(self, nbytes: int, what: str) -> Tensor:
-        assert self.pool is not None, "a plan that holds memory has a pool"
-        with self.pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
-            return lease.tensor()
 
     def step(self) -> None:
         with self.ledger.step():
@@ -218,8 +180,8 @@ class Session:
 
     def forget_gradients(self) -> None:
         """Drop those that are in host memory only."""
-        if self._homes is not None:
-            self._homes.forget()
+        if self._ground is not None and self._ground.homes is not None:
+            self._ground.homes.forget()
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -365,20 +327,10 @@ class Session:
         """Give memory and disk back. Idempotent."""
         updater, self.updater = self.updater, None  # type: ignore[assignment]
         self.soundness.let_go()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self._homes is not None:
-            self._homes.close()
-        if self.store is not None:
-            self.store.close()
-        if self._desks is not None:
-            self._desks.close()
-        self._desks = self._homes = None
         del updater  # it holds the memory
-        if self.pool is not None:
-            self.pool.close()
-        self.store = self.pool = None
+        ground, self._ground = self._ground, None
+        if ground is not None:
+            ground.close()
 
 
 def check_homes(config: Config, plan: Plan) -> None:

@@ -18,14 +18,14 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
-from offload.optim.desk import Desk, Desks
+from offload.optim.desk import Desk, Places
 from offload.optim.flat import flat, in_order_of
-from offload.optim.homes import Homes
+from offload.optim.ground import Ground
 from offload.optim.incoming import is_there
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
 from offload.optim.soundness import LOAD, STEP, Soundness
-from offload.optim.tiers import Piece, Tiers
+from offload.optim.tiers import Piece
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,9 +35,7 @@ class Updater:
         self,
         records: Sequence[Record],
         recipe: Recipe,
-        tiers: Tiers,
-        desks: Desks | None,
-        homes: Homes | None,
+        ground: Ground,
         metrics: Metrics,
         soundness: Soundness,
     ) -> None:
@@ -45,9 +43,7 @@ class Updater:
         self.metrics = metrics
         self.grad_norm: float | None = None
         self._recipe = recipe
-        self._tiers = tiers
-        self._desks = desks
-        self._homes = homes
+        self._tiers, self._desks, self._homes = ground.tiers, ground.desks, ground.homes
         self._soundness = soundness
 
     # --- the step ---------------------------------------------------------------------------------
@@ -132,7 +128,7 @@ class Updater:
         return grad.cpu()
 
     def _pass_over(
-        self, numbers: Iterable[int], act: Act, doing: str, desks: Desks | None = None
+        self, numbers: Iterable[int], act: Act, doing: str, desks: Places | None = None
     ) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
         wanted = set(numbers)

@@ -21,7 +21,7 @@ from transfer_cases import register
 import offload
 from offload import planner
 from offload.budget import Budget
-from offload.optim import homes, session
+from offload.optim import ground, homes
 from offload.optim.homes import Home, Homes
 from offload.pool import Pool
 from offload.transfer import Mark
@@ -32,7 +32,7 @@ Between = Callable[[nn.Module, int], None]  # what a loop does after backward, a
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 256)
-    monkeypatch.setattr(session, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(ground, "Pool", partial(Pool, register=register))
 
 
 class Net(nn.Module):

@@ -1,0 +1,113 @@
+"""What an optimizer stands on while a plan holds: memory, disk, and the ways to its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from offload.budget import HOST
+from offload.metrics import Metrics
+from offload.optim.desk import Desks, Places
+from offload.optim.homes import Homes
+from offload.optim.recipe import Record
+from offload.optim.tiers import Tiers
+from offload.planner import Plan, home_bytes, verdicts_bytes
+from offload.pool import Pool
+from offload.store import DiskStore
+from offload.transfer import DeviceTransfer
+
+# Has the function called with the number of each parameter whose gradient has come; what it returns
+# is to be removed.
+Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
+
+
+class Ground(Protocol):
+    """Opened for records and a plan, and closed for good."""
+
+    pool: Pool | None
+    store: DiskStore | None
+    tiers: Tiers
+    desks: Places | None  # None: parameters are updated where they are
+    homes: Homes | None
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+class OwnGround:
+    """A pool and a store of the optimizer's own. Nothing is open when it raises."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        plan: Plan,
+        directories: Sequence[Path],
+        metrics: Metrics,
+        release_grads: bool,
+        watch: Watch,
+    ) -> None:
+        self._plan = plan
+        self._metrics = metrics
+        self._hooks: list[Any] = []
+        self.desks: Places | None = None
+        self.homes: Homes | None = None
+        self.store: DiskStore | None = None
+        self.pool = Pool(plan.arena_bytes, budget=HOST) if plan.arena_bytes else None
+        try:
+            if plan.disk_bytes:
+                assert self.pool is not None, "what is on disk passes through buffers"
+                memory = [self.pool.buffer()]
+                room = plan.disk_capacity_bytes
+                self.store = DiskStore(directories, room, metrics=metrics, memory=memory)
+            self.tiers = Tiers(plan, self.pool, self.store)
+            self._open_devices(records, release_grads, watch)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_devices(self, records: Sequence[Record], release_grads: bool, watch: Watch) -> None:
+        """Desks, homes and transfers for parameters that are on devices."""
+        devices = {record.device for record in records if record.device_bytes}
+        if not devices:
+            return
+        memory = [self._lease(self._plan.desk_bytes, "a desk") for _ in range(self._plan.desks)]
+        transfers = {d: DeviceTransfer(d, metrics=self._metrics) for d in devices}
+        self.desks = desks = Desks(records, memory, transfers, self._plan.has_homes)
+        if self._plan.has_homes:
+            places = {
+                r.number: self._home(r) for r in records if r.device_bytes and r.param.numel()
+            }
+            verdicts = self._lease(verdicts_bytes(self._plan.params), "verdicts on gradients")
+            self.homes = Homes(
+                records, places, verdicts, transfers, self._metrics, release_grads, desks
+            )
+            params = {number: records[number].param for number in places}
+            self._hooks = watch(params, self.homes.arrived)
+
+    def _home(self, record: Record) -> Tensor:
+        memory = self._lease(home_bytes(self._plan.params[record.number]), f"of {record.name}")
+        return memory.view(record.dtype)[: record.param.numel()]
+
+    def _lease(self, nbytes: int, what: str) -> Tensor:
+        assert self.pool is not None, "a plan that holds memory has a pool"
+        with self.pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
+            return lease.tensor()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.homes is not None:
+            self.homes.close()
+        if self.store is not None:
+            self.store.close()
+        if self.desks is not None:
+            self.desks.close()
+        self.desks = self.homes = self.store = None
+        self.tiers = None  # type: ignore[assignment]  # it holds memory
+        if self.pool is not None:
+            self.pool.close()
+        self.pool = None
