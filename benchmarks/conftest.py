@@ -8,9 +8,12 @@ import pytest
 import torch
 from results import Row, write
 from store_results import StoreRow, write_store
+from wrap_contest import Sitting
+from wrap_results import write_wrap
 
 ROWS = pytest.StashKey[list[Row]]()
 STORE_ROWS = pytest.StashKey[list[StoreRow]]()
+SITTINGS = pytest.StashKey[list[Sitting]]()
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +27,11 @@ def store_table(pytestconfig: pytest.Config) -> list[StoreRow]:
     return pytestconfig.stash.setdefault(STORE_ROWS, [])
 
 
+@pytest.fixture(scope="session")
+def wrap_table(pytestconfig: pytest.Config) -> list[Sitting]:
+    return pytestconfig.stash.setdefault(SITTINGS, [])
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A session that failed or was interrupted leaves the last good results as they are."""
     stash = session.config.stash
@@ -34,6 +42,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         report_file(session.config, write("kernels", "make bench", rows))
     if store_rows := stash.get(STORE_ROWS, []):
         report_file(session.config, write_store("make bench", store_rows))
+    if sittings := stash.get(SITTINGS, []):
+        report_file(session.config, write_wrap("make bench", sittings))
 
 
 def report_file(config: pytest.Config, path: Path) -> None:

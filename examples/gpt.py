@@ -32,16 +32,23 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; input and output embeddings are tied."""
+    """Tokens in, logits of the next one out; input and output embeddings are tied. A token is a
+    byte, unless the vocabulary is larger.
+    """
 
     def __init__(
-        self, layers: int = 6, width: int = 384, heads: int = 6, length: int = 128
+        self,
+        layers: int = 6,
+        width: int = 384,
+        heads: int = 6,
+        length: int = 128,
+        vocabulary: int = 256,
     ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         nn.init.normal_(self.tokens.weight, std=0.02)
 
