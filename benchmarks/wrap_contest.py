@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import select
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ HERE = Path(__file__).parent
 START_S, TURN_S = 1800, 300  # DeepSpeed compiles its operators when it is first started
 WARM_UP_STEPS = 3  # state is made in the first, DeepSpeed learns the order of modules in two
 STEPS_A_TURN = 2
+PAUSE_S = 0.2  # threads that still wait in turns for work fall asleep
 FIO_CHUNKS_MI = (4, 16)
 
 
@@ -170,18 +173,19 @@ class Sitting:
 def sit(
     what: str, entries: Sequence[Entry], directory: Path, rounds: int, fio_bytes: int = 0
 ) -> Sitting:
-    """Everybody by turns, in an order that turns too; with fio_bytes, fio once a round as well.
-
-    A peer that fails is taken out, with its last words; ours must not.
+    """Everybody by turns, in an order that is drawn anew each round, so that nobody always follows
+    anybody; with fio_bytes, fio once a round as well. A peer that cannot start is left out, with
+    its last words; ours must start.
     """
+    order = random.Random(rounds)
     sitting = Sitting(what, [], {})
     fio = Fio(directory, fio_bytes) if fio_bytes else None
     try:
         for entry in entries:
             _join(sitting, entry, directory)
-        for number in range(rounds):
-            first = number % max(1, len(sitting.runners))
-            for runner in sitting.runners[first:] + sitting.runners[:first]:
+        for _ in range(rounds):
+            for runner in order.sample(sitting.runners, len(sitting.runners)):
+                time.sleep(PAUSE_S)
                 runner.turns.append(runner.worker.run(STEPS_A_TURN))
             if fio is not None:
                 sitting.fio_bytes_per_s.append(_mixed_rate(fio))
