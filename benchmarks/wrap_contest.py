@@ -78,6 +78,7 @@ class Worker:
         )
         try:
             self.numel = int(self._answer(START_S)["numel"])
+            self.run(WARM_UP_STEPS)
         except BaseException:
             self.close()
             raise
@@ -105,13 +106,14 @@ class Worker:
         return json.loads(line)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.close()
             self.process.wait(60)
         except (OSError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
+        self.process.stdout.close()
         self._log.close()
 
 
@@ -205,14 +207,12 @@ def _join(sitting: Sitting, entry: Entry, directory: Path) -> None:
         return
     try:
         worker = Worker(entry, directory)
-        runner = Runner(entry, worker)
-        sitting.runners.append(runner)
-        worker.run(WARM_UP_STEPS)
     except PeerFailed as failure:
         if entry.kind == "offload":
             raise
-        sitting.runners = [runner for runner in sitting.runners if runner.entry is not entry]
         sitting.absent[entry.name] = str(failure)
+    else:
+        sitting.runners.append(Runner(entry, worker))
 
 
 def _mixed_rate(fio: Fio) -> float:

@@ -14,7 +14,8 @@ from offload.config import format_size
 from offload.errors import CapacityError
 from offload.layout import CHUNK_NUMEL, Chunk, ParamSpec, Slice, lay_out
 
-BUFFERS = 6  # chunks under way: some being read, one updated, some written
+BUFFERS = 16  # chunks under way: some being read, one updated, some written
+DISK_CHUNK_NUMEL = 1 << 20  # less to wait for where a step begins and ends
 LEAST_BUFFERS = 2
 DESKS = 3  # chunks of device parameters under way: one comes, one is updated, one goes
 LEAST_CHUNK_NUMEL = 16 << 10
@@ -237,10 +238,10 @@ def make_plan(
 ) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
-    host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, less where the
-    budget would not hold a few buffers of that. needs_homes: gradients must have host memory of
-    their own; they get it anyway where it costs no chunk its place. held_bytes: what others hold
-    beside it, for the message. Raises `CapacityError` where nothing works.
+    host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, 1 Mi where
+    some go to disk, less where the budget would not hold the buffers. needs_homes: gradients must
+    have host memory of their own; they get it anyway where it costs no chunk its place. held_bytes:
+    what others hold beside it, for the message. Raises `CapacityError` where nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
     while True:
@@ -262,7 +263,8 @@ def make_plan(
             + _others(host_memory_bytes, held_bytes)
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
-    chunks, free = list(whole.chunks), host_memory_bytes - whole.homes_bytes
+    numel = chunk_numel or min(numel, DISK_CHUNK_NUMEL)
+    chunks, free = lay_out(params, numel), host_memory_bytes - whole.homes_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
         desk = largest_desk(chunks, params, whole.has_homes)
         if BUFFERS * _largest(chunks) + whole.desks * desk <= free:
