@@ -218,5 +218,5 @@ def _join(sitting: Sitting, entry: Entry, directory: Path) -> None:
 def _mixed_rate(fio: Fio) -> float:
     """Bytes a second, half of them read and half written, over chunks of a few sizes."""
     memory = "mmaphuge" if fio.has_huge_pages else "malloc"
-    runs = [fio.run("rw", size * MI, memory) for size in FIO_CHUNKS_MI]
+    runs = [fio.run("mixed", size * MI, memory) for size in FIO_CHUNKS_MI]
     return sum(run.nbytes for run in runs) / sum(run.seconds for run in runs)

@@ -65,7 +65,7 @@ class Ours(Torch):
         offload.wrap(self.optimizer, **fields)
 
     def last_step(self) -> dict[str, Any]:
-        return {"seconds": self.report(self.optimizer).last_seconds}
+        return {"seconds": self.report(self.optimizer).last.seconds}
 
     def facts(self) -> dict[str, Any]:
         told = self.report(self.optimizer)
