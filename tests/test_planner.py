@@ -73,12 +73,12 @@ def test_wear_and_time() -> None:
 
 
 def test_the_table_reads() -> None:
-    text = str(make_plan(params(100 * MI), 64 * MI, has_disk=True))
+    text = str(make_plan(params(100 * MI), 160 * MI, has_disk=True))
     for words in (
         "104,857,600 in 1 tensors",
         "on disk",
         "10,000 steps write",
-        "of 64 MiB allowed: state 16 MiB, buffers 48 MiB",
+        "of 160 MiB allowed: state 32 MiB, buffers 128 MiB",
     ):
         assert words in text
 
