@@ -22,7 +22,7 @@ from offload.hooks import call_in_backward, follow, watch_gradients
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.residency import Residency
-from offload.store import Store
+from offload.store import DiskStore, MemoryStore
 from offload.trace import Phase, Trace
 from offload.units import Unit, enclosing
 
@@ -35,7 +35,7 @@ class Engine:
         model: nn.Module,
         units: Sequence[Unit],
         pool: Pool,
-        store: Store | None,
+        store: DiskStore | MemoryStore | None,
         metrics: Metrics,
         depth: int = 2,
     ) -> None:

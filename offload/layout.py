@@ -23,13 +23,20 @@ _FIELD_ALIGN = 1024  # elements: 4 KiB, so that every field begins at a page
 class ParamSpec:
     """What must be known of a parameter to lay out its state. fields: those of its chunks.
     device_bytes: of an element that lies on a device, and comes to the host for its update; its
-    gradient's has as many.
+    gradient's has as many. unit: of a prepared model, that has the parameter; chunks keep within
+    one, and its parameters come for their update, too.
     """
 
     name: str
     numel: int
     fields: tuple[str, ...]
     device_bytes: int = 0
+    unit: int | None = None
+
+    @property
+    def has_desk(self) -> bool:
+        """Whether the parameter comes from elsewhere for its update."""
+        return self.device_bytes > 0 or self.unit is not None
 
     def touched_bytes(self, grad_bytes: int | None = None) -> int:
         """Host memory that one update reads and writes: the gradient is read, state and parameter
@@ -76,11 +83,14 @@ class Chunk:
 def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:
     """Chunks for the state of `params`, in their order; parameters with other fields have chunks
     of their own. What has no elements has no chunk; what has no fields has one, of no bytes, where
-    it is on a device, because it passes over a desk.
+    it comes from elsewhere, because it passes over a desk.
     """
     chunks: list[Chunk] = []
-    for fields in dict.fromkeys(param.fields for param in params):
-        for slices in _pack(params, fields, _round_up(chunk_numel, _SLICE_ALIGN)):
+    for kind in dict.fromkeys((param.unit, param.fields) for param in params):
+        fields = kind[1]
+        alike = [(n, p) for n, p in enumerate(params) if (p.unit, p.fields) == kind]
+        packed = [(n, p) for n, p in alike if fields or p.has_desk]
+        for slices in _pack(packed, _round_up(chunk_numel, _SLICE_ALIGN)):
             numel = _round_up(slices[-1].offset + slices[-1].end - slices[-1].begin, _FIELD_ALIGN)
             first = slices[0]
             name = f"{params[first.param].name}[{first.begin}:{first.end}]"
@@ -90,15 +100,11 @@ def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list
     return chunks
 
 
-def _pack(
-    params: Sequence[ParamSpec], fields: tuple[str, ...], chunk_numel: int
-) -> Iterator[list[Slice]]:
+def _pack(params: Sequence[tuple[int, ParamSpec]], chunk_numel: int) -> Iterator[list[Slice]]:
     """The slices of each chunk."""
     slices: list[Slice] = []
     offset = 0
-    for number, param in enumerate(params):
-        if param.fields != fields or not (fields or param.device_bytes):
-            continue
+    for number, param in params:
         begin = 0
         while begin < param.numel:
             if offset >= chunk_numel:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from offload.block import Block, Presence
@@ -22,7 +23,7 @@ from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.scheduler import Tier, look_ahead, make_room, next_uses
-from offload.store import Store
+from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
 from offload.trace import Phase, Trace
 from offload.units import Unit
@@ -39,7 +40,7 @@ class Residency:
         self,
         units: Sequence[Unit],
         pool: Pool,
-        store: Store | None,
+        store: DiskStore | MemoryStore | None,
         trace: Trace,
         owner: Owner,
         metrics: Metrics,
@@ -58,6 +59,7 @@ class Residency:
         self._lock = threading.RLock()
         self._last_use_s: float | None = None
         self._waited_s = 0.0  # since the latest use
+        self.has_room_for_all = False  # nothing ever goes
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -116,6 +118,36 @@ class Residency:
                     block.pins -= 1
             assert block.memory is not None
             return block.memory.detach()
+
+    def try_begin(self, block: Block) -> bool:
+        """Start a block's way into host memory and keep it until `end`; False where there is no
+        room.
+        """
+        with self._lock:
+            block.pins += 1
+            try:
+                self._fetch(block, Priority.PREFETCH)
+            except CapacityError:
+                block.pins -= 1
+                return False
+            return True
+
+    def has_come(self, block: Block) -> bool:
+        with self._lock:
+            return block.reading is None or block.reading.done
+
+    def await_arrival(self, block: Block) -> None:
+        with self._lock:
+            self._arrive(block)
+
+    def end(self, block: Block, has_changed: bool) -> None:
+        """It need not be kept any more; new values go to the store unless there is room for all."""
+        with self._lock:
+            block.pins -= 1
+            if has_changed:
+                self.changed(block)
+                if not self.has_room_for_all:
+                    self._save(block)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that a tensor lies in."""
@@ -206,6 +238,8 @@ class Residency:
 
     def _room_for(self, block: Block, may_drop: bool) -> Tensor:
         """Host memory for a block; others go for it if they must."""
+        if not block.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         while True:
             try:
                 with self._pool.lease(block.nbytes, what=block.name) as lease:

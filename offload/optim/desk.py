@@ -25,13 +25,22 @@ from offload.ticket import Ticket
 from offload.transfer import DeviceTransfer, Mark
 
 
+class Awaited(Protocol):
+    """Something under way: a ticket, say."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
 @dataclass
 class Desk:
     """Host memory for the slices of one chunk: parameter and gradient of each."""
 
     memory: Tensor  # bytes
     slices: dict[Slice, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    tickets: list[Ticket[Tensor]] = field(default_factory=list)
+    tickets: list[Awaited] = field(default_factory=list)
 
 
 class Arriving(Protocol):
@@ -49,6 +58,9 @@ class Places(Protocol):
     def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None: ...
 
     def end_step(self) -> None: ...
+
+    def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """The order in which these chunks, all of the step, are best taken."""
 
     def needs(self, chunk: Chunk) -> bool:
         """Whether the update of a chunk needs a desk."""
@@ -98,6 +110,10 @@ class Desks:
         """What devices are given from now on comes after the new parameters."""
         for transfer in self._transfers.values():
             transfer.join()
+        self._grads, self._homes = {}, {}  # gradients belong to the parameters
+
+    def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        return chunks
 
     def needs(self, chunk: Chunk) -> bool:
         return bool(self._transfers) and any(self._is_moved(part) for part in chunk.slices)

@@ -37,6 +37,15 @@ class Ground(Protocol):
         """Give everything back. Idempotent."""
 
 
+class Host(Protocol):
+    """A prepared model: it has the memory, the disk and the parameters."""
+
+    def unit_of(self, param: Tensor) -> int | None:
+        """The number of the unit that owns the parameter."""
+
+    def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground: ...
+
+
 class OwnGround:
     """A pool and a store of the optimizer's own. Nothing is open when it raises."""
 

@@ -9,13 +9,12 @@ that disk, device and cores all stay busy. One thread; it waits only when there 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from offload.layout import Chunk
 from offload.metrics import Metrics
-from offload.optim.desk import Desk, Places
+from offload.optim.desk import Awaited, Desk, Places
 from offload.optim.tiers import Piece, Tiers
 from offload.ticket import Ticket
 
@@ -53,13 +52,13 @@ class Pipeline:
         self._coming: deque[_Flight] = deque()
         self._going: deque[_Flight] = deque()
 
-    def run(self, chunks: Iterable[Chunk], act: Act) -> None:
+    def run(self, chunks: Sequence[Chunk], act: Act) -> None:
         """Call `act` once for each chunk. When it returns, what was changed is stored, and
         parameters are on their way to their device; when it raises, no chunk is under way any more.
         """
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
-        for chunk in chunks:
+        for chunk in self._desks.in_order(chunks) if self._desks is not None else chunks:
             is_at_hand = self._tiers.is_resident(chunk) and not self._needs_desk(chunk)
             (at_hand if is_at_hand else to_fetch).append(chunk)
         try:
@@ -142,8 +141,8 @@ class Pipeline:
     def _drain(self) -> None:
         """After an error: wait for the rest, whose errors are not more important than that one."""
         for flight in (*self._coming, *self._going):
-            desk: Sequence[Ticket[Any]] = flight.desk.tickets if flight.desk else ()
-            for ticket in ([flight.disk] if flight.disk else []) + list(desk):
+            under_way: list[Awaited] = [flight.disk] if flight.disk else []
+            for ticket in under_way + (flight.desk.tickets if flight.desk else []):
                 try:
                     ticket.wait()
                 except Exception:

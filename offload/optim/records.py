@@ -50,12 +50,13 @@ def each_param(
     return found
 
 
-def spec_of(record: Record) -> ParamSpec:
+def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
+    """unit: of a prepared model."""
     check_param(record.name, record.param)
     if record.is_frozen:
         return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
-    return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes)
+    return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes, unit)
 
 
 def check_param(name: str, param: Tensor) -> None:

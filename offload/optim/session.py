@@ -20,7 +20,7 @@ from offload.budget import HOST
 from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.metrics import Metrics
-from offload.optim.ground import Ground, OwnGround, Watch
+from offload.optim.ground import Ground, Host, OwnGround, Watch
 from offload.optim.incoming import check_states
 from offload.optim.ledger import Ledger
 from offload.optim.plain import plain_state, tell_what_is_lost
@@ -54,6 +54,7 @@ class Session:
         watch: Watch,
         chunk_numel: int | None = None,
         speeds: Speeds = UNKNOWN,
+        host: Host | None = None,
     ) -> None:
         # Not held: what holds us would be held by us, and its memory until garbage is collected.
         self._optimizer = weakref.ref(optimizer)
@@ -68,6 +69,7 @@ class Session:
         self._aside: States | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
         self._watch_gradients = watch
+        self._host = host
         self._ground: Ground | None = None
         self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
@@ -86,7 +88,7 @@ class Session:
         records = make_records(self.optimizer, self._recipe, with_state)
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
-            [spec_of(record) for record in records],
+            [spec_of(r, self._host.unit_of(r.param) if self._host else None) for r in records],
             allowed_bytes,
             has_disk=bool(self._directories),
             chunk_numel=self._chunk_numel,
@@ -102,6 +104,8 @@ class Session:
         what those hold.
         """
         granted, limit = self._host_memory_bytes, HOST.limit_bytes
+        if self._host is not None:
+            return granted, 0  # of a pool that is there already
         held = HOST.used_bytes - (self.pool.capacity_bytes if self.pool else 0)
         if granted is None or limit is None:
             return granted, held
@@ -127,6 +131,8 @@ class Session:
         self.updater = Updater(records, self._recipe, ground, self.metrics, self.soundness)
 
     def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
+        if self._host is not None:
+            return self._host.make_ground(records, plan)
         return OwnGround(
             records,
             plan,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload.errors import StateError
+from offload.guard import is_guarded
 from offload.log import LOG
 from offload.optim.recipe import Record
 
@@ -72,7 +73,8 @@ class Soundness:
             str(error),  # not itself: whoever keeps the record would keep our memory
         )
         if act == STEP:  # a load that fails after it makes the parameters no better
-            self._touched = [_Touched.of(record) for record in touched]
+            seen = [record for record in touched if not is_guarded(record.param)]
+            self._touched = [_Touched.of(record) for record in seen]
 
     def mend(self) -> None:
         """All state has been replaced."""

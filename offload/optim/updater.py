@@ -164,10 +164,11 @@ class Updater:
     ) -> None:
         """A parameter without elements, or in host memory and without elementwise state."""
         spec, record = self._tiers.plan.params[number], self.records[number]
-        if not spec.numel or (record.param.is_cpu and not spec.fields):
+        if not spec.numel or not (spec.fields or spec.has_desk):
             nothing = {field: torch.empty(0) for field in spec.fields}
-            whole, param = Slice(number, 0, spec.numel, 0), flat(record.param)
-            here, grad = param.cpu(), self._in_host(number, grad)  # themselves, or nothing
+            whole = Slice(number, 0, spec.numel, 0)
+            here = flat(record.param) if spec.numel else torch.empty(0, dtype=record.dtype)
+            grad = self._in_host(number, grad)  # itself, or nothing
             self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
 
     def _update_slice(

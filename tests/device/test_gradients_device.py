@@ -216,6 +216,22 @@ def test_accumulation_copies_the_last_gradient_only(fake: DeviceModule) -> None:
     optimizer.close()
 
 
+def test_a_step_keeps_no_gradients(fake: DeviceModule) -> None:
+    """Also not while it waits for the next one."""
+    model, optimizer = wrapped_layer()
+    before = torch.accelerator.memory_allocated()
+    for _ in range(2):
+        model(torch.ones(4, 8, device="fake")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    offload.report(optimizer)
+    for transfer in optimizer._offload_session._ground.desks._transfers.values():
+        transfer.poll()
+    assert torch.accelerator.memory_allocated() == before
+    optimizer.close()
+
+
 @pytest.mark.parametrize("release_grads", [True, False])
 def test_released_gradients_leave_the_device(fake: DeviceModule, release_grads: bool) -> None:
     torch.manual_seed(5)

@@ -1,0 +1,126 @@
+"""The parameters of a prepared model for their update: where they are, in host memory.
+
+The update works on chunks of state; here it gets the parameters and gradients that belong to a
+chunk. A block comes for its first chunk and stays until its last; then its new values are the
+block's own, and go to the store if it may have to leave memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.block import Block, Presence
+from offload.errors import CapacityError
+from offload.layout import Chunk
+from offload.optim.desk import Arriving, Desk
+from offload.residency import Residency
+
+MOST_BLOCKS = 3  # one that is worked on, those that come
+
+
+class _Arrival:
+    """A block on its way into host memory."""
+
+    def __init__(self, block: Block, residency: Residency) -> None:
+        self._block, self._residency = block, residency
+
+    @property
+    def done(self) -> bool:
+        return self._residency.has_come(self._block)
+
+    def wait(self) -> None:
+        self._residency.await_arrival(self._block)
+
+
+class Workbench:
+    """Desks of a prepared model. places: of each parameter by number, its block and the bytes of it
+    there.
+    """
+
+    def __init__(
+        self, residency: Residency, places: Mapping[int, tuple[Block, int, torch.dtype]]
+    ) -> None:
+        self._residency = residency
+        self._places = places
+        self._grads: Mapping[int, Tensor] = {}
+        self._begun: dict[int, Block] = {}
+        self._left: Counter[int] = Counter()  # chunks of each block that are not done
+        self._chunk_of: dict[int, Chunk] = {}  # by the desk it is on
+
+    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
+        self._grads = grads
+        self.close()
+
+    def end_step(self) -> None:
+        assert not self._begun, "every block that was begun has been ended"
+        self._grads = {}  # they belong to the parameters
+
+    def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """What is in memory first: it would have to go otherwise."""
+        self._left = Counter(self._block(chunk).number for chunk in chunks)
+
+        def rank(chunk: Chunk) -> tuple[bool, int]:
+            block = self._block(chunk)
+            return block.in_host is Presence.AWAY, block.number
+
+        return sorted(chunks, key=rank)
+
+    def needs(self, chunk: Chunk) -> bool:
+        return True
+
+    def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
+        block = self._block(chunk)
+        if block.number in self._begun:
+            return True
+        if len(self._begun) < MOST_BLOCKS and self._residency.try_begin(block):
+            self._begun[block.number] = block
+            return True
+        return may_wait
+
+    def take(self, chunk: Chunk) -> Desk:
+        if not self.has_place(chunk, may_wait=False):
+            block = self._block(chunk)
+            raise CapacityError(
+                f"{block.name}: its {block.nbytes} bytes of parameters have no room for their "
+                "update; raise host_memory"
+            )
+        block = self._block(chunk)
+        assert block.memory is not None
+        desk = Desk(block.memory, tickets=[_Arrival(block, self._residency)])
+        self._chunk_of[id(desk)] = chunk
+        for part in chunk.slices:
+            if part.param in self._grads:
+                _, begin, dtype = self._places[part.param]
+                begin += part.begin * dtype.itemsize
+                end = begin + (part.end - part.begin) * dtype.itemsize
+                param = block.memory[begin:end].view(dtype)
+                desk.slices[part] = param, self._grads[part.param][part.begin : part.end]
+        return desk
+
+    def send_back(self, desk: Desk) -> None:
+        self._leave(desk, has_changed=True)
+
+    def give_back(self, desk: Desk) -> None:
+        self._leave(desk, has_changed=False)
+
+    def _leave(self, desk: Desk, has_changed: bool) -> None:
+        block = self._block(self._chunk_of.pop(id(desk)))
+        desk.slices = {}  # views of the block
+        desk.memory = torch.empty(0)
+        self._left[block.number] -= 1
+        if not self._left[block.number]:
+            self._residency.end(self._begun.pop(block.number), has_changed)
+
+    def _block(self, chunk: Chunk) -> Block:
+        return self._places[chunk.slices[0].param][0]
+
+    def close(self) -> None:
+        """After an error some blocks may not have been ended."""
+        for block in self._begun.values():
+            self._residency.end(block, has_changed=True)
+        self._begun.clear()
+        self._chunk_of.clear()

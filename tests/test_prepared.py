@@ -1,0 +1,171 @@
+"""A prepared model and its optimizer: the bits of plain training, whatever is on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preparelib import MODELS, batch, loss_of, make
+from torch import nn
+
+import offload
+from offload import planner, units
+from offload.budget import Budget
+from offload.config import Config
+from offload.errors import CapacityError, ConfigError
+from offload.prepared import Prepared
+from offload.shares import share_out
+from offload.units import find_units
+
+KI = 1024
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
+    monkeypatch.setattr(units, "LARGE_BYTES", 2048)
+    monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
+    monkeypatch.setattr("offload.prepared.HOST", own_budget)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, clip: bool = True) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, batch(10 * step + micro))
+            loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def least_bytes(name: str, dtype: torch.dtype, make_one: Make | None) -> int:
+    model = make(name, dtype=dtype)
+    if make_one is None:
+        model.requires_grad_(False)
+    with pytest.raises(CapacityError, match="the least that works") as refused:
+        Prepared(model, make_one(model) if make_one else None, Config(), 4096)
+    return int(str(refused.value).split("about ")[1].split()[0])
+
+
+def compare(
+    name: str,
+    dtype: torch.dtype,
+    folder: Path,
+    host_bytes: int,
+    make_one: Make,
+    own_budget: Budget,
+) -> Any:
+    """Plain training, with exact masters for 16-bit parameters, against a prepared model."""
+    plain, ours = make(name, dtype=dtype), make(name, dtype=dtype)
+    theirs, mine = offload.wrap(make_one(plain)), make_one(ours)
+    before = own_budget.used_bytes
+    prepared = Prepared(ours, mine, Config.of(None, nvme=folder), host_bytes)
+    assert train(plain, theirs, 5) == train(ours, mine, 5)
+    counts = dict(prepared.metrics.snapshot().counts)
+    assert own_budget.used_bytes - before <= host_bytes
+    assert "gradients_outside_of_their_place" not in counts
+    prepared.close()
+    theirs.close()
+    for (what, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q), what
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert set(theirs.state[p]) == set(mine.state[q])
+        for field, value in theirs.state[p].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(mine.state[q][field]))
+    return counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_with_little_memory(name: str, tmp_path: Path, own_budget: Budget) -> None:
+    least = least_bytes(name, torch.float32, adamw)
+    counts = compare(name, torch.float32, tmp_path, least, adamw, own_budget)
+    assert counts["disk_read_bytes"] > 0
+
+
+@pytest.mark.parametrize("times", [1.0, 1.2, 1.5, 20.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_with_any_memory(
+    times: float, dtype: torch.dtype, tmp_path: Path, own_budget: Budget
+) -> None:
+    budget = int(times * least_bytes("gpt", dtype, adamw))
+    counts = compare("gpt", dtype, tmp_path, budget, adamw, own_budget)
+    assert ("disk_read_bytes" in counts) is (times < 20)
+
+
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        lambda model: offload.Lion(model.parameters(), 1e-3),
+        lambda model: torch.optim.RMSprop(model.parameters(), 1e-3),
+        lambda model: torch.optim.AdamW(
+            [{"params": [p]} for p in reversed(list(model.parameters()))], lr=1e-2
+        ),
+    ],
+    ids=["sgd", "momentum", "lion", "rmsprop", "groups"],
+)
+def test_bits_with_other_optimizers(make_one: Make, tmp_path: Path, own_budget: Budget) -> None:
+    least = least_bytes("gpt", torch.bfloat16, make_one)
+    compare("gpt", torch.bfloat16, tmp_path, least, make_one, own_budget)
+
+
+def test_frozen_parameters_are_never_written(tmp_path: Path) -> None:
+    model = make("gpt")
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    prepared = Prepared(model, optimizer, Config.of(None, nvme=tmp_path), 140 * KI)
+    train(model, optimizer, 2)
+    before = prepared.store.stats()
+    train(model, optimizer, 3)
+    after = prepared.store.stats()
+    adapters = sum(p.numel() for p in trained)
+    assert after.written_bytes - before.written_bytes <= 3 * adapters * 16
+    prepared.close()
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    plain, ours = make("encoder"), make("encoder")
+    for model in (plain, ours):
+        model.requires_grad_(False)
+    least = least_bytes("encoder", torch.float32, None)
+    prepared = Prepared(ours, None, Config.of(None, nvme=tmp_path), least)
+    for step in range(3):
+        assert torch.equal(plain(batch(step)), ours(batch(step)))
+    assert prepared.store.stats().read_bytes > 0
+    prepared.close()
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.parameters(), ours.parameters(), strict=True)
+    )
+
+
+def test_what_cannot_work_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    found = find_units(make("gpt"))
+    with pytest.raises(
+        CapacityError, match=r"the least that works is about (\d+) bytes"
+    ) as refused:
+        share_out(found, 40 * KI, 80 * KI, 50 * KI)
+    least = int(str(refused.value).split("about ")[1].split()[0])
+    shares = share_out(found, 40 * KI, 80 * KI, least)
+    assert shares.total <= least
+    everything = share_out(found, 40 * KI, 80 * KI, None)
+    assert everything.holds_all_params
+    assert share_out(found, 40 * KI, 80 * KI, everything.total) == everything
+    model = make("gpt")
+    stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], 0.1)
+    with pytest.raises(ConfigError, match="the optimizer has it, but the model does not"):
+        Prepared(model, stranger, Config.of(None, nvme=tmp_path), None)
