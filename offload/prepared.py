@@ -14,6 +14,7 @@ from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.gradients import gradient_bytes
 from offload.hooks import watch_gradients
+from offload.layout import ParamSpec
 from offload.metrics import Metrics
 from offload.optim import Session, attach
 from offload.optim.choose import choose_recipe
@@ -23,7 +24,7 @@ from offload.optim.homes import Homes
 from offload.optim.recipe import Record
 from offload.optim.records import make_records, spec_of
 from offload.optim.tiers import Tiers
-from offload.planner import Plan
+from offload.planner import Plan, make_plan
 from offload.pool import Pool
 from offload.shares import Shares, share_out
 from offload.store import DiskStore
@@ -46,12 +47,13 @@ class Prepared:
         self.units = list(units or find_units(model))
         self.metrics = Metrics(strict=config.strict)
         self._unit_of = {m.param: unit for unit in self.units for m in unit.members}
-        shares, state_bytes = self._share_out(optimizer, host_bytes)
+        specs = self._specs(optimizer)
+        shares = self._share_out(specs, host_bytes)
         directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         # Blocks come and go; what the optimizer keeps must not be in their way.
         self.pool = Pool(max(shares.params + shares.gradients, 4096), budget=HOST)
         self.state_pool = Pool(shares.state, budget=HOST) if shares.state else None
-        self.store = self._open_store(directories, shares, state_bytes)
+        self.store = self._open_store(directories, shares, specs)
         self.engine = Engine(model, self.units, self.pool, self.store, self.metrics, depth)
         self.engine.residency.has_room_for_all = shares.holds_all_params
         self.session: Session | None = None
@@ -62,33 +64,30 @@ class Prepared:
             )
             attach(optimizer, self.session)
 
-    def _share_out(
-        self, optimizer: torch.optim.Optimizer | None, host_bytes: int | None
-    ) -> tuple[Shares, int]:
-        state = 0
-        if optimizer is not None:
-            records = make_records(optimizer, choose_recipe(optimizer, False), optimizer.state)
-            for record in records:
-                if record.param not in self._unit_of:
-                    raise ConfigError(
-                        f"{record.name}: the optimizer has it, but the model does not"
-                    )
-            # Fields begin at pages of their own.
-            state = sum(spec_of(record).state_bytes + 3 * 8192 for record in records)
+    def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
+        if optimizer is None:
+            return []
+        records = make_records(optimizer, choose_recipe(optimizer, False), optimizer.state)
+        for record in records:
+            if record.param not in self._unit_of:
+                raise ConfigError(f"{record.name}: the optimizer has it, but the model does not")
+        return [spec_of(record, self.unit_of(record.param)) for record in records]
+
+    def _share_out(self, specs: Sequence[ParamSpec], host_bytes: int | None) -> Shares:
+        state = make_plan(specs, None, has_disk=False).arena_bytes
         trained = [param for param in self._unit_of if param.requires_grad]
-        gradients = gradient_bytes(dict(enumerate(trained)))
-        return share_out(self.units, gradients, state, host_bytes), state
+        return share_out(self.units, gradient_bytes(dict(enumerate(trained))), state, host_bytes)
 
     def _open_store(
-        self, directories: Sequence[Path], shares: Shares, state_bytes: int
+        self, directories: Sequence[Path], shares: Shares, specs: Sequence[ParamSpec]
     ) -> DiskStore | None:
         if not directories:
             return None
-        params = sum(unit.nbytes + 4096 for unit in self.units)
-        largest = max(unit.nbytes for unit in self.units)
-        # Whatever is being written is there twice.
-        room = params + 4 * largest + state_bytes + shares.state
+        # What is in memory may all be on its way, beside the generation before.
+        params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self.units) + shares.params
+        plan = make_plan(specs, shares.state, has_disk=True)
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
+        room = params + plan.disk_capacity_bytes
         return DiskStore(directories, room, metrics=self.metrics, memory=memory)
 
     # --- for the optimizer's session --------------------------------------------------------------
