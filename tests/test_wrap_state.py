@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interruptlib import interrupt_at
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from wraplib import (
@@ -27,6 +31,7 @@ from offload import CapacityError, StateError, StoreError, planner
 from offload.budget import Budget
 from offload.optim import ground as ground_module
 from offload.optim import session as session_module
+from offload.optim.optimizer import OffloadOptimizer
 from offload.optim.updater import Updater
 from offload.store.engine import Fault, FaultKind
 
@@ -387,4 +392,35 @@ def test_a_plan_that_does_not_fit_costs_no_copy(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(CapacityError, match="are allowed"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(90, 90))]})
     train(params, optimizer, 1)
+    optimizer.close()
+
+
+def test_an_interrupted_load_is_refused_or_has_changed_nothing() -> None:
+    """Ctrl-C before any instruction that replaces groups, counts and state."""
+    params = parameters()
+    optimizer = adamw(params)
+    train(params, optimizer, 0, 1)
+    old = optimizer.state_dict()
+    new = copy.deepcopy(old)
+    new["param_groups"][0]["lr"] = 0.5
+    for state in new["state"].values():
+        state["step"] += 5
+    for instruction in itertools.count(1, 3):
+        optimizer.load_state_dict(old)
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupt_at(instruction, Updater, OffloadOptimizer) as reached,
+        ):
+            optimizer.load_state_dict(new)
+        if not reached:
+            break
+        try:
+            found = optimizer.state_dict()
+        except offload.StateError:
+            continue
+        steps = {float(state["step"]) for state in found["state"].values()}
+        assert (len(found["state"]), steps, found["param_groups"][0]["lr"]) in [
+            (len(params), {2.0}, 1e-2),
+            (len(params), {7.0}, 0.5),
+        ], instruction
     optimizer.close()

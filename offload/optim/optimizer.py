@@ -18,6 +18,7 @@ import torch
 from offload.errors import StateError
 from offload.log import LOG
 from offload.optim.session import Session
+from offload.optim.soundness import LOAD
 
 _SESSION = "_offload_session"
 
@@ -85,11 +86,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         session = _session(self)
-        if session.incoming is not None:
-            with session.turn.act("load_state_dict"):
+        if session.incoming is None:
+            super().__setstate__(state)
+            return
+        with session.turn.act("load_state_dict"):
+            try:
+                super().__setstate__(state)
                 session.take_in(session.incoming)
+            except (KeyboardInterrupt, SystemExit) as error:  # new groups with the old state
+                session.soundness.lose(LOAD, error)
+                raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's; the plan is made anew for all groups."""

@@ -62,13 +62,14 @@ class Updater:
             self._homes.fetch(grads)
         fresh = {number for number in grads if not self.records[number].has_state}
         stepping = [self.records[number] for number in grads]
-        for record in stepping:
-            record.step += 1.0
+        before = [record.step for record in stepping]
         try:
+            for record, step in zip(stepping, before, strict=True):
+                record.step = step + 1.0
             self._recipe.begin_step(stepping)  # may refuse a hyper-parameter
         except BaseException:
-            for record in stepping:
-                record.step -= 1.0
+            for record, step in zip(stepping, before, strict=True):
+                record.step = step
             raise
         try:
             for record in stepping:
@@ -230,12 +231,7 @@ class Updater:
         """Make these states the parameters' own, by number; all others have none. They have been
         checked with `check_states`.
         """
-        for record in self.records:
-            record.has_state, record.step, record.scalars = False, 0.0, {}
         known = {n for n, state in states.items() if is_there(self.records[n], state)}
-        for number in known:
-            self.records[number].has_state = True
-            self._recipe.take_scalars(self.records[number], states[number])
 
         def copy_in(piece: Piece, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
@@ -243,8 +239,13 @@ class Updater:
                     self._fill(self.records[part.param], part, states[part.param], piece)
             return True
 
-        self._tiers.forget()  # so that nothing is read that is about to be replaced
         try:
+            for record in self.records:
+                record.has_state, record.step, record.scalars = False, 0.0, {}
+            for number in known:
+                self.records[number].has_state = True
+                self._recipe.take_scalars(self.records[number], states[number])
+            self._tiers.forget()  # so that nothing is read that is about to be replaced
             self._pass_over(known, copy_in, "state in")
         except BaseException as error:
             self._soundness.lose(LOAD, error)
