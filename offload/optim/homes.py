@@ -48,7 +48,8 @@ MOVES = {
 class _Likeness:
     """What a gradient was like. Its version misses writes through `.data`, so two sums over it are
     taken as well: one of its bits, in which no change of one element is lost, and one of its
-    values, in which a change of all signs shows. They are on the device.
+    values weighted by their places, in which a change of all signs or of places shows. They are
+    on the device.
     """
 
     grad: TensorWeakRef
@@ -75,6 +76,7 @@ class Home:
     likeness: _Likeness | None = None
     calls: int = 0  # of `arrived` since the last step
     usual_calls: int = 1  # in the step before
+    was_released: bool = False  # without us the parameter would have a gradient
 
     def move_to(self, state: HomeState) -> None:
         assert state in MOVES[self.state] or state is self.state, (self.state, state)
@@ -154,6 +156,7 @@ class Homes:
             self._read(home, in_order_of(grad.detach(), home.record.param), None)
             home.move_to(HomeState.HELD)
         home.record.param.grad = None
+        home.was_released = True
         self._metrics.count("gradients_early_bytes", home.memory.nbytes)
 
     def _read(self, home: Home, source: Tensor, after: Mark | None) -> None:
@@ -210,7 +213,7 @@ class Homes:
     def fetch(self, grads: Mapping[int, Tensor]) -> None:
         """See that all these gradients are here or under way; those on devices are flat."""
         there = [self.by_number[n] for n in grads if n in self.by_number and not grads[n].is_cpu]
-        changed = set(self._changed([h for h in there if h.state is HomeState.COPIED]))
+        changed = self._changed([h for h in there if h.state is HomeState.COPIED])
         if changed:
             self._comes_early = False
             self._metrics.fall_back(
@@ -219,7 +222,7 @@ class Homes:
                 "step(); max_grad_norm clips within the update and lets them come early",
             )
         for home in there:
-            if home.state is not HomeState.COPIED or home in changed:
+            if home.state is not HomeState.COPIED or changed:  # who writes to one, writes to others
                 self._read(home, grads[home.record.number], self._mark(home))
                 self._metrics.count("gradients_late_bytes", home.memory.nbytes)
 
@@ -258,6 +261,18 @@ class Homes:
             home.usual_calls, home.calls = max(home.calls, 1), 0
         self.forget()
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """What the optimizer's `zero_grad` does to gradients that the parameters do not have: it
+        drops them, or makes them zero, those too that a step has used up.
+        """
+        self.forget()
+        for number, home in self.by_number.items():
+            if set_to_none:
+                home.was_released = False
+            elif home.was_released and home.record.param.grad is None:
+                self.settle(number).zero_()
+                home.move_to(HomeState.HELD)
+
     def forget(self) -> None:
         """Drop what is here."""
         with self._lock:
@@ -280,11 +295,21 @@ class Homes:
 
 
 def _sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the bits, and of the values (as bits, so that NaN is like NaN)."""
+    """Of the bits, and of the weighted values (as bits, so that NaN is like NaN)."""
     grad = grad.detach()
     bits = grad.view(_AS_BITS[grad.element_size()]).sum(dtype=torch.int64)
-    values = grad.sum(dtype=torch.float32).view(torch.int32).to(torch.int64)
-    return bits, values
+    # A gradient of two classes is (a, -a): its plain sum would be the same with all signs changed.
+    matrix = grad.flatten(1) if grad.dim() > 1 else grad.reshape(1, -1)
+    rows, columns = (_weights(size, grad) for size in matrix.shape)
+    with torch.autocast(grad.device.type, enabled=False):  # the same in backward and at the step
+        values = (matrix @ columns) @ rows
+    return bits, values.float().view(torch.int32).to(torch.int64)
+
+
+def _weights(size: int, like: Tensor) -> Tensor:
+    """Numbers between 1 and 3 without a pattern, the same ones each time."""
+    places = torch.arange(1, size + 1, device=like.device, dtype=torch.float32)
+    return places.mul_(12.9898).sin_().mul_(43758.547).frac_().add_(2.0).to(like.dtype)
 
 
 def _is_plain(grad: Tensor, record: Record) -> bool:

@@ -49,7 +49,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the plain optimizer's; also for gradients that `release_grads` has moved away."""
         super().zero_grad(set_to_none)
-        _session(self).forget_gradients()
+        _session(self).zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are

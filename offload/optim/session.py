@@ -184,10 +184,10 @@ class Session:
             wanted = steps_done < self.config.self_check
             self._recipe.watch = checked if wanted else lambda *_: nullcontext()
 
-    def forget_gradients(self) -> None:
-        """Drop those that are in host memory only."""
+    def zero_grad(self, set_to_none: bool) -> None:
+        """For gradients that are in host memory only."""
         if self._ground is not None and self._ground.homes is not None:
-            self._ground.homes.forget()
+            self._ground.homes.zero_grad(set_to_none)
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -258,6 +258,42 @@ def test_zero_grad_drops_what_was_released(fake: DeviceModule) -> None:
     optimizer.close()
 
 
+def test_released_gradients_are_zeroed_where_that_is_asked_for(fake: DeviceModule) -> None:
+    """A zero gradient is one: the parameter is stepped, although backward did not reach it."""
+    there, here = (nn.Parameter(torch.ones(300, device=where)) for where in ("fake", "cpu"))
+    ours = offload.wrap(torch.optim.AdamW([there], lr=1e-2), release_grads=True)
+    theirs = torch.optim.AdamW([here], lr=1e-2, fused=True)
+    for param, optimizer in ((there, ours), (here, theirs)):
+        for has_backward in (True, False, True):
+            if has_backward:
+                (param * param).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(there.detach().cpu(), here.detach())
+    ours.close()
+
+
+@pytest.mark.parametrize("values", [(1.0, -1.0), (1.0, -1.0, -1.0, 1.0), (3.0, 1.0, 2.0)])
+@pytest.mark.parametrize("change", ["signs", "places"])
+def test_changes_that_leave_the_sums_alone_are_seen(
+    fake: DeviceModule, values: tuple[float, ...], change: str
+) -> None:
+    """The gradient of two classes' bias is (a, -a)."""
+    factor = torch.tensor(values)
+    there, here = (nn.Parameter(torch.ones(len(values), device=d)) for d in ("fake", "cpu"))
+    ours = offload.wrap(torch.optim.SGD([there], lr=1e-2))
+    theirs = torch.optim.SGD([here], lr=1e-2, fused=True)
+    for param, optimizer in ((there, ours), (here, theirs)):
+        (param * factor.to(param.device)).sum().backward()
+        grad = param.grad
+        assert grad is not None
+        grad.data = grad.data.neg() if change == "signs" else grad.data.roll(1)
+        optimizer.step()
+    assert torch.equal(there.detach().cpu(), here.detach())
+    assert "gradients while backward runs" in offload.report(ours).fallbacks
+    ours.close()
+
+
 @pytest.mark.parametrize("how", ["close", "add_param_group"])
 def test_gradients_come_back_when_the_plan_ends(fake: DeviceModule, how: str) -> None:
     model, optimizer = wrapped_layer(release_grads=True)
