@@ -405,6 +405,8 @@ def test_every_check_and_wait_is_needed(
     load()  # before any backward: autograd counts the devices once
     torch.set_num_threads(1)
     right, _ = train("fake", **loop)
+    if name == "is_of":  # the sums see almost all that it sees; here it has to do without them
+        monkeypatch.setattr(homes, "_sums", no_sums)
 
     def is_wrong(schedule: tuple[str, int]) -> bool:
         load(*schedule)
