@@ -9,6 +9,7 @@ import torch
 from offload.budget import HOST
 from offload.config import Config
 from offload.errors import ConfigError
+from offload.heap import keep_freed_memory
 from offload.hooks import watch_gradients
 from offload.log import LOG
 from offload.optim import Request, Session, attach, is_wrapped
@@ -54,6 +55,8 @@ def wrap(
         raise
     kind = type(optimizer).__name__
     attach(optimizer, session)
+    if any(record.param.is_cpu for record in session.updater.records):
+        keep_freed_memory()
     LOG.info("%s is wrapped:\n%s", kind, session.plan)
     return optimizer
 

@@ -23,6 +23,7 @@ ROWS = [
         "config",
         "metrics",
         "guard",
+        "heap",
         "holders",
         "units",
         "shares",
