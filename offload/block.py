@@ -1,16 +1,14 @@
 """A unit's parameters as one piece of bytes, and where they are.
 
-A block has a place in host memory, and one on the device where there is a device; each is in one
-state of the table below. What is in neither is in the store. Its bytes are the truth in host memory
-until the store has them, too.
+A block's place in host memory is in one state of the table below; what is not there is in the
+store. Its bytes are the truth in host memory until the store has them, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +18,9 @@ from offload.units import Member, Unit
 
 
 class Presence(Enum):
-    """Of a block in one tier."""
+    """Of a block in host memory."""
 
-    AWAY = "away"  # no memory in this tier
+    AWAY = "away"  # no memory
     COMING = "coming"  # has memory, which is being filled
     HERE = "here"
 
@@ -40,7 +38,6 @@ class Block:
 
     unit: Unit
     in_host: Presence = Presence.AWAY
-    on_device: Presence = Presence.AWAY
     memory: Tensor | None = None  # host bytes; None: away
     reading: Ticket[None] | None = None  # until somebody has waited for it
     writing: Ticket[None] | None = None
@@ -48,10 +45,6 @@ class Block:
     is_attached: bool = False  # the parameters are seen with their values
     pins: int = 0  # users who rely on its being attached
     generation: int = 0  # counts the changes of its values
-    device: Any = None  # its buffer there
-
-    # Views that were handed out keep the memory; this is how many there are without any.
-    holders: int = field(default=1, repr=False)
 
     @property
     def number(self) -> int:
@@ -68,10 +61,6 @@ class Block:
     def move_in_host(self, presence: Presence) -> None:
         assert presence in MOVES[self.in_host], f"{self.name}: {self.in_host} -> {presence}"
         self.in_host = presence
-
-    def move_on_device(self, presence: Presence) -> None:
-        assert presence in MOVES[self.on_device], f"{self.name}: {self.on_device} -> {presence}"
-        self.on_device = presence
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """Each parameter's values in a copy of the block."""

@@ -194,10 +194,6 @@ class Pool:
         self._check_usable()
         return memoryview(self._memory(0, self.capacity_bytes)).cast("B")
 
-    def has(self, address: int) -> bool:
-        """Whether a byte lies in the arena."""
-        return 0 <= address - self.address < self.capacity_bytes
-
     def stats(self) -> PoolStats:
         self._check_process()
         with self._lock:

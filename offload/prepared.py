@@ -23,7 +23,7 @@ from offload.optim.ground import Ground
 from offload.optim.homes import Homes
 from offload.optim.recipe import Record
 from offload.optim.records import make_records, spec_of
-from offload.optim.tiers import Tiers
+from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
 from offload.shares import Shares, share_out
@@ -134,4 +134,7 @@ class _SharedGround:
         if self.desks is not None:
             self.desks.close()
         self.desks = None
+        if self.store is not None:
+            for name in filter(is_chunk_key, self.store.names()):  # the model's blocks stay
+                self.store.free(name)
         self.tiers = None  # type: ignore[assignment]  # it holds memory

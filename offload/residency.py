@@ -137,8 +137,10 @@ class Residency:
             return block.reading is None or block.reading.done
 
     def await_arrival(self, block: Block) -> None:
+        """Wait until the block is in host memory and may be changed: no write reads it any more."""
         with self._lock:
             self._arrive(block)
+            self._settle_write(block)
 
     def end(self, block: Block, has_changed: bool) -> None:
         """It need not be kept any more; new values go to the store unless there is room for all."""

@@ -5,6 +5,7 @@ order.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from offload.guard import is_guarded
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.store import DiskStore, MemoryStore
+from offload.ticket import Ticket
 from offload.units import enclosing, find_units
 
 
@@ -111,7 +113,7 @@ def test_from_disk(tmp_path: Path) -> None:
             for model in (plain, ours):
                 loss_of(model, batch(step)).backward()
         assert_same(ours, plain)
-        assert all(engine._pool.has(p.grad.data_ptr()) for p in ours.parameters())
+        assert all(p.grad.data_ptr() in engine.gradients._addresses for p in ours.parameters())
         counts = engine.metrics.snapshot().counts
         assert counts["parameter_hits"] > counts["parameter_misses"] > 0
 
@@ -252,3 +254,18 @@ def test_any_order(name: str, share: float, depth: int, acts: list[str]) -> None
         assert nothing_is_used(engine)
     for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is still on its way to the store is waited for before its update."""
+    model = make("gpt")
+    with prepared(model, 1.5) as engine:
+        block, ticket = engine.residency.blocks[1], Ticket[None]("a slow write")
+        monkeypatch.setattr(MemoryStore, "write", lambda *_: ticket)
+        engine.residency.save(block)
+        assert engine.residency.try_begin(block)
+        threading.Timer(0.2, ticket.finish, [None]).start()
+        engine.residency.await_arrival(block)
+        assert ticket.done and block.is_stored
+        engine.residency.end(block, has_changed=False)
+        block.is_stored = False  # nothing was written in truth

@@ -138,6 +138,22 @@ def test_frozen_parameters_are_never_written(tmp_path: Path) -> None:
     prepared.close()
 
 
+def test_a_new_plan_leaves_no_state_behind(tmp_path: Path) -> None:
+    model = make("gpt")
+    optimizer = adamw(model)
+    least = least_bytes("gpt", torch.float32, adamw)
+    prepared = Prepared(model, optimizer, Config.of(None, nvme=tmp_path), least)
+    train(model, optimizer, 1)
+    before = prepared.store.stats()
+    prepared.session.reopen()
+    after = prepared.store.stats()
+    assert (after.chunks, after.used_bytes) == (before.chunks, before.used_bytes)
+    prepared.session.close()
+    assert all(name.startswith("parameters") for name in prepared.store.names())
+    prepared.engine.close()
+    prepared.store.close()
+
+
 def test_without_an_optimizer(tmp_path: Path) -> None:
     plain, ours = make("encoder"), make("encoder")
     for model in (plain, ours):

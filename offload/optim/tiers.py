@@ -19,6 +19,8 @@ from offload.store import DiskStore
 from offload.store.engine import Priority
 from offload.ticket import Ticket
 
+_KEY = "state chunk "
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -105,4 +107,9 @@ def _memory(pool: Pool | None, nbytes: int, what: str) -> Tensor:
 
 
 def _key(chunk: Chunk) -> str:
-    return f"state chunk {chunk.number}: {chunk.name}"
+    return f"{_KEY}{chunk.number}: {chunk.name}"
+
+
+def is_chunk_key(name: str) -> bool:
+    """Whether a store's entry is one of ours."""
+    return name.startswith(_KEY)
