@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from contest import rounds
 from disk_contest import MI, DeepSpeed, DiskContestant, Fio, Ours, Plain, Run, hold, timed
 from store_results import StoreRow
 
@@ -24,19 +24,6 @@ SITTINGS = 3
 KINDS = ("write", "read", "mixed")
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
-
-
-def rounds(default: int) -> int:
-    return int(os.environ.get("OFFLOAD_BENCH_ROUNDS") or default)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(os.environ.get("OFFLOAD_BENCH_DIR") or "build/bench").absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    yield path
-    for left in path.glob("*.bench"):
-        left.unlink()
 
 
 @pytest.mark.parametrize("chunk_mi", [1, 4, 16])

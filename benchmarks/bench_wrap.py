@@ -9,11 +9,11 @@ directory for what is on disk, OFFLOAD_BENCH_LAYERS the size of the model (for a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from contest import rounds
 from wrap_contest import Entry, Sitting, sit
 from wrap_results import ALONE, DEEPSPEED, HOST, NVME, TORCH
 
@@ -32,19 +32,6 @@ TUNED_AIO = {
     "overlap_events": True,
 }
 TUNED_ENVIRONMENT = {"DS_PIN_MEMORY_BACKEND": "native"}
-
-
-def rounds(default: int) -> int:
-    return int(os.environ.get("OFFLOAD_BENCH_ROUNDS") or default)
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(os.environ.get("OFFLOAD_BENCH_DIR") or "build/bench").absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    yield path
-    for left in path.glob("*.bench"):
-        left.unlink()
 
 
 def task(dtype: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,15 @@ def store_table(pytestconfig: pytest.Config) -> list[StoreRow]:
 @pytest.fixture(scope="session")
 def wrap_table(pytestconfig: pytest.Config) -> list[Sitting]:
     return pytestconfig.stash.setdefault(SITTINGS, [])
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(os.environ.get("OFFLOAD_BENCH_DIR") or "build/bench").absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    yield path
+    for left in path.glob("*.bench"):
+        left.unlink()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

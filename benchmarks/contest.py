@@ -10,6 +10,7 @@ result is checked in every round.
 from __future__ import annotations
 
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -73,3 +74,8 @@ def hold(
         if number >= 0:
             for contestant in contestants:
                 contestant.seconds.append(spent_s[contestant.name])
+
+
+def rounds(default: int) -> int:
+    """How often a benchmark goes round, unless the environment says otherwise."""
+    return int(os.environ.get("OFFLOAD_BENCH_ROUNDS") or default)

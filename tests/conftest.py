@@ -60,3 +60,12 @@ def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     monkeypatch.setattr("offload.optim.session.HOST", budget)
     monkeypatch.setattr("offload.optim.ground.HOST", budget)
     return budget
+
+
+@pytest.fixture
+def nothing_is_left(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small chunks, and no host memory is held when the test has ended."""
+    monkeypatch.setattr("offload.planner.CHUNK_NUMEL", 1024)
+    yield
+    gc.collect()
+    assert own_budget.used_bytes == 0

@@ -9,7 +9,7 @@ import gc
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,11 @@ from torch.optim import AdamW
 from wraplib import adamw, assert_equal, assert_same_state, give_gradients, parameters, train
 
 import offload
-from offload import StateError, planner
+from offload import StateError
 from offload.budget import Budget
 from offload.optim.updater import Updater
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    yield
-    gc.collect()
-    assert own_budget.used_bytes == 0
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 
 
 # --- one thread, one act at a time ----------------------------------------------------------------

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +25,14 @@ from wraplib import (
 )
 
 import offload
-from offload import CapacityError, StateError, StoreError, planner
-from offload.budget import Budget
+from offload import CapacityError, StateError, StoreError
 from offload.optim import ground as ground_module
 from offload.optim import session as session_module
 from offload.optim.optimizer import OffloadOptimizer
 from offload.optim.updater import Updater
 from offload.store.engine import Fault, FaultKind
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    yield
-    gc.collect()
-    assert own_budget.used_bytes == 0
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 
 
 # --- a reopening that fails -----------------------------------------------------------------------
