@@ -117,11 +117,15 @@ class Plan:
 
     @property
     def step_read_bytes(self) -> int:
-        return self.disk_bytes
+        """At most, from the second step on. As many chunks as there are buffers wait in them for
+        the next step; which ones differs from step to step, so the smallest are counted.
+        """
+        moving = sorted(c.nbytes for c in self.chunks if c.number not in self.resident)
+        return sum(moving[self.buffers :])
 
     @property
     def step_written_bytes(self) -> int:
-        return self.disk_bytes
+        return self.step_read_bytes
 
     @property
     def step_updated_bytes(self) -> int:

@@ -47,7 +47,7 @@ def test_everybody_trains_the_same(
     planned = disk.facts["planned_read"] + disk.facts["planned_written"]
     assert planned > 0 and disk.facts["pool_peak"] <= disk.facts["budget"] == 1 << 20
     if disk.steps[0].moved_bytes:  # a file system in memory moves none
-        assert all(step.moved_bytes == planned for step in disk.steps)
+        assert all(0.9 * planned < step.moved_bytes <= planned for step in disk.steps)
 
     sitting.fio_bytes_per_s = [1e9, 2e9]
     monkeypatch.setattr(results, "HERE", tmp_path)

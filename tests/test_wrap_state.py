@@ -107,7 +107,7 @@ def test_a_fault_while_state_moves_over_loses_nothing(
 
     def faulty(*args: Any, **options: Any) -> Any:
         store = real(*args, **options)
-        store.engine.inject(Fault(FaultKind.ERROR, 2, True, 5))
+        store.engine.inject(Fault(FaultKind.ERROR, 1, True, 5))
         return store
 
     with monkeypatch.context() as patch:
@@ -159,7 +159,7 @@ def test_a_checkpoint_mends_a_broken_optimizer(tmp_path: Path) -> None:
 
 def test_a_broken_load_is_told_as_such_and_can_be_repeated(tmp_path: Path) -> None:
     here, plain, there, wrapped = both(tmp_path)
-    wrapped._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 2, True, 5))
+    wrapped._offload_session.store.engine.inject(Fault(FaultKind.ERROR, 1, True, 5))
     with pytest.raises(StoreError):
         wrapped.load_state_dict(plain.state_dict())
     with pytest.raises(StateError, match=r"an earlier load_state_dict .* load it again"):

@@ -3,7 +3,8 @@
 Coming is a read from the disk, a copy from a device, or both; going likewise. All of it goes on at
 the same time, in as many buffers and desks as the plan has. Chunks that are at hand (in host
 memory, as their parameters are) are woven in: they are worked on whenever no other has arrived, so
-that disk, device and cores all stay busy. One thread; it waits only when there is nothing to do.
+that disk, device and cores all stay busy. The last chunks stay in their buffers unwritten, and are
+the first of the next pass. One thread; it waits only when there is nothing to do.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from offload.layout import Chunk
 from offload.metrics import Metrics
@@ -27,7 +29,7 @@ class _Flight:
     """A chunk on its way, in or out."""
 
     piece: Piece
-    is_resident: bool
+    stays: bool  # in its memory, when it has been worked on
     desk: Desk | None
     disk: Ticket[None] | None
 
@@ -51,17 +53,19 @@ class Pipeline:
         self._doing = doing
         self._coming: deque[_Flight] = deque()
         self._going: deque[_Flight] = deque()
+        self._reads_left = 0
 
     def run(self, chunks: Sequence[Chunk], act: Act) -> None:
-        """Call `act` once for each chunk. When it returns, what was changed is stored, and
+        """Call `act` once for each chunk. When it returns, what was changed is with the tiers, and
         parameters are on their way to their device; when it raises, no chunk is under way any more.
         """
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
-        for chunk in self._desks.in_order(chunks) if self._desks is not None else chunks:
+        for chunk in self._in_order(chunks):
             is_at_hand = self._tiers.is_resident(chunk) and not self._needs_desk(chunk)
             (at_hand if is_at_hand else to_fetch).append(chunk)
         try:
+            self._make_room(to_fetch)
             while to_fetch or at_hand or self._coming:
                 self._fetch_ahead(to_fetch)
                 if self._coming and (self._coming[0].done or not at_hand):
@@ -76,6 +80,26 @@ class Pipeline:
             self._drain()
             raise
 
+    def _in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        chunks = sorted(chunks, key=lambda chunk: not self._tiers.is_unwritten(chunk))
+        return chunks if self._desks is None else self._desks.in_order(chunks)
+
+    def _make_room(self, to_fetch: Sequence[Chunk]) -> None:
+        """Write what lies in buffers that are needed for others before its turn comes."""
+        first = {chunk.number for chunk in takewhile(self._tiers.is_unwritten, to_fetch)}
+        taking_part = {chunk.number for chunk in to_fetch}
+        self._reads_left = sum(map(self._tiers.needs_buffer, to_fetch))
+        for piece in self._tiers.unwritten:
+            if piece.chunk.number not in first and self._needs_more_buffers:
+                self._going.append(_Flight(piece, False, None, self._tiers.write(piece)))
+                self._reads_left += piece.chunk.number in taking_part
+
+    @property
+    def _needs_more_buffers(self) -> bool:
+        """Than are free, and will be without more being written."""
+        moving = sum(not flight.stays for flight in self._going)
+        return self._reads_left > self._tiers.free_buffers + moving
+
     def _needs_desk(self, chunk: Chunk) -> bool:
         return self._desks is not None and self._desks.needs(chunk)
 
@@ -86,8 +110,10 @@ class Pipeline:
             self._coming.append(self._fetch(to_fetch.popleft()))
 
     def _has_room(self, chunk: Chunk) -> bool:
-        if not (self._tiers.is_resident(chunk) or self._tiers.free_buffers):
+        if self._tiers.needs_buffer(chunk) and not self._tiers.free_buffers:
             return False
+        if self._tiers.is_unwritten(chunk) and any(f.piece.chunk is chunk for f in self._going):
+            return False  # it is being written
         if self._desks is None or not self._desks.needs(chunk):
             return True
         # A desk that is under way elsewhere is waited for only when there is nothing to do.
@@ -98,6 +124,7 @@ class Pipeline:
         if is_resident:
             piece, ticket = self._tiers.resident(chunk), None
         else:
+            self._reads_left -= self._tiers.needs_buffer(chunk)
             piece, ticket = self._tiers.read(chunk)
         desk = None
         if self._desks is not None and self._desks.needs(chunk):
@@ -109,9 +136,13 @@ class Pipeline:
         flight = self._coming[0]
         self._wait(flight, "disk read")
         changed = self._work(act, flight.piece, flight.desk)
+        if changed and not flight.stays:
+            self._tiers.change(flight.piece)
+        must_go = self._needs_more_buffers
         self._going.append(self._coming.popleft())
-        if changed and not flight.is_resident:
-            flight.disk = self._tiers.write(flight.piece)
+        if self._tiers.is_unwritten(flight.piece.chunk):
+            flight.stays = not must_go
+            flight.disk = self._tiers.write(flight.piece) if must_go else None
         if flight.desk is not None and self._desks is not None:
             back = self._desks.send_back if changed else self._desks.give_back
             back(flight.desk)
@@ -125,7 +156,7 @@ class Pipeline:
         flight = self._going[0]
         self._wait(flight, "disk write")
         self._going.popleft()
-        if not flight.is_resident:
+        if not flight.stays:
             self._tiers.give_back(flight.piece)
 
     def _wait(self, flight: _Flight, cause: str) -> None:
@@ -140,17 +171,31 @@ class Pipeline:
 
     def _drain(self) -> None:
         """After an error: wait for the rest, whose errors are not more important than that one."""
-        for flight in (*self._coming, *self._going):
-            under_way: list[Awaited] = [flight.disk] if flight.disk else []
-            for ticket in under_way + (flight.desk.tickets if flight.desk else []):
-                try:
-                    ticket.wait()
-                except Exception:
-                    self._metrics.count("errors_after_an_error")
-            if flight.done:  # what never ended keeps its memory
-                if not flight.is_resident:
-                    self._tiers.give_back(flight.piece)
-                if flight.desk is not None and self._desks is not None:
-                    self._desks.give_back(flight.desk)
+        for flight in self._coming:
+            self._end(flight)
+            flight.stays |= self._tiers.is_unwritten(flight.piece.chunk)
+            self._let_go(flight)
+        for flight in self._going:
+            flight.stays |= not self._end(flight) and self._tiers.is_unwritten(flight.piece.chunk)
+            self._let_go(flight)
         self._coming.clear()
         self._going.clear()
+
+    def _end(self, flight: _Flight) -> bool:
+        """Wait for a chunk under way; whether all went well."""
+        went_well = True
+        under_way: list[Awaited] = [flight.disk] if flight.disk else []
+        for ticket in under_way + (flight.desk.tickets if flight.desk else []):
+            try:
+                ticket.wait()
+            except Exception:
+                self._metrics.count("errors_after_an_error")
+                went_well = False
+        return went_well
+
+    def _let_go(self, flight: _Flight) -> None:
+        if flight.done:  # what never ended keeps its memory
+            if not flight.stays:
+                self._tiers.give_back(flight.piece)
+            if flight.desk is not None and self._desks is not None:
+                self._desks.give_back(flight.desk)

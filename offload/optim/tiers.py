@@ -1,11 +1,14 @@
 """The bytes of the chunks: some in leases of the host pool for good, the others in the store.
 
-Disk chunks pass through a fixed number of buffers. A chunk that was never written has no bytes yet
-and begins as zeros. One thread at a time.
+Disk chunks pass through a fixed number of buffers. Those that came last stay there, unwritten,
+until a buffer is needed for another: the next step begins with them, and neither reads nor writes
+them in between. A chunk that was never written has no bytes yet and begins as zeros. One thread at
+a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +55,7 @@ class Tiers:
         }
         self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
         self._written: set[int] = set()  # disk chunks that have bytes
+        self._unwritten: dict[int, Piece] = {}  # whose newest bytes are in a buffer only
 
     def is_resident(self, chunk: Chunk) -> bool:
         return chunk.number in self._resident
@@ -60,6 +64,17 @@ class Tiers:
         memory = self._resident[chunk.number]
         return Piece(chunk, memory, memory)
 
+    def needs_buffer(self, chunk: Chunk) -> bool:
+        """Whether `read` takes one: the chunk is on disk, and its newest bytes are there."""
+        return not (self.is_resident(chunk) or self.is_unwritten(chunk))
+
+    def is_unwritten(self, chunk: Chunk) -> bool:
+        return chunk.number in self._unwritten
+
+    @property
+    def unwritten(self) -> Sequence[Piece]:
+        return tuple(self._unwritten.values())
+
     @property
     def free_buffers(self) -> int:
         return len(self._free)
@@ -67,7 +82,11 @@ class Tiers:
     def read(
         self, chunk: Chunk, priority: Priority = Priority.PREFETCH
     ) -> tuple[Piece, Ticket[None]]:
-        """A buffer that holds the disk chunk once the ticket is done. There must be a free one."""
+        """A buffer that holds the disk chunk once the ticket is done. There must be a free one if
+        it needs one.
+        """
+        if chunk.number in self._unwritten:
+            return self._unwritten[chunk.number], Ticket.of(None, f"{chunk.name} is in its buffer")
         whole = self._free.pop()
         piece = Piece(chunk, whole[: chunk.nbytes // whole.element_size()], whole)
         try:
@@ -79,8 +98,14 @@ class Tiers:
             self.give_back(piece)
             raise
 
+    def change(self, piece: Piece) -> None:
+        """The buffer's bytes are the chunk's newest from now on, until it is given back."""
+        self._unwritten[piece.chunk.number] = piece
+
     def write(self, piece: Piece) -> Ticket[None]:
-        """Store a disk chunk; its buffer must not change before the ticket is done."""
+        """Store a disk chunk; its buffer must not change before the ticket is done. What is not
+        given back after that, because it failed, say, stays where it is.
+        """
         ticket = self._disk().write(_key(piece.chunk), piece.memory)
         self._written.add(piece.chunk.number)
         return ticket
@@ -88,8 +113,12 @@ class Tiers:
     def forget(self) -> None:
         """Nothing that lies on disk counts any more; chunks begin as zeros again."""
         self._written.clear()
+        for piece in self.unwritten:
+            self.give_back(piece)
 
     def give_back(self, piece: Piece) -> None:
+        """The chunk's newest bytes are on disk; its buffer is free."""
+        self._unwritten.pop(piece.chunk.number, None)
         self._free.append(piece.whole)
 
     def _disk(self) -> DiskStore:

@@ -240,8 +240,9 @@ def test_prepare_keeps_a_state_that_is_there(accelerator: Any, tmp_path: Path) -
     before, counted = optimizer.state_dict(), offload.report(optimizer)
     accelerator.prepare(optimizer)
     after = offload.report(optimizer)
-    assert after.disk_read_bytes - counted.disk_read_bytes == after.plan.disk_bytes
-    assert after.disk_written_bytes - counted.disk_written_bytes == after.plan.disk_bytes
+    assert 0 < after.disk_read_bytes - counted.disk_read_bytes <= after.plan.disk_bytes
+    written_bytes = after.disk_written_bytes - counted.disk_written_bytes
+    assert 0 < written_bytes <= after.plan.disk_bytes
     assert_same_state(before, optimizer.state_dict())
     assert offload.report(accelerator._optimizers[0]).counts["steps"] == 1  # looks inside
     optimizer.close()
