@@ -18,7 +18,7 @@ from offload.errors import (
 )
 
 if TYPE_CHECKING:
-    from offload.api import plan, report, wrap
+    from offload.api import close, plan, prepare, report, resident, wrap
     from offload.optim import Lion
     from offload.planner import Plan
     from offload.reports import Report
@@ -38,8 +38,11 @@ __all__ = [
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "close",
     "plan",
+    "prepare",
     "report",
+    "resident",
     "wrap",
 ]
 
@@ -49,8 +52,11 @@ _LATE = {
     "Lion": "offload.optim",
     "Plan": "offload.planner",
     "Report": "offload.reports",
+    "close": "offload.api",
     "plan": "offload.api",
+    "prepare": "offload.api",
     "report": "offload.api",
+    "resident": "offload.api",
     "wrap": "offload.api",
 }
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
-from offload.budget import HOST
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.heap import keep_freed_memory
 from offload.hooks import watch_gradients
+from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
 from offload.optim import Request, Session, attach, is_wrapped
 from offload.planner import Plan
+from offload.prepared import Prepared, check_preparable, prepared_of
 from offload.reports import Account, Report
+from offload.units import Choice
 
 
 def wrap(
@@ -34,9 +39,7 @@ def wrap(
     """
     config = Config.of(config, **fields)
     request = Request.of(optimizer, config, elementwise, measure)
-    before = HOST.limit_bytes
-    _set_limit(config)
-    try:
+    with limited(config):
         session = Session(
             optimizer,
             request.recipe,
@@ -50,15 +53,66 @@ def wrap(
         except BaseException:
             session.close()
             raise
-    except BaseException:
-        HOST.put_back_limit(before)
-        raise
     kind = type(optimizer).__name__
     attach(optimizer, session)
     if any(record.param.is_cpu for record in session.updater.records):
         keep_freed_memory()
     LOG.info("%s is wrapped:\n%s", kind, session.plan)
     return optimizer
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | None = None,
+    *,
+    units: Choice | None = None,
+    **fields: Any,
+) -> Any:
+    """Move the model's parameters and gradients and the optimizer's state to host memory and NVMe,
+    within `host_memory` bytes; they come back before they are used. Model and optimizer are the
+    same objects as before, and so is the loop. Returns both, or the model alone if there is no
+    optimizer.
+
+    units: module classes, or a function of name and module, for what is to be fetched together; by
+    itself it takes the model's repeated layers. fields: those of `Config`.
+    """
+    config = Config.of(config, **fields)
+    check_preparable(model, optimizer, config)
+    allowed_bytes, _ = host_bytes(config)
+    with limited(config), telling_of_the_budget(config):
+        made = Prepared(model, optimizer, config, allowed_bytes, units)
+    keep_freed_memory()
+    LOG.info("%s is prepared:\n%s", type(model).__name__, made.shares)
+    return model if optimizer is None else (model, optimizer)
+
+
+@contextmanager
+def resident(*modules: nn.Module) -> Iterator[None]:
+    """Inside the block the parameters of these modules, all at once, can be read and changed like
+    ordinary ones. Raises `CapacityError` where they do not fit beside what is in use.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise ConfigError(f"resident: expected modules, got {type(module).__name__}")
+            made = prepared_of(module)
+            if made is not None:  # others are in memory anyway
+                stack.enter_context(made.resident(module))
+        yield
+
+
+def close(prepared: Any) -> None:
+    """Leave a prepared model (with its optimizer, if it has one) or a wrapped optimizer as ordinary
+    ones. Nothing where it was done before.
+    """
+    made = prepared_of(prepared)
+    if made is not None:
+        made.close()
+    elif isinstance(prepared, torch.optim.Optimizer) and is_wrapped(prepared):
+        prepared.close()  # type: ignore[attr-defined]
+    elif not isinstance(prepared, nn.Module | torch.optim.Optimizer):
+        raise ConfigError(f"close: expected a model or an optimizer, got {type(prepared).__name__}")
 
 
 def plan(
@@ -102,9 +156,3 @@ def _wrapped_one(optimizer: Any) -> Any:
                 f"report: expected a wrapped optimizer, got {type(optimizer).__name__}"
             )
     return found
-
-
-def _set_limit(config: Config) -> None:
-    """One limit for the process. That of earlier users has ended when they have gone."""
-    if config.host_memory is not None or HOST.used_bytes == 0:
-        HOST.limit(None if config.host_memory is None else int(config.host_memory))

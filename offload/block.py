@@ -45,6 +45,7 @@ class Block:
     is_attached: bool = False  # the parameters are seen with their values
     pins: int = 0  # users who rely on its being attached
     generation: int = 0  # counts the changes of its values
+    seen: int | None = None  # checksum of what is attached, when others could last change it
 
     @property
     def number(self) -> int:
@@ -61,6 +62,11 @@ class Block:
     def move_in_host(self, presence: Presence) -> None:
         assert presence in MOVES[self.in_host], f"{self.name}: {self.in_host} -> {presence}"
         self.in_host = presence
+
+    def is_in_place(self, member: Member) -> bool:
+        """Whether the parameter still lies where it was attached."""
+        assert self.memory is not None
+        return member.param.data_ptr() == self.memory.data_ptr() + member.begin
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """Each parameter's values in a copy of the block."""

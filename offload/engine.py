@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload.block import Reference
 from offload.errors import StateError
 from offload.gradients import Gradients
-from offload.hooks import call_in_backward, follow, watch_gradients
+from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.residency import Residency
@@ -28,7 +29,7 @@ from offload.units import Unit, enclosing
 
 
 class Engine:
-    """Runs one model within a pool and a store."""
+    """Runs one model within a pool and a store. keeps_gradients: they have places in the pool."""
 
     def __init__(
         self,
@@ -38,8 +39,10 @@ class Engine:
         store: DiskStore | MemoryStore | None,
         metrics: Metrics,
         depth: int = 2,
+        keeps_gradients: bool = True,
     ) -> None:
         self.device = torch.device("cpu")
+        self.model = model
         self.units = units
         self.metrics = metrics
         self._names = {m.param: m.name for unit in units for m in unit.members}
@@ -47,22 +50,40 @@ class Engine:
         self._pool = pool
         self._open = 0  # runs of the model and of units that have not ended
         self._saving: Any = None  # open as long as one of them is
-        trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
+        self._backward = False  # one runs, and has reached a unit
+        self._handles: list[Any] = []
+        trained = {
+            n: param
+            for n, param in enumerate(self._names)
+            if param.requires_grad and keeps_gradients
+        }
         self.gradients = Gradients(trained, pool, metrics)
         trace = Trace(_fingerprint(units), len(units))
         self.residency = Residency(units, pool, store, trace, self, metrics, depth)
-        kept = enclosing(units)
-        for unit in sorted(units, key=lambda unit: unit.number not in kept):  # at one end of memory
+        try:
+            self._take_in()
+            self._handles = follow(model, units, self)
+            self._handles += watch_gradients(trained, self.gradients.arrived)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_in(self) -> None:
+        kept = enclosing(self.units)
+        first = sorted(self.units, key=lambda unit: unit.number not in kept)  # at one end of memory
+        for unit in first:
             self.residency.take_in(self.residency.blocks[unit.number])
             if unit.number in kept:
                 self.residency.keep(self.residency.blocks[unit.number])
-        self._handles = follow(model, units, self)
-        self._handles += watch_gradients(trained, self.gradients.arrived)
+        self.residency.rest()
 
     # --- runs -------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         if self._open == 0:
+            if not _in_backward():
+                self._backward = False  # the last one may have ended with an exception
+                self.residency.wake()
             others = _hooks_of_others()
             # Recomputation counts what is saved, in its own hooks; they must see all of it.
             if others is None or not _in_backward():
@@ -78,6 +99,8 @@ class Engine:
         if self._open == 0 and self._saving is not None:
             self._saving.__exit__()
             self._saving = None
+        if self._open == 0 and not _in_backward():
+            self.residency.rest()
 
     def before_forward(self, unit: Unit) -> None:
         self.residency.use(unit, self._phase())
@@ -89,7 +112,18 @@ class Engine:
         if torch.is_grad_enabled():
             made = [tensor for tensor in outputs if tensor.grad_fn is not None]
             if made:
-                call_in_backward(made, lambda: self.residency.visit(unit, Phase.BACKWARD))
+                call_in_backward(made, lambda: self._visit(unit))
+
+    def _visit(self, unit: Unit) -> None:
+        if not self._backward:
+            self._backward = True
+            self.residency.wake()
+            at_end_of_backward(self._end_backward)
+        self.residency.visit(unit, Phase.BACKWARD)
+
+    def _end_backward(self) -> None:
+        self._backward = False
+        self.residency.rest()
 
     def _phase(self) -> Phase:
         if _in_backward():  # recomputation
@@ -102,11 +136,14 @@ class Engine:
         block = self.residency.block_of(tensor)
         if block is not None:
             return Reference.to(block, tensor)
-        return others(tensor) if others else tensor
+        return others(tensor) if others else _Kept.of(tensor)
 
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
+        if isinstance(kept, _Kept):
+            return kept.checked()
         if not isinstance(kept, Reference):
-            return others(kept) if others else kept
+            assert others is not None, "nobody else packs"
+            return others(kept)
         if kept.generation != kept.block.generation:
             raise StateError(
                 f"{kept.block.name}: its parameters have changed since the forward pass whose "
@@ -128,13 +165,37 @@ class Engine:
 
     # --- end --------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Leave the model with all its parameters in ordinary memory. Idempotent."""
+    def close(self, make: Callable[[Tensor], Tensor] = torch.empty_like) -> None:
+        """Leave the model with all its parameters in memory that `make` gives. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for block in self.residency.blocks:
-            self.residency.give_back(block, torch.empty_like)
+            self.residency.give_back(block, make)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A saved tensor that stays as it is. Without its history: a node that keeps its own output
+    would keep itself. torch leaves looking at the version to whoever has hooks.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Kept:
+        return cls(tensor.detach(), tensor._version)
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a {self.tensor.dtype} tensor of shape "
+                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
 
 
 def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

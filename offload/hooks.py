@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
@@ -87,6 +89,31 @@ def _follow_run(
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
     ]
+
+
+@dataclass(frozen=True)
+class Interception:
+    """A method of one module that somebody else answers; `remove` undoes it."""
+
+    module: nn.Module
+    name: str
+
+    def remove(self) -> None:
+        vars(self.module).pop(self.name, None)
+
+
+def intercept(module: nn.Module, name: str, instead: Callable[..., object]) -> Interception:
+    """Have `instead` called for a method of this very module, with the module and the method as it
+    was before the other arguments.
+    """
+    original = getattr(module, name)
+    vars(module)[name] = partial(instead, module, original)
+    return Interception(module, name)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call it when the backward pass that runs now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) -> None:

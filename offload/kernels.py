@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -355,3 +356,12 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
             with _disable_current_modes():  # one that fakes or redirects torch's operations
                 reference.cast(reference.flat(source), reference.flat(target))
         note_writes([written])
+
+
+def checksum(memory: Tensor) -> int:
+    """Of the bytes of a contiguous host tensor. Not for a file: it may change with any version."""
+    argument = check_tensor("memory", memory)
+    native = _native()
+    if native is not None:
+        return int(native.checksum(argument.begin, argument.end - argument.begin))
+    return zlib.crc32(memory.view(-1).view(torch.uint8).numpy().data)

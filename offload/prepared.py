@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +17,63 @@ from offload.errors import ConfigError
 from offload.gradients import gradient_bytes
 from offload.hooks import watch_gradients
 from offload.layout import ParamSpec
+from offload.limits import check_directories, refuse_unbuilt
 from offload.metrics import Metrics
 from offload.optim import Session, attach
 from offload.optim.choose import choose_recipe
 from offload.optim.desk import Places
 from offload.optim.ground import Ground
 from offload.optim.homes import Homes
-from offload.optim.recipe import Record
+from offload.optim.recipe import Recipe, Record
 from offload.optim.records import make_records, spec_of
+from offload.optim.request import check_wrappable, states_of
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
+from offload.services import Services
 from offload.shares import Shares, share_out
 from offload.store import DiskStore
-from offload.units import Unit, find_units
+from offload.units import Choice, find_units
 from offload.workbench import Workbench
+
+_PREPARED = "_offload_prepared"
+_UNBUILT = (
+    "device_memory",
+    "param_dtype",
+    "state_dtype",
+    "activations",
+    "process_group",
+    "profile",
+    "release_grads",
+)
+
+
+def check_preparable(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> None:
+    """Refuse what `prepare` cannot do. Changes nothing."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if prepared_of(module) is not None:
+            what = f"its {name}" if name else "it"
+            raise ConfigError(f"model: {what} is prepared already; offload.close(...) that first")
+    if optimizer is not None:
+        check_wrappable(optimizer)
+    refuse_unbuilt(config, _UNBUILT, "prepare")
+    check_directories(config)
+
+
+def prepared_of(module: object) -> Prepared | None:
+    """What a module was prepared with, as a whole model or as a part of one."""
+    found: Prepared | None = getattr(module, _PREPARED, None)
+    return found
 
 
 class Prepared:
-    """Opened for a model on the CPU, with an optimizer or without."""
+    """Opened for a model on the CPU, with an optimizer or without. Nothing has changed when it
+    raises.
+    """
 
     def __init__(
         self,
@@ -41,54 +81,96 @@ class Prepared:
         optimizer: torch.optim.Optimizer | None,
         config: Config,
         host_bytes: int | None,
-        units: Sequence[Unit] | None = None,
-        depth: int = 2,
+        choice: Choice | None = None,
     ) -> None:
-        self.units = list(units or find_units(model))
+        self._model = ref(model)
+        self.config = config
+        self.units = find_units(model, choice)
         self.metrics = Metrics(strict=config.strict)
         self._unit_of = {m.param: unit for unit in self.units for m in unit.members}
-        specs = self._specs(optimizer)
-        shares = self._share_out(specs, host_bytes)
-        directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
-        # Blocks come and go; what the optimizer keeps must not be in their way.
-        self.pool = Pool(max(shares.params + shares.gradients, 4096), budget=HOST)
-        self.state_pool = Pool(shares.state, budget=HOST) if shares.state else None
-        self.store = self._open_store(directories, shares, specs)
-        self.engine = Engine(model, self.units, self.pool, self.store, self.metrics, depth)
-        self.engine.residency.has_room_for_all = shares.holds_all_params
+        self._directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
+        recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
+        specs = self._specs(optimizer, recipe)
+        self.shares = self._share_out(specs, host_bytes, optimizer is not None)
+        self.pool: Pool | None = None
+        self.state_pool: Pool | None = None
+        self.store: DiskStore | None = None
+        self.engine: Engine | None = None
         self.session: Session | None = None
-        if optimizer is not None:
-            recipe = choose_recipe(optimizer, elementwise=False)
-            self.session = Session(
-                optimizer, recipe, config, shares.state, watch_gradients, host=self
-            )
-            attach(optimizer, self.session)
+        try:
+            self._open_memory(specs)
+            self._open_model(model)
+            if optimizer is not None and recipe is not None:
+                self._open_optimizer(optimizer, recipe)
+        except BaseException:
+            self._close_model()
+            raise
 
-    def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
-        if optimizer is None:
+    def _specs(
+        self, optimizer: torch.optim.Optimizer | None, recipe: Recipe | None
+    ) -> list[ParamSpec]:
+        if optimizer is None or recipe is None:
             return []
-        records = make_records(optimizer, choose_recipe(optimizer, False), optimizer.state)
+        records = make_records(optimizer, recipe, optimizer.state)
         for record in records:
             if record.param not in self._unit_of:
                 raise ConfigError(f"{record.name}: the optimizer has it, but the model does not")
+        states_of(optimizer, records, recipe)  # refuses what does not fit
         return [spec_of(record, self.unit_of(record.param)) for record in records]
 
-    def _share_out(self, specs: Sequence[ParamSpec], host_bytes: int | None) -> Shares:
+    def _share_out(
+        self, specs: Sequence[ParamSpec], host_bytes: int | None, has_optimizer: bool
+    ) -> Shares:
         state = make_plan(specs, None, has_disk=False).arena_bytes
-        trained = [param for param in self._unit_of if param.requires_grad]
-        return share_out(self.units, gradient_bytes(dict(enumerate(trained))), state, host_bytes)
+        trained = [p for p in self._unit_of if p.requires_grad and has_optimizer]
+        gradients = gradient_bytes(dict(enumerate(trained)))
+        return share_out(self.units, gradients, state, host_bytes, bool(self._directories))
 
-    def _open_store(
-        self, directories: Sequence[Path], shares: Shares, specs: Sequence[ParamSpec]
-    ) -> DiskStore | None:
-        if not directories:
-            return None
+    def _open_memory(self, specs: Sequence[ParamSpec]) -> None:
+        shares = self.shares
+        # Blocks come and go; what the optimizer keeps must not be in their way.
+        self.pool = Pool(max(shares.params + shares.gradients, 4096), budget=HOST)
+        if shares.state:
+            self.state_pool = Pool(shares.state, budget=HOST)
+        if not self._directories:
+            return
         # What is in memory may all be on its way, beside the generation before.
         params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self.units) + shares.params
         plan = make_plan(specs, shares.state, has_disk=True)
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = params + plan.disk_capacity_bytes
-        return DiskStore(directories, room, metrics=self.metrics, memory=memory)
+        self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
+
+    def _open_model(self, model: nn.Module) -> None:
+        assert self.pool is not None
+        wanted = self.config.prefetch_depth
+        depth = 2 if wanted == "auto" else int(wanted)
+        self.engine = Engine(
+            model,
+            self.units,
+            self.pool,
+            self.store,
+            self.metrics,
+            depth,
+            keeps_gradients=self.shares.gradients > 0,
+        )
+        residency = self.engine.residency
+        residency.has_room_for_all = self.shares.holds_all_params
+        self.services = Services(model, residency, self._unit_of, self._directories)
+        for module in model.modules():
+            object.__setattr__(module, _PREPARED, self)
+
+    def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        session = Session(
+            optimizer, recipe, self.config, self.shares.state, watch_gradients, host=self
+        )
+        try:
+            session.updater.take_in(states_of(optimizer, session.updater.records, recipe))
+        except BaseException:
+            session.close()
+            raise
+        self.session = session
+        attach(optimizer, session)
 
     # --- for the optimizer's session --------------------------------------------------------------
 
@@ -97,6 +179,7 @@ class Prepared:
         return None if unit is None else unit.number
 
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
+        assert self.engine is not None
         residency = self.engine.residency
         places = {}
         for record in records:
@@ -105,17 +188,50 @@ class Prepared:
             places[record.number] = residency.blocks[unit.number], begin, record.dtype
         return _SharedGround(self.state_pool, self.store, plan, Workbench(residency, places))
 
+    # --- for users --------------------------------------------------------------------------------
+
+    @contextmanager
+    def resident(self, module: nn.Module) -> Iterator[None]:
+        assert self.engine is not None
+        own = [self._unit_of[p] for p in module.parameters() if p in self._unit_of]
+        units = list({unit.number: unit for unit in own}.values())
+        with self.engine.residency.using(units):
+            self.engine.residency.rest()
+            try:
+                yield
+            finally:
+                self.engine.residency.wake()
+
+    # --- end --------------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Leave model and optimizer as ordinary ones. Idempotent."""
+        session = self.session
+        if session is not None and session.is_alive:
+            session.optimizer.close()  # type: ignore[attr-defined]  # ends with `ended`
+        else:
+            self.ended()
+
+    def ended(self) -> None:
+        """The optimizer is a plain one again; so is the model from now on."""
         if self.session is not None:
-            self.session.optimizer.close()  # type: ignore[attr-defined]
+            self.session.close()
             self.session = None
-        self.engine.close()
+        self._close_model()
+
+    def _close_model(self) -> None:
+        if self.engine is not None:
+            self.services.close()
+            self.engine.close(self.services.like)
+            for module in self.engine.model.modules():
+                object.__delattr__(module, _PREPARED)
+            self.engine = None
         if self.store is not None:
             self.store.close()
-        self.pool.close()
-        if self.state_pool is not None:
-            self.state_pool.close()
+        for pool in (self.pool, self.state_pool):
+            if pool is not None:
+                pool.close()
+        self.store = self.pool = self.state_pool = None
 
 
 class _SharedGround:

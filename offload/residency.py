@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from offload import kernels
 from offload.block import Block, Presence
-from offload.errors import CapacityError
+from offload.errors import CapacityError, StateError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
 from offload.metrics import Metrics
@@ -47,6 +48,7 @@ class Residency:
         depth: int = 2,
     ) -> None:
         self.blocks = [Block(unit) for unit in units]
+        self.device = owner.device
         self.trace = trace
         self.depth = depth
         self._sizes = [block.nbytes for block in self.blocks]
@@ -161,6 +163,50 @@ class Residency:
             self._settle_write(block)
             block.generation += 1
             block.is_stored = False
+            block.seen = None
+
+    # --- what others do to parameters that are in memory ------------------------------------------
+
+    def rest(self) -> None:
+        """From now on code that we do not see may change parameters that are in memory."""
+        if self.has_room_for_all:
+            return  # what is in memory is never taken from the store again
+        with self._lock:
+            for block in self.blocks:
+                is_safe = block.is_stored or block.writing is not None
+                if block.is_attached and block.nbytes and is_safe and block.seen is None:
+                    assert block.memory is not None
+                    block.seen = kernels.checksum(block.memory)
+
+    def wake(self) -> None:
+        """Find what was changed since `rest`, by whatever means."""
+        with self._lock:
+            for block in self.blocks:
+                if not block.is_attached or not block.nbytes:
+                    continue
+                assert block.memory is not None
+                is_other = self._take_in_rebound(block)
+                if is_other or block.seen not in (None, kernels.checksum(block.memory)):
+                    self.changed(block)
+
+    def _take_in_rebound(self, block: Block) -> bool:
+        """Copy values that somebody has put into parameters by `param.data = ...`."""
+        assert block.memory is not None
+        found = False
+        for member, values in block.views(block.memory):
+            if member.nbytes and not block.is_in_place(member):
+                other = member.param.detach()
+                if other.dtype != values.dtype or other.device != values.device:
+                    raise StateError(
+                        f"{member.name}: expected {values.dtype} on {values.device}, as it was "
+                        f"prepared, got {other.dtype} on {other.device} by .data = ...; convert "
+                        "the values, not the parameter"
+                    )
+                self._settle_write(block)
+                values.copy_(other)
+                unguard(member.param, values)
+                found = True
+        return found
 
     def _bring(self, needed: Sequence[Block]) -> None:
         self._current = frozenset(block.number for block in needed)
@@ -289,6 +335,7 @@ class Residency:
             block.is_attached = True
 
     def _detach(self, block: Block) -> None:
+        block.seen = None
         for member in block.unit.members:
             guard(member.param, self._owner)
         block.is_attached = False
@@ -297,6 +344,8 @@ class Residency:
         """Take a block out of host memory, unless somebody else holds a view of it."""
         if block.pins or self._is_held_elsewhere(block):
             return False
+        if block.is_attached and self._take_in_rebound(block):
+            self.changed(block)
         self._save(block)
         self._settle_write(block)
         self._detach(block)
@@ -357,11 +406,14 @@ class Residency:
         with self._lock:
             if block.in_host is Presence.AWAY and not block.is_stored:
                 return
+            if block.is_attached:
+                self._take_in_rebound(block)
             memory = self.memory_of(block)
             for member, values in block.views(memory):
                 unguard(member.param, make(values).copy_(values))
             self._settle_write(block)
             block.is_attached = block.is_stored = False
+            block.seen = None
             del memory
             self._forget_memory(block)
 

@@ -29,21 +29,38 @@ class Shares:
     state: int  # for resident chunks and buffers
     holds_all_params: bool
 
+    def __str__(self) -> str:
+        rows = {"parameters": self.params, "gradients": self.gradients, "state": self.state}
+        each = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in rows.items())
+        return f"host memory taken: {format_size(self.total)}: {each}"
+
     @property
     def total(self) -> int:
         return self.params + self.gradients + self.state
 
 
 def share_out(
-    units: Sequence[Unit], gradient_bytes: int, state_bytes: int, budget_bytes: int | None
+    units: Sequence[Unit],
+    gradient_bytes: int,
+    state_bytes: int,
+    budget_bytes: int | None,
+    has_disk: bool = True,
 ) -> Shares:
     """Shares of the budget; None is no limit. Raises `CapacityError` with the arithmetic where not
-    even one unit at a time works.
+    even one unit at a time works, or not all fits and there is no disk.
     """
     params = sum(_page_up(unit.nbytes) for unit in units)
     least, grads, state = least_bytes(units), _page_up(gradient_bytes), _page_up(state_bytes)
     if budget_bytes is None or params + grads + state <= budget_bytes:
         return Shares(params, grads, state, holds_all_params=True)
+    if not has_disk:
+        whole = params + grads + state
+        raise CapacityError(
+            f"host_memory: {format_size(budget_bytes)} ({budget_bytes} bytes) are allowed; "
+            f"{format_size(params)} of parameters, {format_size(grads)} of gradients and "
+            f"{format_size(state)} of optimizer state need {whole} bytes; raise host_memory, or "
+            "give nvme=... a directory on a fast drive for the rest"
+        )
     budget = budget_bytes - budget_bytes % _PAGE
     wanted = min(max(int(budget * _STATE_SHARE), _STATE_LEAST_BYTES), _STATE_MOST_BYTES)
     buffers = min(state, _page_up(wanted))

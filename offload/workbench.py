@@ -54,10 +54,12 @@ class Workbench:
     def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
         self._grads = grads
         self.close()
+        self._residency.wake()
 
     def end_step(self) -> None:
         assert not self._begun, "every block that was begun has been ended"
         self._grads = {}  # they belong to the parameters
+        self._residency.rest()
 
     def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         """What is in memory first: it would have to go otherwise."""

@@ -55,10 +55,8 @@ def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     pools that other tests have had to give up, because an operation on them never ended.
     """
     budget = Budget()
-    monkeypatch.setattr("offload.api.HOST", budget)
-    monkeypatch.setattr("offload.optim.request.HOST", budget)
-    monkeypatch.setattr("offload.optim.session.HOST", budget)
-    monkeypatch.setattr("offload.optim.ground.HOST", budget)
+    for name in ("limits", "optim.session", "optim.ground", "prepared"):
+        monkeypatch.setattr(f"offload.{name}.HOST", budget)
     return budget
 
 

@@ -18,6 +18,7 @@ from preparelib import MODELS, batch, loss_of, make
 from torch import nn
 
 from offload import units
+from offload.block import Reference
 from offload.budget import Budget
 from offload.engine import Engine
 from offload.errors import StateError
@@ -269,3 +270,41 @@ def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.Monkey
         assert ticket.done and block.is_stored
         engine.residency.end(block, has_changed=False)
         block.is_stored = False  # nothing was written in truth
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_is_dropped_leaves_nothing_behind(name: str) -> None:
+    """A node that keeps its own output must not keep itself alive."""
+    model = make(name)
+    with prepared(model, 0.4):
+        loss = loss_of(model, batch(0))
+        assert references() > 0
+        del loss
+        assert references() == 0
+
+
+def references() -> int:
+    gc.collect()
+    return sum(type(found) is Reference for found in gc.get_objects())
+
+
+def test_what_is_changed_before_backward_is_noticed() -> None:
+    model = make("gpt")
+
+    class Spoiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = torch.sigmoid(self.model(tokens))
+            self.last = x
+            return x * 2.0
+
+    whole = Spoiled()
+    with prepared(whole, 0.4):
+        loss = whole(batch(0)).sum()
+        whole.last.detach().mul_(3.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss, whole.last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
-    monkeypatch.setattr("offload.prepared.HOST", own_budget)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -55,7 +55,7 @@ def least_bytes(name: str, dtype: torch.dtype, make_one: Make | None) -> int:
     if make_one is None:
         model.requires_grad_(False)
     with pytest.raises(CapacityError, match="the least that works") as refused:
-        Prepared(model, make_one(model) if make_one else None, Config(), 4096)
+        Prepared(model, make_one(model) if make_one else None, Config(nvme=gettempdir()), 4096)
     return int(str(refused.value).split("about ")[1].split()[0])
 
 

@@ -23,8 +23,11 @@ NAMES = {
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "close",
     "plan",
+    "prepare",
     "report",
+    "resident",
     "wrap",
 }
 
@@ -33,9 +36,7 @@ NAMES = {
 TO_COME = {
     "TrainerCallback",
     "load",
-    "prepare",
     "progress",
-    "resident",
     "save",
     "save_on_signal",
 }

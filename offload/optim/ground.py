@@ -40,10 +40,15 @@ class Ground(Protocol):
 class Host(Protocol):
     """A prepared model: it has the memory, the disk and the parameters."""
 
+    metrics: Metrics
+
     def unit_of(self, param: Tensor) -> int | None:
         """The number of the unit that owns the parameter."""
 
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground: ...
+
+    def ended(self) -> None:
+        """The optimizer is a plain one again."""
 
 
 class OwnGround:

@@ -121,6 +121,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if session is not None:
             with session.turn.act("close"):
                 detach(session.optimizer)  # Lightning's view of it inherits this method
+            if session.host is not None:
+                session.host.ended()
 
     def __enter__(self) -> OffloadOptimizer:
         return self

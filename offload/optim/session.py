@@ -59,7 +59,7 @@ class Session:
         # Not held: what holds us would be held by us, and its memory until garbage is collected.
         self._optimizer = weakref.ref(optimizer)
         self.config = config
-        self.metrics = Metrics(strict=config.strict)
+        self.metrics = Metrics(strict=config.strict) if host is None else host.metrics
         self.ledger = Ledger(self.metrics, speeds)
         self.grad_norm: float | None = None
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
@@ -69,13 +69,18 @@ class Session:
         self._aside: States | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
         self._watch_gradients = watch
-        self._host = host
+        self.host = host
         self._ground: Ground | None = None
         self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
         self._open(*self._draw_up(optimizer.state))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there still is an optimizer."""
+        return self._optimizer() is not None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -88,7 +93,7 @@ class Session:
         records = make_records(self.optimizer, self._recipe, with_state)
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
-            [spec_of(r, self._host.unit_of(r.param) if self._host else None) for r in records],
+            [spec_of(r, self.host.unit_of(r.param) if self.host else None) for r in records],
             allowed_bytes,
             has_disk=bool(self._directories),
             chunk_numel=self._chunk_numel,
@@ -104,7 +109,7 @@ class Session:
         what those hold.
         """
         granted, limit = self._host_memory_bytes, HOST.limit_bytes
-        if self._host is not None:
+        if self.host is not None:
             return granted, 0  # of a pool that is there already
         held = HOST.used_bytes - (self.pool.capacity_bytes if self.pool else 0)
         if granted is None or limit is None:
@@ -131,8 +136,8 @@ class Session:
         self.updater = Updater(records, self._recipe, ground, self.metrics, self.soundness)
 
     def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
-        if self._host is not None:
-            return self._host.make_ground(records, plan)
+        if self.host is not None:
+            return self.host.make_ground(records, plan)
         return OwnGround(
             records,
             plan,

@@ -13,12 +13,15 @@ from offload.errors import StoreError
 
 
 def mapped_tensor(
-    directory: str | os.PathLike[str], shape: torch.Size, stride: tuple[int, ...]
+    directory: str | os.PathLike[str],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """An fp32 tensor of that shape and those strides, dense, on a file that goes with it."""
-    nbytes = shape.numel() * torch.float32.itemsize
+    """A tensor of that shape and those strides, dense, on a file that goes with it."""
+    nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(shape, dtype=torch.float32, device="cpu")
+        return torch.empty(shape, dtype=dtype, device="cpu")
     try:
         fd = os.open(Path(directory), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -33,5 +36,5 @@ def mapped_tensor(
             operation="map",
             file=os.fspath(directory),
         ) from error
-    flat = torch.frombuffer(memory, dtype=torch.float32)
+    flat = torch.frombuffer(memory, dtype=dtype)
     return flat.as_strided(shape, stride)

@@ -1,0 +1,316 @@
+"""`offload.prepare` as users call it: the model stays one that others can treat as theirs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preparelib import batch, loss_of, make
+from torch import nn
+
+import offload
+from offload import CapacityError, ConfigError, StateError
+from offload import units as units_module
+from offload.guard import is_guarded
+from offload.prepared import prepared_of
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
+KI = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_module, "LARGE_BYTES", 2048)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def tight(folder: Path) -> dict[str, Any]:
+    """A budget in which not all parameters have room."""
+    return {"host_memory": 140 * KI, "nvme": folder}
+
+
+@pytest.fixture
+def gpt(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
+    """A prepared model, most of it away, after a step."""
+    model = make("gpt")
+    model, optimizer = offload.prepare(model, adamw(model), **tight(tmp_path))
+    step(model, optimizer, 0)
+    assert any(map(is_guarded, model.parameters()))
+    yield model, optimizer
+    offload.close(model)
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> float:
+    loss = loss_of(model, batch(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def plain_after(*seeds: int) -> tuple[nn.Module, Any]:
+    model = make("gpt")
+    optimizer = adamw(model)
+    for seed in seeds:
+        step(model, optimizer, seed)
+    return model, optimizer
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, p), q in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
+        assert torch.equal(p, q), name
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def test_the_same_objects_come_back_and_train_the_same(tmp_path: Path) -> None:
+    plain, theirs = plain_after()
+    ours = make("gpt")
+    mine = adamw(ours)
+    scheduler = torch.optim.lr_scheduler.StepLR(mine, 2, 0.5)
+    other = torch.optim.lr_scheduler.StepLR(theirs, 2, 0.5)
+    assert offload.prepare(ours, mine, **tight(tmp_path)) == (ours, mine)
+    for seed in range(5):
+        assert step(plain, theirs, seed) == step(ours, mine, seed)
+        scheduler.step()
+        other.step()
+    mine.close()
+    assert prepared_of(ours) is None and type(mine) is torch.optim.AdamW
+    assert_same(ours, plain)
+    for seed in range(5, 7):
+        assert step(plain, theirs, seed) == step(ours, mine, seed)
+
+
+def test_state_that_is_there_goes_on(tmp_path: Path) -> None:
+    plain, theirs = plain_after(0, 1)
+    ours, mine = plain_after(0, 1)
+    offload.prepare(ours, mine, **tight(tmp_path))
+    for seed in (2, 3):
+        assert step(plain, theirs, seed) == step(ours, mine, seed)
+    mine.close()
+    assert_same(ours, plain)
+
+
+def test_refusals_change_nothing(tmp_path: Path) -> None:
+    model = make("gpt")
+    optimizer = adamw(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    calls: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (ConfigError, "expected a torch.nn.Module, got int", (3,), {}),
+        (ConfigError, "expected a torch.optim.Optimizer", (model, model), {}),
+        (ConfigError, "no such field", (model,), {"host_memry": 3}),
+        (ConfigError, "not a directory", (model,), {"nvme": tmp_path / "no"}),
+        (ConfigError, "units: expected", (model,), {"units": [3]}),
+        (
+            CapacityError,
+            "the least that works",
+            (model, optimizer),
+            {"host_memory": 9 * KI, "nvme": tmp_path},
+        ),
+    ]
+    for kind, text, arguments, options in calls:
+        with pytest.raises(kind, match=text):
+            offload.prepare(*arguments, **options)
+    with pytest.raises(CapacityError, match=r"raise host_memory, or give nvme="):
+        offload.prepare(model, optimizer, host_memory=190 * KI)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert type(optimizer) is torch.optim.AdamW and prepared_of(model) is None
+    offload.prepare(model, optimizer)
+    with pytest.raises(ConfigError, match="is prepared already"):
+        offload.prepare(model, nvme=tmp_path)
+    with pytest.raises(ConfigError, match="is prepared already"):
+        offload.prepare(nn.Sequential(model), nvme=tmp_path)
+    offload.close(model)
+    offload.close(model)
+
+
+def test_a_failure_on_the_way_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.residency import Residency
+
+    taken = []
+    real = Residency.take_in
+
+    def fail_third(self: Any, block: Any) -> None:
+        taken.append(block)
+        if len(taken) == 3:
+            raise OSError("the third")
+        real(self, block)
+
+    model, plain = make("gpt"), make("gpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(Residency, "take_in", fail_third)
+        with pytest.raises(OSError, match="the third"):
+            offload.prepare(model, adamw(model), **tight(tmp_path))
+    assert_same(model, plain)
+    loss_of(model, batch(0)).backward()
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def test_resident_parameters_are_ordinary_ones(gpt: tuple[nn.Module, Any]) -> None:
+    model, _optimizer = gpt
+    plain, _theirs = plain_after(0)
+    for name in ("embedding", "layers.0", "layers.3", "layers.2.up", "norm", "head"):
+        module, other = model.get_submodule(name), plain.get_submodule(name)
+        with offload.resident(module):
+            for p, q in zip(module.parameters(), other.parameters(), strict=True):
+                assert torch.equal(p, q) and p.norm() == q.norm()
+    away = next(p for p in model.parameters() if is_guarded(p))
+    for use in (away.norm, lambda: away + 1, lambda: away.data, away.detach, away.tolist):
+        with pytest.raises(StateError, match=r"offload\.resident"):
+            use()
+    assert away.shape and away.dtype == torch.float32 and away.device.type == "cpu"
+
+
+EDITS = {
+    "in place": lambda p: p.mul_(1.5),
+    "data": lambda p: p.data.mul_(1.5),
+    "rebound": lambda p: setattr(p, "data", p.data * 1.5),
+    "numpy": lambda p: p.detach().numpy().__imul__(1.5),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_edits_are_kept(gpt: tuple[nn.Module, Any], how: str, inside: bool) -> None:
+    """Inside `resident`, and of whatever happens to be in memory."""
+    model, optimizer = gpt
+    plain, theirs = plain_after(0)
+    for seed in (1, 2, 3):
+        number = seed % 4
+        layer, other = model.layers[number], plain.layers[number]  # type: ignore[index]
+        with torch.no_grad():
+            if inside:
+                with offload.resident(layer):
+                    for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+                        EDITS[how](p)
+                        EDITS[how](q)
+            else:
+                assert torch.equal(model(batch(8)), plain(batch(8)))
+                edited = 0
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                    if not is_guarded(p):
+                        EDITS[how](p)
+                        EDITS[how](q)
+                        edited += 1
+                assert edited
+            assert torch.equal(model(batch(9)), plain(batch(9)))
+        assert step(model, optimizer, seed) == step(plain, theirs, seed)
+    assert_same(model, plain)
+
+
+def test_too_much_at_once_is_refused(gpt: tuple[nn.Module, Any]) -> None:
+    model, optimizer = gpt
+    with pytest.raises(CapacityError), offload.resident(model):
+        pass
+    plain, theirs = plain_after(0)
+    assert step(model, optimizer, 1) == step(plain, theirs, 1)
+
+
+# --- what others do with a model ------------------------------------------------------------------
+
+
+def test_state_dict_is_that_of_the_plain_model(gpt: tuple[nn.Module, Any]) -> None:
+    model, optimizer = gpt
+    plain, _theirs = plain_after(0)
+    saved = model.state_dict()
+    assert list(saved) == list(plain.state_dict())
+    assert saved["head.weight"] is saved["embedding.weight"]
+    assert_same(model, plain)
+    before = {name: value.clone() for name, value in saved.items()}
+    step(model, optimizer, 1)
+    assert all(torch.equal(saved[name], before[name]) for name in before), "copies"
+    part = model.layers[2].state_dict(prefix="x.")  # type: ignore[index,operator,union-attr]
+    assert set(part) == {f"x.{name}" for name in plain.layers[2].state_dict()}  # type: ignore[index,operator,union-attr]
+
+
+def test_load_state_dict(gpt: tuple[nn.Module, Any]) -> None:
+    model, optimizer = gpt
+    plain, theirs = plain_after(5, 6)
+    assert str(model.load_state_dict(plain.state_dict())) == "<All keys matched successfully>"
+    assert_same(model, plain)
+    optimizer.load_state_dict(theirs.state_dict())
+    assert step(model, optimizer, 7) == step(plain, theirs, 7)
+    with pytest.raises(RuntimeError, match=r"Missing key|size mismatch"):
+        model.load_state_dict({"embedding.weight": torch.zeros(2)})
+    with pytest.raises(ConfigError, match="assign=True"):
+        model.load_state_dict(plain.state_dict(), assign=True)
+    assert_same(model, plain)
+    assert step(model, optimizer, 8) == step(plain, theirs, 8)
+
+
+def test_loading_between_forward_and_backward_is_refused(gpt: tuple[nn.Module, Any]) -> None:
+    model, _ = gpt
+    loss = loss_of(model, batch(1))
+    model.load_state_dict(make("gpt", seed=3).state_dict())
+    with pytest.raises(StateError, match="have changed since the forward pass"):
+        loss.backward()
+    assert_same(model, make("gpt", seed=3))
+    model.zero_grad()  # some gradients had come
+
+
+def test_to_where_it_is_does_nothing(gpt: tuple[nn.Module, Any]) -> None:
+    model, optimizer = gpt
+    plain, theirs = plain_after(0)
+    assert model.to("cpu") is model and model.float() is model and model.cpu() is model
+    model.layers[1].to("cpu", torch.float32)  # type: ignore[index,union-attr]
+    for change in (model.half, model.bfloat16, model.share_memory, lambda: model.to("meta")):
+        with pytest.raises(ConfigError, match=r"offload\.close"):
+            change()
+    with pytest.raises(ConfigError, match=r"offload\.close"):
+        model.layers[1].half()  # type: ignore[index,operator,union-attr]
+    assert step(model, optimizer, 1) == step(plain, theirs, 1)
+
+
+def test_buffers_move_as_torch_moves_them(tmp_path: Path) -> None:
+    model = offload.prepare(make("pictures"), nvme=tmp_path)
+    model.apply(lambda module: module)
+    assert model.to("cpu") is model
+    with pytest.raises(ConfigError):
+        model.double()
+    offload.close(model)
+
+
+def test_copies_are_refused(gpt: tuple[nn.Module, Any]) -> None:
+    model, _ = gpt
+    for thing in (model, model.layers[0], model.head):  # type: ignore[index]
+        with pytest.raises(StateError, match="cannot be"):
+            copy.deepcopy(thing)
+        with pytest.raises(StateError, match="cannot be"):
+            pickle.dumps(thing)
+
+
+def test_two_models_share_one_budget(tmp_path: Path) -> None:
+    """A policy that learns, and a reference that does not."""
+    policy, reference = make("gpt"), make("gpt").requires_grad_(False)
+    optimizer = adamw(policy)
+    offload.prepare(policy, optimizer, **tight(tmp_path))
+    offload.prepare(reference, host_memory=172 * KI, nvme=tmp_path)
+    plain, theirs = plain_after()
+    fixed = make("gpt")
+    for seed in range(4):
+        losses = []
+        for learner, teacher, stepper in ((plain, fixed, theirs), (policy, reference, optimizer)):
+            with torch.no_grad():
+                wanted = teacher(batch(seed))
+            loss = (learner(batch(seed)) - wanted).square().mean() + loss_of(learner, batch(seed))
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[0] == losses[1]
+    offload.close(reference)
+    offload.close(policy)
+    assert_same(policy, plain)
