@@ -38,7 +38,7 @@ class Engine:
         pool: Pool,
         store: DiskStore | MemoryStore | None,
         metrics: Metrics,
-        depth: int = 2,
+        depth: int | None = 2,
         keeps_gradients: bool = True,
     ) -> None:
         self.device = torch.device("cpu")

@@ -128,6 +128,11 @@ class Metrics:
         with self._lock:
             return list(self._events)
 
+    def events_since(self, begin_s: float) -> list[Event]:
+        """Those that ended after that, the latest first."""
+        with self._lock:
+            return list(takewhile(lambda event: event.end_s >= begin_s, reversed(self._events)))
+
     def last_events(self) -> list[Event]:
         """Those of the last step, whose own is the first, and all that ended after it began."""
         with self._lock:

@@ -144,7 +144,7 @@ class Prepared:
     def _open_model(self, model: nn.Module) -> None:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
-        depth = 2 if wanted == "auto" else int(wanted)
+        depth = None if wanted == "auto" else int(wanted)
         self.engine = Engine(
             model,
             self.units,

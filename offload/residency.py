@@ -22,6 +22,7 @@ from offload.errors import CapacityError, StateError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
 from offload.metrics import Metrics
+from offload.pace import Pace
 from offload.pool import Pool
 from offload.scheduler import Tier, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
@@ -30,10 +31,13 @@ from offload.trace import Phase, Trace
 from offload.units import Unit
 
 
+_KEY = "parameters "
+
+
 class Residency:
     """The blocks of one model, in host memory and in the store.
 
-    depth: units ahead of the one in use that are fetched. owner: answers for parameters that are
+    depth: units ahead of the one in use that are fetched; None: derived while it runs. owner: answers for parameters that are
     away.
     """
 
@@ -45,13 +49,15 @@ class Residency:
         trace: Trace,
         owner: Owner,
         metrics: Metrics,
-        depth: int = 2,
+        depth: int | None = 2,
     ) -> None:
         self.blocks = [Block(unit) for unit in units]
         self.device = owner.device
         self.trace = trace
-        self.depth = depth
         self._sizes = [block.nbytes for block in self.blocks]
+        self.pace = Pace(metrics, trace, self._sizes, _KEY) if depth is None else None
+        self.depth = self.pace.derive() if self.pace is not None else depth or 0
+        self._uses_since = 0  # since the depth was derived
         self._pool = pool
         self._store = store
         self._owner = owner
@@ -71,6 +77,7 @@ class Residency:
         """
         with self._lock:
             self.trace.record(phase, unit.number, self._take_time())
+            self._derive_depth()
             needed = [self.blocks[number] for number in unit.needs]
             for block in needed:
                 block.pins += 1
@@ -226,6 +233,13 @@ class Residency:
         now_s, last_s, waited_s = time.perf_counter(), self._last_use_s, self._waited_s
         self._last_use_s, self._waited_s = now_s, 0.0
         return None if last_s is None else max(0.0, now_s - last_s - waited_s)
+
+    def _derive_depth(self) -> None:
+        self._uses_since += 1
+        if self.pace is not None and self._uses_since >= len(self.blocks):
+            self._uses_since, before = 0, self.depth
+            self.depth = self.pace.derive()
+            self._metrics.count("prefetch_depth_changes", int(self.depth != before))
 
     # --- what will be needed ----------------------------------------------------------------------
 
@@ -419,4 +433,4 @@ class Residency:
 
 
 def _key(block: Block) -> str:
-    return f"parameters {block.number}: {block.name}"
+    return f"{_KEY}{block.number}: {block.name}"

@@ -101,6 +101,10 @@ class Trace:
         """Seconds from this use to the next one, waiting left out; None: not known."""
         return self._pace_s.get(self._token(use))
 
+    def paces_s(self) -> list[float]:
+        """Of all uses that are known."""
+        return list(self._pace_s.values())
+
     # --- foretelling ------------------------------------------------------------------------------
 
     def ahead(self) -> Iterator[Use]:

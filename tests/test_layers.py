@@ -32,6 +32,7 @@ ROWS = [
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace"},
+    {"pace"},
     {"hooks", "optim", "reports", "residency", "gradients"},
     {"engine", "checkpoint", "workbench", "services"},
     {"prepared"},

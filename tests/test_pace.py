@@ -1,0 +1,52 @@
+"""The depth follows the speed of the disk and of the model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from offload.metrics import Metrics
+from offload.pace import Pace
+from offload.timeline import DISK_READS, DISK_WRITES, Event
+from offload.trace import Phase, Trace
+
+SIZES = [1000] * 6 + [0]
+
+
+def read(metrics: Metrics, nbytes: int, seconds: float, name: str = "parameters 1: x") -> None:
+    end_s = time.perf_counter()
+    metrics.event(Event(DISK_READS, name, end_s - seconds, end_s, nbytes))
+
+
+def run(trace: Trace, seconds: float) -> None:
+    for unit in range(6):
+        trace.record(Phase.FORWARD, unit, seconds)
+
+
+def test_the_depth_is_the_ratio_of_reading_to_computing() -> None:
+    metrics, trace = Metrics(), Trace("x", 7)
+    pace = Pace(metrics, trace, SIZES, "parameters ")
+    assert pace.derive() == 2 and pace.read_bytes_per_s is None
+    run(trace, 1.0)
+    read(metrics, 1000, 0.5)
+    metrics.event(Event(DISK_WRITES, "parameters 1: x", 0.0, time.perf_counter(), 9))
+    read(metrics, 10**9, 0.5, "state chunk 1: x")
+    assert pace.derive() == 2
+    assert pace.read_bytes_per_s == pytest.approx(2000)
+    for _ in range(40):  # a drive that has become slow; a model that has become fast
+        read(metrics, 1000, 2.0)
+        depth = pace.derive()
+    assert pace.read_bytes_per_s == pytest.approx(500, rel=1e-3) and depth == 3
+    for _ in range(40):
+        run(trace, 0.001)
+    assert pace.derive() == 8
+
+
+def test_reads_that_overlap_count_once() -> None:
+    metrics, trace = Metrics(), Trace("x", 7)
+    pace = Pace(metrics, trace, SIZES, "parameters ")
+    for _ in range(4):
+        read(metrics, 500, 1.0)
+    pace.derive()
+    assert pace.read_bytes_per_s == pytest.approx(2000, rel=0.05)
