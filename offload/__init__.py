@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offload.api import close, plan, prepare, report, resident, wrap
     from offload.optim import Lion
     from offload.planner import Plan
+    from offload.progress_line import progress
     from offload.reports import Report
 
 __version__ = "0.1.0.dev0"
@@ -41,6 +42,7 @@ __all__ = [
     "close",
     "plan",
     "prepare",
+    "progress",
     "report",
     "resident",
     "wrap",
@@ -55,6 +57,7 @@ _LATE = {
     "close": "offload.api",
     "plan": "offload.api",
     "prepare": "offload.api",
+    "progress": "offload.progress_line",
     "report": "offload.api",
     "resident": "offload.api",
     "wrap": "offload.api",

@@ -16,7 +16,8 @@ from offload.hooks import watch_gradients
 from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
 from offload.optim import Request, Session, attach, is_wrapped
-from offload.planner import Plan
+from offload.optim.ledger import Ledger
+from offload.planner import Plan, make_plan
 from offload.prepared import Prepared, check_preparable, prepared_of
 from offload.reports import Account, Report
 from offload.units import Choice
@@ -130,29 +131,42 @@ def plan(
 
 
 def report(optimizer: Any) -> Report:
-    """What a wrapped optimizer has done: bytes, seconds by cause, fall-backs."""
-    session: Session = _wrapped_one(optimizer)._offload_session
-    total, speeds = session.metrics.snapshot(), session.ledger.speeds
+    """What a wrapped optimizer, or a prepared model with its optimizer, has done: bytes, seconds by
+    cause, hits of the prefetch, fall-backs.
+    """
+    made = prepared_of(optimizer)
+    if made is None or made.session is not None:
+        session: Session = made.session if made and made.session else _session_of(optimizer)
+        made = session.host if isinstance(session.host, Prepared) else None
+        metrics, ledger = session.metrics, session.ledger
+        plan, store, pools = session.plan, session.store, [session.pool]
+    else:
+        metrics, ledger = made.metrics, Ledger(made.metrics)
+        plan, store, pools = make_plan([], None, has_disk=False), made.store, []
+    total, speeds = metrics.snapshot(), ledger.speeds
+    pools += [made.pool] if made is not None else []
     return Report(
-        plan=session.plan,
+        plan=plan,
         total=Account.of(total, speeds),
-        last=Account.of(session.ledger.last, speeds),
+        last=Account.of(ledger.last, speeds),
         outside=dict(total.outside),
         speeds=speeds,
         fallbacks=dict(total.fallbacks),
-        disk_engine=session.store.stats().engine if session.store else None,
-        host_peak_bytes=session.pool.stats().peak_bytes if session.pool else 0,
-        events=session.metrics.events(),
+        disk_engine=store.stats().engine if store else None,
+        host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools if pool),
+        events=metrics.events(),
+        model=made.use(ledger) if made is not None else None,
     )
 
 
-def _wrapped_one(optimizer: Any) -> Any:
-    """The optimizer itself, or the one that it holds, as accelerate's and Lightning's do."""
+def _session_of(optimizer: Any) -> Any:
+    """Of the optimizer itself, or the one that it holds, as accelerate's and Lightning's do."""
     found = optimizer
     while not is_wrapped(found):
         outer, found = found, getattr(found, "optimizer", None)
         if found is outer or not isinstance(found, torch.optim.Optimizer):
             raise ConfigError(
-                f"report: expected a wrapped optimizer, got {type(optimizer).__name__}"
+                f"report: expected a wrapped optimizer or a prepared model, got "
+                f"{type(optimizer).__name__}"
             )
-    return found
+    return found._offload_session

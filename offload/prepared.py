@@ -18,18 +18,20 @@ from offload.gradients import gradient_bytes
 from offload.hooks import watch_gradients
 from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
-from offload.metrics import Metrics
+from offload.metrics import Metrics, Snapshot
 from offload.optim import Session, attach
 from offload.optim.choose import choose_recipe
 from offload.optim.desk import Places
 from offload.optim.ground import Ground
 from offload.optim.homes import Homes
+from offload.optim.ledger import Ledger
 from offload.optim.recipe import Recipe, Record
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
+from offload.reports import ModelUse
 from offload.services import Services
 from offload.shares import Shares, share_out
 from offload.store import DiskStore
@@ -37,6 +39,7 @@ from offload.units import Choice, find_units
 from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
+_WAITS = ("parameter read", "parameter write", "device copy")
 _UNBUILT = (
     "device_memory",
     "param_dtype",
@@ -202,6 +205,24 @@ class Prepared:
             finally:
                 self.engine.residency.wake()
 
+    def use(self, ledger: Ledger) -> ModelUse:
+        """Of the parameters, for a report."""
+        assert self.engine is not None
+        residency, total = self.engine.residency, self.metrics.snapshot()
+        return ModelUse(
+            units=len(self.units),
+            param_bytes=sum(unit.nbytes for unit in self.units),
+            memory_bytes=self.shares.params,
+            held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
+            depth=residency.depth,
+            hits=total.counts.get("parameter_hits", 0),
+            misses=total.counts.get("parameter_misses", 0),
+            waited_s=_waited_s(total),
+            round_s=ledger.round_s,
+            round_waited_s=_waited_s(ledger.round),
+            read_bytes_per_s=residency.pace.read_bytes_per_s if residency.pace else None,
+        )
+
     # --- end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -232,6 +253,11 @@ class Prepared:
             if pool is not None:
                 pool.close()
         self.store = self.pool = self.state_pool = None
+
+
+def _waited_s(snapshot: Snapshot) -> float:
+    """For parameters, in forward and backward passes."""
+    return sum(snapshot.outside.get(cause, 0.0) for cause in _WAITS)
 
 
 class _SharedGround:

@@ -90,6 +90,74 @@ class Account:
 
 
 @dataclass(frozen=True)
+class ModelUse:
+    """The parameters of a prepared model: where they are, and what it cost that they were away.
+
+    Waits are those of forward and backward passes. round_s: from the end of the step before to that
+    of the last one, in which the model waited round_waited_s; None: there were no two steps yet.
+    """
+
+    units: int
+    param_bytes: int
+    memory_bytes: int  # host memory that they may take
+    held_bytes: int  # of them, in host memory now
+    depth: int  # units that are fetched ahead
+    hits: int  # blocks that were there when they were needed, having been away
+    misses: int
+    waited_s: float
+    round_s: float | None
+    round_waited_s: float
+    read_bytes_per_s: float | None  # of parameters, lately
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of the blocks that had to come; None where none had to."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+    @property
+    def stall_share(self) -> float | None:
+        """Of the last whole iteration, what forward and backward waited for parameters."""
+        return self.round_waited_s / self.round_s if self.round_s else None
+
+    def to_dict(self) -> dict[str, float]:
+        known = {
+            "hit_rate": self.hit_rate,
+            "stall_share": self.stall_share,
+            "iteration_seconds": self.round_s,
+            "read_bytes_per_s": self.read_bytes_per_s,
+        }
+        plain = ("units", "param_bytes", "memory_bytes", "held_bytes", "hits", "misses")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            "prefetch_depth": self.depth,
+            "waited_seconds": self.waited_s,
+            **{name: value for name, value in known.items() if value is not None},
+        }
+
+    def notes(self) -> list[tuple[str, str]]:
+        size = format_size
+        rate = "none had to come" if self.hit_rate is None else f"{self.hit_rate:.1%} in time"
+        speed = f", read at {self.read_bytes_per_s / 1e9:.3g} GB/s" if self.read_bytes_per_s else ""
+        notes = [
+            (
+                "parameters",
+                f"{size(self.param_bytes)} in {self.units} units, {size(self.memory_bytes)} of "
+                f"host memory for them, {size(self.held_bytes)} there now",
+            ),
+            (
+                "prefetch",
+                f"{self.depth} units ahead, {rate} ({self.hits} of {self.hits + self.misses})"
+                f"{speed}",
+            ),
+        ]
+        if self.round_s is not None:
+            share = _part(self.round_waited_s, self.round_s)
+            notes.append(("last iteration", f"{self.round_s:.3f} s, model waited {share.strip()}"))
+        return notes
+
+
+@dataclass(frozen=True)
 class Report:
     """A snapshot. `str()` is for people, `to_dict()` for machines, `save_trace()` for a timeline.
 
@@ -107,6 +175,7 @@ class Report:
     disk_engine: str | None
     host_peak_bytes: int
     events: list[Event] = field(repr=False)
+    model: ModelUse | None = None  # None: the model is not prepared
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -141,6 +210,7 @@ class Report:
             **{f"outside/seconds/{_key(cause)}": s for cause, s in self.outside.items()},
             **{f"count/{name}": n for name, n in self.counts.items() if name not in told},
             **{name: value for name, value in speeds.items() if value is not None},
+            **{f"model/{k}": v for k, v in (self.model.to_dict() if self.model else {}).items()},
             "state_bytes": self.plan.state_bytes,
             "state_bytes_in_host_memory": self.plan.resident_bytes,
             "state_bytes_on_disk": self.plan.disk_bytes,
@@ -201,6 +271,7 @@ class Report:
             notes.append(("ceiling", f"{', '.join(speeds)}, both at once: the best of this run"))
         if plan.predicted_step_s is not None:
             notes.append(("predicted step()", f"{plan.predicted_step_s:.3f} s at best"))
+        notes += self.model.notes() if self.model is not None else []
         state = f"{size(plan.resident_bytes)} in host memory, {size(plan.disk_bytes)} on disk"
         notes.append(("state", state))
         notes.append(("host memory, peak", size(self.host_peak_bytes)))

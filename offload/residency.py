@@ -30,15 +30,14 @@ from offload.store.engine import Priority
 from offload.trace import Phase, Trace
 from offload.units import Unit
 
-
 _KEY = "parameters "
 
 
 class Residency:
     """The blocks of one model, in host memory and in the store.
 
-    depth: units ahead of the one in use that are fetched; None: derived while it runs. owner: answers for parameters that are
-    away.
+    depth: units ahead of the one in use that are fetched; None: derived while it runs. owner:
+    answers for parameters that are away.
     """
 
     def __init__(

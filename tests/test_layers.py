@@ -37,6 +37,7 @@ ROWS = [
     {"engine", "checkpoint", "workbench", "services"},
     {"prepared"},
     {"api", "cli"},
+    {"progress_line"},
     {"__init__", "__main__"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -26,6 +26,7 @@ NAMES = {
     "close",
     "plan",
     "prepare",
+    "progress",
     "report",
     "resident",
     "wrap",
@@ -36,7 +37,6 @@ NAMES = {
 TO_COME = {
     "TrainerCallback",
     "load",
-    "progress",
     "save",
     "save_on_signal",
 }

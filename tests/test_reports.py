@@ -400,7 +400,7 @@ def test_what_cannot_be_measured_is_not_predicted(tmp_path: Path, own_budget: Bu
 def test_a_budget_that_nobody_gave_is_explained(
     own_budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.optim.request.free_memory_bytes", lambda memory: 1 << 20)
+    monkeypatch.setattr("offload.limits.free_memory_bytes", lambda memory: 1 << 20)
     for call in (offload.plan, offload.wrap):
         with pytest.raises(CapacityError, match=r"0 B are allowed.*host_memory was not given.*20%"):
             call(optimizer())

@@ -8,6 +8,7 @@ run has never reached is not known here: `probe.py` asks for it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,10 @@ class Ledger:
     def __init__(self, metrics: Metrics, speeds: Speeds = UNKNOWN) -> None:
         self.metrics = metrics
         self.last: Snapshot = NOTHING  # the last step that ended well
+        self.round: Snapshot = NOTHING  # from the step before to the last one: a whole iteration
+        self.round_s: float | None = None  # its time; None: there was no step before
         self._ended: Snapshot = NOTHING  # all there was when it had ended
+        self._ended_s: float | None = None
         self.speeds = speeds  # the best so far
 
     @contextmanager
@@ -35,8 +39,14 @@ class Ledger:
             yield
         now = self.metrics.snapshot()
         self.last = replace(now - before, counts=self._counts(before, now))
-        self._ended = now
+        self._note_round(now)
         self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.last_events()))
+
+    def _note_round(self, now: Snapshot) -> None:
+        now_s = time.perf_counter()
+        self.round = now - self._ended
+        self.round_s = None if self._ended_s is None else now_s - self._ended_s
+        self._ended, self._ended_s = now, now_s
 
     def _counts(self, before: Snapshot, now: Snapshot) -> Mapping[str, int]:
         """Of the step; gradients have come since the one before it."""

@@ -1,0 +1,89 @@
+"""The progress line, and what a report says of a prepared model."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preparelib import batch, loss_of, make
+from torch import nn
+
+import offload
+from offload import units
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "LARGE_BYTES", 2048)
+
+
+def trained(folder: Path, steps: int, out: Any) -> tuple[nn.Module, Any]:
+    model = make("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    offload.prepare(model, optimizer, host_memory=140 << 10, nvme=folder)
+    seen = []
+    for seed in offload.progress(range(steps), optimizer, file=out):
+        seen.append(seed)
+        loss_of(model, batch(seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == list(range(steps))
+    return model, optimizer
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line(tmp_path: Path) -> None:
+    out = io.StringIO()
+    model, _ = trained(tmp_path, 3, out)
+    offload.close(model)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2, "after the first step and at the end"
+    assert lines[0].startswith("step 1/3 | ") and "s/step" in lines[0]
+    assert lines[1].startswith("step 3/3 | ") and "waiting for parameters" in lines[1]
+    assert "| host " in lines[1] and ", disk " in lines[1]
+    screen = Terminal()
+    model, _ = trained(tmp_path, 2, screen)
+    offload.close(model)
+    assert screen.getvalue().startswith("\rstep 1/2") and screen.getvalue().endswith("\n")
+    assert list(offload.progress([], None)) == []
+
+
+def test_the_report_of_a_prepared_model(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path, 4, io.StringIO())
+    told = offload.report(model)
+    assert told.model == offload.report(optimizer).model is not None
+    use = told.model
+    assert use.hits + use.misses > 0 and use.hit_rate == use.hits / (use.hits + use.misses)
+    assert use.param_bytes == sum(p.nbytes for p in set(model.parameters()))
+    assert 0 < use.held_bytes <= use.memory_bytes < use.param_bytes + 7 * 4096
+    assert use.round_s and 0 <= use.stall_share <= 1
+    assert told.steps == 4 and told.disk_read_bytes > 0
+    flat = told.to_dict()
+    assert flat["model/hits"] == use.hits and flat["model/prefetch_depth"] == use.depth
+    assert json.loads(json.dumps(flat, allow_nan=False)) == flat
+    assert "units ahead" in str(told) and "last iteration" in str(told)
+    offload.close(model)
+
+
+def test_the_report_of_a_model_alone(tmp_path: Path) -> None:
+    model = make("gpt").requires_grad_(False)
+    offload.prepare(model, host_memory=32 << 10, nvme=tmp_path)
+    for seed in range(3):
+        model(batch(seed))
+    told = offload.report(model)
+    assert told.model is not None and told.model.misses > 0 and told.model.round_s is None
+    assert told.steps == 0 and told.disk_read_bytes > 0 and "units ahead" in str(told)
+    json.dumps(told.to_dict(), allow_nan=False)
+    offload.close(model)
+    with pytest.raises(offload.ConfigError, match="expected a wrapped optimizer or a prepared"):
+        offload.report(model)
