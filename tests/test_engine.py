@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from preparelib import MODELS, batch, loss_of, make
 from torch import nn
 
@@ -208,53 +206,6 @@ def test_a_gradient_belongs_to_whoever_holds_it() -> None:
         outside = engine.metrics.snapshot().counts["gradients_outside_of_their_place"]
         assert outside == 1
         ours.zero_grad()
-
-
-ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    name=st.sampled_from(["gpt", "branches", "experts", "thrice", "around", "inside_reentrant"]),
-    share=st.sampled_from([0.0, 0.3, 0.6]),
-    depth=st.integers(0, 4),
-    acts=st.lists(ACTS, min_size=1, max_size=12),
-)
-def test_any_order(name: str, share: float, depth: int, acts: list[str]) -> None:
-    plain, ours = make(name), make(name)
-    waiting: list[list[torch.Tensor]] = []
-    with prepared(ours, share, depth=depth) as engine:
-        for number, act in enumerate(acts):
-            tokens = batch(number)
-            if act in ("train", "forward"):
-                waiting.append([loss_of(model, tokens) for model in (plain, ours)])
-                assert torch.equal(*waiting[-1])
-            if act in ("train", "backward") and waiting:
-                for loss in waiting.pop():
-                    loss.backward()
-                assert_same(ours, plain)
-            if act == "evaluate":
-                with torch.no_grad():
-                    assert torch.equal(plain(tokens), ours(tokens))
-            if act == "fail":
-                with pytest.raises((IndexError, RuntimeError)):
-                    ours(tokens + 1000)
-                if name == "branches":  # has drawn, or not
-                    ours.draw.set_state(plain.draw.get_state())
-            if act == "layer":
-                x = torch.ones(1, 2, 16, requires_grad=True)
-                first = "experts" if name == "experts" else "layers"
-                for model in (plain, ours):
-                    getattr(model, first)[1](x).sum().backward()
-                assert_same(ours, plain)
-            if act == "touch":
-                away = [p for p in ours.parameters() if is_guarded(p)]
-                for param in away[:2]:
-                    with pytest.raises(StateError):
-                        param.sum()
-        assert nothing_is_used(engine)
-    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
