@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -61,13 +62,16 @@ class Workbench:
         self._grads = {}  # they belong to the parameters
         self._residency.rest()
 
-    def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """What is in memory first: it would have to go otherwise."""
+    def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
+        """Block by block: first those whose state is at hand, then those that are in memory
+        themselves. Both would have to go otherwise.
+        """
         self._left = Counter(self._block(chunk).number for chunk in chunks)
+        first = {self._block(chunk).number for chunk in chunks if chunk.number in at_hand}
 
-        def rank(chunk: Chunk) -> tuple[bool, int]:
+        def rank(chunk: Chunk) -> tuple[bool, bool, int]:
             block = self._block(chunk)
-            return block.in_host is Presence.AWAY, block.number
+            return block.number not in first, block.in_host is Presence.AWAY, block.number
 
         return sorted(chunks, key=rank)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from offload import StoreError
 from offload.budget import Budget
-from offload.layout import ParamSpec
+from offload.layout import Chunk, ParamSpec
 from offload.metrics import Metrics
 from offload.optim.desk import Desk
 from offload.optim.pipeline import Pipeline
@@ -24,11 +26,22 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left"
 CHUNKS, BUFFERS, NUMEL = 12, 3, 1024
 
 
+class InOneDirection:
+    """Places that take chunks by number, wherever they are; nothing needs a desk."""
+
+    def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
+        return sorted(chunks, key=lambda chunk: chunk.number)
+
+    def needs(self, chunk: Chunk) -> bool:
+        return False
+
+
 class Counted:
     """Tiers on a drive, and what each chunk must hold: how often it was added to."""
 
     def __init__(self, tiers: Tiers, store: DiskStore) -> None:
         self.tiers, self.store = tiers, store
+        self.places: Any = None
         self.metrics = Metrics()
         self.expected = [0.0] * CHUNKS
 
@@ -55,7 +68,7 @@ class Counted:
 
     def _run(self, numbers: range, act: object) -> None:
         chunks = [self.tiers.plan.chunks[number] for number in numbers]
-        Pipeline(self.tiers, None, self.metrics).run(chunks, act)  # type: ignore[arg-type]
+        Pipeline(self.tiers, self.places, self.metrics).run(chunks, act)  # type: ignore[arg-type]
         buffers = self.tiers.free_buffers + len(self.tiers.unwritten)
         assert buffers == BUFFERS, "every buffer is free, or holds the newest bytes of a chunk"
 
@@ -96,7 +109,9 @@ def test_what_is_in_a_buffer_is_not_read_and_not_written(counted: Counted) -> No
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_finds_the_newest(counted: Counted, seed: int) -> None:
+@pytest.mark.parametrize("places", [None, InOneDirection()], ids=["at hand first", "by number"])
+def test_any_order_finds_the_newest(counted: Counted, seed: int, places: Any) -> None:
+    counted.places = places
     generator = torch.Generator().manual_seed(seed)
     for _ in range(12):
         begin, end = sorted(torch.randint(0, CHUNKS + 1, (2,), generator=generator).tolist())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,8 +60,10 @@ class Places(Protocol):
 
     def end_step(self) -> None: ...
 
-    def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """The order in which these chunks, all of the step, are best taken."""
+    def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
+        """The order in which these chunks, all of the step, are best taken. at_hand: numbers of
+        those whose state is in a buffer; they come first.
+        """
 
     def needs(self, chunk: Chunk) -> bool:
         """Whether the update of a chunk needs a desk."""
@@ -112,7 +115,7 @@ class Desks:
             transfer.join()
         self._grads, self._homes = {}, {}  # gradients belong to the parameters
 
-    def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
         return chunks
 
     def needs(self, chunk: Chunk) -> bool:

@@ -82,17 +82,26 @@ class Pipeline:
 
     def _in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         chunks = sorted(chunks, key=lambda chunk: not self._tiers.is_unwritten(chunk))
-        return chunks if self._desks is None else self._desks.in_order(chunks)
+        if self._desks is None:
+            return chunks
+        return self._desks.in_order(chunks, {p.chunk.number for p in self._tiers.unwritten})
 
     def _make_room(self, to_fetch: Sequence[Chunk]) -> None:
-        """Write what lies in buffers that are needed for others before its turn comes."""
+        """Write what lies in buffers that are needed for others before its turn comes. Half of the
+        buffers are enough for those.
+        """
+        turns = {chunk.number: turn for turn, chunk in enumerate(to_fetch)}
         first = {chunk.number for chunk in takewhile(self._tiers.is_unwritten, to_fetch)}
-        taking_part = {chunk.number for chunk in to_fetch}
+        later = [piece for piece in self._tiers.unwritten if piece.chunk.number not in first]
+        later.sort(key=lambda piece: turns.get(piece.chunk.number, len(turns)))
+        stay = self._tiers.plan.buffers // 2
         self._reads_left = sum(map(self._tiers.needs_buffer, to_fetch))
-        for piece in self._tiers.unwritten:
-            if piece.chunk.number not in first and self._needs_more_buffers:
-                self._going.append(_Flight(piece, False, None, self._tiers.write(piece)))
-                self._reads_left += piece.chunk.number in taking_part
+        while later and (len(later) > stay or later[-1].chunk.number not in turns):
+            piece = later.pop()  # the last one to have its turn, or one that has none
+            if not self._needs_more_buffers:
+                return
+            self._going.append(_Flight(piece, False, None, self._tiers.write(piece)))
+            self._reads_left += piece.chunk.number in turns
 
     @property
     def _needs_more_buffers(self) -> bool:
