@@ -192,12 +192,16 @@ class Residency:
                     continue
                 assert block.memory is not None
                 is_other = self._take_in_rebound(block)
-                if is_other or block.seen not in (None, kernels.checksum(block.memory)):
+                if block.seen is not None:
+                    is_other |= block.seen != kernels.checksum(block.memory)
+                if is_other:
                     self.changed(block)
 
     def _take_in_rebound(self, block: Block) -> bool:
         """Copy values that somebody has put into parameters by `param.data = ...`."""
         assert block.memory is not None
+        if all(block.is_in_place(member) for member in block.unit.members if member.nbytes):
+            return False
         found = False
         for member, values in block.views(block.memory):
             if member.nbytes and not block.is_in_place(member):
