@@ -39,8 +39,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Unit:
-    """modules: whenever one of them runs, the unit is needed. members: what it owns. needs: numbers
-    of the units whose parameters its modules have, its own among them if it owns any.
+    """modules: whenever one of them runs, the unit is needed; none where it holds the frozen
+    parameters of another. members: what it owns. needs: numbers of the units whose parameters its
+    modules have, its own among them if it owns any.
     """
 
     number: int
@@ -90,13 +91,15 @@ def find_units(model: nn.Module, choice: Choice | None = None) -> list[Unit]:
 def enclosing(units: Sequence[Unit]) -> set[int]:
     """Numbers of the units that are in use while others run: their modules hold those of others."""
     unit_of = {module: unit.number for unit in units for module in unit.modules}
-    return {
+    around = {
         unit.number
         for unit in units
         for module in unit.modules
         for inner in module.modules()
         if unit_of.get(inner, unit.number) != unit.number
     }
+    frozen = {n for number in around for n in units[number].needs if not units[n].modules}
+    return around | frozen
 
 
 def _walk(
@@ -163,23 +166,36 @@ def _gather(drafts: Iterable[_Draft]) -> list[_Draft]:
 
 
 def _settle(drafts: Sequence[_Draft], names: dict[nn.Parameter, str]) -> list[Unit]:
-    """Give every parameter to the first that has it."""
+    """Give every parameter to the first that has it. Frozen ones beside trained ones are a unit of
+    their own, without modules: its block is never written, whatever the others become.
+    """
     owner: dict[nn.Parameter, int] = {}
-    units = []
-    for number, draft in enumerate(drafts):
-        members, begin = [], 0
+    units: list[Unit] = []
+    for draft in drafts:
+        number = len(units)
         used = dict.fromkeys(param for _, param in draft.params())
-        for param in used:
-            if param not in owner:
-                owner[param] = number
-                members.append(Member(names[param], param, begin))
-                begin += _round_up(members[-1].nbytes)
+        own = [param for param in used if param not in owner]
+        trained = [param for param in own if param.requires_grad]
+        frozen = [param for param in own if not param.requires_grad] if trained else []
+        owner |= dict.fromkeys(trained or own, number) | dict.fromkeys(frozen, number + 1)
         needs = tuple(sorted({owner[param] for param in used}))
         name = draft.name or "the model"
         if len(draft.modules) > 1:
             name += f" and {len(draft.modules) - 1} more"
-        units.append(Unit(number, name, tuple(draft.modules), tuple(members), needs))
+        members = _members(trained or own, names)
+        units.append(Unit(number, name, tuple(draft.modules), members, needs))
+        if frozen:
+            members = _members(frozen, names)
+            units.append(Unit(number + 1, f"{name}, frozen", (), members, (number + 1,)))
     return units
+
+
+def _members(params: Iterable[nn.Parameter], names: dict[nn.Parameter, str]) -> tuple[Member, ...]:
+    members, begin = [], 0
+    for param in params:
+        members.append(Member(names[param], param, begin))
+        begin += _round_up(members[-1].nbytes)
+    return tuple(members)
 
 
 def _check_movable(name: str, param: Tensor) -> None:

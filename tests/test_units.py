@@ -8,7 +8,7 @@ from torch import nn
 
 from offload import units
 from offload.errors import ConfigError
-from offload.units import Unit, find_units
+from offload.units import Unit, enclosing, find_units
 
 
 class Block(nn.Module):
@@ -124,3 +124,21 @@ def test_what_cannot_move_is_refused_by_name() -> None:
     model[1].weight = nn.Parameter(torch.ones(2, 2).t()[:, :1].expand(2, 2))
     with pytest.raises(ConfigError, match=r"1\.weight: expected a contiguous parameter"):
         find_units(model)
+
+
+def test_frozen_parameters_beside_trained_ones_are_a_unit_of_their_own() -> None:
+    model = Gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    found = find_units(model)
+    check(model, found)
+    assert [unit.name for unit in found] == [
+        "the model and 3 more", "the model and 3 more, frozen",
+        "blocks.0", "blocks.0, frozen", "blocks.1", "blocks.1, frozen",
+        "blocks.2", "blocks.2, frozen",
+    ]  # fmt: skip
+    for unit in found:
+        assert len({member.param.requires_grad for member in unit.members}) == 1
+    assert [unit.needs for unit in found[:4]] == [(0, 1), (1,), (2, 3), (3,)]
+    assert enclosing(found) == {0, 1}
+    assert len(find_units(model.requires_grad_(False))) == 4
