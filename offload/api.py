@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def prepare(
     optimizer: torch.optim.Optimizer | None = None,
     config: Config | None = None,
     *,
+    weights: str | PathLike[str] | None = None,
     units: Choice | None = None,
     **fields: Any,
 ) -> Any:
@@ -75,6 +77,12 @@ def prepare(
     same objects as before, and so is the loop. Returns both, or the model alone if there is no
     optimizer.
 
+    weights: a safetensors file, or a directory that `save_pretrained` has written, for the values;
+    cast to the model's types where those are other floats. What no optimizer changes is read from
+    there each time and never written. A model on the meta device is filled block by block: from
+    the weights, else by its modules (`offload.initialise` says how). Nothing has changed where the
+    two do not fit together.
+
     units: module classes, or a function of name and module, for what is to be fetched together; by
     itself it takes the model's repeated layers. fields: those of `Config`.
     """
@@ -82,7 +90,7 @@ def prepare(
     check_preparable(model, optimizer, config)
     allowed_bytes, _ = host_bytes(config)
     with limited(config), telling_of_the_budget(config):
-        made = Prepared(model, optimizer, config, allowed_bytes, units)
+        made = Prepared(model, optimizer, config, allowed_bytes, units, weights)
     keep_freed_memory()
     LOG.info("%s is prepared:\n%s", type(model).__name__, made.shares)
     return model if optimizer is None else (model, optimizer)

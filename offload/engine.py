@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.block import Reference
+from offload.block import Block, Reference
 from offload.errors import StateError
 from offload.gradients import Gradients
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
@@ -26,6 +26,16 @@ from offload.residency import Residency
 from offload.store import DiskStore, MemoryStore
 from offload.trace import Phase, Trace
 from offload.units import Unit, enclosing
+
+
+class Beginning(Protocol):
+    """Gives blocks their first values, where those are not in memory already."""
+
+    def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None: ...
+
+    def finish(self, residency: Residency) -> None: ...
+
+    def forget(self, residency: Residency) -> None: ...
 
 
 class Engine:
@@ -40,6 +50,7 @@ class Engine:
         metrics: Metrics,
         depth: int | None = 2,
         keeps_gradients: bool = True,
+        start: Beginning | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         self.model = model
@@ -61,20 +72,28 @@ class Engine:
         trace = Trace(_fingerprint(units), len(units))
         self.residency = Residency(units, pool, store, trace, self, metrics, depth)
         try:
-            self._take_in()
+            self._take_in(start)
             self._handles = follow(model, units, self)
             self._handles += watch_gradients(trained, self.gradients.arrived)
         except BaseException:
+            if start is not None:
+                start.forget(self.residency)
             self.close()
             raise
 
-    def _take_in(self) -> None:
+    def _take_in(self, start: Beginning | None) -> None:
         kept = enclosing(self.units)
         first = sorted(self.units, key=lambda unit: unit.number not in kept)  # at one end of memory
         for unit in first:
-            self.residency.take_in(self.residency.blocks[unit.number])
+            block = self.residency.blocks[unit.number]
+            if start is None:
+                self.residency.take_in(block)
+            else:
+                start.take_in(self.residency, block, unit.number in kept)
             if unit.number in kept:
-                self.residency.keep(self.residency.blocks[unit.number])
+                self.residency.keep(block)
+        if start is not None:
+            start.finish(self.residency)
         self.residency.rest()
 
     # --- runs -------------------------------------------------------------------------------------

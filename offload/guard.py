@@ -110,8 +110,12 @@ class Guarded(nn.Parameter):
 
 
 def guard(param: Tensor, owner: Owner) -> None:
-    """Take the values of a parameter away; their memory is whoever else holds it."""
-    if not isinstance(param, Guarded):
+    """Take the values of a parameter away; their memory is whoever else holds it. One that is
+    guarded already has another owner from now on.
+    """
+    if isinstance(param, Guarded):
+        setattr(param, _OWNER, owner)
+    else:
         setattr(param, _VALUES, type(param))
         setattr(param, _OWNER, owner)
         param.data = _nowhere(param.dtype).expand(param.shape)

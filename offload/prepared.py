@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from weakref import ref
 
@@ -34,8 +35,9 @@ from offload.pool import Pool
 from offload.reports import ModelUse
 from offload.services import Services
 from offload.shares import Shares, share_out
+from offload.start import Start
 from offload.store import DiskStore
-from offload.units import Choice, find_units
+from offload.units import Choice, Unit, find_units
 from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
@@ -85,6 +87,7 @@ class Prepared:
         config: Config,
         host_bytes: int | None,
         choice: Choice | None = None,
+        weights: str | PathLike[str] | None = None,
     ) -> None:
         self._model = ref(model)
         self.config = config
@@ -93,20 +96,30 @@ class Prepared:
         self._unit_of = {m.param: unit for unit in self.units for m in unit.members}
         self._directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
-        specs = self._specs(optimizer, recipe)
-        self.shares = self._share_out(specs, host_bytes, optimizer is not None)
         self.pool: Pool | None = None
         self.state_pool: Pool | None = None
         self.store: DiskStore | None = None
         self.engine: Engine | None = None
         self.session: Session | None = None
+        self._start: Start | None = None
+        if Start.is_needed(model, weights):
+            self._start = Start(model, self.units, weights, _trained(optimizer))
         try:
+            if self._start is not None:
+                self._start.begin()
+            specs = self._specs(optimizer, recipe)
+            self.shares = self._share_out(specs, host_bytes, optimizer is not None)
             self._open_memory(specs)
             self._open_model(model)
             if optimizer is not None and recipe is not None:
                 self._open_optimizer(optimizer, recipe)
         except BaseException:
+            if self._start is not None and self.engine is not None:
+                self._start.forget(self.engine.residency)
+            start = self._start
             self._close_model()
+            if start is not None:
+                start.restore()
             raise
 
     def _specs(
@@ -127,7 +140,15 @@ class Prepared:
         state = make_plan(specs, None, has_disk=False).arena_bytes
         trained = [p for p in self._unit_of if p.requires_grad and has_optimizer]
         gradients = gradient_bytes(dict(enumerate(trained)))
-        return share_out(self.units, gradients, state, host_bytes, bool(self._directories))
+        # What stays in its own files needs no disk of ours.
+        has_disk = bool(self._directories) or (not self._stored and not state)
+        return share_out(self.units, gradients, state, host_bytes, has_disk)
+
+    @property
+    def _stored(self) -> list[Unit]:
+        """Those whose blocks may have to go to the store."""
+        originals = self._start.originals if self._start is not None else ()
+        return [unit for unit in self.units if unit.nbytes and unit.number not in originals]
 
     def _open_memory(self, specs: Sequence[ParamSpec]) -> None:
         shares = self.shares
@@ -138,16 +159,21 @@ class Prepared:
         if not self._directories:
             return
         # What is in memory may all be on its way, beside the generation before.
-        params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self.units) + shares.params
+        params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self._stored)
+        params += min(params, shares.params)
         plan = make_plan(specs, shares.state, has_disk=True)
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = params + plan.disk_capacity_bytes
+        if not room:
+            return
         self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
 
     def _open_model(self, model: nn.Module) -> None:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
         depth = None if wanted == "auto" else int(wanted)
+        if self._start is not None:
+            self._start.open(self.metrics, self.store)
         self.engine = Engine(
             model,
             self.units,
@@ -156,6 +182,7 @@ class Prepared:
             self.metrics,
             depth,
             keeps_gradients=self.shares.gradients > 0,
+            start=self._start,
         )
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
@@ -249,6 +276,9 @@ class Prepared:
             self.engine = None
         if self.store is not None:
             self.store.close()
+        if self._start is not None:
+            self._start.close()
+            self._start = None
         for pool in (self.pool, self.state_pool):
             if pool is not None:
                 pool.close()
@@ -258,6 +288,12 @@ class Prepared:
 def _waited_s(snapshot: Snapshot) -> float:
     """For parameters, in forward and backward passes."""
     return sum(snapshot.outside.get(cause, 0.0) for cause in _WAITS)
+
+
+def _trained(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """What an optimizer will change."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
 class _SharedGround:

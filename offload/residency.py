@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from offload import kernels
 from offload.block import Block, Presence
-from offload.errors import CapacityError, StateError
+from offload.errors import CapacityError, OffloadError, StateError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
 from offload.metrics import Metrics
@@ -27,6 +27,7 @@ from offload.pool import Pool
 from offload.scheduler import Tier, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
+from offload.store.originals import Original
 from offload.trace import Phase, Trace
 from offload.units import Unit
 
@@ -67,6 +68,7 @@ class Residency:
         self._last_use_s: float | None = None
         self._waited_s = 0.0  # since the latest use
         self.has_room_for_all = False  # nothing ever goes
+        self._originals: dict[int, Original] = {}  # of blocks that are read from where they came
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class Residency:
             block.generation += 1
             block.is_stored = False
             block.seen = None
+            self._originals.pop(block.number, None)
 
     # --- what others do to parameters that are in memory ------------------------------------------
 
@@ -290,7 +293,9 @@ class Residency:
         if block.in_host is not Presence.AWAY:
             return
         memory = self._room_for(block, may_drop)
-        if block.nbytes:
+        if block.number in self._originals:
+            block.reading = self._originals[block.number].read(memory, priority)
+        elif block.nbytes:
             assert self._store is not None and block.is_stored, f"{block.name}: nowhere"
             block.reading = self._store.read(_key(block), memory, priority)
         self._take_place(block, memory)
@@ -401,15 +406,36 @@ class Residency:
 
     # --- beginning and end ------------------------------------------------------------------------
 
-    def take_in(self, block: Block) -> None:
-        """Make the parameters' present values the block's own."""
+    def take_in(self, block: Block, fill: Callable[[Tensor], None] | None = None) -> None:
+        """Make the parameters' present values the block's own, or what `fill` puts there."""
         with self._lock:
             memory = self._room_for(block, may_drop=True)
-            for member, values in block.views(memory):
+            if fill is not None:
+                fill(memory)
+            for member, values in block.views(memory) if fill is None else ():
                 values.copy_(member.param.detach())
             self._take_place(block, memory)
             block.move_in_host(Presence.HERE)
             self._attach(block)
+
+    def adopt(self, block: Block, original: Original) -> None:
+        """Have a block read from where it came, as long as nobody changes it. It is away."""
+        with self._lock:
+            self._originals[block.number] = original
+            block.is_stored = True
+            self._detach(block)
+
+    def forget(self, block: Block) -> None:
+        """Leave the parameters without values: nobody will need them."""
+        with self._lock:
+            with suppress(OffloadError):
+                self._settle_write(block)
+                self._arrive(block)
+            self._detach(block)
+            block.is_stored = False
+            self._originals.pop(block.number, None)
+            if block.in_host is not Presence.AWAY:
+                self._forget_memory(block)
 
     def keep(self, block: Block) -> None:
         """Never let it go."""

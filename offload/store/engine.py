@@ -23,12 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from offload.config import format_size
 from offload.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
 from offload.store.buffers import Buffer
-from offload.store.files import SwapFile
 from offload.ticket import Ticket
 
 PIECE_BYTES = 1 << 20
@@ -48,14 +47,27 @@ class Priority(IntEnum):
     WRITE_BACK = 2
 
 
+class File(Protocol):
+    """An open file. align: of addresses, offsets and lengths; 1 behind the page cache."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def align(self) -> int: ...
+
+    @property
+    def label(self) -> str: ...
+
+
 class Transfer(NamedTuple):
     """Bytes between memory and a file. `sums` has one place for each piece: a write fills them in,
-    a read compares them.
+    a read compares them. A read of what was never written here has none; nothing is compared then.
     """
 
     name: str  # of the tensor or chunk, for messages
     is_write: bool
-    file: SwapFile
+    file: File
     offset: int
     memory: Buffer
     sums: Sums
@@ -233,6 +245,10 @@ class Engine(ABC):
     @abstractmethod
     def _ages(self) -> dict[int, float]:
         """Seconds for which each transfer has been in flight; negative: still in the queue."""
+
+    @abstractmethod
+    def sum_of(self, memory: Buffer) -> int:
+        """The checksum of one piece."""
 
     @abstractmethod
     def inject(self, fault: Fault) -> None:

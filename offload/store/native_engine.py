@@ -67,6 +67,11 @@ class NativeEngine(Engine):
             ages[number] = max(seconds, ages.get(number, seconds))
         return ages
 
+    def sum_of(self, memory: Buffer) -> int:
+        from offload import _native
+
+        return int(_native.checksum(memory.address, memory.nbytes))
+
     def inject(self, fault: Fault) -> None:
         self._native.inject(fault.kind.value, fault.code, fault.nth, fault.forever, fault.seed)
 

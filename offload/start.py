@@ -1,0 +1,253 @@
+"""How a prepared model starts: what its parameters are filled with, block by block.
+
+A parameter's values come from the weights, or are those that it has in memory, or are made by its
+modules (`initialise.py`). Meta tensors get memory only in their block, one block after the other,
+and stay the objects that the optimizer holds. Blocks that nobody will change and whose values come
+from the weights as they are stay in those files: nothing is read for them before they are used, and
+nothing is ever written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from os import PathLike
+
+import torch
+from torch import Tensor, nn
+
+from offload.block import Block
+from offload.config import format_size
+from offload.errors import ConfigError
+from offload.guard import guard, is_guarded, unguard
+from offload.initialise import Task, empty_, is_filled, plan_tasks, refuse_empty
+from offload.log import LOG
+from offload.matching import Match, Place, match
+from offload.metrics import Metrics
+from offload.residency import Residency
+from offload.store import DiskStore
+from offload.store.originals import Originals, Piece
+from offload.store.weights import Weights
+from offload.units import Member, Unit
+
+_CAST_BYTES = 4 << 20  # of the buffer that values pass through on their way to another type
+
+
+class Start:
+    """The start of one model. Checked when it is made, which changes nothing; then `begin`, `open`,
+    `take_in` for each block, `finish`; `close` at the end of the model. After a failure: `forget`,
+    and `restore` when the model is closed.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        weights: str | PathLike[str] | None,
+        trained: Iterable[Tensor],
+    ) -> None:
+        self._unit_of = {m.param: unit for unit in units for m in unit.members}
+        self._names: dict[Tensor, str] = {m.param: m.name for u in units for m in u.members}
+        self._names |= {buffer: name for name, buffer in model.named_buffers()}
+        self._weights = Weights(weights) if weights is not None else None
+        self._files: Originals | None = None
+        try:
+            self._match = match(model, self._weights) if self._weights else Match()
+            self._meta = [tensor for tensor in self._names if tensor.is_meta]
+            self._empty = {t: self._names[t] for t in self._meta if t not in self._match.places}
+            self._tasks: list[Task] = plan_tasks(model, self._empty)
+            for tensor in self._meta:
+                self._check_exchangeable(tensor)
+        except BaseException:
+            self.close()
+            raise
+        self._buffers = [buffer for buffer in self._names if buffer not in self._unit_of]
+        self._swapped: list[Tensor] = []
+        self._taken: set[int] = set()
+        self._total_bytes = sum(unit.nbytes for unit in units)
+        self._done_bytes, self._tenths = 0, 0
+        changing = set(trained)
+        self.originals = {
+            unit.number for unit in units if unit.nbytes and self._stays(unit, changing)
+        }
+        if self._match.kept:
+            LOG.info("weights: not there, and kept as they are: %s", ", ".join(self._match.kept))
+
+    @staticmethod
+    def is_needed(model: nn.Module, weights: object) -> bool:
+        """Whether a model is not just what is in its memory."""
+        tensors = [*model.parameters(), *model.buffers()]
+        return weights is not None or any(tensor.is_meta for tensor in tensors)
+
+    def _stays(self, unit: Unit, changing: set[Tensor]) -> bool:
+        """Whether the block can be read from the weights each time."""
+        places = self._match.places
+        return all(
+            m.param not in changing
+            and m.param in places
+            and places[m.param].entry.dtype == m.param.dtype
+            for m in unit.members
+        )
+
+    def _check_exchangeable(self, tensor: Tensor) -> None:
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{self._names[tensor]}: is on the meta device and has hooks, which would be lost; "
+                "register them after prepare"
+            )
+
+    # --- for whoever asks for a parameter before the model is ready -------------------------------
+
+    def name_of(self, param: Tensor) -> str:
+        return self._names[param]
+
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        return False
+
+    # --- in order ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """From now on meta parameters are those of a model on the CPU whose values are away, and
+        meta buffers have memory.
+        """
+        for tensor in self._meta:
+            if tensor in self._unit_of:
+                dot = torch.zeros((), dtype=tensor.dtype)
+                _exchange(tensor, dot.expand(tensor.shape))
+                self._swapped.append(tensor)
+                guard(tensor, self)
+            else:
+                _exchange(tensor, empty_(torch.empty_like(tensor, device="cpu")))
+                self._swapped.append(tensor)
+
+    def open(self, metrics: Metrics, store: DiskStore | None) -> None:
+        if self._weights is not None:
+            self._files = Originals(self._weights, metrics, store.engine if store else None)
+
+    def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None:
+        """Give a block its values, unless its modules will; is_kept: it must be in memory then."""
+        if block.number in self.originals:
+            assert self._files is not None
+            pieces = [self._piece(member) for member in block.unit.members]
+            residency.adopt(block, self._files.original(block.name, pieces))
+            if is_kept:
+                with residency.using([block.unit]):
+                    pass
+        elif is_kept or not any(m.param in self._empty for m in block.unit.members):
+            self._fill_now(residency, block)
+
+    def finish(self, residency: Residency) -> None:
+        """Let modules fill what is left, and read the buffers. Raises `ConfigError` with the names
+        of what nothing has filled.
+        """
+        left = dict(self._empty)
+        for task in self._tasks:
+            units = {self._unit_of[p].number: self._unit_of[p] for p in task.module.parameters()}
+            for number in units:
+                if number not in self._taken and number not in self.originals:
+                    self._fill_now(residency, residency.blocks[number])
+            with residency.using(list(units.values())):
+                self._run(residency, task, units, left)
+        refuse_empty(left.values())
+        for block in residency.blocks:
+            if block.number not in self._taken and block.number not in self.originals:
+                self._fill_now(residency, block)  # of no elements
+        for buffer in self._buffers:
+            if buffer in self._match.places:
+                with torch.no_grad():
+                    self._read(self._match.places[buffer], buffer)
+
+    def _run(
+        self, residency: Residency, task: Task, units: dict[int, Unit], left: dict[Tensor, str]
+    ) -> None:
+        for number in units:
+            if number not in self.originals:
+                residency.changed(residency.blocks[number])
+        tensors = [t for t in (*task.module.parameters(), *task.module.buffers()) if t in left]
+        versions = [tensor._version for tensor in tensors]
+        task.run()
+        for tensor, version in zip(tensors, versions, strict=True):
+            if is_filled(tensor, version):
+                del left[tensor]
+
+    def _fill_now(self, residency: Residency, block: Block) -> None:
+        residency.take_in(block, partial(self._fill, block))
+        self._taken.add(block.number)
+        self._done_bytes += block.nbytes
+        tenths = 10 * self._done_bytes // max(1, self._total_bytes)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            done, total = format_size(self._done_bytes), format_size(self._total_bytes)
+            LOG.info("start: %s of %s of parameters are there (%s)", done, total, block.name)
+
+    def _fill(self, block: Block, memory: Tensor) -> None:
+        """Values for all parameters of a block, in its memory."""
+        whole = []
+        for member, values in block.views(memory):
+            place = self._match.places.get(member.param)
+            if place is None and member.param in self._empty:
+                empty_(values)
+            elif place is None:
+                values.copy_(member.param.detach())
+            elif place.entry.dtype == values.dtype:
+                whole.append(self._piece(member))
+            else:
+                self._read(place, values)
+        if whole:
+            assert self._files is not None
+            self._files.original(block.name, whole).read(memory).wait()
+
+    def _piece(self, member: Member) -> Piece:
+        file, entry = self._match.places[member.param]
+        return Piece(file, entry.offset, member.begin, entry.nbytes)
+
+    def _read(self, place: Place, values: Tensor) -> None:
+        """One tensor, through a small buffer, cast on the way."""
+        assert self._files is not None
+        file, entry = place
+        flat, size = values.detach().view(-1), entry.dtype.itemsize
+        step = _CAST_BYTES // size
+        staging = torch.empty(min(step, flat.numel()) * size, dtype=torch.uint8)
+        for begin in range(0, flat.numel(), step):
+            end = min(begin + step, flat.numel())
+            part = staging[: (end - begin) * size]
+            piece = Piece(file, entry.offset + begin * size, 0, part.numel())
+            self._files.original(entry.name, [piece]).read(part).wait()
+            flat[begin:end].copy_(part.view(entry.dtype))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def forget(self, residency: Residency) -> None:
+        """After a failure: blocks of what was on the meta device need not be given back."""
+        swapped = set(self._swapped)
+        for block in residency.blocks:
+            if block.unit.members and all(m.param in swapped for m in block.unit.members):
+                residency.forget(block)
+
+    def restore(self) -> None:
+        """After a failure: what was on the meta device is there again. Idempotent."""
+        while self._swapped:
+            tensor = self._swapped.pop()
+            if is_guarded(tensor):
+                unguard(tensor, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+            _exchange(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+    def close(self) -> None:
+        """Behind the store, whose engine reads the files. Idempotent."""
+        if self._files is not None:
+            self._files.close()
+        elif self._weights is not None:
+            self._weights.close()
+
+
+def _exchange(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor other values on another device; it stays the same object."""
+    fresh = (
+        nn.Parameter(values, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else values
+    )
+    vars(fresh).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
