@@ -19,6 +19,7 @@ from offload.gradients import gradient_bytes
 from offload.hooks import watch_gradients
 from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
+from offload.log import LOG
 from offload.metrics import Metrics, Snapshot
 from offload.optim import Session, attach
 from offload.optim.choose import choose_recipe
@@ -99,6 +100,7 @@ class Prepared:
         self.pool: Pool | None = None
         self.state_pool: Pool | None = None
         self.store: DiskStore | None = None
+        self._spare: DiskStore | None = None
         self.engine: Engine | None = None
         self.session: Session | None = None
         self._start: Start | None = None
@@ -164,9 +166,18 @@ class Prepared:
         plan = make_plan(specs, shares.state, has_disk=True)
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = params + plan.disk_capacity_bytes
-        if not room:
-            return
-        self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
+        if room:
+            self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
+
+    def _open_spare(self) -> DiskStore | None:
+        """A store for frozen blocks that were not to be written, and were changed all the same."""
+        stored = {unit.number for unit in self._stored}
+        room = sum(-(-u.nbytes // 4096) * 4096 for u in self.units if u.number not in stored)
+        if self._directories and room and self._spare is None:
+            LOG.info("weights that were to stay in their files are changed, and are swapped now")
+            room += min(room, self.shares.params)
+            self._spare = DiskStore(self._directories, room, metrics=self.metrics)
+        return self._spare
 
     def _open_model(self, model: nn.Module) -> None:
         assert self.pool is not None
@@ -186,6 +197,7 @@ class Prepared:
         )
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
+        residency.open_spare = self._open_spare
         self.services = Services(model, residency, self._unit_of, self._directories)
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
@@ -274,15 +286,16 @@ class Prepared:
             for module in self.engine.model.modules():
                 object.__delattr__(module, _PREPARED)
             self.engine = None
-        if self.store is not None:
-            self.store.close()
+        for store in (self.store, self._spare):
+            if store is not None:
+                store.close()
         if self._start is not None:
             self._start.close()
             self._start = None
         for pool in (self.pool, self.state_pool):
             if pool is not None:
                 pool.close()
-        self.store = self.pool = self.state_pool = None
+        self.store = self._spare = self.pool = self.state_pool = None
 
 
 def _waited_s(snapshot: Snapshot) -> float:

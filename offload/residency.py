@@ -69,6 +69,9 @@ class Residency:
         self._waited_s = 0.0  # since the latest use
         self.has_room_for_all = False  # nothing ever goes
         self._originals: dict[int, Original] = {}  # of blocks that are read from where they came
+        self._strayed: set[int] = set()  # blocks that were, until somebody changed them
+        self.open_spare: Callable[[], DiskStore | None] = lambda: None  # a store for those
+        self._spare: DiskStore | None = None
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -172,7 +175,8 @@ class Residency:
             block.generation += 1
             block.is_stored = False
             block.seen = None
-            self._originals.pop(block.number, None)
+            if self._originals.pop(block.number, None) is not None:
+                self._strayed.add(block.number)
 
     # --- what others do to parameters that are in memory ------------------------------------------
 
@@ -296,8 +300,9 @@ class Residency:
         if block.number in self._originals:
             block.reading = self._originals[block.number].read(memory, priority)
         elif block.nbytes:
-            assert self._store is not None and block.is_stored, f"{block.name}: nowhere"
-            block.reading = self._store.read(_key(block), memory, priority)
+            store = self._store_of(block)
+            assert store is not None and block.is_stored, f"{block.name}: nowhere"
+            block.reading = store.read(_key(block), memory, priority)
         self._take_place(block, memory)
         block.move_in_host(Presence.COMING)
 
@@ -389,13 +394,21 @@ class Residency:
     def _save(self, block: Block) -> None:
         if block.is_stored or block.writing is not None or not block.nbytes:
             return
-        if self._store is None:
+        store = self._store_of(block)
+        if store is None:
             raise CapacityError(
                 f"{block.name}: does not fit in host memory beside the others; raise host_memory, "
                 "or give nvme=... a directory on a fast drive"
             )
         assert block.memory is not None
-        block.writing = self._store.write(_key(block), block.memory)
+        block.writing = store.write(_key(block), block.memory)
+
+    def _store_of(self, block: Block) -> DiskStore | MemoryStore | None:
+        if block.number not in self._strayed:
+            return self._store
+        if self._spare is None:  # no room was reserved for what was not to be written
+            self._spare = self.open_spare()
+        return self._spare
 
     def _settle_write(self, block: Block) -> None:
         ticket, block.writing = block.writing, None
