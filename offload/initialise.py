@@ -8,7 +8,7 @@ its modules are made in the order in which it has them, each draws its values wh
 nothing is drawn again later. That holds for models of torch's own layers; not where `_init_weights`
 runs over a finished model, as with Hugging Face, and not behind a module that drew values for a
 parameter that was tied afterwards. A tied parameter gets the values of the first module that has
-it.
+it. Adapters that peft has put around a layer are filled as peft does it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[Task]:
         calls = _calls(module, around) if fresh else []
         if not fresh and not own and below and _is_all(module, empty):
             calls = _resets(module)  # has its way with its children
+        if below and not _is_all(module, empty):
+            calls += _adapter_resets(module, around)
         done.update(fresh)
         if calls:
             kept = tuple(t for t in own if t not in fresh)
@@ -121,6 +123,8 @@ def _is_all(module: nn.Module, empty: Container[Tensor]) -> bool:
 def _calls(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Callable[[], Any]]:
     calls = _resets(module)
     for outer in (module, *reversed(around)):
+        if callable(getattr(outer, "reset_lora_parameters", None)):
+            break  # an adapter's begin is not that of a layer of the model
         method = getattr(outer, "_init_weights", None)
         if callable(method) and _takes(method, module):
             calls.append(partial(method, module))
@@ -134,6 +138,31 @@ def _resets(module: nn.Module) -> list[Callable[[], Any]]:
         if callable(method) and _takes(method):
             return [method]
     return []
+
+
+def made_by_adapters(module: nn.Module) -> set[Tensor]:
+    """Parameters that a layer of peft's can fill itself: all but those of the layer inside it."""
+    if not callable(getattr(module, "reset_lora_parameters", None)):
+        return set()
+    inner = getattr(module, "base_layer", None)
+    others = set(inner.parameters() if inner is not None else ())
+    return {param for param in module.parameters() if param not in others}
+
+
+def _adapter_resets(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Callable[[], Any]]:
+    """For adapters that begin with random numbers and zeros; others look at the layer inside."""
+    configs: Mapping[str, Any] = next(
+        (c for m in reversed(around) if isinstance(c := getattr(m, "peft_config", None), dict)), {}
+    )
+    calls: list[Callable[[], Any]] = []
+    reset: Any = getattr(module, "reset_lora_parameters", None)
+    for adapter in dict.fromkeys(
+        name for part in ("lora_A", "lora_embedding_A") for name in getattr(module, part, ())
+    ):
+        how = getattr(configs.get(adapter), "init_lora_weights", None)
+        if callable(reset) and (how is True or how == "gaussian"):
+            calls.append(partial(reset, adapter, how))
+    return calls
 
 
 def _takes(method: Callable[..., Any], *arguments: object) -> bool:

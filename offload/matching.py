@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import ConfigError, FormatError
+from offload.initialise import made_by_adapters
 from offload.log import LOG
 from offload.store.safetensors_file import Entry, SafetensorsFile
 from offload.store.weights import Weights
@@ -44,7 +45,8 @@ def match(model: nn.Module, weights: Weights) -> Match:
     """Raises `ConfigError` with all names that do not fit together. Changes nothing.
 
     What the weights do not have is refused, but for parameters in memory of a model whose others
-    are on the meta device: adapters, say. Buffers that a state_dict would not have may be missing.
+    are on the meta device: adapters, say. Buffers that a state_dict would not have may be missing,
+    and adapters that peft can fill.
     """
     names = list(_names(model))
     tensors = {alias: tensor for name, tensor in names for alias in _aliases(name)}
@@ -85,12 +87,14 @@ def _aliases(name: str) -> Iterator[str]:
 def _missing(model: nn.Module, found: dict[Tensor, list[Place]]) -> tuple[list[str], list[str]]:
     """Names that would have no values, and of those that keep theirs."""
     has_meta = any(param.is_meta for param in model.parameters())
-    passing = {
+    passing: set[Tensor] = {
         buffer
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name in module._non_persistent_buffers_set
     }
+    for module in model.modules():
+        passing |= {tensor for tensor in made_by_adapters(module) if tensor.is_meta}
     missing: list[str] = []
     kept: list[str] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

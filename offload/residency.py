@@ -105,8 +105,8 @@ class Residency:
 
     @contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
-        """All these at once, apart from the order in which the model runs."""
-        needed = [self.blocks[n] for n in sorted({n for unit in units for n in unit.needs})]
+        """What all these own, at once, apart from the order in which the model runs."""
+        needed = [self.blocks[n] for n in sorted({unit.number for unit in units})]
         with self._lock:
             for block in needed:
                 block.pins += 1

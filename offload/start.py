@@ -144,7 +144,9 @@ class Start:
         """
         left = dict(self._empty)
         for task in self._tasks:
-            units = {self._unit_of[p].number: self._unit_of[p] for p in task.module.parameters()}
+            touched = {*self._empty, *task.kept}
+            own = [self._unit_of[p] for p in task.module.parameters() if p in touched]
+            units = {unit.number: unit for unit in own}
             for number in units:
                 if number not in self._taken and number not in self.originals:
                     self._fill_now(residency, residency.blocks[number])

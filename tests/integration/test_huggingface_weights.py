@@ -1,0 +1,130 @@
+"""Hugging Face models that are made on the meta device and read from what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrationlib import assert_same, batch, llama
+
+import offload
+from offload import units
+from offload.prepared import prepared_of
+
+pytestmark = pytest.mark.timeout(120)
+KI = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "LARGE_BYTES", 64 * KI)
+
+
+def on_meta(config: Any) -> Any:
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def plain(request: pytest.FixtureRequest) -> Any:
+    from transformers import LlamaForCausalLM
+
+    config = llama(4).config
+    config.tie_word_embeddings = request.param
+    torch.manual_seed(5)
+    return LlamaForCausalLM(config)
+
+
+def answers(model: Any) -> torch.Tensor:
+    words = batch(1)["input_ids"]
+    found: torch.Tensor = model.eval().generate(
+        words, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0
+    )
+    return found
+
+
+def test_generate_from_shards(plain: Any, tmp_path: Path) -> None:
+    plain.save_pretrained(tmp_path, max_shard_size="150KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ours = on_meta(plain.config)
+    offload.prepare(ours, weights=tmp_path, host_memory=400 * KI)
+    made = prepared_of(ours)
+    assert made is not None and made.store is None and not made.shares.holds_all_params
+    assert torch.equal(answers(ours), answers(plain))
+    with torch.no_grad():
+        assert torch.equal(ours(**batch(2)).logits, plain(**batch(2)).logits)
+    offload.close(ours)
+    assert_same(ours, plain)
+
+
+def test_training_from_one_file(plain: Any, tmp_path: Path) -> None:
+    plain.save_pretrained(tmp_path)
+    ours = on_meta(plain.config)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (plain, ours)]
+    offload.prepare(ours, optimizers[1], weights=tmp_path, host_memory="2MiB", nvme=tmp_path)
+    for number in range(3):
+        losses = []
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            torch.manual_seed(number)
+            loss = model(**batch(number)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[0] == losses[1]
+    offload.close(ours)
+    assert_same(ours, plain)
+
+
+def test_a_model_that_fills_itself() -> None:
+    config = llama(2).config
+    ours = on_meta(config)
+    torch.manual_seed(1)
+    offload.prepare(ours)
+    offload.close(ours)
+    weight = ours.model.layers[1].mlp.up_proj.weight.detach()
+    assert abs(float(weight.std()) - config.initializer_range) < 2e-3
+    assert (ours.model.norm.weight == 1).all()
+    assert torch.equal(ours.model.rotary_emb.inv_freq, llama(2).model.rotary_emb.inv_freq)
+    assert torch.isfinite(ours(**batch(0)).loss)
+
+
+def test_adapters_of_peft_on_frozen_weights(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = llama(3)
+    plain.save_pretrained(tmp_path, max_shard_size="150KB")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(2)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        return get_peft_model(model, lora)
+
+    theirs, ours = adapted(plain), adapted(on_meta(plain.config))
+    assert all(p.is_meta for p in ours.parameters())
+    trained = [[p for p in m.parameters() if p.requires_grad] for m in (theirs, ours)]
+    optimizers = [torch.optim.AdamW(params, lr=1e-2, fused=True) for params in trained]
+    torch.manual_seed(2)
+    offload.prepare(ours, optimizers[1], weights=tmp_path, host_memory=300 * KI, nvme=tmp_path)
+    made = prepared_of(ours)
+    assert made is not None and made.store is not None and not made.shares.holds_all_params
+    assert "original_read_bytes" not in made.metrics.snapshot().counts  # not before they are used
+    nbytes = sum(p.nbytes for p in trained[1])
+    for number in range(3):
+        before = made.store.stats().written_bytes
+        losses = []
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            torch.manual_seed(number)
+            loss = model(**batch(number)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[0] == losses[1]
+        assert made.store.stats().written_bytes - before <= 3 * nbytes + 16 * KI
+    offload.close(ours)
+    assert_same(ours, theirs)
