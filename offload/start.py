@@ -66,12 +66,15 @@ class Start:
         self._buffers = [buffer for buffer in self._names if buffer not in self._unit_of]
         self._swapped: list[Tensor] = []
         self._taken: set[int] = set()
-        self._total_bytes = sum(unit.nbytes for unit in units)
-        self._done_bytes, self._tenths = 0, 0
         changing = set(trained)
         self.originals = {
             unit.number for unit in units if unit.nbytes and self._stays(unit, changing)
         }
+        self._total_bytes = sum(unit.nbytes for unit in units if unit.number not in self.originals)
+        self._done_bytes, self._tenths = 0, 0
+        if self.originals:
+            nbytes = sum(units[number].nbytes for number in self.originals)
+            LOG.info("weights: %s stay in %s and are only read", format_size(nbytes), weights)
         if self._match.kept:
             LOG.info("weights: not there, and kept as they are: %s", ", ".join(self._match.kept))
 
@@ -113,14 +116,20 @@ class Start:
         meta buffers have memory.
         """
         for tensor in self._meta:
-            if tensor in self._unit_of:
-                dot = torch.zeros((), dtype=tensor.dtype)
-                _exchange(tensor, dot.expand(tensor.shape))
-                self._swapped.append(tensor)
+            is_param = tensor in self._unit_of
+            values = (
+                _nothing(tensor) if is_param else empty_(torch.empty_like(tensor, device="cpu"))
+            )
+            try:
+                _exchange(tensor, values)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"{self._names[tensor]}: is on the meta device and cannot be given values "
+                    f"({error}); prepare the model before others refer to its tensors"
+                ) from error
+            self._swapped.append(tensor)
+            if is_param:
                 guard(tensor, self)
-            else:
-                _exchange(tensor, empty_(torch.empty_like(tensor, device="cpu")))
-                self._swapped.append(tensor)
 
     def open(self, metrics: Metrics, store: DiskStore | None) -> None:
         if self._weights is not None:
@@ -233,7 +242,7 @@ class Start:
         while self._swapped:
             tensor = self._swapped.pop()
             if is_guarded(tensor):
-                unguard(tensor, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+                unguard(tensor, _nothing(tensor))
             _exchange(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
     def close(self) -> None:
@@ -242,6 +251,11 @@ class Start:
             self._files.close()
         elif self._weights is not None:
             self._weights.close()
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Of a tensor's shape, without its memory."""
+    return torch.zeros((), dtype=like.dtype, device="cpu").expand(like.shape)
 
 
 def _exchange(tensor: Tensor, values: Tensor) -> None:

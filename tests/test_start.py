@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -512,3 +514,25 @@ def test_names_that_peft_has_changed(tmp_path: Path) -> None:
         {n.replace("base_model.model.", "").replace("base_layer.", ""): v
          for n, v in outer.state_dict().items() if "lora" not in n}
     )  # fmt: skip
+
+
+def test_a_tensor_that_others_refer_to_cannot_be_filled() -> None:
+    ours = on_meta("gpt")
+    ids = [id(p) for p in ours.parameters()]
+    kept = weakref.ref(list(ours.parameters())[3])
+    with pytest.raises(ConfigError, match=r"layers\.0\.\S+: is on the meta device and cannot be"):
+        offload.prepare(ours)
+    assert kept() is not None and is_as_it_was(ours, ids)
+
+
+def test_files_and_engine_go_with_a_model_that_nobody_closes(tmp_path: Path) -> None:
+    path = saved(make("gpt", seed=6), tmp_path / "x.safetensors")
+    before = len(os.listdir("/proc/self/fd"))
+    ours = on_meta("gpt")
+    offload.prepare(ours, weights=path, host_memory=24 * KI)
+    with torch.no_grad():
+        ours(batch(0))
+    assert len(os.listdir("/proc/self/fd")) > before
+    del ours
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -11,6 +11,7 @@ drive; their ends do not.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -126,6 +127,8 @@ class Originals:
         self._metrics = metrics
         self._own_engine = open_engine([], metrics=metrics) if engine is None else None
         self.engine: Engine = engine or self._own_engine  # type: ignore[assignment]
+        if self._own_engine is not None:
+            weakref.finalize(self, self._own_engine.close).atexit = False  # engines have their own
         try:
             for file in weights.files:
                 if file.direct is None and file.nbytes >= _DIRECT_BYTES:

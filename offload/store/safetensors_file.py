@@ -17,6 +17,7 @@ import mmap
 import os
 import stat
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,7 @@ class SafetensorsFile:
         self.path = path
         self.label = str(path)
         self._fds: list[int] = []
+        weakref.finalize(self, _close, self._fds).atexit = False
         fd = self._open(path)
         self.buffered = OpenedFile(fd, 1, self.label)
         try:
@@ -180,9 +182,7 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Idempotent. Nothing may be reading."""
-        while self._fds:
-            with contextlib.suppress(OSError):
-                os.close(self._fds.pop())
+        _close(self._fds)
 
     def _refusal(self, operation: str, error: OSError) -> StoreError:
         return StoreError(
@@ -195,6 +195,12 @@ class SafetensorsFile:
 
     def _refuse(self, why: str) -> NoReturn:
         raise FormatError(f"{self.path}: not a safetensors file: {why}")
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        with contextlib.suppress(OSError):
+            os.close(fds.pop())
 
 
 def parse_json(text: bytes) -> Any:
