@@ -431,10 +431,12 @@ class Residency:
             block.move_in_host(Presence.HERE)
             self._attach(block)
 
-    def adopt(self, block: Block, original: Original) -> None:
-        """Have a block read from where it came, as long as nobody changes it. It is away."""
+    def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
+        """Have a block read from where it came, as long as nobody changes it. It is away. find:
+        gives the place, which is called like the block.
+        """
         with self._lock:
-            self._originals[block.number] = original
+            self._originals[block.number] = find(_key(block))
             block.is_stored = True
             self._detach(block)
 

@@ -140,7 +140,7 @@ class Start:
         if block.number in self.originals:
             assert self._files is not None
             pieces = [self._piece(member) for member in block.unit.members]
-            residency.adopt(block, self._files.original(block.name, pieces))
+            residency.adopt(block, partial(self._files.original, pieces=pieces))
             if is_kept:
                 with residency.using([block.unit]):
                     pass

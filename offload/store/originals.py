@@ -104,7 +104,8 @@ class Original:
         if error is None:
             if self._sums is None:
                 self._sums = [self._sum(memory.part(e.begin, e.nbytes)) for e in self._extents]
-            self._metrics.count("original_read_bytes", self.nbytes)
+            self._metrics.count("disk_read_bytes", self.nbytes)
+            self._metrics.count("original_read_bytes", self.nbytes)  # among them
             now_s = time.perf_counter()
             self._metrics.event(Event(DISK_READS, self.name, read.begin_s, now_s, self.nbytes))
         return error
