@@ -23,7 +23,7 @@ from offload.guard import Owner, guard, unguard
 from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import Pool
-from offload.scheduler import Tier, look_ahead, make_room, next_uses
+from offload.scheduler import Moves, Tier, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
 from offload.trace import Phase, Trace
@@ -108,8 +108,27 @@ class Residency:
                 for block in needed:
                     block.pins -= 1
 
+    @contextmanager
+    def lent(self, units: Sequence[Unit]) -> Iterator[None]:
+        """All these at once, for code that we do not see: it may change them."""
+        with self.using(units):
+            self.rest()
+            try:
+                yield
+            finally:
+                self.wake()
+
+    @contextmanager
+    def in_host(self, units: Sequence[Unit]) -> Iterator[None]:
+        """All these at once, with their parameters in host memory."""
+        with self.using(units):
+            yield
+
     def memory_of(self, block: Block) -> Tensor:
-        """The block's bytes, which stay as long as the tensor is held."""
+        """The block's bytes where they are computed with; they stay as long as the tensor is held."""
+        return self._host_memory(block)
+
+    def _host_memory(self, block: Block) -> Tensor:
         with self._lock:
             if block.in_host is not Presence.HERE:
                 block.pins += 1
@@ -236,7 +255,9 @@ class Residency:
         return next_uses(ahead, len(self.blocks))
 
     def _fetch_ahead(self) -> None:
-        moves = look_ahead(self._tier(), self._uses(), self.depth)
+        self._follow(look_ahead(self._tier(), self._uses(), self.depth))
+
+    def _follow(self, moves: Moves) -> None:
         for number in moves.drop:
             if not self._drop(self.blocks[number]):
                 return
@@ -394,6 +415,10 @@ class Residency:
             block.move_in_host(Presence.HERE)
             self._attach(block)
 
+    def home_of(self, param: Tensor) -> torch.device:
+        """Where the parameter is when it is an ordinary one."""
+        return self.device
+
     def keep(self, block: Block) -> None:
         """Never let it go."""
         with self._lock:
@@ -408,7 +433,7 @@ class Residency:
                 return
             if block.is_attached:
                 self._take_in_rebound(block)
-            memory = self.memory_of(block)
+            memory = self._host_memory(block)
             for member, values in block.views(memory):
                 unguard(member.param, make(values).copy_(values))
             self._settle_write(block)
