@@ -2,8 +2,8 @@
 
 The limit is for everything on the device. What others hold is read whenever blocks move, and room
 is left for what they may come to hold until blocks move again: by how much they ever grew within
-one use of that phase, and as much again, for a batch that is longer than all before. As long as
-little is known of a phase, blocks have the least that works.
+one use of that phase, and as much again, for a batch that is longer than all before. Until a phase
+has been gone through once, blocks have the least that works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from offload.transfer import DeviceGauge
 
 _MARGIN = 2.0  # times the largest growth of others within one use
-_KNOWN_SHARE = 0.5  # of the units have been seen in a phase: then enough is known of it
+_KNOWN_SHARE = 0.5  # of the units were seen in a run: then enough is known of its phase
 
 
 class Allowance:
@@ -25,13 +25,16 @@ class Allowance:
     def __init__(self, gauge: DeviceGauge, limit_bytes: int, least_bytes: int, units: int) -> None:
         self.limit_bytes = limit_bytes
         self.others_bytes = 0  # when blocks last began to move
+        self.others_peak_bytes = 0  # at any time, as far as is known
         self._gauge = gauge
         self._least_bytes = least_bytes
         self._units = units
         self._since = gauge.read()
+        self._others_since = 0
         self._use: tuple[Hashable, int] | None = None  # phase and unit that run
         self._growth: dict[Hashable, int] = {}  # by phase
         self._seen: dict[Hashable, set[int]] = {}  # units, by phase
+        self._known: set[Hashable] = set()  # phases
         self._depth = 0
 
     @contextmanager
@@ -50,6 +53,7 @@ class Allowance:
             self._depth -= 1
             if self._depth == 0:
                 self._since = self._gauge.read()
+                self._others_since = self._gauge.others_bytes(self._since)
 
     def _look(self) -> None:
         reading = self._gauge.read()
@@ -58,6 +62,8 @@ class Allowance:
             growth = self._since.growth_until(reading)
             self._growth[phase] = max(self._growth.get(phase, 0), growth)
             self._seen.setdefault(phase, set()).add(unit)
+            peak = self._others_since + growth
+            self.others_peak_bytes = max(self.others_peak_bytes, peak)
         self.others_bytes = self._gauge.others_bytes(reading)
 
     @property
@@ -66,5 +72,10 @@ class Allowance:
         phase = self._use[0] if self._use else None
         room = int(_MARGIN * self._growth.get(phase, 0))
         left = self.limit_bytes - self.others_bytes - room
-        is_known = len(self._seen.get(phase, ())) >= _KNOWN_SHARE * self._units
-        return left if is_known else min(left, self._least_bytes)
+        return left if phase in self._known else min(left, self._least_bytes)
+
+    def end_run(self) -> None:
+        """The phase is over, for now."""
+        for phase, units in self._seen.items():
+            if len(units) >= _KNOWN_SHARE * self._units:
+                self._known.add(phase)

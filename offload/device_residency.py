@@ -52,14 +52,12 @@ class DeviceResidency(Residency):
         limit_bytes: int,
     ) -> None:
         super().__init__(units, pool, store, trace, owner, metrics, 2 * depth)
-        least = least_device_bytes(units, ahead=depth)
+        least = least_device_bytes(units)
         self.tier = DeviceTier(
             self.blocks, transfer, limit_bytes, least, owner, metrics, depth, self._take_back
         )
         self._lent: set[int] = set()  # blocks that others see
-        self._shown: dict[
-            int, int
-        ] = {}  # generations of what is seen in host memory
+        self._shown: dict[int, int] = {}  # generations of what is seen in host memory
         self._homes: dict[Tensor, torch.device] = {}  # where parameters were before
 
     # --- what is needed now -----------------------------------------------------------------------
@@ -212,6 +210,7 @@ class DeviceResidency(Residency):
             for block in self.blocks:
                 if block.is_attached and block.number not in self._lent:
                     self.tier.detach(block)
+            self.tier.allowance.end_run()
 
     def wake(self) -> None:
         """Take home what was done to parameters that are lent."""

@@ -59,7 +59,7 @@ class DeviceTier:
         self._current: frozenset[int] = frozenset()  # blocks of the latest use
         self._nowhere: dict[torch.dtype, Tensor] = {}
         gauge = DeviceGauge(transfer.memory)
-        self._allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks))
+        self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks))
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class DeviceTier:
     def moving(self, use: tuple[Phase, int] | None = None) -> Iterator[None]:
         """Around everything that gives device memory to blocks, or takes it."""
         self.transfer.poll()
-        with self._allowance.moving(use):
+        with self.allowance.moving(use):
             yield
 
     def pin(self, blocks: Iterable[Block]) -> None:
@@ -99,8 +99,8 @@ class DeviceTier:
         chosen = make_room(tier, uses, nbytes)
         for number in tier.held - tier.pinned if chosen is None else chosen:
             self.drop(self._blocks[number])
-        held, others = self.transfer.memory.used_bytes, self._allowance.others_bytes
-        limit = self._allowance.limit_bytes
+        held, others = self.transfer.memory.used_bytes, self.allowance.others_bytes
+        limit = self.allowance.limit_bytes
         if nbytes and held + others + nbytes > limit:
             raise CapacityError(
                 f"{self.transfer.device}: parameters that are used now need {format_size(nbytes)} "
@@ -187,7 +187,7 @@ class DeviceTier:
         held = {b.number for b in self._blocks if b.on_device is not Presence.AWAY}
         pinned = {n for n in held if not self._may_go(self._blocks[n])}
         escaped = self.transfer.memory.used_bytes - sum(self._sizes[n] for n in held)
-        budget = self._allowance.blocks_bytes - max(0, escaped)
+        budget = self.allowance.blocks_bytes - max(0, escaped)
         return Tier(self._sizes, budget, held, pinned)
 
     def _may_go(self, block: Block) -> bool:

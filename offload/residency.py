@@ -125,7 +125,7 @@ class Residency:
             yield
 
     def memory_of(self, block: Block) -> Tensor:
-        """The block's bytes where they are computed with; they stay as long as the tensor is held."""
+        """The block's bytes where they are used; they stay as long as the tensor is held."""
         return self._host_memory(block)
 
     def _host_memory(self, block: Block) -> Tensor:

@@ -93,14 +93,12 @@ def on_device_bytes(nbytes: int) -> int:
     return -(-nbytes // _DEVICE_ALIGN) * _DEVICE_ALIGN
 
 
-def least_device_bytes(units: Sequence[Unit], ahead: int = 0) -> int:
-    """For blocks on a device, when one unit at a time is there, beside those that hold others.
-    ahead: so many others that come meanwhile.
-    """
+def least_device_bytes(units: Sequence[Unit]) -> int:
+    """For blocks on a device, when one unit at a time is there, beside those that hold others."""
     kept = enclosing(units)
     sizes = [on_device_bytes(unit.nbytes) for unit in units]
     most = max((sum(sizes[n] for n in u.needs if n not in kept) for u in units), default=0)
-    return sum(sizes[number] for number in kept) + most + ahead * max(sizes, default=0)
+    return sum(sizes[number] for number in kept) + most
 
 
 def check_device(
