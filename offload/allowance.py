@@ -8,7 +8,7 @@ has been gone through once, blocks have the least that works.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from offload.transfer import DeviceGauge
@@ -19,14 +19,23 @@ _KNOWN_SHARE = 0.5  # of the units were seen in a run: then enough is known of i
 
 class Allowance:
     """For the blocks of one model. limit_bytes: for everything on the device. least_bytes: for
-    blocks, while nothing is known of the others. One thread at a time.
+    blocks, while nothing is known of the others. reclaimable: bytes of others that would go for us.
+    One thread at a time.
     """
 
-    def __init__(self, gauge: DeviceGauge, limit_bytes: int, least_bytes: int, units: int) -> None:
+    def __init__(
+        self,
+        gauge: DeviceGauge,
+        limit_bytes: int,
+        least_bytes: int,
+        units: int,
+        reclaimable: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.others_bytes = 0  # when blocks last began to move
         self.others_peak_bytes = 0  # at any time, as far as is known
         self._gauge = gauge
+        self._reclaimable = reclaimable
         self._least_bytes = least_bytes
         self._units = units
         self._since = gauge.read()
@@ -64,15 +73,23 @@ class Allowance:
             self._seen.setdefault(phase, set()).add(unit)
             peak = self._others_since + growth
             self.others_peak_bytes = max(self.others_peak_bytes, peak)
-        self.others_bytes = self._gauge.others_bytes(reading)
+        self.others_bytes = self._gauge.others_bytes(reading) - self._reclaimable()
 
     @property
     def blocks_bytes(self) -> int:
         """What blocks may have now; may be negative."""
         phase = self._use[0] if self._use else None
-        room = int(_MARGIN * self._growth.get(phase, 0))
-        left = self.limit_bytes - self.others_bytes - room
+        left = self.limit_bytes - self.others_bytes - self._room_bytes
         return left if phase in self._known else min(left, self._least_bytes)
+
+    @property
+    def _room_bytes(self) -> int:
+        """That is left free for the growth of others."""
+        return int(_MARGIN * self._growth.get(self._use[0] if self._use else None, 0))
+
+    def excess_bytes(self, nbytes: int) -> int:
+        """How much of what can be reclaimed must go before we take so many bytes more."""
+        return self._gauge.read().now + nbytes + self._room_bytes - self.limit_bytes
 
     def end_run(self) -> None:
         """The phase is over, for now."""

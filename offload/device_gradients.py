@@ -25,23 +25,22 @@ from offload.errors import ConfigError, StateError
 from offload.guard import own_grad, set_own_grad
 from offload.holders import holders
 from offload.metrics import Metrics
-from offload.pool import Pool
+from offload.pool import PIECE_ALIGN, Pool
 from offload.ticket import Ticket
 from offload.transfer import DeviceTransfer
 
 STAGING_PLACES = 3
 STAGING_MOST_BYTES = 32 << 20  # of one place; a larger gradient passes in parts
-_PAGE = 4096
 
 
 def staging_bytes(params: Sequence[Tensor]) -> int:
     """Host memory for what is to be added to the gradients of these."""
-    return STAGING_PLACES * _place_bytes(params)
+    return STAGING_PLACES * (-(-_place_bytes(params) // PIECE_ALIGN) * PIECE_ALIGN)
 
 
 def _place_bytes(params: Sequence[Tensor]) -> int:
     largest = max((param.numel() * param.element_size() for param in params), default=0)
-    return min(-(-largest // _PAGE) * _PAGE, STAGING_MOST_BYTES)
+    return min(largest, STAGING_MOST_BYTES)
 
 
 @dataclass

@@ -54,7 +54,15 @@ class DeviceResidency(Residency):
         super().__init__(units, pool, store, trace, owner, metrics, 2 * depth)
         least = least_device_bytes(units)
         self.tier = DeviceTier(
-            self.blocks, transfer, limit_bytes, least, owner, metrics, depth, self._take_back
+            self.blocks,
+            transfer,
+            limit_bytes,
+            least,
+            owner,
+            metrics,
+            depth,
+            self._take_back,
+            self._lock,
         )
         self._lent: set[int] = set()  # blocks that others see
         self._shown: dict[int, int] = {}  # generations of what is seen in host memory
@@ -74,6 +82,16 @@ class DeviceResidency(Residency):
                 self.tier.unpin(needed)
                 raise
 
+    def visit(self, unit: Unit, phase: Phase) -> None:
+        """Bring the blocks of a unit. Autograd has references to them, and asks for the memory: the
+        parameters stay guarded, also when backward ends with an exception.
+        """
+        with self._lock:
+            self.trace.record(phase, unit.number, self._take_time())
+            needed = [self.blocks[number] for number in unit.needs]
+            with self.tier.moving((phase, unit.number)), self.tier.pinned(needed):
+                self._lift(needed)
+
     def done(self, unit: Unit) -> None:
         with self._lock:
             self.tier.unpin(self.blocks[number] for number in unit.needs)
@@ -81,15 +99,10 @@ class DeviceResidency(Residency):
     @contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
         needed = self._needed(units)
-        with self._lock:
-            self.tier.pin(needed)
-        try:
+        with self.tier.pinned(needed):
             with self._lock, self.tier.moving():
                 self._bring(needed)
             yield
-        finally:
-            with self._lock:
-                self.tier.unpin(needed)
 
     def _needed(self, units: Sequence[Unit]) -> list[Block]:
         return [self.blocks[n] for n in sorted({n for unit in units for n in unit.needs})]
@@ -97,18 +110,11 @@ class DeviceResidency(Residency):
     def memory_of(self, block: Block) -> Tensor:
         with self._lock:
             if block.on_device is Presence.AWAY:
-                self.tier.pin([block])
-                try:
-                    with self.tier.moving():
-                        self._lift([block])
-                finally:
-                    self.tier.unpin([block])
+                with self.tier.moving(), self.tier.pinned([block]):
+                    self._lift([block])
             return self.tier.memory_of(block)
 
     def _bring(self, needed: Sequence[Block]) -> None:
-        for block in needed:
-            if block.on_device is not Presence.AWAY and not block.is_attached:
-                self._metrics.count("device_hits")
         self._lift(needed)
         for block in needed:
             self.tier.attach(block)
@@ -116,12 +122,13 @@ class DeviceResidency(Residency):
     def _lift(self, needed: Sequence[Block]) -> None:
         """Have all these on the device, or on their way to it."""
         absent = [block for block in needed if block.on_device is Presence.AWAY]
+        self._metrics.count("device_misses", len(absent))
+        self._metrics.count("device_hits", len(needed) - len(absent))
         self.tier.reserve(needed, super()._uses())
         waiting = list(absent)  # for host memory
         self._hold(absent)
         try:
             for block in absent:
-                self._metrics.count("device_misses")
                 is_away = block.in_host is Presence.AWAY
                 self._metrics.count("parameter_misses" if is_away else "parameter_hits")
                 self._fetch(block, Priority.WAITED_FOR)
@@ -172,6 +179,11 @@ class DeviceResidency(Residency):
         soon = sum(number in left for number in islice(uses, self.depth))
         self._follow(look_ahead(self._tier(), left, soon))
 
+    def look_ahead(self) -> None:
+        """New values go to the device before they are asked for."""
+        with self._lock, self.tier.moving():
+            self._fetch_ahead()
+
     def _take_in_what_has_come(self) -> None:
         """Blocks that the store has read meanwhile can go on to the device."""
         for block in self.blocks:
@@ -205,12 +217,16 @@ class DeviceResidency(Residency):
     # --- what others do to parameters -------------------------------------------------------------
 
     def rest(self) -> None:
+        with self._lock:
+            self.conceal()
+            self.tier.allowance.end_run()
+
+    def conceal(self) -> None:
         """From now on nobody sees a parameter, except those that are lent."""
         with self._lock:
             for block in self.blocks:
                 if block.is_attached and block.number not in self._lent:
                     self.tier.detach(block)
-            self.tier.allowance.end_run()
 
     def wake(self) -> None:
         """Take home what was done to parameters that are lent."""

@@ -8,8 +8,10 @@ use they are guarded, wherever the bytes of their block are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,11 +28,14 @@ from offload.ticket import Ticket
 from offload.trace import Phase
 from offload.transfer import DeviceBuffer, DeviceGauge, DeviceTransfer
 
+_TIERS: WeakSet[DeviceTier] = WeakSet()  # of all models; they make room for one another
+
 
 class DeviceTier:
     """Of one model's blocks. limit_bytes: for everything on the device. least_bytes: for blocks,
     until it is known what else there is. depth: blocks ahead that are fetched. take_back: is called
-    with a block that was changed on the device, before its copy there goes.
+    with a block that was changed on the device, before its copy there goes. lock: whoever calls has
+    it.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class DeviceTier:
         metrics: Metrics,
         depth: int,
         take_back: Callable[[Block], None],
+        lock: threading.RLock,
     ) -> None:
         self.transfer = transfer
         self.depth = depth
@@ -52,6 +58,7 @@ class DeviceTier:
         self._owner = owner
         self._metrics = metrics
         self._take_back = take_back
+        self._lock = lock
         self._buffers: dict[int, DeviceBuffer] = {}
         self._lifts: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
         self._by_address: dict[int, Block] = {}
@@ -59,7 +66,8 @@ class DeviceTier:
         self._current: frozenset[int] = frozenset()  # blocks of the latest use
         self._nowhere: dict[torch.dtype, Tensor] = {}
         gauge = DeviceGauge(transfer.memory)
-        self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks))
+        self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks), self._reclaimable)
+        _TIERS.add(self)
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -78,6 +86,16 @@ class DeviceTier:
         for block in blocks:
             block.device_pins -= 1
             assert block.device_pins >= 0, f"{block.name}: done more often than used"
+
+    @contextmanager
+    def pinned(self, blocks: Sequence[Block]) -> Iterator[None]:
+        with self._lock:
+            self.pin(blocks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.unpin(blocks)
 
     def reserve(self, needed: Sequence[Block], uses: Mapping[int, int]) -> None:
         """Device memory for all of these, to be filled; others go for it if they must. None of them
@@ -110,6 +128,10 @@ class DeviceTier:
             )
 
     def _allocate(self, block: Block) -> None:
+        for peer in self._peers():
+            excess = self.allowance.excess_bytes(self._sizes[block.number])
+            if excess > 0:
+                peer.give_way(excess)
         buffer = self.transfer.allocate(block.nbytes, block.name)
         self._buffers[block.number] = buffer
         if block.nbytes:
@@ -199,6 +221,47 @@ class DeviceTier:
         own = len(block.unit.members) if block.is_attached else 0
         return self._buffers[block.number].views > own
 
+    # --- other models on the same device ----------------------------------------------------------
+
+    def _peers(self) -> list[DeviceTier]:
+        device = self.transfer.device
+        return [t for t in _TIERS if t is not self and t.transfer.device == device]
+
+    def _reclaimable(self) -> int:
+        return sum(peer.idle_bytes for peer in self._peers())
+
+    def _idle(self) -> list[Block]:
+        """Blocks that nobody uses now, the largest first."""
+        found = [self._blocks[number] for number in self._buffers]
+        found = [b for b in found if not b.device_pins and not self._is_held_elsewhere(b)]
+        return sorted(found, key=lambda block: block.nbytes, reverse=True)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of what would go for another model."""
+        with self._if_idle() as is_idle:
+            return sum(self._sizes[block.number] for block in self._idle()) if is_idle else 0
+
+    def give_way(self, nbytes: int) -> None:
+        """Make room for another model, as far as that is possible."""
+        with self._if_idle() as is_idle:
+            if not is_idle:
+                return
+            with self.moving():
+                for block in self._idle():
+                    if nbytes > 0 and self.drop(block):
+                        nbytes -= self._sizes[block.number]
+
+    @contextmanager
+    def _if_idle(self) -> Iterator[bool]:
+        """Whether no other thread is at our blocks; then none gets at them inside."""
+        is_ours = self._lock.acquire(blocking=False)  # two models may ask each other
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                self._lock.release()
+
     # --- going ------------------------------------------------------------------------------------
 
     def drop(self, block: Block) -> bool:
@@ -230,7 +293,8 @@ class DeviceTier:
             self.refresh(block)
         elif block.on_device is not Presence.AWAY:
             self.note_seen(block)  # what was there is not wanted
-            self.forget(block)
+            with self.moving():
+                self.forget(block)
 
     def refresh(self, block: Block) -> None:
         """Copy the values that are in host memory to what is attached."""

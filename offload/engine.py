@@ -123,7 +123,9 @@ class Engine:
         if self._open == 0 and self._saving is not None:
             self._saving.__exit__()
             self._saving = None
-        if self._open == 0 and not _in_backward():
+        if self._open == 0 and _in_backward():
+            self.residency.conceal()
+        elif self._open == 0:
             self.residency.rest()
 
     def before_forward(self, unit: Unit) -> None:

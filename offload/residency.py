@@ -197,6 +197,9 @@ class Residency:
                     assert block.memory is not None
                     block.seen = kernels.checksum(block.memory)
 
+    def conceal(self) -> None:
+        """A recomputation has ended, backward goes on: nobody else can get at parameters."""
+
     def wake(self) -> None:
         """Find what was changed since `rest`, by whatever means."""
         with self._lock:
@@ -256,6 +259,9 @@ class Residency:
 
     def _fetch_ahead(self) -> None:
         self._follow(look_ahead(self._tier(), self._uses(), self.depth))
+
+    def look_ahead(self) -> None:
+        """Blocks have changed: what is needed next may have to come again. Here nothing has."""
 
     def _follow(self, moves: Moves) -> None:
         for number in moves.drop:

@@ -139,7 +139,8 @@ class Services:
             sample = torch.empty(1, dtype=dtype, device=self._device)
             with torch.no_grad():
                 result = function(sample)
-            if result is not sample or result.is_shared():  # type: ignore[no-untyped-call]
+            is_shared = result.is_cpu and result.is_shared()  # type: ignore[no-untyped-call]
+            if result is not sample or is_shared:  # on a GPU it always is
                 raise ConfigError(
                     f"model: its parameters stay {dtype} on {self._device}, where they were "
                     "prepared for; .to(...), .half(), .share_memory() and the like cannot change "

@@ -60,6 +60,7 @@ class Workbench:
         assert not self._begun, "every block that was begun has been ended"
         self._grads = {}  # they belong to the parameters
         self._residency.rest()
+        self._residency.look_ahead()
 
     def in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         """What is in memory first: it would have to go otherwise."""
