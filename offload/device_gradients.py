@@ -99,6 +99,7 @@ class DeviceGradients:
         if grad is None:
             return
         if grad.requires_grad:
+            set_own_grad(param, None)
             raise StateError(
                 "backward(create_graph=True): the gradients of a model that is prepared for a "
                 "device go to host memory and have no graph there; use torch.autograd.grad"
@@ -165,8 +166,7 @@ class DeviceGradients:
 
     def _finish_oldest(self) -> None:
         addend = self._addends.popleft()
-        self._await(addend.param)
-        addend.ticket.wait()
+        addend.ticket.wait()  # copies run in their order: what it is added to has come, too
         with torch.no_grad():
             addend.target.add_(addend.values)
         self._slots.append(addend.slot)

@@ -4,18 +4,24 @@ within every budget.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import DeviceModule, load
 from fake_accelerator.train_case import SCHEDULES
+from prepare_cases import (
+    adamw,
+    assert_same_bits,
+    budget_bytes,
+    device_bytes,
+    least_host_bytes,
+    ready,
+)
 from preparelib import MODELS, batch, loss_of, make
 from torch import Tensor, nn
 from transfer_cases import register
@@ -28,9 +34,7 @@ from offload.errors import CapacityError, ConfigError, StateError
 from offload.guard import is_guarded
 from offload.pool import Pool
 from offload.prepared import prepared_of
-from offload.shares import least_device_bytes, on_device_bytes
 
-STEPS = 3
 KI = 1 << 10
 
 
@@ -48,111 +52,11 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
     assert own_budget.used_bytes == 0
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = STEPS) -> list[Any]:
-    """What is seen in some steps: losses, gradients, evaluations."""
-    seen: list[Any] = []
-    can_evaluate = not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())  # on the fake
-    for step in range(steps):
-        torch.manual_seed(step)
-        for micro in range(1 + step % 2):
-            loss = loss_of(model, batch(10 * step + micro).to("fake"))
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
-        seen += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        model.train(not can_evaluate)
-        with torch.no_grad():
-            seen += [loss.detach().cpu(), model(batch(step).to("fake")).cpu()]
-        model.train()
-    return seen
-
-
-def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert (a is None) is (b is None), number
-        assert a is None or torch.equal(a, b), number
-
-
-@functools.cache
-def plain(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Any], list[Tensor]]:
-    """What is seen of the plain model on the device, whose optimizer's state alone is in host
-    memory, and how it ends.
-    """
-    load("eager", 0)
-    model = make(name, dtype=dtype).to("fake")
-    optimizer = offload.wrap(adamw(model))
-    seen = train(model, optimizer)
-    optimizer.close()
-    return seen, [value.cpu() for value in model.state_dict().values()]
-
-
-@functools.cache
-def least_host_bytes(name: str, dtype: torch.dtype) -> int:
-    model = make(name, dtype=dtype)
-    with pytest.raises(CapacityError, match="the least that works") as refused:
-        offload.prepare(model, adamw(model), device="fake", host_memory=4096, nvme=gettempdir())
-    return int(str(refused.value).split("about ")[1].split()[0])
-
-
-@functools.cache
-def device_bytes(name: str, dtype: torch.dtype) -> tuple[int, int, int]:
-    """For blocks one unit at a time, for all of them, and for everything else at its peak."""
-    load("eager", 0)
-    model = make(name, dtype=dtype)
-    optimizer = adamw(model)
-    offload.prepare(model, optimizer, device="fake")
-    train(model, optimizer)
-    tier = prepared_of(model).engine.residency.tier
-    others = tier.allowance.others_peak_bytes
-    found = prepared_of(model).units
-    everything = sum(on_device_bytes(unit.nbytes) for unit in found)
-    optimizer.close()
-    return least_device_bytes(found), everything, others
-
-
 PAIRS = [
     (name, SCHEDULES[(number + shift) % len(SCHEDULES)], budget)
     for shift, budget in enumerate(["one", "some", "all"])
     for number, name in enumerate(MODELS)
 ]
-
-
-def budget_bytes(name: str, dtype: torch.dtype, budget: str) -> int:
-    least, everything, others = device_bytes(name, dtype)
-    share = {"one": 0.0, "some": 0.5, "all": 1.5}[budget]
-    return others + max(least, int(share * everything)) + (3 * others if budget == "all" else 0)
-
-
-def assert_same_bits(
-    name: str,
-    dtype: torch.dtype,
-    schedule: tuple[str, int],
-    folder: Path,
-    **options: Any,
-) -> dict[str, int]:
-    seen, end = plain(name, dtype)
-    fake = load(*schedule)
-    ours = make(name, dtype=dtype)
-    mine = adamw(ours)
-    gc.collect()
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    offload.prepare(ours, mine, device="fake", nvme=folder, **options)
-    counts = prepared_of(ours).metrics
-    assert_equal(train(ours, mine), seen)
-    assert torch.accelerator.max_memory_allocated() <= options.get("device_memory", 1 << 30)
-    found = counts.snapshot()
-    assert not found.fallbacks
-    mine.close()
-    for p, q in zip(ours.state_dict().values(), end, strict=True):
-        assert p.device.type == "cpu" and torch.equal(p, q)
-    assert fake.counters()["kernels"]
-    return dict(found.counts)
 
 
 @pytest.mark.parametrize(("name", "schedule", "budget"), PAIRS)
@@ -174,11 +78,6 @@ def on_device(seed: int = 0) -> tuple[nn.Module, Any]:
     """A plain model on the device."""
     model = make("gpt", seed).to("fake")
     return model, offload.wrap(adamw(model))
-
-
-def ready(folder: Path | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    model = make("gpt")
-    return offload.prepare(model, adamw(model), device="fake", nvme=folder, **options)
 
 
 def step(model: nn.Module, optimizer: Any, seed: int) -> float:
