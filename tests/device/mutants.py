@@ -143,7 +143,9 @@ def patched(mutant: Mutant) -> Iterator[None]:
     exec(compile(mutant.source, mutant.name, "exec"), faulty.__dict__)
     undo = []
     for owner, name, function in _functions(module):
-        other = getattr(getattr(faulty, owner.__name__) if owner is not module else faulty, name)
+        other = vars(faulty if owner is module else getattr(faulty, owner.__name__))[name]
+        if isinstance(other, property):
+            other = other.fget
         if _gist(function) != _gist(other):
             changed = FunctionType(
                 other.__code__, module.__dict__, name, function.__defaults__, function.__closure__
@@ -151,8 +153,9 @@ def patched(mutant: Mutant) -> Iterator[None]:
             changed.__kwdefaults__ = function.__kwdefaults__
             users = [one for key, one in sys.modules.items() if key.startswith("offload.")]
             for user in [owner, *(one for one in users if vars(one).get(name) is function)]:
-                undo.append((user, name, function))
-                setattr(user, name, changed)
+                undo.append((user, name, vars(user)[name]))
+                is_property = isinstance(vars(user)[name], property)
+                setattr(user, name, property(changed) if is_property else changed)
     assert undo, "nothing has changed"
     try:
         yield
@@ -167,8 +170,9 @@ def _functions(module: ModuleType) -> Iterator[tuple[Any, str, FunctionType]]:
     owners = [module, *(one for one in classes if one.__module__ == module.__name__)]
     for owner in owners:
         for name, found in list(vars(owner).items()):
-            if isinstance(found, FunctionType) and found.__module__ == module.__name__:
-                yield owner, name, found
+            function = found.fget if isinstance(found, property) else found
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield owner, name, function
 
 
 def _gist(function: Any) -> tuple[Any, ...]:

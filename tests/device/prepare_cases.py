@@ -139,6 +139,39 @@ def trains_right(folder: Path, schedule: tuple[str, int]) -> None:
         assert_same_bits("gpt", torch.float32, schedule, folder, **options)
 
 
+def large_loss(model: nn.Module) -> None:
+    """What comes after the model takes more than the model."""
+    logits = model(batch(0).to("fake"))
+    torch.cat([logits] * 30).square().mean().backward()
+
+
+@functools.cache
+def large_loss_bytes() -> int:
+    load("eager", 0)
+    model, _ = ready()
+    for _ in range(2):
+        large_loss(model)
+    found = prepared_of(model)
+    others = found.engine.residency.tier.allowance.others_peak_bytes
+    offload.close(model)
+    return int(others) + least_device_bytes(found.units)
+
+
+def starts_right(folder: Path, schedule: tuple[str, int]) -> None:
+    """Already the first step is within the budget."""
+    limit = large_loss_bytes()
+    load(*schedule)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    model, _ = ready(folder, device_memory=limit)
+    torch.accelerator.reset_peak_memory_stats()
+    try:
+        large_loss(model)
+        assert torch.accelerator.max_memory_allocated() <= limit
+    finally:
+        offload.close(model)
+
+
 @functools.cache
 def plain_sums() -> list[Tensor]:
     load("eager", 0)
@@ -210,7 +243,7 @@ def edits_right(folder: Path, schedule: tuple[str, int]) -> None:
         offload.close(model)
 
 
-SCENES = [trains_right, adds_right, edits_right]
+SCENES = [starts_right, trains_right, adds_right, edits_right]
 
 
 def expect_training() -> None:
@@ -219,4 +252,9 @@ def expect_training() -> None:
     device_bytes("gpt", torch.float32)
 
 
-EXPECTED = [expect_training, plain_sums, plain_edits]  # what the scenes are compared with
+EXPECTED = [
+    large_loss_bytes,
+    expect_training,
+    plain_sums,
+    plain_edits,
+]  # what the scenes are compared with
