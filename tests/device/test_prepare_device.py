@@ -14,6 +14,8 @@ import pytest
 import torch
 from fake_accelerator import DeviceModule, load
 from fake_accelerator.train_case import SCHEDULES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prepare_cases import (
     adamw,
     assert_same_bits,
@@ -472,3 +474,106 @@ def test_create_graph_is_refused() -> None:
         loss_of(model, batch(0).to("fake")).backward(create_graph=True)
     model.zero_grad()
     offload.close(model)
+
+
+class Small(nn.Module):
+    """Of layers whose 16-bit kernels the fake device has; some weights are frozen."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.to(dtype)
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + x
+        return x
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_other_optimizers_types_and_frozen_weights(
+    dtype: torch.dtype, kind: str, tmp_path: Path
+) -> None:
+    """With clipping inside of the update, where there is some."""
+    load("lazy", 0)
+    ours, theirs = Small(dtype), Small(dtype).to("fake")
+    mine, other = (
+        OPTIMIZERS[kind]([p for p in one.parameters() if p.requires_grad]) for one in (ours, theirs)
+    )
+    options = {} if kind == "rmsprop" else {"max_grad_norm": 100.0}
+    offload.wrap(other, **options)
+    offload.prepare(ours, mine, device="fake", nvme=tmp_path, **options)
+    for seed in range(3):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed)).to(dtype).to("fake")
+        for one, stepper in ((ours, mine), (theirs, other)):
+            (one(x).float() - 1).square().sum().backward()
+            stepper.step()
+            stepper.zero_grad()
+    mine.close()
+    other.close()
+    assert_same(ours, theirs)
+
+
+ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(["gpt", "branches", "experts", "thrice", "around", "inside_reentrant"]),
+    schedule=st.sampled_from(SCHEDULES),
+    depth=st.integers(0, 3),
+    is_tight=st.booleans(),
+    acts=st.lists(ACTS, min_size=3, max_size=9),
+)
+def test_any_order(
+    name: str, schedule: tuple[str, int], depth: int, is_tight: bool, acts: list[str]
+) -> None:
+    least, everything, others = device_bytes(name, torch.float32)
+    load(*schedule)
+    plain, ours = make(name).to("fake"), make(name)
+    waiting: list[list[Tensor]] = []
+    room = torch.accelerator.memory_allocated() + (len(acts) + 2) * others + least
+    limit = room + (0 if is_tight else everything)
+    offload.prepare(ours, device="fake", device_memory=limit, prefetch_depth=depth)
+    for number, act in enumerate(acts):
+        tokens = batch(number).to("fake")
+        if act in ("train", "forward"):
+            waiting.append([loss_of(model, tokens) for model in (plain, ours)])
+            assert torch.equal(*waiting[-1])
+        if act in ("train", "backward") and waiting:
+            for loss in waiting.pop():
+                loss.backward()
+        if act == "evaluate":
+            with torch.no_grad():
+                if name == "branches":
+                    ours.draw.set_state(plain.draw.get_state())
+                assert torch.equal(plain(tokens), ours(tokens))
+        if act == "fail":
+            with pytest.raises((IndexError, RuntimeError)):
+                ours(tokens.float())
+        if act == "layer":
+            x = torch.ones(1, 2, 16, requires_grad=True, device="fake")
+            first = "experts" if name == "experts" else "layers"
+            for model in (plain, ours):
+                getattr(model, first)[1](x).sum().backward()
+        if act == "touch":
+            with pytest.raises(StateError):
+                next(ours.parameters()).sum()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad.cpu(), q.grad)
+    blocks = prepared_of(ours).engine.residency.blocks
+    assert not any(block.device_pins or block.pins or block.is_attached for block in blocks)
+    waiting.clear()
+    offload.close(ours)
+    assert_same(ours, plain)
