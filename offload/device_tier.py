@@ -75,6 +75,8 @@ class DeviceTier:
     def moving(self, use: tuple[Phase, int] | None = None) -> Iterator[None]:
         """Around everything that gives device memory to blocks, or takes it."""
         self.transfer.poll()
+        for number in [n for n, ticket in self._lifts.items() if ticket.done]:
+            self._lifts.pop(number).wait()  # it holds the host memory
         with self.allowance.moving(use):
             yield
 

@@ -38,6 +38,8 @@ from offload.pool import Pool
 from offload.prepared import prepared_of
 
 KI = 1 << 10
+SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]
+under_some = pytest.mark.parametrize("fake", SOME, ids=["eager", "lazy", "seeded"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(p.cpu(), q.cpu()), name
 
 
+@under_some
 def test_a_step_with_room_for_all_copies_everything_once_and_never_waits(
     fake: DeviceModule,
 ) -> None:
@@ -335,6 +338,7 @@ def test_state_dicts_go_out_and_in(tmp_path: Path) -> None:
     assert_same(model, theirs)
 
 
+@under_some
 def test_gradients_add_up_as_on_the_device(fake: DeviceModule) -> None:
     """Two forward passes in one backward pass, over a weight that is used twice in each, on top of
     what is there; zeroed in place; held by somebody; set by somebody.
@@ -381,6 +385,7 @@ def test_large_gradients_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     other.close()
 
 
+@under_some
 def test_a_view_that_escapes_is_not_pulled_away(fake: DeviceModule) -> None:
     least, _, others = device_bytes("gpt", torch.float32)
     model, optimizer = ready(device_memory=3 * others + 2 * least)
@@ -400,6 +405,7 @@ def test_a_view_that_escapes_is_not_pulled_away(fake: DeviceModule) -> None:
     offload.close(model)
 
 
+@under_some
 def test_an_exception_leaves_everything_consistent(fake: DeviceModule) -> None:
     theirs, other = on_device()
     model, optimizer = ready()
