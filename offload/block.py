@@ -1,7 +1,8 @@
 """A unit's parameters as one piece of bytes, and where they are.
 
 A block's place in host memory is in one state of the table below; what is not there is in the
-store. Its bytes are the truth in host memory until the store has them, too.
+store. Its bytes are the truth in host memory until the store has them, too. Its place on a device
+has a state of its own, by the same table: a copy to compute with, which is never written back.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offload.units import Member, Unit
 
 
 class Presence(Enum):
-    """Of a block in host memory."""
+    """Of a block in host memory, or on a device."""
 
     AWAY = "away"  # no memory
     COMING = "coming"  # has memory, which is being filled
@@ -46,6 +47,8 @@ class Block:
     pins: int = 0  # users who rely on its being attached
     generation: int = 0  # counts the changes of its values
     seen: int | None = None  # checksum of what is attached, when others could last change it
+    on_device: Presence = Presence.AWAY
+    device_pins: int = 0  # users who rely on its being on the device
 
     @property
     def number(self) -> int:
@@ -62,6 +65,10 @@ class Block:
     def move_in_host(self, presence: Presence) -> None:
         assert presence in MOVES[self.in_host], f"{self.name}: {self.in_host} -> {presence}"
         self.in_host = presence
+
+    def move_on_device(self, presence: Presence) -> None:
+        assert presence in MOVES[self.on_device], f"{self.name}: {self.on_device} -> {presence}"
+        self.on_device = presence
 
     def is_in_place(self, member: Member) -> bool:
         """Whether the parameter still lies where it was attached."""

@@ -7,7 +7,8 @@ autograd would keep are kept as references instead, and looked up again in backw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.block import Block, Reference
+from offload.device_gradients import DeviceGradients
+from offload.device_residency import DeviceResidency
 from offload.errors import StateError
-from offload.gradients import Gradients
+from offload.gradients import Gradients, make_places
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.residency import Residency
 from offload.store import DiskStore, MemoryStore
 from offload.trace import Phase, Trace
+from offload.transfer import DeviceTransfer
 from offload.units import Unit, enclosing
 
 
@@ -38,8 +42,18 @@ class Beginning(Protocol):
     def forget(self, residency: Residency) -> None: ...
 
 
+@dataclass(frozen=True)
+class Device:
+    """Where a model runs, if not on the CPU. limit_bytes: for everything that is there."""
+
+    transfer: DeviceTransfer
+    limit_bytes: int
+
+
 class Engine:
-    """Runs one model within a pool and a store. keeps_gradients: they have places in the pool."""
+    """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
+    they have places in the pool.
+    """
 
     def __init__(
         self,
@@ -51,8 +65,9 @@ class Engine:
         depth: int | None = 2,
         keeps_gradients: bool = True,
         start: Beginning | None = None,
+        on: Device | None = None,
     ) -> None:
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu") if on is None else on.transfer.device
         self.model = model
         self.units = units
         self.metrics = metrics
@@ -63,15 +78,24 @@ class Engine:
         self._saving: Any = None  # open as long as one of them is
         self._backward = False  # one runs, and has reached a unit
         self._handles: list[Any] = []
-        trained = {
-            n: param
-            for n, param in enumerate(self._names)
-            if param.requires_grad and keeps_gradients
-        }
-        self.gradients = Gradients(trained, pool, metrics)
         trace = Trace(_fingerprint(units), len(units))
-        self.residency = Residency(units, pool, store, trace, self, metrics, depth)
+        trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
+        placed = trained if keeps_gradients else {}
+        self.gradients: Gradients | DeviceGradients
+        self.residency: Residency
+        if on is None:
+            trained = placed
+            self.gradients = Gradients(placed, pool, metrics)
+            self.residency = Residency(units, pool, store, trace, self, metrics, depth)
+        else:
+            places = make_places(placed, pool)
+            self.gradients = DeviceGradients(trained, places, pool, on.transfer, metrics)
+            self.residency = DeviceResidency(
+                units, pool, store, trace, self, metrics, depth, on.transfer, on.limit_bytes
+            )
         try:
+            if isinstance(self.gradients, DeviceGradients):
+                self.gradients.take_in(list(self._names))
             self._take_in(start)
             self._handles = follow(model, units, self)
             self._handles += watch_gradients(trained, self.gradients.arrived)
@@ -118,7 +142,9 @@ class Engine:
         if self._open == 0 and self._saving is not None:
             self._saving.__exit__()
             self._saving = None
-        if self._open == 0 and not _in_backward():
+        if self._open == 0 and _in_backward():
+            self.residency.conceal()
+        elif self._open == 0:
             self.residency.rest()
 
     def before_forward(self, unit: Unit) -> None:
@@ -134,14 +160,18 @@ class Engine:
                 call_in_backward(made, lambda: self._visit(unit))
 
     def _visit(self, unit: Unit) -> None:
-        if not self._backward:
+        self._begin_backward()
+        self.residency.visit(unit, Phase.BACKWARD)
+
+    def _begin_backward(self) -> None:
+        if not self._backward and _in_backward():
             self._backward = True
             self.residency.wake()
             at_end_of_backward(self._end_backward)
-        self.residency.visit(unit, Phase.BACKWARD)
 
     def _end_backward(self) -> None:
         self._backward = False
+        self.gradients.settle()
         self.residency.rest()
 
     def _phase(self) -> Phase:
@@ -163,6 +193,7 @@ class Engine:
         if not isinstance(kept, Reference):
             assert others is not None, "nobody else packs"
             return others(kept)
+        self._begin_backward()
         if kept.generation != kept.block.generation:
             raise StateError(
                 f"{kept.block.name}: its parameters have changed since the forward pass whose "
@@ -182,6 +213,13 @@ class Engine:
         with self.residency.using(units):
             return True
 
+    @contextmanager
+    def resident(self, units: Sequence[Unit]) -> Iterator[None]:
+        """The parameters of these are there, all at once, for code that we do not see."""
+        params = [member.param for unit in units for member in unit.members]
+        with self.residency.lent(units), self.gradients.lent(params):
+            yield
+
     # --- end --------------------------------------------------------------------------------------
 
     def close(self, make: Callable[[Tensor], Tensor] = torch.empty_like) -> None:
@@ -191,6 +229,8 @@ class Engine:
         self._handles = []
         for block in self.residency.blocks:
             self.residency.give_back(block, make)
+        if isinstance(self.gradients, DeviceGradients):
+            self.gradients.give_back()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,17 +27,16 @@ class Gradients:
     def __init__(self, params: Mapping[int, Tensor], pool: Pool, metrics: Metrics) -> None:
         self._params = params
         self._metrics = metrics
-        self._places: dict[int, Tensor] = {}
-        self._addresses: set[int] = set()
-        if not params:
-            return
-        begin = 0
-        with pool.lease(gradient_bytes(params), what="gradients") as lease:
-            for number, param in params.items():
-                place = lease.tensor(param.dtype, param.numel(), begin)
-                begin += _round_up(place.nbytes)
-                self._places[number] = place
-                self._addresses.add(place.data_ptr())
+        self._places = make_places(params, pool)
+        self._addresses = {place.data_ptr() for place in self._places.values()}
+
+    def settle(self) -> None:
+        """They are where they should be already."""
+
+    @contextmanager
+    def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Gradients of these can be seen beside their parameters; they always can."""
+        yield
 
     def arrived(self, number: int) -> None:
         """Autograd has added to a parameter's gradient."""
@@ -50,6 +50,19 @@ class Gradients:
             self._metrics.count("gradients_outside_of_their_place")
             return
         param.grad = place.view(grad.shape).copy_(grad)
+
+
+def make_places(params: Mapping[int, Tensor], pool: Pool) -> dict[int, Tensor]:
+    """Host memory for the gradient of each of these, flat."""
+    places: dict[int, Tensor] = {}
+    if not params:
+        return places
+    begin = 0
+    with pool.lease(gradient_bytes(params), what="gradients") as lease:
+        for number, param in params.items():
+            places[number] = lease.tensor(param.dtype, param.numel(), begin)
+            begin += _round_up(places[number].nbytes)
+    return places
 
 
 def gradient_bytes(params: Mapping[int, Tensor]) -> int:

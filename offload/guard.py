@@ -109,6 +109,33 @@ class Guarded(nn.Parameter):
         raise StateError(_refusal(self, "pickled"))
 
 
+class GuardedOnDevice(Guarded):
+    """One whose values are used on a device, while its gradient is in host memory: its owner is
+    asked for it, for torch has them only together.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        answer = _of_gradients().get(func)
+        if answer is not None and isinstance(args[0], GuardedOnDevice):
+            return answer(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class GradientKeeper(Protocol):
+    """Has the gradients of parameters on a device."""
+
+    def of(self, param: Tensor) -> Tensor | None: ...
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None: ...
+
+
 def guard(param: Tensor, owner: Owner) -> None:
     """Take the values of a parameter away; their memory is whoever else holds it. One that is
     guarded already has another owner from now on.
@@ -116,10 +143,28 @@ def guard(param: Tensor, owner: Owner) -> None:
     if isinstance(param, Guarded):
         setattr(param, _OWNER, owner)
     else:
-        setattr(param, _VALUES, type(param))
+        _guard(param, owner, nowhere(param.dtype), Guarded)
+
+
+def guard_on_device(param: Tensor, owner: Owner, nowhere: Tensor) -> None:
+    """The same for a parameter that is used on a device. nowhere: one value there, so that torch
+    sees it on the same device at all times; its node of the graph would be another otherwise, and
+    the sum of what arrives there would be rounded differently. The owner's `gradients` is a
+    `GradientKeeper`.
+    """
+    if type(param) is Guarded:  # in host memory, until now
+        unguard(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
+    if isinstance(param, GuardedOnDevice):
         setattr(param, _OWNER, owner)
-        param.data = _nowhere(param.dtype).expand(param.shape)
-        param.__class__ = Guarded
+    else:
+        _guard(param, owner, nowhere, GuardedOnDevice)
+
+
+def _guard(param: Tensor, owner: Owner, value: Tensor, kind: type[Guarded]) -> None:
+    setattr(param, _VALUES, type(param))
+    setattr(param, _OWNER, owner)
+    param.data = value.expand(param.shape)
+    param.__class__ = kind
 
 
 def unguard(param: Tensor, values: Tensor) -> None:
@@ -130,6 +175,17 @@ def unguard(param: Tensor, values: Tensor) -> None:
         delattr(param, _VALUES)
         delattr(param, _OWNER)
     param.data = values
+
+
+def own_grad(param: Tensor) -> Tensor | None:
+    """What autograd has left at the parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad
+
+
+def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        param.grad = grad
 
 
 def is_guarded(param: object) -> bool:
@@ -182,6 +238,20 @@ def _harmless() -> frozenset[Any]:
 
 
 @cache
+def _of_gradients() -> dict[Any, Callable[..., Any]]:
+    def keeper(param: Tensor) -> GradientKeeper:
+        found: GradientKeeper = _owner(param).gradients  # type: ignore[attr-defined]
+        return found
+
+    grad: Any = Tensor.grad
+    return {
+        grad.__get__: lambda param, *_: keeper(param).of(param),
+        grad.__set__: lambda param, value: keeper(param).put(param, value),
+        grad.__delete__: lambda param: keeper(param).put(param, None),
+    }
+
+
+@cache
 def _answers() -> dict[Any, Callable[..., Any]]:
     """What the owner knows better than the parameter that is away."""
     answers: dict[Any, Callable[..., Any]] = {
@@ -212,13 +282,13 @@ def _index(device: torch.device) -> int:
     return -1 if device.type == "cpu" else (device.index or 0)
 
 
-def _nowhere(dtype: torch.dtype) -> Tensor:
+def nowhere(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """One value that nobody takes for a parameter's."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((), torch.nan, dtype=dtype)
+        return torch.full((), torch.nan, dtype=dtype, device=device)
     if dtype == torch.bool:
-        return torch.zeros((), dtype=dtype)
-    return torch.full((), torch.iinfo(dtype).min, dtype=dtype)
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.full((), torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
 def _describe(param: Tensor, *_: object, **__: object) -> str:

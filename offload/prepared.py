@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from offload.budget import HOST
 from offload.config import Config
-from offload.engine import Engine
+from offload.device_gradients import staging_bytes
+from offload.engine import Device, Engine
 from offload.errors import ConfigError
 from offload.gradients import gradient_bytes
 from offload.hooks import watch_gradients
@@ -21,6 +22,7 @@ from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
 from offload.log import LOG
 from offload.metrics import Metrics, Snapshot
+from offload.model_buffers import ModelBuffers, buffer_bytes
 from offload.optim import Session, attach
 from offload.optim.choose import choose_recipe
 from offload.optim.desk import Places
@@ -32,19 +34,25 @@ from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan, make_plan
-from offload.pool import Pool
+from offload.pool import PIECE_ALIGN, Pool
 from offload.reports import ModelUse
 from offload.services import Services
-from offload.shares import Shares, share_out
+from offload.shares import Shares, check_device, on_device_bytes, share_out
 from offload.start import Start
 from offload.store import DiskStore
+from offload.transfer import (
+    READS_IN_FLIGHT_BYTES,
+    DeviceTransfer,
+    find_device,
+    usable_bytes,
+    used_bytes,
+)
 from offload.units import Choice, Unit, find_units
 from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
 _WAITS = ("parameter read", "parameter write", "device copy")
 _UNBUILT = (
-    "device_memory",
     "param_dtype",
     "state_dtype",
     "activations",
@@ -67,6 +75,8 @@ def check_preparable(
     if optimizer is not None:
         check_wrappable(optimizer)
     refuse_unbuilt(config, _UNBUILT, "prepare")
+    if config.device_memory is not None:
+        Config.of(config, device=find_device(config.device))  # the CPU has none
     check_directories(config)
 
 
@@ -77,9 +87,7 @@ def prepared_of(module: object) -> Prepared | None:
 
 
 class Prepared:
-    """Opened for a model on the CPU, with an optimizer or without. Nothing has changed when it
-    raises.
-    """
+    """Opened for a model, with an optimizer or without. Nothing has changed when it raises."""
 
     def __init__(
         self,
@@ -93,6 +101,8 @@ class Prepared:
         self._model = ref(model)
         self.config = config
         self.units = find_units(model, choice)
+        self.device = find_device(config.device)
+        self._device_bytes = self._check_device(model)
         self.metrics = Metrics(strict=config.strict)
         self._unit_of = {m.param: unit for unit in self.units for m in unit.members}
         self._directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
@@ -101,6 +111,8 @@ class Prepared:
         self.state_pool: Pool | None = None
         self.store: DiskStore | None = None
         self._spare: DiskStore | None = None
+        self.transfer: DeviceTransfer | None = None
+        self.buffers: ModelBuffers | None = None
         self.engine: Engine | None = None
         self.session: Session | None = None
         self._start: Start | None = None
@@ -142,6 +154,8 @@ class Prepared:
         state = make_plan(specs, None, has_disk=False).arena_bytes
         trained = [p for p in self._unit_of if p.requires_grad and has_optimizer]
         gradients = gradient_bytes(dict(enumerate(trained)))
+        if self.device.type != "cpu":
+            gradients = -(-gradients // PIECE_ALIGN) * PIECE_ALIGN + staging_bytes(trained)
         # What stays in its own files needs no disk of ours.
         has_disk = bool(self._directories) or (not self._stored and not state)
         return share_out(self.units, gradients, state, host_bytes, has_disk)
@@ -179,6 +193,31 @@ class Prepared:
             self._spare = DiskStore(self._directories, room, metrics=self.metrics)
         return self._spare
 
+    def _check_device(self, model: nn.Module) -> int:
+        """Bytes for everything on the device; refuses too few of them."""
+        if self.device.type == "cpu":
+            return 0
+        wanted = self.config.device_memory
+        limit = usable_bytes(self.device) if wanted is None else int(wanted)
+        own = [*model.parameters(), *model.buffers()]
+        own += [p.grad for p in model.parameters() if p.grad is not None]
+        there = sum(on_device_bytes(t.nbytes) for t in own if t.device == self.device)
+        others = max(0, used_bytes(self.device) - there)
+        check_device(self.units, buffer_bytes(model), others, limit)
+        return limit
+
+    def _open_device(self, model: nn.Module) -> Device | None:
+        if self.device.type == "cpu":
+            return None
+        # As much as one unit's gradients may wait on the device for their copies.
+        waiting = max((unit.nbytes for unit in self.units), default=0)
+        self.transfer = DeviceTransfer(
+            self.device,
+            reads_in_flight_bytes=min(waiting, READS_IN_FLIGHT_BYTES),
+            metrics=self.metrics,
+        )
+        return Device(self.transfer, self._device_bytes)
+
     def _open_model(self, model: nn.Module) -> None:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
@@ -194,7 +233,10 @@ class Prepared:
             depth,
             keeps_gradients=self.shares.gradients > 0,
             start=self._start,
+            on=self._open_device(model),
         )
+        if self.device.type != "cpu":
+            self.buffers = ModelBuffers(model, self.device)  # they have their values now
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.open_spare = self._open_spare
@@ -220,6 +262,11 @@ class Prepared:
         unit = self._unit_of.get(param)  # type: ignore[call-overload]
         return None if unit is None else unit.number
 
+    def home_of(self, param: Tensor) -> torch.device:
+        assert self.engine is not None
+        residency = self.engine.residency
+        return residency.home_of(param)
+
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
         assert self.engine is not None
         residency = self.engine.residency
@@ -237,12 +284,8 @@ class Prepared:
         assert self.engine is not None
         own = [self._unit_of[p] for p in module.parameters() if p in self._unit_of]
         units = list({unit.number: unit for unit in own}.values())
-        with self.engine.residency.using(units):
-            self.engine.residency.rest()
-            try:
-                yield
-            finally:
-                self.engine.residency.wake()
+        with self.engine.resident(units):
+            yield
 
     def use(self, ledger: Ledger) -> ModelUse:
         """Of the parameters, for a report."""
@@ -286,6 +329,11 @@ class Prepared:
             for module in self.engine.model.modules():
                 object.__delattr__(module, _PREPARED)
             self.engine = None
+        if self.buffers is not None:
+            self.buffers.give_back()
+        if self.transfer is not None:
+            self.transfer.close()
+        self.buffers = self.transfer = None
         for store in (self.store, self._spare):
             if store is not None:
                 store.close()

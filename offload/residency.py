@@ -24,7 +24,7 @@ from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pace import Pace
 from offload.pool import Pool
-from offload.scheduler import Tier, look_ahead, make_room, next_uses
+from offload.scheduler import Moves, Tier, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
 from offload.store.originals import Original
@@ -119,8 +119,27 @@ class Residency:
                 for block in needed:
                     block.pins -= 1
 
+    @contextmanager
+    def lent(self, units: Sequence[Unit]) -> Iterator[None]:
+        """All these at once, for code that we do not see: it may change them."""
+        with self.using(units):
+            self.rest()
+            try:
+                yield
+            finally:
+                self.wake()
+
+    @contextmanager
+    def in_host(self, units: Sequence[Unit]) -> Iterator[None]:
+        """All these at once, with their parameters in host memory."""
+        with self.using(units):
+            yield
+
     def memory_of(self, block: Block) -> Tensor:
-        """The block's bytes, which stay as long as the tensor is held."""
+        """The block's bytes where they are used; they stay as long as the tensor is held."""
+        return self._host_memory(block)
+
+    def _host_memory(self, block: Block) -> Tensor:
         with self._lock:
             if block.in_host is not Presence.HERE:
                 block.pins += 1
@@ -191,6 +210,9 @@ class Residency:
                     assert block.memory is not None
                     block.seen = kernels.checksum(block.memory)
 
+    def conceal(self) -> None:
+        """A recomputation has ended, backward goes on: nobody else can get at parameters."""
+
     def wake(self) -> None:
         """Find what was changed since `rest`, by whatever means."""
         with self._lock:
@@ -260,7 +282,12 @@ class Residency:
         return next_uses(ahead, len(self.blocks))
 
     def _fetch_ahead(self) -> None:
-        moves = look_ahead(self._tier(), self._uses(), self.depth)
+        self._follow(look_ahead(self._tier(), self._uses(), self.depth))
+
+    def look_ahead(self) -> None:
+        """Blocks have changed: what is needed next may have to come again. Here nothing has."""
+
+    def _follow(self, moves: Moves) -> None:
         for number in moves.drop:
             if not self._drop(self.blocks[number]):
                 return
@@ -452,6 +479,10 @@ class Residency:
             if block.in_host is not Presence.AWAY:
                 self._forget_memory(block)
 
+    def home_of(self, param: Tensor) -> torch.device:
+        """Where the parameter is when it is an ordinary one."""
+        return self.device
+
     def keep(self, block: Block) -> None:
         """Never let it go."""
         with self._lock:
@@ -466,7 +497,7 @@ class Residency:
                 return
             if block.is_attached:
                 self._take_in_rebound(block)
-            memory = self.memory_of(block)
+            memory = self._host_memory(block)
             for member, values in block.views(memory):
                 unguard(member.param, make(values).copy_(values))
             self._settle_write(block)

@@ -86,9 +86,9 @@ class Services:
         if keep_vars:
             original(destination, prefix, keep_vars)
             return
-        with self._residency.using(self._units(module)):
+        with self._residency.in_host(self._units(module)):
             original(destination, prefix, keep_vars)
-            if self._residency.has_room_for_all:
+            if self._residency.has_room_for_all and self._device.type == "cpu":
                 return
             for name, param in module._parameters.items():
                 if param is not None and prefix + name in destination:
@@ -121,7 +121,7 @@ class Services:
                 "load_state_dict: assign=True would put other parameters in the place of prepared "
                 "ones; leave it out, and the values are copied"
             )
-        with self._residency.using(units):
+        with self._residency.in_host(units):
             for unit in units:
                 self._residency.changed(self._residency.blocks[unit.number])
             original(state_dict, prefix, local_metadata, *rest)
@@ -139,7 +139,8 @@ class Services:
             sample = torch.empty(1, dtype=dtype, device=self._device)
             with torch.no_grad():
                 result = function(sample)
-            if result is not sample or result.is_shared():  # type: ignore[no-untyped-call]
+            is_shared = result.is_cpu and result.is_shared()  # type: ignore[no-untyped-call]
+            if result is not sample or is_shared:  # on a GPU it always is
                 raise ConfigError(
                     f"model: its parameters stay {dtype} on {self._device}, where they were "
                     "prepared for; .to(...), .half(), .share_memory() and the like cannot change "

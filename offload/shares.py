@@ -17,6 +17,8 @@ from offload.units import Unit, enclosing
 _PAGE = 4096
 _STATE_SHARE = 1 / 8  # of the budget, for buffers of state on its way, where not all fits
 _STATE_MOST_BYTES = 320 << 20  # six chunks of the usual size
+_DEVICE_ALIGN = 512
+_DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
 _STATE_LEAST_BYTES = 6 * 3 * _PAGE  # six of the least
 
 
@@ -84,6 +86,36 @@ def least_bytes(units: Sequence[Unit]) -> int:
     pages = [_page_up(unit.nbytes) for unit in units]
     most = max((sum(pages[n] for n in u.needs if n not in kept) for u in units), default=0)
     return sum(pages[number] for number in kept) + most
+
+
+def on_device_bytes(nbytes: int) -> int:
+    """What a block of so many bytes takes there: allocators round up."""
+    return -(-nbytes // _DEVICE_ALIGN) * _DEVICE_ALIGN
+
+
+def least_device_bytes(units: Sequence[Unit]) -> int:
+    """For blocks on a device, when one unit at a time is there, beside those that hold others."""
+    kept = enclosing(units)
+    sizes = [on_device_bytes(unit.nbytes) for unit in units]
+    most = max((sum(sizes[n] for n in u.needs if n not in kept) for u in units), default=0)
+    return sum(sizes[number] for number in kept) + most
+
+
+def check_device(
+    units: Sequence[Unit], buffer_bytes: int, others_bytes: int, limit_bytes: int
+) -> None:
+    """Refuse a limit for everything on a device in which not even one unit at a time works.
+    buffer_bytes: of the model. others_bytes: on the device already.
+    """
+    blocks = least_device_bytes(units)
+    works = blocks + on_device_bytes(buffer_bytes) + others_bytes + _DEVICE_SPARE_BYTES
+    if works > limit_bytes:
+        raise CapacityError(
+            f"device_memory: {format_size(limit_bytes)} ({limit_bytes} bytes) are allowed; one "
+            f"unit at a time needs {format_size(blocks)} for parameters, the model's buffers "
+            f"{format_size(buffer_bytes)}, others hold {format_size(others_bytes)}; the least that "
+            f"works is about {works} bytes, and what activations take"
+        )
 
 
 def _page_up(nbytes: int) -> int:

@@ -159,7 +159,7 @@ class Start:
             for number in units:
                 if number not in self._taken and number not in self.originals:
                     self._fill_now(residency, residency.blocks[number])
-            with residency.using(list(units.values())):
+            with residency.in_host(list(units.values())):
                 self._run(residency, task, units, left)
         refuse_empty(left.values())
         for block in residency.blocks:

@@ -61,6 +61,7 @@ class Workbench:
         assert not self._begun, "every block that was begun has been ended"
         self._grads = {}  # they belong to the parameters
         self._residency.rest()
+        self._residency.look_ahead()
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
         """Block by block: first those whose state is at hand, then those that are in memory

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from offload.budget import HOST
@@ -44,6 +45,9 @@ class Host(Protocol):
 
     def unit_of(self, param: Tensor) -> int | None:
         """The number of the unit that owns the parameter."""
+
+    def home_of(self, param: Tensor) -> torch.device:
+        """Where the parameter will be when the model is an ordinary one again."""
 
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground: ...
 

@@ -23,23 +23,24 @@ def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in state.items():
         if name in record.fields:
-            found[name] = _like(value, record.param)
+            found[name] = _like(value, record.param, record.home or record.param.device)
         elif name != MASTER:
             found[name] = _number(value, record)
     return found
 
 
-def _like(value: Tensor, param: Tensor) -> Tensor:
+def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:
     """Itself, where it is as the parameter is already."""
     if value.stride() != param.stride():  # fused steps go by memory alone
         value = torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
-    return value.to(dtype=param.dtype, device=param.device)
+    return value.to(dtype=param.dtype, device=device)
 
 
 def _number(value: Any, record: Record) -> Any:
     """A step count and the like is on the device only for steps that run there."""
     there = record.group.get("capturable") or record.group.get("fused")
-    return value.to(record.param.device) if there and isinstance(value, Tensor) else value
+    device = record.home or record.param.device
+    return value.to(device) if there and isinstance(value, Tensor) else value
 
 
 def tell_what_is_lost(records: Mapping[Tensor, Record]) -> None:

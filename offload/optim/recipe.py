@@ -33,6 +33,8 @@ class Record:
     has_state: bool = False  # its slices of the chunks, step and scalars mean something
     step: float = 0.0  # updates so far
     scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
+    home: torch.device | None = None  # of a prepared model: where it goes at close; its gradient
+    # is in host memory
 
     def __post_init__(self) -> None:
         # As the plan was made for it; `model.to(...)` may change them under our feet.

@@ -56,7 +56,8 @@ def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
     if record.is_frozen:
         return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
-    return ParamSpec(record.name, record.param.numel(), fields, record.device_bytes, unit)
+    device_bytes = record.device_bytes if unit is None else 0  # a model brings it to the host
+    return ParamSpec(record.name, record.param.numel(), fields, device_bytes, unit)
 
 
 def check_param(name: str, param: Tensor) -> None:

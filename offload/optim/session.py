@@ -91,6 +91,8 @@ class Session:
     def _draw_up(self, with_state: Container[Tensor]) -> tuple[list[Record], Plan]:
         """Records and plan for the optimizer as it is now. Changes nothing."""
         records = make_records(self.optimizer, self._recipe, with_state)
+        for record in records:
+            record.home = self.host.home_of(record.param) if self.host else None
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
             [spec_of(r, self.host.unit_of(r.param) if self.host else None) for r in records],

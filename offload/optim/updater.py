@@ -266,10 +266,11 @@ def _gradient(record: Record) -> Tensor:
             f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
             "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
         )
-    allowed = GRADS if record.param.is_cpu else (record.dtype,)
-    if grad.device != record.param.device or grad.dtype not in allowed:
+    place = record.param.device if record.home is None else torch.device("cpu")
+    allowed = GRADS if place.type == "cpu" else (record.dtype,)
+    if grad.device != place or grad.dtype not in allowed:
         raise ConfigError(
             f"{record.name}: expected a gradient of {' or '.join(map(str, allowed))} on "
-            f"{record.param.device}, got {grad.dtype} on {grad.device}"
+            f"{place}, got {grad.dtype} on {grad.device}"
         )
     return in_order_of(grad.resolve_neg(), record.param)

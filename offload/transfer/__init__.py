@@ -11,8 +11,9 @@ counted against a budget in bytes. It is given back in the order of `up`, after 
 used it: what `up` writes next may lie in the same memory, at once, without anybody waiting for it.
 So the bytes in use never exceed the budget, however far the device runs behind the CPU.
 
-`device.py` has the copies, `buffer.py` the device memory, `host.py` the case without a device: the
-CPU's own memory, where nothing is copied. Any thread. Knows no policy and no files.
+`device.py` has the copies, `buffer.py` the device memory, `gauge.py` what else is on the device,
+`host.py` the case without a device: the CPU's own memory, where nothing is copied. Any
+thread. Knows no policy and no files.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ import torch
 
 from offload.metrics import Metrics
 from offload.transfer.buffer import DeviceBuffer
-from offload.transfer.device import DeviceTransfer, Mark
+from offload.transfer.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, Mark
+from offload.transfer.gauge import DeviceGauge, Reading, find_device, usable_bytes, used_bytes
 from offload.transfer.host import HostBuffer, HostTransfer
 
 __all__ = [
+    "READS_IN_FLIGHT_BYTES",
     "DeviceBuffer",
+    "DeviceGauge",
     "DeviceTransfer",
     "HostBuffer",
     "HostTransfer",
     "Mark",
+    "Reading",
     "Transfer",
+    "find_device",
     "open_transfer",
+    "usable_bytes",
+    "used_bytes",
 ]
 
 Transfer = DeviceTransfer | HostTransfer

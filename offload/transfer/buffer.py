@@ -153,6 +153,15 @@ class DeviceBuffer:
         """Whether what was filled so far is there already."""
         return self._filled.query()
 
+    @property
+    def views(self) -> int:
+        """How many tensors lie in its memory."""
+        return holders(self._memory()) - 1
+
+    @property
+    def address(self) -> int:
+        return self._memory().untyped_storage().data_ptr()
+
     def use(self) -> Tensor:
         """The buffer's bytes, for this thread's current stream, which waits for the fills so far.
         Views of it may be made; all of them end with `release`.

@@ -255,6 +255,10 @@ class DeviceTransfer:
         self.metrics.count("device_to_host_bytes", host.nbytes)
         return tickets
 
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory of torch's own that copies need not wait for; outside of every pool."""
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
     def _lower(
         self,
         source: Tensor,

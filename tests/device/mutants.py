@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 import offload.transfer
 
@@ -58,12 +59,125 @@ BY_HAND = [
     ("buffer.py", "self._loan.users.append(stream)", "pass", "users are not noted"),
 ]
 
+# The same for models that are prepared for a device: module, text, text instead of it, fault.
+OF_MODELS = [
+    ("device_tier", ".use()\n", "._loan.memory.detach()\n", "nobody waits for a block"),
+    ("device_tier", "elif block.on_device is not Presence.AWAY:", "elif 0:", "an old copy is used"),
+    (
+        "device_tier",
+        "            return\n        if block.is_attached:\n            self.detach(block)\n",
+        "            return\n        if 0:\n            self.detach(block)\n",
+        "released without the flip",
+    ),
+    (
+        "device_tier",
+        "        self.hide(block)\n        block.is_attached = False",
+        "        block.is_attached = False",
+        "no flip back",
+    ),
+    ("device_tier", "!= self._versions[block.number]:", "!= _versions(block):", "an edit is lost"),
+    ("device_gradients", "addend.ticket.wait()", "pass", "a sum of what has not come"),
+    (
+        "device_gradients",
+        "        if ticket is not None:\n            ticket.wait()",
+        "        if ticket is not None:\n            pass",
+        "a gradient before it has come",
+    ),
+    (
+        "device_gradients",
+        "self._add(param, held, grad.detach())\n        set_own_grad(param, None)",
+        "self._add(param, held, grad.detach())\n        pass",
+        "a gradient stays and counts twice",
+    ),
+    ("device_gradients", "holders(place) > 1", "False", "a gradient that is held is overwritten"),
+    ("device_gradients", "target[part], values, slot", "target, values, slot", "a wrong part"),
+    (
+        "device_gradients",
+        "held.detach().copy_(grad.detach())",
+        "pass",
+        "a gradient that was lent does not come home",
+    ),
+    (
+        "device_residency",
+        "                try:\n                    self._take_back(block)",
+        "                try:\n                    pass",
+        "nothing is copied back",
+    ),
+    ("device_residency", "if block.generation != generation:", "if 0:", "loaded values stay away"),
+    (
+        "device_residency",
+        "if block.is_attached and block.number not in self._lent:",
+        "if 0:",
+        "parameters are seen outside of runs",
+    ),
+    ("device_residency", "self.tier.await_lift(block)\n        if", "if", "dropped too early"),
+    ("guard", "nowhere, GuardedOnDevice)", "nowhere, Guarded)", "gradients are not seen"),
+    ("allowance", "return int(_MARGIN *", "return int(0 *", "no room for others"),
+    ("allowance", "self._least_bytes)", "left)", "too much before anything is known"),
+]
+
 
 @dataclass(frozen=True)
 class Mutant:
     file: str
     name: str
     source: str
+
+
+def mutants_of_models() -> list[Mutant]:
+    found = []
+    for module, old, new, what in OF_MODELS:
+        text = (FOLDER.parent / f"{module}.py").read_text()
+        assert text.count(old) == 1, f"{module} has {text.count(old)} times {old!r}: mend OF_MODELS"
+        found.append(Mutant(module, f"{module} {what}", text.replace(old, new)))
+    return found
+
+
+@contextmanager
+def patched(mutant: Mutant) -> Iterator[None]:
+    """The functions of a module as they would be with the fault, in the module and its classes."""
+    module = importlib.import_module(f"offload.{mutant.file}")
+    faulty = ModuleType(module.__name__)
+    sys.modules[f"{module.__name__}?"] = faulty
+    faulty.__dict__.update(__name__=f"{module.__name__}?")
+    exec(compile(mutant.source, mutant.name, "exec"), faulty.__dict__)
+    undo = []
+    for owner, name, function in _functions(module):
+        other = vars(faulty if owner is module else getattr(faulty, owner.__name__))[name]
+        if isinstance(other, property):
+            other = other.fget
+        if _gist(function) != _gist(other):
+            changed = FunctionType(
+                other.__code__, module.__dict__, name, function.__defaults__, function.__closure__
+            )
+            changed.__kwdefaults__ = function.__kwdefaults__
+            users = [one for key, one in sys.modules.items() if key.startswith("offload.")]
+            for user in [owner, *(one for one in users if vars(one).get(name) is function)]:
+                undo.append((user, name, vars(user)[name]))
+                is_property = isinstance(vars(user)[name], property)
+                setattr(user, name, property(changed) if is_property else changed)
+    assert undo, "nothing has changed"
+    try:
+        yield
+    finally:
+        for owner, name, function in undo:
+            setattr(owner, name, function)
+        del sys.modules[f"{module.__name__}?"]
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[Any, str, FunctionType]]:
+    classes = [one for one in vars(module).values() if isinstance(one, type)]
+    owners = [module, *(one for one in classes if one.__module__ == module.__name__)]
+    for owner in owners:
+        for name, found in list(vars(owner).items()):
+            function = found.fget if isinstance(found, property) else found
+            if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                yield owner, name, function
+
+
+def _gist(function: Any) -> tuple[Any, ...]:
+    code = function.__code__
+    return code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")]
 
 
 def mutants() -> list[Mutant]:

@@ -1,0 +1,260 @@
+"""Runs of models that are prepared for a device, beside those of plain models there: what is seen
+must be the same, to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import load
+from preparelib import batch, loss_of, make
+from torch import Tensor, nn
+
+import offload
+from offload.errors import CapacityError
+from offload.guard import is_guarded
+from offload.prepared import prepared_of
+from offload.shares import least_device_bytes, on_device_bytes
+
+STEPS = 3
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = STEPS) -> list[Any]:
+    """What is seen in some steps: losses, gradients, evaluations."""
+    seen: list[Any] = []
+    can_evaluate = not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())  # on the fake
+    for step in range(steps):
+        torch.manual_seed(step)
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, batch(10 * step + micro).to("fake"))
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+        seen += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.train(not can_evaluate)
+        with torch.no_grad():
+            seen += [loss.detach().cpu(), model(batch(step).to("fake")).cpu()]
+        model.train()
+    return seen
+
+
+def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert (a is None) is (b is None), number
+        assert a is None or torch.equal(a, b), number
+
+
+@functools.cache
+def plain(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Any], list[Tensor]]:
+    """What is seen of the plain model on the device, whose optimizer's state alone is in host
+    memory, and how it ends.
+    """
+    load("eager", 0)
+    model = make(name, dtype=dtype).to("fake")
+    optimizer = offload.wrap(adamw(model))
+    seen = train(model, optimizer)
+    optimizer.close()
+    return seen, [value.cpu() for value in model.state_dict().values()]
+
+
+@functools.cache
+def least_host_bytes(name: str, dtype: torch.dtype) -> int:
+    model = make(name, dtype=dtype)
+    with pytest.raises(CapacityError, match="the least that works") as refused:
+        offload.prepare(model, adamw(model), device="fake", host_memory=4096, nvme=gettempdir())
+    return int(str(refused.value).split("about ")[1].split()[0])
+
+
+@functools.cache
+def device_bytes(name: str, dtype: torch.dtype) -> tuple[int, int, int]:
+    """For blocks one unit at a time, for all of them, and for everything else at its peak."""
+    load("eager", 0)
+    model = make(name, dtype=dtype)
+    optimizer = adamw(model)
+    offload.prepare(model, optimizer, device="fake")
+    train(model, optimizer)
+    tier = prepared_of(model).engine.residency.tier
+    others = tier.allowance.others_peak_bytes
+    found = prepared_of(model).units
+    everything = sum(on_device_bytes(unit.nbytes) for unit in found)
+    optimizer.close()
+    return least_device_bytes(found), everything, others
+
+
+def budget_bytes(name: str, dtype: torch.dtype, budget: str) -> int:
+    least, everything, others = device_bytes(name, dtype)
+    share = {"one": 0.0, "some": 0.5, "all": 1.5}[budget]
+    return others + max(least, int(share * everything)) + (3 * others if budget == "all" else 0)
+
+
+def assert_same_bits(
+    name: str,
+    dtype: torch.dtype,
+    schedule: tuple[str, int],
+    folder: Path,
+    **options: Any,
+) -> dict[str, int]:
+    seen, end = plain(name, dtype)
+    fake = load(*schedule)
+    ours = make(name, dtype=dtype)
+    mine = adamw(ours)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    offload.prepare(ours, mine, device="fake", nvme=folder, **options)
+    counts = prepared_of(ours).metrics
+    assert_equal(train(ours, mine), seen)
+    assert torch.accelerator.max_memory_allocated() <= options.get("device_memory", 1 << 30)
+    found = counts.snapshot()
+    assert not found.fallbacks and "gradients_outside_of_their_place" not in found.counts
+    mine.close()
+    for p, q in zip(ours.state_dict().values(), end, strict=True):
+        assert p.device.type == "cpu" and torch.equal(p, q)
+    assert fake.counters()["kernels"]
+    return dict(found.counts)
+
+
+def ready(folder: Path | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    model = make("gpt")
+    return offload.prepare(model, adamw(model), device="fake", nvme=folder, **options)
+
+
+def trains_right(folder: Path, schedule: tuple[str, int]) -> None:
+    options = {"host_memory": least_host_bytes("gpt", torch.float32)}
+    for budget in ("one", "some"):
+        options["device_memory"] = budget_bytes("gpt", torch.float32, budget)
+        assert_same_bits("gpt", torch.float32, schedule, folder, **options)
+
+
+def large_loss(model: nn.Module) -> None:
+    """What comes after the model takes more than the model."""
+    logits = model(batch(0).to("fake"))
+    torch.cat([logits] * 30).square().mean().backward()
+
+
+@functools.cache
+def large_loss_bytes() -> int:
+    load("eager", 0)
+    model, _ = ready()
+    for _ in range(2):
+        large_loss(model)
+    found = prepared_of(model)
+    others = found.engine.residency.tier.allowance.others_peak_bytes
+    offload.close(model)
+    return int(others) + least_device_bytes(found.units)
+
+
+def starts_right(folder: Path, schedule: tuple[str, int]) -> None:
+    """Already the first step is within the budget."""
+    limit = large_loss_bytes()
+    load(*schedule)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    model, _ = ready(folder, device_memory=limit)
+    torch.accelerator.reset_peak_memory_stats()
+    try:
+        large_loss(model)
+        assert torch.accelerator.max_memory_allocated() <= limit
+    finally:
+        offload.close(model)
+
+
+@functools.cache
+def plain_sums() -> list[Tensor]:
+    load("eager", 0)
+    return sums_of(make("gpt").to("fake"))
+
+
+def sums_of(model: nn.Module) -> list[Tensor]:
+    """Gradients of several passes, of which some are held by somebody."""
+    seen = []
+    for seed in range(4):
+        loss_of(model, batch(seed).to("fake")).backward()
+        if seed == 1:
+            seen += [p.grad for p in model.parameters()]
+            model.zero_grad()
+    seen += [p.grad for p in model.parameters()]
+    return [grad.cpu() for grad in seen]
+
+
+def adds_right(folder: Path, schedule: tuple[str, int]) -> None:
+    expected = plain_sums()
+    load(*schedule)
+    model, _ = ready(folder)
+    try:
+        assert_equal(sums_of(model), expected)
+    finally:
+        offload.close(model)
+
+
+def louder(module: nn.Module, _: object) -> None:
+    module.weight.mul_(1.1)
+
+
+def edits(model: nn.Module, resident: Callable[..., Any]) -> list[Tensor]:
+    """Values that are changed in every way, and what comes of it."""
+    tokens = batch(0).to("fake")
+    with torch.no_grad():
+        seen = [model(tokens)]
+        with resident(model.layers[1]):
+            model.layers[1].up.weight.data.mul_(1.5)
+            seen.append(model.layers[1].up.weight.clone())
+        seen += [model(tokens), model.state_dict()["layers.1.up.weight"].clone()]
+        hook = model.norm.register_forward_pre_hook(louder)
+        seen.append(model(tokens))
+        hook.remove()
+        seen += [model(tokens), model.state_dict()["norm.weight"].clone()]
+        model.load_state_dict({**make("gpt", 4).state_dict()})
+        seen.append(model(tokens))
+    loss_of(model, tokens).backward()
+    with resident(model.norm):
+        model.norm.weight.grad.add_(1.0)
+    seen.append(model.norm.weight.grad)
+    return [one.cpu() for one in seen]
+
+
+@functools.cache
+def plain_edits() -> list[Tensor]:
+    load("eager", 0)
+    return edits(make("gpt").to("fake"), lambda module: contextlib.nullcontext())
+
+
+def edits_right(folder: Path, schedule: tuple[str, int]) -> None:
+    expected = plain_edits()
+    load(*schedule)
+    model, _ = ready(folder)
+    try:
+        assert_equal(edits(model, offload.resident), expected)
+        assert all(is_guarded(p) for p in model.parameters())
+    finally:
+        offload.close(model)
+
+
+SCENES = [starts_right, trains_right, adds_right, edits_right]
+
+
+def expect_training() -> None:
+    plain("gpt")
+    least_host_bytes("gpt", torch.float32)
+    device_bytes("gpt", torch.float32)
+
+
+EXPECTED = [
+    large_loss_bytes,
+    expect_training,
+    plain_sums,
+    plain_edits,
+]  # what the scenes are compared with

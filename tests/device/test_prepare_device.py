@@ -1,0 +1,585 @@
+"""Models that are prepared for a device: the bits of the plain model there, under every schedule,
+within every budget.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import DeviceModule, load
+from fake_accelerator.train_case import SCHEDULES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prepare_cases import (
+    adamw,
+    assert_same_bits,
+    budget_bytes,
+    device_bytes,
+    least_host_bytes,
+    ready,
+)
+from preparelib import MODELS, batch, loss_of, make
+from torch import Tensor, nn
+from transfer_cases import register
+
+import offload
+from offload import device_gradients, planner, prepared, units
+from offload.block import Presence
+from offload.budget import Budget
+from offload.errors import CapacityError, ConfigError, StateError
+from offload.guard import is_guarded
+from offload.pool import Pool
+from offload.prepared import prepared_of
+
+KI = 1 << 10
+SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]
+under_some = pytest.mark.parametrize("fake", SOME, ids=["eager", "lazy", "seeded"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]:
+    monkeypatch.setattr(units, "LARGE_BYTES", 2048)
+    monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(prepared, "Pool", partial(Pool, register=register))
+    torch.set_num_threads(1)
+    torch.backends.mha.set_fastpath_enabled(False)  # the fake device has no kernel for it
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+    torch.accelerator.synchronize()
+    gc.collect()
+    assert own_budget.used_bytes == 0
+
+
+PAIRS = [
+    (name, SCHEDULES[(number + shift) % len(SCHEDULES)], budget)
+    for shift, budget in enumerate(["one", "some", "all"])
+    for number, name in enumerate(MODELS)
+]
+
+
+@pytest.mark.parametrize(("name", "schedule", "budget"), PAIRS)
+def test_the_bits_are_those_of_the_plain_model(
+    name: str, schedule: tuple[str, int], budget: str, tmp_path: Path
+) -> None:
+    dtype = torch.float32
+    options: dict[str, Any] = {"device_memory": budget_bytes(name, dtype, budget)}
+    if budget != "all":
+        options["host_memory"] = least_host_bytes(name, dtype)
+    counts = assert_same_bits(name, dtype, schedule, tmp_path, **options)
+    assert ("device_drops" in counts) or (budget == "all")
+
+
+# --- what happens on the way ----------------------------------------------------------------------
+
+
+def on_device(seed: int = 0) -> tuple[nn.Module, Any]:
+    """A plain model on the device."""
+    model = make("gpt", seed).to("fake")
+    return model, offload.wrap(adamw(model))
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> float:
+    loss = loss_of(model, batch(seed).to("fake"))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def counts_of(model: nn.Module) -> dict[str, int]:
+    return dict(prepared_of(model).metrics.snapshot().counts)
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, p), q in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
+        assert torch.equal(p.cpu(), q.cpu()), name
+
+
+@under_some
+def test_a_step_with_room_for_all_copies_everything_once_and_never_waits(
+    fake: DeviceModule,
+) -> None:
+    model, optimizer = ready()
+    tokens = [batch(seed).to("fake") for seed in range(4)]
+    blocks = prepared_of(model).engine.residency.blocks
+    for seed in range(3):
+        before, host_syncs = counts_of(model), 0
+        torch.accelerator.synchronize()
+        fake.reset_counters()
+        loss = loss_of(model, tokens[seed])
+        host_syncs = fake.counters()["host_syncs"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counted, after = fake.counters(), counts_of(model)
+        assert counted["pageable_bytes"] == counted["blocking_copies"] == 0
+    assert host_syncs == 0  # in the forward pass
+    sizes = sum(block.nbytes for block in blocks)
+    moved = after["host_to_device_bytes"] - before["host_to_device_bytes"]
+    ahead = sum(sorted(block.nbytes for block in blocks)[-2:])  # for the step after it
+    assert sizes <= moved <= sizes + ahead
+    assert after.get("device_drops") == before.get("device_drops")
+    trained = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert counted["d2h_bytes"] == trained
+    offload.close(model)
+
+
+def test_both_stages_work_at_once(tmp_path: Path) -> None:
+    """Blocks are read from the disk before they are needed, and go to the device before, too."""
+    load("eager", 0)
+    least, everything, others = device_bytes("gpt", torch.float32)
+    host = least_host_bytes("gpt", torch.float32) + 40 * KI
+    model, optimizer = ready(
+        tmp_path, host_memory=host, device_memory=4 * others + least + everything // 2
+    )
+    for seed in range(4):
+        before = counts_of(model)
+        step(model, optimizer, seed)
+    after = counts_of(model)
+    found = {name: after[name] - before.get(name, 0) for name in after}
+    assert found["disk_read_bytes"] > 0
+    assert found.get("device_misses", 0) < found["device_hits"]
+    optimizer.close()
+
+
+def test_a_longer_batch_shrinks_what_is_resident() -> None:
+    load("lazy", 0)
+    least, everything, others = device_bytes("gpt", torch.float32)
+    limit = 5 * others + least + everything
+    plain_model, other = on_device()
+    model, optimizer = ready(device_memory=limit)
+    other_peak = prepared_of(model).engine.residency.tier.allowance
+    for times in (1, 1, 1, 2, 4, 4, 1):
+        tokens = torch.cat([batch(times + n) for n in range(times)]).to("fake")
+        losses = []
+        for one, stepper in ((plain_model, other), (model, optimizer)):
+            gc.collect()
+            if one is model:
+                held = torch.accelerator.memory_allocated()
+                torch.accelerator.reset_peak_memory_stats()
+            loss = loss_of(one, tokens)
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            losses.append(loss.detach().cpu())
+            del loss
+        assert torch.equal(*losses)
+        plain_bytes = sum(p.nbytes for p in plain_model.parameters())
+        assert held and torch.accelerator.max_memory_allocated() - plain_bytes <= limit
+    assert other_peak.others_peak_bytes > others
+    optimizer.close()
+    other.close()
+    assert_same(model, plain_model)
+
+
+def test_budgets_that_cannot_work_are_refused_before_anything_is_allocated() -> None:
+    load("eager", 0)
+    model = make("gpt")
+    before = torch.accelerator.memory_allocated()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(
+        CapacityError, match=r"the least that works is about (\d+) bytes"
+    ) as refused:
+        offload.prepare(model, adamw(model), device="fake", device_memory=5 * KI)
+    least = int(str(refused.value).split("about ")[1].split()[0])
+    with pytest.raises(CapacityError, match="the least that works"):
+        offload.prepare(model, device="fake", device_memory=least - 1)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert torch.accelerator.memory_allocated() == before
+    with pytest.raises(ConfigError, match="the CPU has no device memory"):
+        offload.prepare(model, device="cpu", device_memory="1GiB")
+    offload.prepare(model, device="fake", device_memory=least)
+    with pytest.raises(CapacityError, match="activations, gradients and others hold"):
+        loss_of(model, batch(0).to("fake"))
+    offload.close(model)
+    assert_same(model, make("gpt"))
+
+
+def test_auto_is_the_device_that_torch_has() -> None:
+    load("eager", 0)
+    model = offload.prepare(make("gpt"))
+    assert prepared_of(model).device == torch.device("fake:0")
+    assert {p.device for p in model.parameters()} == {torch.device("fake:0")}
+    assert model.to("fake") is model
+    with pytest.raises(ConfigError, match=r"offload\.close"):
+        model.cpu()
+    offload.close(model)
+
+
+def test_a_model_that_is_on_the_device_goes_back_there() -> None:
+    load("lazy", 0)
+    theirs, other = on_device()
+    ours = make("gpt").to("fake")
+    mine = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    ours.register_buffer("extra", torch.ones(3))  # on the CPU
+    loss_of(ours, batch(9).to("fake")).backward()
+    loss_of(theirs, batch(9).to("fake")).backward()
+    offload.prepare(ours, mine, device="fake")
+    assert all(p.grad.is_cpu for p in ours.parameters())
+    assert ours.extra.device.type == "fake"
+    for seed in range(3):
+        assert step(ours, mine, seed) == step(theirs, other, seed)
+    loss_of(ours, batch(3).to("fake")).backward()
+    loss_of(theirs, batch(3).to("fake")).backward()
+    mine.close()
+    other.close()
+    assert ours.extra.device.type == "cpu"
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.device == p.grad.device == torch.device("fake:0")
+        assert torch.equal(p, q) and torch.equal(p.grad, q.grad)
+        for name, value in other.state[q].items():
+            mirrored = mine.state[p][name]
+            assert mirrored.device == value.device and torch.equal(mirrored, value)
+    del ours._buffers["extra"]
+    mine.step()
+    other.step()
+    assert_same(ours, theirs)
+
+
+def test_parameters_are_guarded_outside_of_runs() -> None:
+    load("lazy", 0)
+    model, optimizer = ready()
+    step(model, optimizer, 0)
+    tier = prepared_of(model).engine.residency.tier
+    model(batch(0).to("fake"))
+    assert any(block.on_device is Presence.HERE for block in tier._blocks)
+    assert all(is_guarded(p) for p in model.parameters())
+    with pytest.raises(StateError, match=r"offload\.resident"):
+        model.head.weight.norm()
+    copied = counts_of(model)["host_to_device_bytes"]
+    model(batch(0).to("fake"))
+    assert counts_of(model)["host_to_device_bytes"] == copied  # they were there all the time
+    offload.close(model)
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda p: p.mul_(1.5),
+    "data": lambda p: p.data.mul_(1.5),
+    "rebound": lambda p: setattr(p, "data", p.data * 1.5),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("is_tight", [True, False], ids=["tight", "roomy"])
+def test_edits_are_kept(how: str, is_tight: bool, tmp_path: Path, own_budget: Budget) -> None:
+    load("lazy", 0)
+    theirs, other = on_device()
+    host = least_host_bytes("gpt", torch.float32) + 20 * KI + own_budget.used_bytes
+    model, optimizer = ready(tmp_path, **({"host_memory": host} if is_tight else {}))
+    for seed in range(3):
+        assert step(model, optimizer, seed) == step(theirs, other, seed)
+        with torch.no_grad(), offload.resident(model.layers[seed]):
+            for p, q in zip(
+                model.layers[seed].parameters(), theirs.layers[seed].parameters(), strict=True
+            ):
+                assert p.device.type == "fake" and torch.equal(p, q)
+                EDITS[how](p)
+                EDITS[how](q)
+        with torch.no_grad():
+            assert torch.equal(model(batch(9).to("fake")), theirs(batch(9).to("fake")))
+    optimizer.close()
+    other.close()
+    assert_same(model, theirs)
+
+
+def test_a_look_changes_nothing() -> None:
+    """Also between forward and backward."""
+    load("lazy", 0)
+    theirs, other = on_device()
+    model, optimizer = ready()
+    losses = [loss_of(one, batch(1).to("fake")) for one in (model, theirs)]
+    with offload.resident(model):
+        assert model.norm.weight.norm() == theirs.norm.weight.norm()
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.cpu())
+    with torch.no_grad(), offload.resident(model.norm):
+        model.norm.weight.mul_(2.0)
+        theirs.norm.weight.mul_(2.0)
+        assert model.norm.weight.grad.device.type == "fake"
+        model.norm.weight.grad.add_(1.0)
+        model.norm.bias.grad = None
+    theirs.norm.weight.grad.add_(1.0)
+    theirs.norm.bias.grad = None
+    optimizer.step()
+    other.step()
+    optimizer.close()
+    other.close()
+    assert_same(model, theirs)
+
+
+def test_state_dicts_go_out_and_in(tmp_path: Path) -> None:
+    load("lazy", 0)
+    theirs, other = on_device(seed=3)
+    model, optimizer = ready(tmp_path)
+    step(theirs, other, 5)
+    step(model, optimizer, 4)
+    loss = loss_of(model, batch(1).to("fake"))
+    model.load_state_dict(theirs.state_dict())
+    with pytest.raises(StateError, match="have changed since the forward pass"):
+        loss.backward()
+    model.zero_grad()
+    optimizer.load_state_dict(other.state_dict())
+    saved = model.state_dict()
+    assert saved["head.weight"] is saved["embedding.weight"] and saved["norm.bias"].is_cpu
+    assert_same(model, theirs)
+    before = {name: value.clone() for name, value in saved.items()}
+    assert step(model, optimizer, 6) == step(theirs, other, 6)
+    assert all(torch.equal(saved[name], before[name]) for name in before), "copies"
+    optimizer.close()
+    other.close()
+    assert_same(model, theirs)
+
+
+@under_some
+def test_gradients_add_up_as_on_the_device(fake: DeviceModule) -> None:
+    """Two forward passes in one backward pass, over a weight that is used twice in each, on top of
+    what is there; zeroed in place; held by somebody; set by somebody.
+    """
+    theirs, other = on_device()
+    model, optimizer = ready()
+    held = []
+    for one, stepper in ((theirs, other), (model, optimizer)):
+        mine: list[Tensor] = []
+        for seed in range(3):
+            loss = loss_of(one, batch(seed).to("fake")) + loss_of(one, batch(seed + 5).to("fake"))
+            loss.backward()
+            if seed == 1:
+                one.norm.weight.grad = torch.full_like(one.norm.weight.grad, 0.1)
+        mine += [p.grad for p in one.parameters()]
+        one.zero_grad()
+        loss_of(one, batch(7).to("fake")).backward()  # the places are not free
+        mine += [p.grad for p in one.parameters()]
+        stepper.step()
+        stepper.zero_grad(set_to_none=False)
+        assert all(not p.grad.any() for p in one.parameters())
+        mine = [grad.clone() for grad in mine[: len(mine) // 2]]
+        step(one, stepper, 8)
+        held.append([grad.cpu() for grad in mine])
+    for a, b in zip(*held, strict=True):
+        assert torch.equal(a, b)
+    assert counts_of(model)["gradients_outside_of_their_place"] > 0
+    optimizer.close()
+    other.close()
+    assert_same(model, theirs)
+
+
+def test_large_gradients_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_gradients, "STAGING_MOST_BYTES", 1024)
+    load("lazy", 0)
+    theirs, other = on_device()
+    model, optimizer = ready()
+    for one in (theirs, model):
+        for seed in range(3):
+            loss_of(one, batch(seed).to("fake")).backward()
+    for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert p.grad.is_cpu and torch.equal(p.grad, q.grad.cpu())
+    optimizer.close()
+    other.close()
+
+
+@under_some
+def test_a_view_that_escapes_is_not_pulled_away(fake: DeviceModule) -> None:
+    least, _, others = device_bytes("gpt", torch.float32)
+    model, optimizer = ready(device_memory=3 * others + 2 * least)
+    kept: list[Tensor] = []
+    with torch.no_grad():
+        hook = model.layers[0].register_forward_hook(
+            lambda module, *_: kept.append(module.up.weight.t().detach())
+        )
+        model(batch(0).to("fake"))
+        hook.remove()
+        before = kept[0].cpu()
+        for seed in range(4):
+            model(batch(seed).to("fake"))
+        assert torch.equal(kept[0].cpu(), before)
+        kept.clear()
+    step(model, optimizer, 0)
+    offload.close(model)
+
+
+@under_some
+def test_an_exception_leaves_everything_consistent(fake: DeviceModule) -> None:
+    theirs, other = on_device()
+    model, optimizer = ready()
+
+    def fail(*_: object) -> None:
+        raise ValueError("in the middle")
+
+    for name in ("layers.2", "layers.1.up"):
+        handle = model.get_submodule(name).register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="in the middle"):
+            loss_of(model, batch(0).to("fake"))
+        handle.remove()
+        assert all(is_guarded(p) for p in model.parameters())
+    loss = loss_of(model, batch(0).to("fake"))
+    hook = model.layers[1].up.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="in the middle"):
+        loss.backward()
+    hook.remove()
+    model.zero_grad()
+    del loss
+    for seed in range(2):
+        assert step(model, optimizer, seed) == step(theirs, other, seed)
+    blocks = prepared_of(model).engine.residency.blocks
+    assert not any(block.device_pins or block.pins for block in blocks)
+    optimizer.close()
+    other.close()
+    assert_same(model, theirs)
+
+
+def test_two_models_make_room_for_each_other(tmp_path: Path) -> None:
+    load("lazy", 0)
+    least, everything, others = device_bytes("gpt", torch.float32)
+    limit = 5 * others + least + everything
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    policy, optimizer = ready(device_memory=limit)
+    fixed = make("gpt").requires_grad_(False)
+    offload.prepare(fixed, device="fake", device_memory=limit)
+    losses = []
+    for seed in range(4):
+        tokens = batch(seed).to("fake")
+        with torch.no_grad():
+            wanted = fixed(tokens)
+        loss = (policy(tokens) - wanted).square().mean() + loss_of(policy, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        del loss, wanted
+    assert torch.accelerator.max_memory_allocated() <= limit
+    offload.close(fixed)
+    offload.close(policy)
+    theirs, other = on_device()
+    fixed.to("fake")
+    for seed in range(4):
+        tokens = batch(seed).to("fake")
+        with torch.no_grad():
+            wanted = fixed(tokens)
+        loss = (theirs(tokens) - wanted).square().mean() + loss_of(theirs, tokens)
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        assert losses[seed] == float(loss.detach())
+    other.close()
+    assert_same(policy, theirs)
+
+
+def test_create_graph_is_refused() -> None:
+    load("eager", 0)
+    model, _ = ready()
+    with pytest.raises(StateError, match=r"create_graph=True"):
+        loss_of(model, batch(0).to("fake")).backward(create_graph=True)
+    model.zero_grad()
+    offload.close(model)
+
+
+class Small(nn.Module):
+    """Of layers whose 16-bit kernels the fake device has; some weights are frozen."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.to(dtype)
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + x
+        return x
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_other_optimizers_types_and_frozen_weights(
+    dtype: torch.dtype, kind: str, tmp_path: Path
+) -> None:
+    """With clipping inside of the update, where there is some."""
+    load("lazy", 0)
+    ours, theirs = Small(dtype), Small(dtype).to("fake")
+    mine, other = (
+        OPTIMIZERS[kind]([p for p in one.parameters() if p.requires_grad]) for one in (ours, theirs)
+    )
+    options = {} if kind == "rmsprop" else {"max_grad_norm": 100.0}
+    offload.wrap(other, **options)
+    offload.prepare(ours, mine, device="fake", nvme=tmp_path, **options)
+    for seed in range(3):
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(seed)).to(dtype).to("fake")
+        for one, stepper in ((ours, mine), (theirs, other)):
+            (one(x).float() - 1).square().sum().backward()
+            stepper.step()
+            stepper.zero_grad()
+    mine.close()
+    other.close()
+    assert_same(ours, theirs)
+
+
+ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(["gpt", "branches", "experts", "thrice", "around", "inside_reentrant"]),
+    schedule=st.sampled_from(SCHEDULES),
+    depth=st.integers(0, 3),
+    is_tight=st.booleans(),
+    acts=st.lists(ACTS, min_size=3, max_size=9),
+)
+def test_any_order(
+    name: str, schedule: tuple[str, int], depth: int, is_tight: bool, acts: list[str]
+) -> None:
+    least, everything, others = device_bytes(name, torch.float32)
+    load(*schedule)
+    plain, ours = make(name).to("fake"), make(name)
+    waiting: list[list[Tensor]] = []
+    room = torch.accelerator.memory_allocated() + (len(acts) + 2) * others + least
+    limit = room + (0 if is_tight else everything)
+    offload.prepare(ours, device="fake", device_memory=limit, prefetch_depth=depth)
+    for number, act in enumerate(acts):
+        tokens = batch(number).to("fake")
+        if act in ("train", "forward"):
+            waiting.append([loss_of(model, tokens) for model in (plain, ours)])
+            assert torch.equal(*waiting[-1])
+        if act in ("train", "backward") and waiting:
+            for loss in waiting.pop():
+                loss.backward()
+        if act == "evaluate":
+            with torch.no_grad():
+                if name == "branches":
+                    ours.draw.set_state(plain.draw.get_state())
+                assert torch.equal(plain(tokens), ours(tokens))
+        if act == "fail":
+            with pytest.raises((IndexError, RuntimeError)):
+                ours(tokens.float())
+        if act == "layer":
+            x = torch.ones(1, 2, 16, requires_grad=True, device="fake")
+            first = "experts" if name == "experts" else "layers"
+            for model in (plain, ours):
+                getattr(model, first)[1](x).sum().backward()
+        if act == "touch":
+            with pytest.raises(StateError):
+                next(ours.parameters()).sum()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad.cpu(), q.grad)
+    blocks = prepared_of(ours).engine.residency.blocks
+    assert not any(block.device_pins or block.pins or block.is_attached for block in blocks)
+    waiting.clear()
+    offload.close(ours)
+    assert_same(ours, plain)
