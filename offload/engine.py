@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.activations import Activations
 from offload.block import Block, Reference
 from offload.errors import StateError
-from offload.gradients import Gradients
+from offload.gradients import Gradients, Spill
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.metrics import Metrics
+from offload.pieces import Saved
 from offload.pool import Pool
 from offload.residency import Residency
 from offload.store import DiskStore, MemoryStore
@@ -39,7 +41,9 @@ class Beginning(Protocol):
 
 
 class Engine:
-    """Runs one model within a pool and a store. keeps_gradients: they have places in the pool."""
+    """Runs one model within a pool and a store. keeps_gradients: they have places in the pool, or
+    on disk where `spill` says so.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Engine:
         depth: int | None = 2,
         keeps_gradients: bool = True,
         start: Beginning | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         self.model = model
@@ -62,13 +67,14 @@ class Engine:
         self._open = 0  # runs of the model and of units that have not ended
         self._saving: Any = None  # open as long as one of them is
         self._backward = False  # one runs, and has reached a unit
+        self.activations: Activations | None = None  # None: autograd keeps them in memory
         self._handles: list[Any] = []
         trained = {
             n: param
             for n, param in enumerate(self._names)
             if param.requires_grad and keeps_gradients
         }
-        self.gradients = Gradients(trained, pool, metrics)
+        self.gradients = Gradients(trained, pool, metrics, spill)
         trace = Trace(_fingerprint(units), len(units))
         self.residency = Residency(units, pool, store, trace, self, metrics, depth)
         try:
@@ -104,8 +110,9 @@ class Engine:
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.wake()
             others = _hooks_of_others()
-            # Recomputation counts what is saved, in its own hooks; they must see all of it.
-            if others is None or not _in_backward():
+            # Recomputation counts what is saved, in its own hooks; they must see all of it, in
+            # forward as in backward.
+            if others is None or not (_in_backward() or _is_checkpoint(others[0])):
                 pack = partial(self._pack, others and others[0])
                 unpack = partial(self._unpack, others and others[1])
                 self._saving = saved_tensors_hooks(pack, unpack)
@@ -155,10 +162,13 @@ class Engine:
         block = self.residency.block_of(tensor)
         if block is not None:
             return Reference.to(block, tensor)
-        return others(tensor) if others else _Kept.of(tensor)
+        if others:
+            return others(tensor)
+        saved = self.activations.save(tensor) if self.activations else None
+        return saved or _Kept.of(tensor)
 
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        if isinstance(kept, _Kept):
+        if isinstance(kept, _Kept | Saved):
             return kept.checked()
         if not isinstance(kept, Reference):
             assert others is not None, "nobody else packs"
@@ -220,6 +230,11 @@ class _Kept:
 def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """What somebody else does with saved tensors here: offloads activations, recomputes them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _is_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether they are those of torch's checkpointing: it keeps no tensor, and counts them."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def _in_backward() -> bool:

@@ -1,14 +1,19 @@
 """Host memory for the gradients of a prepared model: each parameter's has its place.
 
-When autograd has made a gradient it moves to its place in the pool, and what later backward passes
-bring is added to it there. It is an ordinary tensor, and belongs to whoever holds it: as long as
-somebody keeps an old one, its place is not used again, and the new one stays where autograd made
-it.
+When autograd has made a gradient it moves to its place, and what later backward passes bring is
+added to it there. It is an ordinary tensor, and belongs to whoever holds it: as long as somebody
+keeps an old one, its place is not used again, and the new one stays where autograd made it.
+
+Places are in the pool. Those that the budget has no room for are on mapped files: true host memory
+as well, but its pages are pushed out to the drive when they have been written, and when the update
+has read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,46 +21,109 @@ from torch import Tensor
 from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import Pool
+from offload.store.mapped import MappedFile
 
+PIECE_BYTES = 16 << 20  # written to a place on disk before they are pushed out
 _ALIGN_BYTES = 64
+
+_MakePlace = Callable[[torch.dtype, int, int], Tensor]  # of type, elements and first byte
+
+
+@dataclass(frozen=True)
+class Spill:
+    """The gradients of these parameters are on disk, in these directories by turns."""
+
+    params: frozenset[Tensor] = frozenset()
+    directories: Sequence[Path] = ()
 
 
 class Gradients:
     """Places for the gradients of these parameters, by number. One thread at a time."""
 
-    def __init__(self, params: Mapping[int, Tensor], pool: Pool, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        params: Mapping[int, Tensor],
+        pool: Pool,
+        metrics: Metrics,
+        spill: Spill | None = None,
+    ) -> None:
         self._params = params
         self._metrics = metrics
         self._places: dict[int, Tensor] = {}
-        self._addresses: set[int] = set()
-        if not params:
-            return
+        self._files: list[tuple[int, MappedFile]] = []  # with the address where each begins
+        spill = spill or Spill()
+        here = {number: param for number, param in params.items() if param not in spill.params}
+        if here:
+            with pool.lease(gradient_bytes(here), what="gradients") as lease:
+                self._cut(here, lease.tensor)
+        there = [number for number in params if number not in here]
+        for turn, directory in enumerate(spill.directories):
+            self._map({n: params[n] for n in there[turn :: len(spill.directories)]}, directory)
+        self._addresses = {place.data_ptr() for place in self._places.values()}
+
+    def _map(self, params: Mapping[int, Tensor], directory: Path) -> None:
+        if params:
+            nbytes = gradient_bytes(params)
+            file = MappedFile(directory, nbytes, "gradients that host_memory has no room for")
+            self._files.append((file.address, file))
+            self._cut(params, file.tensor)
+
+    def _cut(self, params: Mapping[int, Tensor], make: _MakePlace) -> None:
         begin = 0
-        with pool.lease(gradient_bytes(params), what="gradients") as lease:
-            for number, param in params.items():
-                place = lease.tensor(param.dtype, param.numel(), begin)
-                begin += _round_up(place.nbytes)
-                self._places[number] = place
-                self._addresses.add(place.data_ptr())
+        for number, param in params.items():
+            self._places[number] = make(param.dtype, param.numel(), begin)
+            begin += place_bytes(param)
 
     def arrived(self, number: int) -> None:
         """Autograd has added to a parameter's gradient."""
         param, place = self._params[number], self._places[number]
         grad = param.grad
-        if grad is None or not grad.numel() or grad.data_ptr() in self._addresses:
+        if grad is None or not grad.numel():
+            return
+        if grad.data_ptr() in self._addresses:
+            self.push_out(grad)
             return
         if grad.layout != torch.strided or grad.dtype != place.dtype:
             return  # not to be kept in a place that was measured for another
         if holders(place) > 1:
             self._metrics.count("gradients_outside_of_their_place")
             return
-        param.grad = place.view(grad.shape).copy_(grad)
+        param.grad = self._take_in(place.view(grad.shape), grad)
+
+    def _take_in(self, place: Tensor, grad: Tensor) -> Tensor:
+        file = self._file_of(place)
+        if file is None or not grad.is_contiguous():
+            place.copy_(grad)
+            self.push_out(place)
+            return place
+        source, target = grad.view(-1), place.view(-1)
+        step = PIECE_BYTES // place.element_size()
+        for begin in range(0, place.numel(), step):  # few pages at a time
+            target[begin : begin + step].copy_(source[begin : begin + step])
+            self.push_out(target[begin : begin + step])
+        return place
+
+    def push_out(self, values: Tensor) -> None:
+        """A gradient, or a part of one, has been written or read: if its place is on disk, its
+        pages go there.
+        """
+        file = self._file_of(values)
+        if file is not None:
+            file.push_out(values.data_ptr() - file.address, values.nbytes)
+
+    def _file_of(self, values: Tensor) -> MappedFile | None:
+        address = values.data_ptr()
+        for begin, file in self._files:
+            if begin <= address < begin + file.nbytes:
+                return file
+        return None
 
 
 def gradient_bytes(params: Mapping[int, Tensor]) -> int:
     """Of places for the gradients of all these."""
-    return sum(_round_up(param.numel() * param.element_size()) for param in params.values())
+    return sum(map(place_bytes, params.values()))
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+def place_bytes(param: Tensor) -> int:
+    """Of the place for one parameter's gradient."""
+    return -(-param.numel() * param.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -11,11 +11,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from offload.budget import HOST
+from offload.activations import Activations
+from offload.budget import HOST, Share
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError
-from offload.gradients import gradient_bytes
+from offload.gradients import Spill, place_bytes
 from offload.hooks import watch_gradients
 from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
@@ -31,13 +32,17 @@ from offload.optim.recipe import Recipe, Record
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.optim.tiers import Tiers, is_chunk_key
+from offload.outside import InHost, OnDisk, Outside
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
+from offload.recompute import Recompute, layers_of
 from offload.reports import ModelUse
 from offload.services import Services
 from offload.shares import Shares, share_out
 from offload.start import Start
 from offload.store import DiskStore
+from offload.store.growing import GrowingStore
+from offload.transfer import DeviceTransfer
 from offload.units import Choice, Unit, find_units
 from offload.workbench import Workbench
 
@@ -47,7 +52,6 @@ _UNBUILT = (
     "device_memory",
     "param_dtype",
     "state_dtype",
-    "activations",
     "process_group",
     "profile",
     "release_grads",
@@ -67,6 +71,11 @@ def check_preparable(
     if optimizer is not None:
         check_wrappable(optimizer)
     refuse_unbuilt(config, _UNBUILT, "prepare")
+    if config.activations == "offload" and not config.nvme:
+        raise ConfigError(
+            'activations: "offload" needs nvme=... for a model on the CPU, since they are in host '
+            'memory already; give a directory on a fast drive, or ask for "recompute"'
+        )
     check_directories(config)
 
 
@@ -102,6 +111,8 @@ class Prepared:
         self.store: DiskStore | None = None
         self._spare: DiskStore | None = None
         self.engine: Engine | None = None
+        self.recompute: Recompute | None = None
+        self._activations_share: Share | None = None
         self.session: Session | None = None
         self._start: Start | None = None
         if Start.is_needed(model, weights):
@@ -113,6 +124,7 @@ class Prepared:
             self.shares = self._share_out(specs, host_bytes, optimizer is not None)
             self._open_memory(specs)
             self._open_model(model)
+            self._open_activations(model, is_chosen=choice is not None)
             if optimizer is not None and recipe is not None:
                 self._open_optimizer(optimizer, recipe)
         except BaseException:
@@ -141,10 +153,18 @@ class Prepared:
     ) -> Shares:
         state = make_plan(specs, None, has_disk=False).arena_bytes
         trained = [p for p in self._unit_of if p.requires_grad and has_optimizer]
-        gradients = gradient_bytes(dict(enumerate(trained)))
         # What stays in its own files needs no disk of ours.
         has_disk = bool(self._directories) or (not self._stored and not state)
-        return share_out(self.units, gradients, state, host_bytes, has_disk)
+        shares = share_out(
+            self.units,
+            [place_bytes(param) for param in trained],
+            state,
+            host_bytes,
+            has_disk,
+            self.config.activations == "offload",
+        )
+        self._spill = Spill(frozenset(trained[n] for n in shares.spilled), self._directories)
+        return shares
 
     @property
     def _stored(self) -> list[Unit]:
@@ -192,7 +212,8 @@ class Prepared:
             self.store,
             self.metrics,
             depth,
-            keeps_gradients=self.shares.gradients > 0,
+            keeps_gradients=self.shares.gradients + self.shares.gradients_on_disk > 0,
+            spill=self._spill,
             start=self._start,
         )
         residency = self.engine.residency
@@ -201,6 +222,30 @@ class Prepared:
         self.services = Services(model, residency, self._unit_of, self._directories)
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
+
+    def _open_activations(self, model: nn.Module, is_chosen: bool) -> None:
+        assert self.engine is not None
+        if self.config.activations == "recompute":
+            blocks = self.engine.residency.blocks
+            self.recompute = Recompute(
+                layers_of(model, self.units, is_chosen),
+                lambda unit: tuple(blocks[number].generation for number in unit.needs),
+                self.metrics,
+            )
+        elif self.config.activations == "offload":
+            device = self.engine.device
+            self.engine.activations = Activations(self._outside(device), device, self.metrics)
+
+    def _outside(self, device: torch.device) -> Outside:
+        """Where activations go."""
+        nbytes = self.shares.activations
+        store = GrowingStore(self._directories, self.metrics) if self._directories else None
+        if device.type != "cpu":
+            transfer = DeviceTransfer(device, metrics=self.metrics)
+            return InHost(transfer, Pool(nbytes, budget=HOST), store)
+        assert store is not None, "check_preparable has seen it"
+        self._activations_share = HOST.take(nbytes, "activations")
+        return OnDisk(store, nbytes)
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         session = Session(
@@ -228,7 +273,8 @@ class Prepared:
             unit = self._unit_of[record.param]  # type: ignore[index]
             begin = next(m.begin for m in unit.members if m.param is record.param)
             places[record.number] = residency.blocks[unit.number], begin, record.dtype
-        return _SharedGround(self.state_pool, self.store, plan, Workbench(residency, places))
+        desks = Workbench(residency, places, self.engine.gradients.push_out)
+        return _SharedGround(self.state_pool, self.store, plan, desks)
 
     # --- for users --------------------------------------------------------------------------------
 
@@ -280,6 +326,13 @@ class Prepared:
         self._close_model()
 
     def _close_model(self) -> None:
+        if self.recompute is not None:
+            self.recompute.close()
+            self.recompute = None
+        if self.engine is not None and self.engine.activations is not None:
+            self.engine.activations.close()
+        if self._activations_share is not None:
+            self._activations_share.release()
         if self.engine is not None:
             self.services.close()
             self.engine.close(self.services.like)
