@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, StateError
+from offload.gradients import Places
 from offload.guard import own_grad, set_own_grad
 from offload.holders import holders
 from offload.metrics import Metrics
@@ -56,19 +57,20 @@ class _Addend:
 
 class DeviceGradients:
     """Of one model. params: those that autograd tells of, by number. places: host memory for their
-    gradients, flat. Others have their gradients in memory of torch's.
+    gradients. Others have their gradients in memory of torch's.
     """
 
     def __init__(
         self,
         params: Mapping[int, Tensor],
-        places: Mapping[int, Tensor],
+        places: Places,
         pool: Pool,
         transfer: DeviceTransfer,
         metrics: Metrics,
     ) -> None:
         self._params = params
-        self._places = {params[number]: place for number, place in places.items()}
+        self._places = {params[number]: place for number, place in places.by_number.items()}
+        self.push_out = places.push_out
         self._transfer = transfer
         self._metrics = metrics
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
@@ -169,12 +171,14 @@ class DeviceGradients:
         addend.ticket.wait()  # copies run in their order: what it is added to has come, too
         with torch.no_grad():
             addend.target.add_(addend.values)
+        self.push_out(addend.target)
         self._slots.append(addend.slot)
 
     def _await(self, param: Tensor) -> None:
         ticket = self._arriving.pop(param, None)
         if ticket is not None:
             ticket.wait()
+            self.push_out(self._sums[param])
 
     # --- seen from outside ------------------------------------------------------------------------
 

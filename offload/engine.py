@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.activations import Activations
 from offload.block import Block, Reference
 from offload.device_gradients import DeviceGradients
 from offload.device_residency import DeviceResidency
 from offload.errors import StateError
-from offload.gradients import Gradients, make_places
+from offload.gradients import Gradients, Places, Spill
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.metrics import Metrics
+from offload.pieces import Saved
 from offload.pool import Pool
 from offload.residency import Residency
 from offload.store import DiskStore, MemoryStore
@@ -52,7 +54,8 @@ class Device:
 
 class Engine:
     """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
-    they have places in the pool.
+    they are counted in the budget, and have places where they need them: on disk if `spill` says
+    so.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Engine:
         keeps_gradients: bool = True,
         start: Beginning | None = None,
         on: Device | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.device = torch.device("cpu") if on is None else on.transfer.device
         self.model = model
@@ -77,6 +81,7 @@ class Engine:
         self._open = 0  # runs of the model and of units that have not ended
         self._saving: Any = None  # open as long as one of them is
         self._backward = False  # one runs, and has reached a unit
+        self.activations: Activations | None = None  # None: autograd keeps them in memory
         self._handles: list[Any] = []
         trace = Trace(_fingerprint(units), len(units))
         trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
@@ -85,10 +90,10 @@ class Engine:
         self.residency: Residency
         if on is None:
             trained = placed
-            self.gradients = Gradients(placed, pool, metrics)
+            self.gradients = Gradients(placed, metrics, spill)
             self.residency = Residency(units, pool, store, trace, self, metrics, depth)
         else:
-            places = make_places(placed, pool)
+            places = Places(placed, pool, spill)
             self.gradients = DeviceGradients(trained, places, pool, on.transfer, metrics)
             self.residency = DeviceResidency(
                 units, pool, store, trace, self, metrics, depth, on.transfer, on.limit_bytes
@@ -128,8 +133,9 @@ class Engine:
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.wake()
             others = _hooks_of_others()
-            # Recomputation counts what is saved, in its own hooks; they must see all of it.
-            if others is None or not _in_backward():
+            # Recomputation counts what is saved, in its own hooks; they must see all of it, in
+            # forward as in backward.
+            if others is None or not (_in_backward() or _is_checkpoint(others[0])):
                 pack = partial(self._pack, others and others[0])
                 unpack = partial(self._unpack, others and others[1])
                 self._saving = saved_tensors_hooks(pack, unpack)
@@ -185,10 +191,13 @@ class Engine:
         block = self.residency.block_of(tensor)
         if block is not None:
             return Reference.to(block, tensor)
-        return others(tensor) if others else _Kept.of(tensor)
+        if others:
+            return others(tensor)
+        saved = self.activations.save(tensor) if self.activations else None
+        return saved or _Kept.of(tensor)
 
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        if isinstance(kept, _Kept):
+        if isinstance(kept, _Kept | Saved):
             return kept.checked()
         if not isinstance(kept, Reference):
             assert others is not None, "nobody else packs"
@@ -260,6 +269,11 @@ class _Kept:
 def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """What somebody else does with saved tensors here: offloads activations, recomputes them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _is_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether they are those of torch's checkpointing: it keeps no tensor, and counts them."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def _in_backward() -> bool:

@@ -97,18 +97,21 @@ class Interception:
 
     module: nn.Module
     name: str
+    before: object = None  # what somebody else had put there
 
     def remove(self) -> None:
         vars(self.module).pop(self.name, None)
+        if self.before is not None:
+            vars(self.module)[self.name] = self.before
 
 
 def intercept(module: nn.Module, name: str, instead: Callable[..., object]) -> Interception:
     """Have `instead` called for a method of this very module, with the module and the method as it
     was before the other arguments.
     """
-    original = getattr(module, name)
+    original, before = getattr(module, name), vars(module).get(name)
     vars(module)[name] = partial(instead, module, original)
-    return Interception(module, name)
+    return Interception(module, name, before)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

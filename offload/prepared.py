@@ -11,12 +11,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from offload.budget import HOST
+from offload.activations import Activations
+from offload.budget import HOST, Share
 from offload.config import Config
 from offload.device_gradients import staging_bytes
 from offload.engine import Device, Engine
 from offload.errors import ConfigError
-from offload.gradients import gradient_bytes
+from offload.gradients import Spill, place_bytes
 from offload.hooks import watch_gradients
 from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
@@ -33,13 +34,16 @@ from offload.optim.recipe import Recipe, Record
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.optim.tiers import Tiers, is_chunk_key
+from offload.outside import InHost, OnDisk, Outside
 from offload.planner import Plan, make_plan
 from offload.pool import PIECE_ALIGN, Pool
+from offload.recompute import Recompute, layers_of
 from offload.reports import ModelUse
 from offload.services import Services
 from offload.shares import Shares, check_device, on_device_bytes, share_out
 from offload.start import Start
 from offload.store import DiskStore
+from offload.store.growing import GrowingStore
 from offload.transfer import (
     READS_IN_FLIGHT_BYTES,
     DeviceTransfer,
@@ -55,7 +59,6 @@ _WAITS = ("parameter read", "parameter write", "device copy")
 _UNBUILT = (
     "param_dtype",
     "state_dtype",
-    "activations",
     "process_group",
     "profile",
     "release_grads",
@@ -77,6 +80,12 @@ def check_preparable(
     refuse_unbuilt(config, _UNBUILT, "prepare")
     if config.device_memory is not None:
         Config.of(config, device=find_device(config.device))  # the CPU has none
+    is_on_cpu = find_device(config.device).type == "cpu"
+    if config.activations == "offload" and not config.nvme and is_on_cpu:
+        raise ConfigError(
+            'activations: "offload" needs nvme=... for a model on the CPU, since they are in host '
+            'memory already; give a directory on a fast drive, or ask for "recompute"'
+        )
     check_directories(config)
 
 
@@ -114,6 +123,9 @@ class Prepared:
         self.transfer: DeviceTransfer | None = None
         self.buffers: ModelBuffers | None = None
         self.engine: Engine | None = None
+        self.recompute: Recompute | None = None
+        self._activations_share: Share | None = None
+        self._gradients_share: Share | None = None
         self.session: Session | None = None
         self._start: Start | None = None
         if Start.is_needed(model, weights):
@@ -125,6 +137,7 @@ class Prepared:
             self.shares = self._share_out(specs, host_bytes, optimizer is not None)
             self._open_memory(specs)
             self._open_model(model)
+            self._open_activations(model, is_chosen=choice is not None)
             if optimizer is not None and recipe is not None:
                 self._open_optimizer(optimizer, recipe)
         except BaseException:
@@ -153,12 +166,19 @@ class Prepared:
     ) -> Shares:
         state = make_plan(specs, None, has_disk=False).arena_bytes
         trained = [p for p in self._unit_of if p.requires_grad and has_optimizer]
-        gradients = gradient_bytes(dict(enumerate(trained)))
-        if self.device.type != "cpu":
-            gradients = -(-gradients // PIECE_ALIGN) * PIECE_ALIGN + staging_bytes(trained)
         # What stays in its own files needs no disk of ours.
         has_disk = bool(self._directories) or (not self._stored and not state)
-        return share_out(self.units, gradients, state, host_bytes, has_disk)
+        shares = share_out(
+            self.units,
+            [place_bytes(param) for param in trained],
+            state,
+            host_bytes,
+            has_disk,
+            self.config.activations == "offload",
+            0 if self.device.type == "cpu" else staging_bytes(trained),
+        )
+        self._spill = Spill(frozenset(trained[n] for n in shares.spilled), self._directories)
+        return shares
 
     @property
     def _stored(self) -> list[Unit]:
@@ -168,8 +188,13 @@ class Prepared:
 
     def _open_memory(self, specs: Sequence[ParamSpec]) -> None:
         shares = self.shares
-        # Blocks come and go; what the optimizer keeps must not be in their way.
-        self.pool = Pool(max(shares.params + shares.gradients, 4096), budget=HOST)
+        # Blocks come and go; what the optimizer keeps must not be in their way. On the CPU autograd
+        # has memory for gradients.
+        is_on_cpu = self.device.type == "cpu"
+        params = shares.params if is_on_cpu else shares.params + shares.gradients
+        self.pool = Pool(max(params, PIECE_ALIGN), budget=HOST)
+        if is_on_cpu:
+            self._gradients_share = HOST.take(shares.gradients, "gradients")
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)
         if not self._directories:
@@ -231,7 +256,8 @@ class Prepared:
             self.store,
             self.metrics,
             depth,
-            keeps_gradients=self.shares.gradients > 0,
+            keeps_gradients=self.shares.gradients + self.shares.gradients_on_disk > 0,
+            spill=self._spill,
             start=self._start,
             on=self._open_device(model),
         )
@@ -243,6 +269,30 @@ class Prepared:
         self.services = Services(model, residency, self._unit_of, self._directories)
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
+
+    def _open_activations(self, model: nn.Module, is_chosen: bool) -> None:
+        assert self.engine is not None
+        if self.config.activations == "recompute":
+            blocks = self.engine.residency.blocks
+            self.recompute = Recompute(
+                layers_of(model, self.units, is_chosen),
+                lambda unit: tuple(blocks[number].generation for number in unit.needs),
+                self.metrics,
+            )
+        elif self.config.activations == "offload":
+            device = self.engine.device
+            self.engine.activations = Activations(self._outside(device), device, self.metrics)
+
+    def _outside(self, device: torch.device) -> Outside:
+        """Where activations go."""
+        nbytes = self.shares.activations
+        store = GrowingStore(self._directories, self.metrics) if self._directories else None
+        if device.type != "cpu":
+            transfer = DeviceTransfer(device, metrics=self.metrics)
+            return InHost(transfer, Pool(nbytes, budget=HOST), store)
+        assert store is not None, "check_preparable has seen it"
+        self._activations_share = HOST.take(nbytes, "activations")
+        return OnDisk(store, nbytes)
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         session = Session(
@@ -275,7 +325,8 @@ class Prepared:
             unit = self._unit_of[record.param]  # type: ignore[index]
             begin = next(m.begin for m in unit.members if m.param is record.param)
             places[record.number] = residency.blocks[unit.number], begin, record.dtype
-        return _SharedGround(self.state_pool, self.store, plan, Workbench(residency, places))
+        desks = Workbench(residency, places, self.engine.gradients.push_out)
+        return _SharedGround(self.state_pool, self.store, plan, desks)
 
     # --- for users --------------------------------------------------------------------------------
 
@@ -323,6 +374,15 @@ class Prepared:
         self._close_model()
 
     def _close_model(self) -> None:
+        if self.recompute is not None:
+            self.recompute.close()
+            self.recompute = None
+        if self.engine is not None and self.engine.activations is not None:
+            self.engine.activations.close()
+        for share in (self._activations_share, self._gradients_share):
+            if share is not None:
+                share.release()
+        self._activations_share = self._gradients_share = None
         if self.engine is not None:
             self.services.close()
             self.engine.close(self.services.like)

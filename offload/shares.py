@@ -2,7 +2,8 @@
 
 Parameters come first: a byte of them is read for forward and for backward, and written by the
 update. Then gradients, which stay from backward to step; then optimizer state, of which a byte is
-read and written once a step. What does not fit is on disk and passes through.
+read and written once a step. What does not fit is on disk and passes through. Activations that may
+be offloaded have a part of the budget to themselves, and half of what nobody else needs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _STATE_MOST_BYTES = 320 << 20  # six chunks of the usual size
 _DEVICE_ALIGN = 512
 _DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
 _STATE_LEAST_BYTES = 6 * 3 * _PAGE  # six of the least
+_ACTIVATIONS_SHARE = 1 / 8  # of the budget, where they are offloaded
+_ACTIVATIONS_BYTES = 1 << 30  # where there is no budget
 
 
 @dataclass(frozen=True)
@@ -30,54 +33,123 @@ class Shares:
     gradients: int
     state: int  # for resident chunks and buffers
     holds_all_params: bool
+    activations: int = 0  # for those that are offloaded
+    gradients_on_disk: int = 0  # beside those in memory
+    spilled: tuple[int, ...] = ()  # numbers of the gradients there
 
     def __str__(self) -> str:
         rows = {"parameters": self.params, "gradients": self.gradients, "state": self.state}
+        if self.activations:
+            rows["activations"] = self.activations
         each = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in rows.items())
-        return f"host memory taken: {format_size(self.total)}: {each}"
+        text = f"host memory taken: {format_size(self.total)}: {each}"
+        if self.spilled:
+            text += (
+                f"\non disk for want of it: {len(self.spilled)} gradients, "
+                f"{format_size(self.gradients_on_disk)}"
+            )
+        return text
 
     @property
     def total(self) -> int:
-        return self.params + self.gradients + self.state
+        return self.params + self.gradients + self.state + self.activations
 
 
 def share_out(
     units: Sequence[Unit],
-    gradient_bytes: int,
+    gradients: Sequence[int],
     state_bytes: int,
     budget_bytes: int | None,
     has_disk: bool = True,
+    offloads_activations: bool = False,
+    staging_bytes: int = 0,
 ) -> Shares:
-    """Shares of the budget; None is no limit. Raises `CapacityError` with the arithmetic where not
-    even one unit at a time works, or not all fits and there is no disk.
+    """Shares of the budget; None is no limit. gradients: bytes of each. staging_bytes: for those on
+    their way from a device. Raises `CapacityError` with the arithmetic where not even one unit at a
+    time works, or not all fits and there is no disk.
     """
     params = sum(_page_up(unit.nbytes) for unit in units)
-    least, grads, state = least_bytes(units), _page_up(gradient_bytes), _page_up(state_bytes)
-    if budget_bytes is None or params + grads + state <= budget_bytes:
-        return Shares(params, grads, state, holds_all_params=True)
+    staging = _page_up(staging_bytes)
+    grads, state = _page_up(sum(gradients)) + staging, _page_up(state_bytes)
+    if budget_bytes is None:
+        activations = _ACTIVATIONS_BYTES if offloads_activations else 0
+        return Shares(params, grads, state, True, activations)
+    budget = budget_bytes - budget_bytes % _PAGE
+    _, activations = _reserved(budget, state, offloads_activations)
+    whole = params + grads + state + activations
+    if whole <= budget:
+        # Half of what is left, so that others find something, too.
+        left = (budget - whole) // 2 if offloads_activations else 0
+        return Shares(params, grads, state, True, activations + left - left % _PAGE)
     if not has_disk:
-        whole = params + grads + state
         raise CapacityError(
             f"host_memory: {format_size(budget_bytes)} ({budget_bytes} bytes) are allowed; "
-            f"{format_size(params)} of parameters, {format_size(grads)} of gradients and "
-            f"{format_size(state)} of optimizer state need {whole} bytes; raise host_memory, or "
-            "give nvme=... a directory on a fast drive for the rest"
+            f"{format_size(params)} of parameters, {format_size(grads)} of gradients, "
+            f"{format_size(state)} of optimizer state and {format_size(activations)} for "
+            f"activations need {whole} bytes; raise host_memory, or give nvme=... a directory on a "
+            "fast drive for the rest"
         )
-    budget = budget_bytes - budget_bytes % _PAGE
-    wanted = min(max(int(budget * _STATE_SHARE), _STATE_LEAST_BYTES), _STATE_MOST_BYTES)
-    buffers = min(state, _page_up(wanted))
-    if least + grads + buffers > budget:
-        works = least + grads
-        if state:
-            works = max(int(works / (1 - _STATE_SHARE)), works + _STATE_LEAST_BYTES)
+    return _share_out_least(units, gradients, state, budget, offloads_activations, staging)
+
+
+def _share_out_least(
+    units: Sequence[Unit],
+    gradients: Sequence[int],
+    state: int,
+    budget: int,
+    offloads_activations: bool,
+    staging: int,
+) -> Shares:
+    """Not all fits: gradients in memory if one unit at a time has room beside them, parameters in
+    what is left.
+    """
+    buffers, activations = _reserved(budget, state, offloads_activations)
+    least = least_bytes(units) + staging
+    if least + buffers + activations > budget:
+        works = _least_that_works(least, state, offloads_activations)
         raise CapacityError(
-            f"host_memory: {format_size(budget_bytes)} ({budget_bytes} bytes) are allowed; one "
-            f"unit at a time needs {format_size(least)} for parameters, {format_size(grads)} for "
-            f"gradients and {format_size(buffers)} for optimizer state; the least that works is "
-            f"about {_page_up(works + _PAGE)} bytes"
+            f"host_memory: {format_size(budget)} ({budget} bytes) are allowed; one unit at a time "
+            f"needs {format_size(least)} for parameters, {format_size(buffers)} for optimizer "
+            f"state and {format_size(activations)} for activations, with all gradients on disk; "
+            f"the least that works is about {works} bytes"
         )
-    blocks = min(params, budget - grads - buffers)
-    return Shares(blocks, grads, budget - grads - blocks, holds_all_params=blocks == params)
+    spilled = _spill(gradients, budget - least - buffers - activations)
+    on_disk = sum(gradients[number] for number in spilled)
+    grads = _page_up(sum(gradients) - on_disk) + staging
+    params = sum(_page_up(unit.nbytes) for unit in units)
+    blocks = min(params, budget - grads - buffers - activations)
+    left = budget - grads - blocks - activations
+    return Shares(
+        blocks, grads, left, blocks == params, activations, _page_up(on_disk), tuple(spilled)
+    )
+
+
+def _reserved(budget: int, state: int, offloads_activations: bool) -> tuple[int, int]:
+    """For optimizer state that passes through, and for activations, whatever else fits."""
+    wanted = min(max(int(budget * _STATE_SHARE), _STATE_LEAST_BYTES), _STATE_MOST_BYTES)
+    activations = _page_up(int(budget * _ACTIVATIONS_SHARE)) if offloads_activations else 0
+    return min(state, _page_up(wanted)), activations
+
+
+def _least_that_works(least: int, state: int, offloads_activations: bool) -> int:
+    """Shares grow with the budget, but less than it does."""
+    budget, needed = 0, least
+    while needed > budget:
+        budget = needed
+        needed = least + sum(_reserved(budget, state, offloads_activations))
+    return budget
+
+
+def _spill(gradients: Sequence[int], room: int) -> list[int]:
+    """Numbers of the gradients that go to disk: the largest first, as few as must."""
+    left, spilled = sum(gradients), []
+    order = sorted(range(len(gradients)), key=lambda number: -gradients[number])
+    for number in order:
+        if _page_up(left) <= room:
+            break
+        spilled.append(number)
+        left -= gradients[number]
+    return sorted(spilled)
 
 
 def least_bytes(units: Sequence[Unit]) -> int:

@@ -8,7 +8,7 @@ block's own, and go to the store if it may have to leave memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -39,13 +39,17 @@ class _Arrival:
 
 class Workbench:
     """Desks of a prepared model. places: of each parameter by number, its block and the bytes of it
-    there.
+    there. done_with: is told of the part of a gradient that the update has read.
     """
 
     def __init__(
-        self, residency: Residency, places: Mapping[int, tuple[Block, int, torch.dtype]]
+        self,
+        residency: Residency,
+        places: Mapping[int, tuple[Block, int, torch.dtype]],
+        done_with: Callable[[Tensor], None],
     ) -> None:
         self._residency = residency
+        self._done_with = done_with
         self._places = places
         self._grads: Mapping[int, Tensor] = {}
         self._begun: dict[int, Block] = {}
@@ -116,6 +120,8 @@ class Workbench:
 
     def _leave(self, desk: Desk, has_changed: bool) -> None:
         block = self._block(self._chunk_of.pop(id(desk)))
+        for _, grad in desk.slices.values():
+            self._done_with(grad)
         desk.slices = {}  # views of the block
         desk.memory = torch.empty(0)
         self._left[block.number] -= 1

@@ -13,7 +13,7 @@ from preparelib import MODELS, batch, loss_of, make
 from torch import nn
 
 import offload
-from offload import planner, units
+from offload import gradients, planner, units
 from offload.budget import Budget
 from offload.config import Config
 from offload.errors import CapacityError, ConfigError
@@ -177,14 +177,100 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(tmp_path: Path) -> None
     with pytest.raises(
         CapacityError, match=r"the least that works is about (\d+) bytes"
     ) as refused:
-        share_out(found, 40 * KI, 80 * KI, 50 * KI)
+        share_out(found, [40 * KI], 80 * KI, 50 * KI)
     least = int(str(refused.value).split("about ")[1].split()[0])
-    shares = share_out(found, 40 * KI, 80 * KI, least)
+    shares = share_out(found, [40 * KI], 80 * KI, least)
     assert shares.total <= least
-    everything = share_out(found, 40 * KI, 80 * KI, None)
+    everything = share_out(found, [40 * KI], 80 * KI, None)
     assert everything.holds_all_params
-    assert share_out(found, 40 * KI, 80 * KI, everything.total) == everything
+    assert share_out(found, [40 * KI], 80 * KI, everything.total) == everything
     model = make("gpt")
     stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], 0.1)
     with pytest.raises(ConfigError, match="the optimizer has it, but the model does not"):
         Prepared(model, stranger, Config.of(None, nvme=tmp_path), None)
+
+
+# --- gradients that do not fit --------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Eight layers of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def mapped_rss_bytes() -> int:
+    """Pages of files, libraries among them, that are in this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * KI
+
+
+def test_gradients_on_disk_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "PIECE_BYTES", 1 << 20)
+    torch.manual_seed(0)
+    plain = Wide()
+    ours = Wide()
+    ours.load_state_dict(plain.state_dict())
+    theirs = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, fused=True)
+    mine = torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9, fused=True)
+    prepared = Prepared(ours, mine, Config.of(None, nvme=tmp_path), 16 << 20)
+    assert prepared.shares.gradients_on_disk >= 24 << 20
+    assert "on disk for want of it" in str(prepared.shares)
+    grew, x = [], torch.ones(4, 1024)
+    for step in range(3):
+        for micro in range(2):
+            for model in (plain, ours):
+                (model(x * (step + micro)).square().mean()).backward()
+            grew.append(-mapped_rss_bytes())
+            total = sum(p.grad.double().sum() for p in ours.parameters())  # touches every page
+            grew[-1] += mapped_rss_bytes()
+            assert total == sum(p.grad.double().sum() for p in plain.parameters())
+        theirs.step()
+        mine.step()
+        after_step = mapped_rss_bytes()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        grew.append(mapped_rss_bytes() - after_step)
+        theirs.zero_grad()
+        mine.zero_grad()
+    # What comes back when it is touched had gone: after each backward, and after each step.
+    assert min(grew) > 20 << 20
+    prepared.close()
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_as_few_gradients_as_must_go_to_disk() -> None:
+    found = find_units(make("gpt"))
+    sizes = [4 * KI, 64 * KI, 16 * KI, 0]
+    state = 400 * KI
+    least = least_that_works(lambda: share_out(found, sizes, state, 9 * KI))
+    assert share_out(found, sizes, state, least).spilled == (0, 1, 2)
+    some = share_out(found, sizes, state, least + 24 * KI)
+    assert some.spilled == (1,) and some.gradients == 20 * KI
+    assert some.gradients_on_disk == 64 * KI and some.total <= least + 24 * KI
+    assert share_out(found, sizes, state, least + 110 * KI).spilled == ()
+
+
+@pytest.mark.parametrize("state", [0, 40 * KI, 4000 * KI])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_least_that_is_told_works(state: int, offloads: bool) -> None:
+    found = find_units(make("gpt"))
+    least = least_that_works(lambda: share_out(found, [], state, 9 * KI, True, offloads))
+    shares = share_out(found, [], state, least, True, offloads)
+    assert shares.total <= least and bool(shares.activations) is offloads
+    with pytest.raises(CapacityError):
+        share_out(found, [], state, least - 4096, True, offloads)
+
+
+def least_that_works(refused: Callable[[], object]) -> int:
+    with pytest.raises(CapacityError, match="the least that works") as error:
+        refused()
+    return int(str(error.value).split("about ")[1].split()[0])

@@ -1,15 +1,48 @@
-"""Tensors on memory-mapped files without a name: for state that is larger than memory."""
+"""Tensors on memory-mapped files without a name: for what is larger than memory."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from offload.errors import StoreError
+from offload.store.files import System
+
+
+class MappedFile:
+    """Host memory on a file without a name, for every operator to work on like any other.
+
+    `push_out` lets its pages go: what was written to them is on its way to the drive, and they come
+    back when somebody touches them. Nothing is lost, at any time. The file goes with the last
+    tensor on it. One thread at a time.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], nbytes: int, what: str) -> None:
+        self._fd, self._memory = _map(directory, nbytes, what)
+        weakref.finalize(self, os.close, self._fd)
+        self.nbytes = nbytes
+        self.address = self.tensor(torch.uint8, nbytes, 0).data_ptr()
+
+    def tensor(self, dtype: torch.dtype, numel: int, begin: int) -> Tensor:
+        """One from that byte on, with a storage of its own: it keeps the memory, not others."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=begin)
+
+    def push_out(self, begin: int, nbytes: int) -> None:
+        """Let go of the pages that hold these bytes. Does not wait for the drive."""
+        first = begin - begin % mmap.PAGESIZE
+        length = min(begin + nbytes, self.nbytes) - first
+        if length > 0:
+            # Of a shared map this drops the process's view of the pages, not what is in them; the
+            # second call starts their way to the drive, and drops those that are there already.
+            self._memory.madvise(mmap.MADV_DONTNEED, first, length)
+            os.posix_fadvise(self._fd, first, length, os.POSIX_FADV_DONTNEED)
 
 
 def mapped_tensor(
@@ -22,19 +55,26 @@ def mapped_tensor(
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
+    fd, memory = _map(directory, nbytes, "state to hand out")
+    os.close(fd)  # the map has its own
+    flat = torch.frombuffer(memory, dtype=dtype)
+    return flat.as_strided(shape, stride)
+
+
+def _map(directory: str | os.PathLike[str], nbytes: int, what: str) -> tuple[int, mmap.mmap]:
+    """A new file and its bytes; the caller closes the file."""
     try:
-        fd = os.open(Path(directory), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd, _ = System().open_unnamed(Path(directory))
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            memory = mmap.mmap(fd, nbytes)
-        finally:
+            return fd, mmap.mmap(fd, nbytes)
+        except BaseException:
             os.close(fd)
+            raise
     except OSError as error:
         raise StoreError(
-            f"{os.fspath(directory)}: no room for {nbytes} bytes of state to hand out: {error}",
+            f"{os.fspath(directory)}: no room for {nbytes} bytes of {what}: {error}",
             errno=error.errno,
             operation="map",
             file=os.fspath(directory),
         ) from error
-    flat = torch.frombuffer(memory, dtype=dtype)
-    return flat.as_strided(shape, stride)

@@ -1,0 +1,245 @@
+"""Layers that are run again in backward, so that what they made inside need not be kept.
+
+torch's own checkpointing around each layer of a prepared model, put in place without touching the
+model: only what goes into a layer is kept. The second run gives the bits of the first: random
+numbers are those of the first, and so are buffers that the layer itself changes (batch norm's
+statistics), which change once, not twice. A layer that recomputes already is left alone, be it by
+itself, within, or by somebody around it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from offload.errors import StateError
+from offload.hooks import Interception, intercept
+from offload.metrics import Metrics
+from offload.units import Unit, enclosing
+
+# Buffers up to this size are copied at each run, larger ones only where their version shows that
+# the run has changed them: batch norm changes its own without one.
+COPIED_BYTES = 64 << 10
+
+GenerationsOf = Callable[[Unit], tuple[int, ...]]
+_CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while it runs something
+
+
+@dataclass(eq=False)
+class _Layer:
+    unit: Unit
+    is_probed: bool = False  # has run once, and was watched
+    is_let_alone: bool = False  # recomputes itself
+
+
+class Recompute:
+    """Around each of these layers until `close`. generations_of: of the blocks that a unit needs;
+    they tell whether its parameters have changed since.
+    """
+
+    def __init__(
+        self, layers: Mapping[nn.Module, Unit], generations_of: GenerationsOf, metrics: Metrics
+    ) -> None:
+        self._generations_of = generations_of
+        self._metrics = metrics
+        self._interceptions: list[Interception] = [
+            intercept(module, "forward", partial(self._forward, _Layer(unit)))
+            for module, unit in layers.items()
+        ]
+
+    def _forward(
+        self,
+        layer: _Layer,
+        module: nn.Module,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not torch.is_grad_enabled() or layer.is_let_alone or _is_within_checkpoint():
+            return original(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        if any(map(_is_cache, values)):
+            self._metrics.fall_back(
+                "recomputation of activations",
+                f"{layer.unit.name} is given a cache, which a second run would fill twice; what it "
+                "makes is kept; set model.config.use_cache = False for training",
+            )
+            return original(*args, **kwargs)
+        run = _Run(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
+        # Keywords, too, are given as values: then torch looks after the tensors among them.
+        return checkpoint(run, *values, use_reentrant=False)
+
+    def close(self) -> None:
+        for interception in self._interceptions:
+            interception.remove()
+        self._interceptions = []
+
+
+@dataclass(eq=False)
+class _Run:
+    """One run of a layer, and then the same again in each backward pass."""
+
+    layer: _Layer
+    module: nn.Module
+    original: Callable[..., Any]
+    keywords: tuple[str, ...]
+    generations_of: GenerationsOf
+    metrics: Metrics
+    generations: tuple[int, ...] | None = None  # None: has not run
+    buffers: list[_Buffer] = field(default_factory=list)
+
+    def __call__(self, *values: Any) -> Any:
+        number = len(values) - len(self.keywords)
+        named = dict(zip(self.keywords, values[number:], strict=True))
+        call = partial(self.original, *values[:number], **named)
+        if self.generations is None:
+            return self._first(call)
+        return self._again(call)
+
+    def _first(self, call: Callable[[], Any]) -> Any:
+        self.generations = self.generations_of(self.layer.unit)
+        self.buffers = [_Buffer.of(*found) for found in _buffers_of(self.module)]
+        output = call() if self.layer.is_probed else self._probe(call)
+        for buffer in self.buffers:
+            buffer.note_change()
+        return output
+
+    def _probe(self, call: Callable[[], Any]) -> Any:
+        with _Probe(type(self)._probe.__code__) as probe:
+            output = call()
+        self.layer.is_probed = True
+        if probe.has_found:
+            self.layer.is_let_alone = True
+            self.metrics.count("layers_that_recompute_themselves")
+        return output
+
+    def _again(self, call: Callable[[], Any]) -> Any:
+        name = self.layer.unit.name
+        if self.generations != self.generations_of(self.layer.unit):
+            raise StateError(
+                f"{name}: its parameters have changed since the forward pass whose backward needs "
+                "them; run the forward pass again"
+            )
+        with _as_they_were(self.buffers, name):
+            return call()
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A module's buffer before a run of it. copy: of its values then; None: it has them still."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, tensor: Tensor) -> _Buffer:
+        return cls(module, name, tensor, tensor._version, tensor.detach().clone())
+
+    def note_change(self) -> None:
+        """After the run: a large copy is kept only where the run has changed something."""
+        if self.tensor.nbytes > COPIED_BYTES and self.is_same():
+            self.copy = None
+
+    def is_same(self) -> bool:
+        now = self.module._buffers.get(self.name)
+        return now is self.tensor and now._version == self.version
+
+
+@contextmanager
+def _as_they_were(buffers: Sequence[_Buffer], layer: str) -> Iterator[None]:
+    """Inside, buffers are what they were before the first run; what the second makes of them is
+    forgotten.
+    """
+    copied = [buffer for buffer in buffers if buffer.copy is not None]
+    for buffer in buffers:
+        if buffer.copy is None and not buffer.is_same():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: buffer {buffer.name} of {layer}, which the forward pass has "
+                "used; run the forward pass again"
+            )
+    now = [buffer.module._buffers.get(buffer.name) for buffer in copied]
+    try:
+        for buffer in copied:
+            assert buffer.copy is not None
+            buffer.module._buffers[buffer.name] = buffer.copy.clone()
+        yield
+    finally:
+        for buffer, tensor in zip(copied, now, strict=True):
+            buffer.module._buffers[buffer.name] = tensor
+
+
+class _Probe(TorchFunctionMode):
+    """Finds out whether something is run by a checkpoint, between here and the function that has
+    `outermost`.
+    """
+
+    def __init__(self, outermost: CodeType) -> None:
+        super().__init__()
+        self._outermost = outermost
+        self.has_found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.has_found = self.has_found or _is_within_checkpoint(self._outermost)
+        return func(*args, **(kwargs or {}))
+
+
+def layers_of(model: nn.Module, units: Sequence[Unit], is_chosen: bool) -> dict[nn.Module, Unit]:
+    """Modules that are units by themselves: layers among layers, or those that the user has chosen;
+    not what was put together from left-overs.
+    """
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    listed = {child for m in model.modules() if isinstance(m, lists) for child in m.children()}
+    around_others = enclosing(units)
+    return {
+        module: unit
+        for unit in units
+        for module in unit.modules
+        if len(unit.modules) == 1
+        and unit.number not in around_others
+        and any(True for _ in module.children())
+        and (is_chosen or module in listed)
+    }
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for inner in module.modules():
+        for name, tensor in inner._buffers.items():
+            if tensor is not None:
+                yield inner, name, tensor
+
+
+def _is_within_checkpoint(outermost: CodeType | None = None) -> bool:
+    """Whether this runs inside a checkpointed function, or its recomputation. Of either kind, and
+    whatever hooks are in between: seen by who has called whom.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_globals.get("__name__") == _CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_cache(value: object) -> bool:
+    """Whether a layer adds to it: keys and values of earlier tokens, as transformers keep them."""
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")

@@ -1,0 +1,190 @@
+"""Activations of a model on a device: in host memory, and beyond it on disk: the same bits under
+every schedule.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import DeviceModule
+from torch import Tensor, nn
+from transfer_cases import register
+
+from offload import activations
+from offload.activations import Activations
+from offload.budget import Budget
+from offload.metrics import Metrics
+from offload.outside import InHost
+from offload.pool import Pool
+from offload.store import growing
+from offload.store.growing import GrowingStore
+from offload.transfer import DeviceTransfer
+
+KI = 1 << 10
+ROWS = 64
+PIECE = ROWS * 64 * 4
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "LEAST_BYTES", KI)
+    monkeypatch.setattr(growing, "FIRST_BYTES", 64 * KI)
+
+
+@contextmanager
+def offloaded(
+    nbytes: int, folder: Path | None, strict: bool = False
+) -> Iterator[tuple[Activations, InHost]]:
+    """What autograd saves inside has so much host memory."""
+    metrics = Metrics(strict=strict)
+    transfer = DeviceTransfer("fake", reads_in_flight_bytes=2 * PIECE, metrics=metrics)
+    store = GrowingStore([folder], metrics) if folder else None
+    outside = InHost(transfer, Pool(nbytes, register, Budget()), store)
+    made = Activations(outside, transfer.device, metrics)
+
+    def pack(tensor: Tensor) -> Any:
+        return made.save(tensor) or tensor.detach()
+
+    def unpack(kept: Any) -> Tensor:
+        found: Tensor = kept if isinstance(kept, Tensor) else kept.checked()
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield made, outside
+    made.close()
+    transfer.close()
+
+
+class Net(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * torch.sigmoid(x)
+        return x.square().mean()
+
+
+def gradients(net: Net, x: Tensor, times: int = 1) -> list[Tensor]:
+    loss = net(x)
+    for left in reversed(range(times)):
+        loss.backward(retain_graph=left > 0)
+    found = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    return found
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("pieces", [6, 100])
+def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
+    """In little host memory, most of them on disk; in enough, none."""
+    x = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(1)).to("fake")
+    net = Net("fake")
+    expected = [gradients(net, x * n, 1 + n % 2) for n in range(1, 4)]
+    with offloaded(pieces * PIECE, tmp_path) as (made, outside):
+        for n in range(1, 4):
+            assert same(gradients(net, x * n, 1 + n % 2), expected[n - 1])
+        gc.collect()
+        made._take_in_ended()
+        assert not made._away_numbers and made._held_bytes == 0
+        counts = made._metrics.snapshot().counts
+        assert ("disk_written_bytes" in counts) is (pieces == 6)
+        assert is_empty(outside)
+
+
+def is_empty(outside: InHost) -> bool:
+    """Also of what was under way when nobody wanted it any more."""
+    end_s = time.monotonic() + 20.0
+    while outside._pool.stats().used_bytes and time.monotonic() < end_s:
+        torch.accelerator.synchronize()
+        outside._transfer.poll()
+        outside._take_in_over()
+        time.sleep(0.01)
+    return outside._pool.stats().used_bytes == 0
+
+
+def test_device_memory_goes_down_and_nothing_is_pageable(
+    fake: DeviceModule, tmp_path: Path
+) -> None:
+    x, net = torch.ones(ROWS, 64).to("fake"), Net("fake")
+    kept = {}
+    before = torch.accelerator.memory_allocated()
+    loss = net(x)
+    kept["keep"] = torch.accelerator.memory_allocated() - before
+    del loss
+    with offloaded(100 * PIECE, None, strict=True) as (_made, outside):
+        fake.reset_counters()
+        loss = net(x)
+        torch.accelerator.synchronize()
+        counted = fake.counters()
+        assert counted["pageable_bytes"] == counted["blocking_copies"] == 0
+        outside._transfer.poll()  # what has been copied is let go
+        kept["offload"] = torch.accelerator.memory_allocated() - before
+        loss.backward()
+        counted = fake.counters()
+        assert counted["pageable_bytes"] == counted["blocking_copies"] == 0
+        net.zero_grad()
+        del loss
+    assert kept["offload"] < kept["keep"] / 2
+
+
+def test_without_a_drive_the_rest_stays(fake: DeviceModule) -> None:
+    x, net = torch.ones(ROWS, 64).to("fake"), Net("fake")
+    expected = gradients(net, x)
+    with offloaded(4 * PIECE, None) as (made, _outside):
+        assert same(gradients(net, x), expected)
+        assert "offload of activations" in made._metrics.snapshot().fallbacks
+
+
+def test_a_loss_that_is_dropped_leaves_nothing(fake: DeviceModule, tmp_path: Path) -> None:
+    x, net = torch.ones(ROWS, 64).to("fake"), Net("fake")
+    with offloaded(4 * PIECE, tmp_path) as (made, outside):
+        before = torch.accelerator.memory_allocated()
+        for _ in range(3):
+            net(x)
+        torch.accelerator.synchronize()
+        made._take_in_ended()
+        assert made._held_bytes == 0 and outside._store is not None
+        assert is_empty(outside) and outside._store.chunks == 0
+        assert torch.accelerator.memory_allocated() == before
+
+
+@pytest.mark.parametrize("pieces", [12, 100])
+def test_what_has_come_back_goes_again(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
+    """A graph that is kept, while others run and are kept as well."""
+    x, net = torch.ones(ROWS, 64).to("fake"), Net("fake")
+
+    def run() -> list[Tensor]:
+        losses, found = [net(x * n) for n in (1, 2)], []
+        for number in (0, 1, 0, 0, 1):
+            losses[number].backward(retain_graph=True)
+            losses.append(net(x * 3))
+            found += [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+            net.zero_grad()
+        for loss in losses:
+            loss.backward()
+        found += [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+        net.zero_grad()
+        return found
+
+    expected = run()
+    with offloaded(pieces * PIECE, tmp_path) as (made, outside):
+        before = torch.accelerator.memory_allocated()
+        assert same(run(), expected)
+        gc.collect()
+        made._take_in_ended()
+        assert made._held_bytes == 0 and is_empty(outside)
+        assert outside._transfer.memory.used_bytes == 0
+        assert torch.accelerator.memory_allocated() <= before
