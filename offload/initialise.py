@@ -59,8 +59,9 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[Task]:
         calls = _calls(module, around) if fresh else []
         if not fresh and not own and below and _is_all(module, empty):
             calls = _resets(module)  # has its way with its children
-        if below and not _is_all(module, empty):
-            calls += _adapter_resets(module, around)
+        adapters = {t: empty[t] for t in made_by_adapters(module) if t in empty}
+        resets = _adapter_resets(module, around) if adapters else []
+        calls += resets
         done.update(fresh)
         if calls:
             kept = tuple(t for t in own if t not in fresh)
@@ -69,6 +70,8 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[Task]:
                 hopeless.pop(tensor, None)
         else:
             hopeless |= {tensor: empty[tensor] for tensor in fresh}
+        if adapters and not resets:  # what their layers would do is not what peft does
+            hopeless |= adapters
     refuse_empty(hopeless.values())
     return tasks
 
@@ -121,9 +124,9 @@ def _is_all(module: nn.Module, empty: Container[Tensor]) -> bool:
 
 
 def _calls(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Callable[[], Any]]:
-    calls = _resets(module)
+    calls, own = _resets(module), set(_own(module))
     for outer in (module, *reversed(around)):
-        if callable(getattr(outer, "reset_lora_parameters", None)):
+        if own & made_by_adapters(outer):
             break  # an adapter's begin is not that of a layer of the model
         method = getattr(outer, "_init_weights", None)
         if callable(method) and _takes(method, module):
@@ -160,7 +163,7 @@ def _adapter_resets(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Ca
         name for part in ("lora_A", "lora_embedding_A") for name in getattr(module, part, ())
     ):
         how = getattr(configs.get(adapter), "init_lora_weights", None)
-        if callable(reset) and (how is True or how == "gaussian"):
+        if callable(reset) and (isinstance(how, bool) or how == "gaussian"):
             calls.append(partial(reset, adapter, how))
     return calls
 

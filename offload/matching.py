@@ -58,13 +58,17 @@ def match(model: nn.Module, weights: Weights) -> Match:
     unexpected = [name for name in weights.entries if name not in tensors]
     missing, kept = _missing(model, found)
     complaints = [
-        *_listed("they do not have", missing),
+        *_listed("it does not have", missing),
         *_listed("the model has no", _not_ignored(model, unexpected)),
         *_listed("expected as in the model", _misfits(names, found)),
     ]
     if complaints:
+        hint = (
+            " (what is not in the weights keeps its values only if the rest is on the meta device)"
+        )
         raise ConfigError(
             f"weights: {weights.path} does not fit the model: {'; '.join(complaints)}"
+            + (hint if missing else "")
         )
     for places in found.values():
         _check_same(places)

@@ -210,7 +210,10 @@ def test_the_pool_stays_within_the_budget_during_the_start(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": ({"norm.weight": None, "layers.1.up.bias": None}, "do not have layers.1.up.bias, n"),
+    "missing": (
+        {"norm.weight": None, "layers.1.up.bias": None},
+        r"it does not have layers\.1\.up\.bias, norm\.weight \(what is not",
+    ),
     "unexpected": ({"norm.other": torch.ones(3)}, r"the model has no norm\.other"),
     "shape": ({"norm.weight": torch.ones(3)}, r"norm\.weight of shape \(16,\), got \(3,\)"),
     "type": (

@@ -128,3 +128,23 @@ def test_adapters_of_peft_on_frozen_weights(tmp_path: Path) -> None:
         assert made.store.stats().written_bytes - before <= 3 * nbytes + 16 * KI
     offload.close(ours)
     assert_same(ours, theirs)
+
+
+def test_adapters_of_peft_without_weights() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for how in (True, "pissa"):
+        base = on_meta(llama(2).config)
+        lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=True)
+        ours = get_peft_model(base, lora)
+        lora.init_lora_weights = how
+        if how == "pissa":  # looks at the values of the layer inside
+            with pytest.raises(offload.ConfigError, match=r"lora_A\.default\.weight.*lora_B"):
+                offload.prepare(ours)
+            continue
+        offload.prepare(ours)
+        offload.close(ours)
+        layer = base.model.layers[1].self_attn.q_proj
+        assert (layer.lora_B["default"].weight == 0).all()
+        assert layer.lora_A["default"].weight.detach().std() > 0.05  # as peft draws them
+        assert abs(float(layer.base_layer.weight.detach().std()) - 0.02) < 2e-3  # as the model does
