@@ -65,6 +65,7 @@ def write_large(command: str, run: LargeRun, most_rss_bytes: int = 11 * GI) -> P
         f"- start (model made and prepared): {run.start_s:.0f} s; peak RSS of the process "
         f"{run.peak_rss_bytes / GI:.2f} GiB",
         f"- fio, half reads, half writes, in the same run: {rate} GB/s",
+        f"- seconds of the last step by cause: {_causes(run.steps[-1])}",
         f"- compute: forward and backward of all layers in memory take {run.compute_s:.1f} s",
         "",
         "| step | loss | whole, s | step(), s | waits for the drive, s | GB read | GB written "
@@ -78,6 +79,11 @@ def write_large(command: str, run: LargeRun, most_rss_bytes: int = 11 * GI) -> P
     ]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _causes(step: Step) -> str:
+    causes = sorted(step.seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{cause} {s:.1f}" for cause, s in causes if s >= 0.05) or "none"
 
 
 def _row(number: int, step: Step, run: LargeRun) -> str:

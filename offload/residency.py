@@ -186,7 +186,7 @@ class Residency:
                     continue
                 assert block.memory is not None
                 is_other = self._take_in_rebound(block)
-                if is_other or block.seen not in (None, kernels.checksum(block.memory)):
+                if is_other or _is_edited(block.seen, block.memory):
                     self.changed(block)
 
     def _take_in_rebound(self, block: Block) -> bool:
@@ -416,6 +416,11 @@ class Residency:
             block.seen = None
             del memory
             self._forget_memory(block)
+
+
+def _is_edited(seen: int | None, memory: Tensor) -> bool:
+    """Whether the bytes are others than when they were seen; looks only where they were."""
+    return seen is not None and seen != kernels.checksum(memory)
 
 
 def _key(block: Block) -> str:

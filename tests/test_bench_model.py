@@ -97,7 +97,7 @@ def test_a_run_larger_than_memory_is_told(
     monkeypatch.setattr(results, "HERE", tmp_path)
     monkeypatch.setattr(load("model_results"), "HERE", tmp_path)
     text = results.write_large("make bench", run).read_text()
-    assert "| 3 |" in text and "below 11 GiB" in text
+    assert "| 3 |" in text and "below 11 GiB" in text and "by cause: " in text
 
 
 def test_no_room_on_disk_is_said_before_anything_is_made(load: Any, tmp_path: Path) -> None:
