@@ -186,12 +186,16 @@ class Residency:
                     continue
                 assert block.memory is not None
                 is_other = self._take_in_rebound(block)
-                if is_other or _is_edited(block.seen, block.memory):
+                if block.seen is not None:
+                    is_other |= block.seen != kernels.checksum(block.memory)
+                if is_other:
                     self.changed(block)
 
     def _take_in_rebound(self, block: Block) -> bool:
         """Copy values that somebody has put into parameters by `param.data = ...`."""
         assert block.memory is not None
+        if all(block.is_in_place(member) for member in block.unit.members if member.nbytes):
+            return False
         found = False
         for member, values in block.views(block.memory):
             if member.nbytes and not block.is_in_place(member):
@@ -236,6 +240,8 @@ class Residency:
         return next_uses(ahead, len(self.blocks))
 
     def _fetch_ahead(self) -> None:
+        if self.has_room_for_all:
+            return  # everything is here
         moves = look_ahead(self._tier(), self._uses(), self.depth)
         for number in moves.drop:
             if not self._drop(self.blocks[number]):
@@ -416,11 +422,6 @@ class Residency:
             block.seen = None
             del memory
             self._forget_memory(block)
-
-
-def _is_edited(seen: int | None, memory: Tensor) -> bool:
-    """Whether the bytes are others than when they were seen; looks only where they were."""
-    return seen is not None and seen != kernels.checksum(memory)
 
 
 def _key(block: Block) -> str:
