@@ -34,8 +34,9 @@ TUNED_AIO = {
 TUNED_ENVIRONMENT = {"DS_PIN_MEMORY_BACKEND": "native"}
 
 
-def task(dtype: str) -> dict[str, Any]:
-    return {"dtype": dtype, "layers": int(os.environ.get("OFFLOAD_BENCH_LAYERS") or 12)}
+def task(dtype: str, tokens: int = 128) -> dict[str, Any]:
+    layers = int(os.environ.get("OFFLOAD_BENCH_LAYERS") or 12)
+    return {"dtype": dtype, "layers": layers, "tokens": tokens}
 
 
 def torch_entry(dtype: str) -> Entry:
@@ -51,12 +52,12 @@ def disk_entry(dtype: str, directory: Path) -> Entry:
     return Entry(NVME, "offload", {"task": task(dtype), **place})
 
 
-def deepspeed_entries(device: str, directory: Path) -> list[Entry]:
+def deepspeed_entries(device: str, directory: Path, tokens: int = 128) -> list[Entry]:
     """With its defaults, and tuned."""
     optimizer: dict[str, Any] = {"device": device}
     if device == "nvme":
         optimizer["nvme_path"] = str(directory / "deepspeed")
-    default = {"task": task("bfloat16"), "optimizer": optimizer}
+    default = {"task": task("bfloat16", tokens), "optimizer": optimizer}
     tuned = {**default, "zero": TUNED_ZERO}
     if device == "nvme":
         optimizer = {**optimizer, **TUNED_OPTIMIZER, "nvme_path": str(directory / "tuned")}

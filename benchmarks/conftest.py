@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))  # their GPT is trained here, too
+from large_results import LargeRun, write_large
+from model_results import write_model
 from results import Row, write
 from store_results import StoreRow, write_store
 from wrap_contest import Sitting
@@ -16,6 +21,9 @@ from wrap_results import write_wrap
 ROWS = pytest.StashKey[list[Row]]()
 STORE_ROWS = pytest.StashKey[list[StoreRow]]()
 SITTINGS = pytest.StashKey[list[Sitting]]()
+MODEL_SITTINGS = pytest.StashKey[list[Sitting]]()
+PREFETCH_SITTINGS = pytest.StashKey[list[Sitting]]()
+LARGE_RUNS = pytest.StashKey[list[LargeRun]]()
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +40,21 @@ def store_table(pytestconfig: pytest.Config) -> list[StoreRow]:
 @pytest.fixture(scope="session")
 def wrap_table(pytestconfig: pytest.Config) -> list[Sitting]:
     return pytestconfig.stash.setdefault(SITTINGS, [])
+
+
+@pytest.fixture(scope="session")
+def model_table(pytestconfig: pytest.Config) -> list[Sitting]:
+    return pytestconfig.stash.setdefault(MODEL_SITTINGS, [])
+
+
+@pytest.fixture(scope="session")
+def prefetch_table(pytestconfig: pytest.Config) -> list[Sitting]:
+    return pytestconfig.stash.setdefault(PREFETCH_SITTINGS, [])
+
+
+@pytest.fixture(scope="session")
+def large_table(pytestconfig: pytest.Config) -> list[LargeRun]:
+    return pytestconfig.stash.setdefault(LARGE_RUNS, [])
 
 
 @pytest.fixture
@@ -55,6 +78,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         report_file(session.config, write_store("make bench", store_rows))
     if sittings := stash.get(SITTINGS, []):
         report_file(session.config, write_wrap("make bench", sittings))
+    if sittings := stash.get(MODEL_SITTINGS, []):
+        report_file(session.config, write_model("model", "make bench", sittings))
+    if sittings := stash.get(PREFETCH_SITTINGS, []):
+        report_file(session.config, write_model("prefetch", "make bench", sittings))
+    for run in stash.get(LARGE_RUNS, []):
+        report_file(session.config, write_large("make bench", run))
 
 
 def report_file(config: pytest.Config, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Contestants of the wrap benchmark: processes that train the same model, a few steps by turns.
+"""Contestants of the benchmarks of whole steps: processes that train the same model, a few steps
+by turns.
 
 A process of its own gives each its own peak of memory and its own bytes on the drive. Between its
 turns it waits on a pipe and uses no core. See `peers/worker.py` for what they say to each other.
@@ -29,6 +30,7 @@ WARM_UP_STEPS = 3  # state is made in the first, DeepSpeed learns the order of m
 STEPS_A_TURN = 2
 PAUSE_S = 0.2  # threads that still wait in turns for work fall asleep
 FIO_CHUNKS_MI = (4, 16)
+OURS = ("offload", "prepared")
 
 
 class PeerFailed(Exception):
@@ -53,6 +55,7 @@ class Step:
     written_bytes: int
     loss: float
     seconds: dict[str, float] = field(default_factory=dict)  # by cause, of ours only
+    counts: dict[str, int] = field(default_factory=dict)  # of prepared models only
 
     @property
     def moved_bytes(self) -> int:
@@ -62,7 +65,7 @@ class Step:
 class Worker:
     """The process of one entry."""
 
-    def __init__(self, entry: Entry, directory: Path) -> None:
+    def __init__(self, entry: Entry, directory: Path, warm_up: int = WARM_UP_STEPS) -> None:
         self.entry = entry
         self.log_path = directory / f"{entry.name.replace(' ', '_').replace(',', '')}.log"
         self._log: IO[str] = self.log_path.open("w")
@@ -78,7 +81,7 @@ class Worker:
         )
         try:
             self.numel = int(self._answer(START_S)["numel"])
-            self.run(WARM_UP_STEPS)
+            self.run(warm_up)
         except BaseException:
             self.close()
             raise
@@ -190,7 +193,7 @@ def sit(
                 time.sleep(PAUSE_S)
                 runner.turns.append(runner.worker.run(STEPS_A_TURN))
             if fio is not None:
-                sitting.fio_bytes_per_s.append(_mixed_rate(fio))
+                sitting.fio_bytes_per_s.append(mixed_rate(fio))
         for runner in sitting.runners:
             runner.facts = runner.worker.facts()
     finally:
@@ -208,14 +211,14 @@ def _join(sitting: Sitting, entry: Entry, directory: Path) -> None:
     try:
         worker = Worker(entry, directory)
     except PeerFailed as failure:
-        if entry.kind == "offload":
+        if entry.kind in OURS:
             raise
         sitting.absent[entry.name] = str(failure)
     else:
         sitting.runners.append(Runner(entry, worker))
 
 
-def _mixed_rate(fio: Fio) -> float:
+def mixed_rate(fio: Fio) -> float:
     """Bytes a second, half of them read and half written, over chunks of a few sizes."""
     memory = "mmaphuge" if fio.has_huge_pages else "malloc"
     runs = [fio.run("mixed", size * MI, memory) for size in FIO_CHUNKS_MI]

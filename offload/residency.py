@@ -282,6 +282,8 @@ class Residency:
         return next_uses(ahead, len(self.blocks))
 
     def _fetch_ahead(self) -> None:
+        if self.has_room_for_all and all(b.in_host is Presence.HERE for b in self.blocks):
+            return
         self._follow(look_ahead(self._tier(), self._uses(), self.depth))
 
     def look_ahead(self) -> None:

@@ -14,7 +14,7 @@ from preparelib import batch, loss_of, make
 from torch import nn
 
 import offload
-from offload import CapacityError, ConfigError, StateError
+from offload import CapacityError, ConfigError, StateError, kernels, residency
 from offload import units as units_module
 from offload.guard import is_guarded
 from offload.prepared import prepared_of
@@ -30,6 +30,10 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def with_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
+    return model, adamw(model)
 
 
 def tight(folder: Path) -> dict[str, Any]:
@@ -154,6 +158,34 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was(
             offload.prepare(model, adamw(model), **tight(tmp_path))
     assert_same(model, plain)
     loss_of(model, batch(0)).backward()
+
+
+def test_nothing_is_looked_over_where_everything_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for all, no step reads all parameters only to see whether somebody edited them, nor
+    asks what is needed next.
+    """
+    looks: list[int] = []
+    real, ahead = kernels.checksum, residency.look_ahead
+
+    def counted(memory: torch.Tensor) -> int:
+        looks.append(memory.nbytes)
+        return real(memory)
+
+    def counted_ahead(*arguments: Any) -> Any:
+        looks.append(0)
+        return ahead(*arguments)
+
+    monkeypatch.setattr(kernels, "checksum", counted)
+    monkeypatch.setattr(residency, "look_ahead", counted_ahead)
+    for options, is_looked_over in (({}, False), (tight(tmp_path), True)):
+        looks.clear()
+        model, optimizer = offload.prepare(*with_optimizer(make("gpt")), **options)
+        for seed in range(3):
+            step(model, optimizer, seed)
+        assert (0 in looks, any(looks)) == (is_looked_over, is_looked_over)
+        offload.close(model)
 
 
 # --- parameters -----------------------------------------------------------------------------------

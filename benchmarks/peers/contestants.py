@@ -1,4 +1,6 @@
-"""Who trains: plain torch, a wrapped optimizer, DeepSpeed's engine. Each as its users would."""
+"""Who trains: plain torch, a wrapped optimizer, a prepared model, DeepSpeed's engine. Each as its
+users would.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +85,42 @@ class Ours(Torch):
         self.optimizer.close()
 
 
+class Prepared(Torch):
+    """The same loop, model and optimizer, after `offload.prepare`."""
+
+    def __init__(self, task: Task, model: nn.Module, **fields: Any) -> None:
+        super().__init__(task, model)
+        import offload
+        from offload.metrics import NOTHING
+        from offload.prepared import prepared_of
+
+        offload.prepare(model, self.optimizer, **fields)
+        self.made: Any = prepared_of(model)
+        self.before: Any = NOTHING
+
+    def last_step(self) -> dict[str, Any]:
+        """Seconds of the update by cause, and those that forward and backward waited."""
+        now = self.made.metrics.snapshot()
+        spent, self.before = now - self.before, now
+        seconds = {"forward and backward, " + name: s for name, s in spent.outside.items()}
+        return {"seconds": {**seconds, **spent.seconds}, "counts": dict(spent.counts)}
+
+    def facts(self) -> dict[str, Any]:
+        shares, pools = self.made.shares, (self.made.pool, self.made.state_pool)
+        return {
+            "shares": {
+                "parameters": shares.params,
+                "gradients": shares.gradients,
+                "state": shares.state,
+            },
+            "pool_peak": sum(pool.stats().peak_bytes for pool in pools if pool),
+            "on_disk": self.made.store.stats().used_bytes if self.made.store else 0,
+        }
+
+    def close(self) -> None:
+        """The process ends; nobody wants the model in memory."""
+
+
 class WithLoss(nn.Module):
     """A model whose output is its loss, as an engine wants it."""
 
@@ -140,4 +178,9 @@ class DeepSpeed:
         torch.distributed.destroy_process_group()
 
 
-KINDS: dict[str, Callable[..., Trainer]] = {"torch": Torch, "offload": Ours, "deepspeed": DeepSpeed}
+KINDS: dict[str, Callable[..., Trainer]] = {
+    "torch": Torch,
+    "offload": Ours,
+    "prepared": Prepared,
+    "deepspeed": DeepSpeed,
+}

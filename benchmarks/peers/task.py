@@ -22,6 +22,7 @@ class Task:
     heads: int = 16
     vocabulary: int = 16384
     seed: int = 20261116
+    is_one_batch: bool = False  # every step sees the same tokens, and learns them
 
     def __post_init__(self) -> None:
         self.numel = 0
@@ -42,6 +43,8 @@ class Task:
         """One sequence each; the same for everybody."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
+            if self.is_one_batch:
+                generator.manual_seed(self.seed)
             yield torch.randint(self.vocabulary, (1, self.tokens + 1), generator=generator)
 
     def run_without_optimizer(self, model: GPT) -> None:
