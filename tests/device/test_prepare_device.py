@@ -583,3 +583,22 @@ def test_any_order(
     waiting.clear()
     offload.close(ours)
     assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_grad_scaler_is_refused(unscales: bool) -> None:
+    """torch copies the scale to where gradients are, and does not wait for it."""
+    load("lazy", 0)
+    model, optimizer = ready()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scaler = torch.amp.GradScaler("fake", init_scale=64.0)
+    scaler.scale(loss_of(model, batch(0).to("fake"))).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(StateError, match="GradScaler: cannot be used"):
+        scaler.step(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+    optimizer.close()
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
