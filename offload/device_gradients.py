@@ -104,7 +104,8 @@ class DeviceGradients:
             set_own_grad(param, None)
             raise StateError(
                 "backward(create_graph=True): the gradients of a model that is prepared for a "
-                "device go to host memory and have no graph there; use torch.autograd.grad"
+                "device go to host memory and have no graph there; leave create_graph out, or take "
+                "a plain model for second derivatives"
             )
         self._finish_what_has_come()
         held = self._sums.get(param)

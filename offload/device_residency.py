@@ -68,6 +68,8 @@ class DeviceResidency(Residency):
             self._take_back,
             self._lock,
         )
+        self._foreseen: dict[int, int] = {}
+        self._foreseen_at = (-1, -1)
         self._lent: set[int] = set()  # blocks that others see
         self._shown: dict[int, int] = {}  # generations of what is seen in host memory
         self._homes: dict[Tensor, torch.device] = {}  # where parameters were before
@@ -130,7 +132,7 @@ class DeviceResidency(Residency):
         absent = [block for block in needed if block.on_device is Presence.AWAY]
         self._metrics.count("device_misses", len(absent))
         self._metrics.count("device_hits", len(needed) - len(absent))
-        self.tier.reserve(needed, super()._uses())
+        self.tier.reserve(needed, self._uses_of_all())
         waiting = list(absent)  # for host memory
         self._hold(absent)
         try:
@@ -174,11 +176,17 @@ class DeviceResidency(Residency):
 
     def _uses(self) -> dict[int, int]:
         """Of host memory: for what is not on the device."""
-        uses = super()._uses()
+        uses = self._uses_of_all()
         return {n: at for n, at in uses.items() if self.blocks[n].on_device is Presence.AWAY}
 
+    def _uses_of_all(self) -> dict[int, int]:
+        now = self.trace.hits, self.trace.misses  # one more with every use
+        if now != self._foreseen_at:
+            self._foreseen, self._foreseen_at = super()._uses(), now
+        return self._foreseen
+
     def _fetch_ahead(self) -> None:
-        uses = super()._uses()
+        uses = self._uses_of_all()
         self._take_in_what_has_come()
         self.tier.fetch_ahead(uses)
         left = self._uses()

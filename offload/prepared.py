@@ -16,7 +16,7 @@ from offload.budget import HOST, Share
 from offload.config import Config
 from offload.device_gradients import staging_bytes
 from offload.engine import Device, Engine
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.gradients import Spill, place_bytes
 from offload.hooks import watch_gradients
 from offload.layout import ParamSpec
@@ -305,6 +305,8 @@ class Prepared:
             raise
         self.session = session
         attach(optimizer, session)
+        if self.device.type != "cpu":  # so that a GradScaler tells of itself, and can be refused
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     # --- for the optimizer's session --------------------------------------------------------------
 
@@ -316,6 +318,17 @@ class Prepared:
         assert self.engine is not None
         residency = self.engine.residency
         return residency.home_of(param)
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.device.type == "cpu":
+            return
+        if hasattr(optimizer, "found_inf"):
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            raise StateError(
+                "GradScaler: cannot be used with a model on a device whose gradients are in host "
+                "memory: torch reads the scale there before it has come; train in bfloat16, which "
+                "needs none"
+            )
 
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
         assert self.engine is not None

@@ -49,6 +49,9 @@ class Host(Protocol):
     def home_of(self, param: Tensor) -> torch.device:
         """Where the parameter will be when the model is an ordinary one again."""
 
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step that would go wrong."""
+
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground: ...
 
     def ended(self) -> None:

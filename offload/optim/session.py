@@ -150,6 +150,8 @@ class Session:
         )
 
     def step(self) -> None:
+        if self.host is not None:
+            self.host.check_step(self.optimizer)
         with self.ledger.step():
             self._look_again()
             self._watch(self.metrics.snapshot().counts.get("steps", 0))

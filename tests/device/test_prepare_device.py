@@ -32,6 +32,7 @@ import offload
 from offload import device_gradients, planner, prepared, units
 from offload.block import Presence
 from offload.budget import Budget
+from offload.device_residency import DeviceResidency
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.guard import is_guarded
 from offload.pool import Pool
@@ -583,3 +584,53 @@ def test_any_order(
     waiting.clear()
     offload.close(ours)
     assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_grad_scaler_is_refused(unscales: bool) -> None:
+    """torch copies the scale to where gradients are, and does not wait for it."""
+    load("lazy", 0)
+    model, optimizer = ready()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scaler = torch.amp.GradScaler("fake", init_scale=64.0)
+    scaler.scale(loss_of(model, batch(0).to("fake"))).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(StateError, match="GradScaler: cannot be used"):
+        scaler.step(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+    optimizer.close()
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_a_failure_on_the_way_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    load("lazy", 0)
+    begin, calls = DeviceResidency.take_in, []
+
+    def fail_third(residency: DeviceResidency, block: Any) -> None:
+        calls.append(block)
+        if len(calls) == 3:
+            raise OSError("the third")
+        begin(residency, block)
+
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    for where in ("cpu", "fake"):
+        model, same = make("pictures").to(where), make("pictures")
+        loss_of(model, batch(0).to(where)).backward()
+        grads = [p.grad.cpu().clone() for p in model.parameters()]
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceResidency, "take_in", fail_third)
+            with pytest.raises(OSError, match="the third"):
+                offload.prepare(model, adamw(model), device="fake")
+        assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {where}
+        for p, q, grad in zip(model.parameters(), same.parameters(), grads, strict=True):
+            assert torch.equal(p.detach().cpu(), q.detach()) and torch.equal(p.grad.cpu(), grad)
+        loss_of(model, batch(0).to(where)).backward()
+        calls.clear()
+        del model, p
+    gc.collect()
+    assert torch.accelerator.memory_allocated() == before
