@@ -32,6 +32,7 @@ TASK = {
     "vocabulary": VOCABULARY,
     "tokens": TOKENS,
     "is_one_batch": True,
+    "is_meta": True,
 }
 
 

@@ -50,7 +50,12 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        self._init_weights(self.tokens)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """For one module of a model that was made on the meta device, too."""
+        if module is self.tokens:
+            nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places.weight[: tokens.size(1)]

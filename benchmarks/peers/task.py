@@ -23,6 +23,7 @@ class Task:
     vocabulary: int = 16384
     seed: int = 20261116
     is_one_batch: bool = False  # every step sees the same tokens, and learns them
+    is_meta: bool = False  # `prepare` fills it, so that it never is in memory as a whole
 
     def __post_init__(self) -> None:
         self.numel = 0
@@ -33,7 +34,8 @@ class Task:
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, self.dtype))
         try:
-            model = GPT(self.layers, self.width, self.heads, self.tokens, self.vocabulary)
+            with torch.device("meta" if self.is_meta else "cpu"):
+                model = GPT(self.layers, self.width, self.heads, self.tokens, self.vocabulary)
         finally:
             torch.set_default_dtype(before)
         self.numel = sum(param.numel() for param in model.parameters())
