@@ -46,13 +46,16 @@ def _place_bytes(params: Sequence[Tensor]) -> int:
 
 @dataclass
 class _Addend:
-    """A part of a gradient, on its way to a staging place, that is to be added to `target`."""
+    """A part of a gradient, on its way to a staging place, that is to be added to `target`.
+    is_first: there is nothing yet to add it to.
+    """
 
     param: Tensor
     target: Tensor
     values: Tensor
     slot: Tensor
     ticket: Ticket[Tensor]
+    is_first: bool
 
 
 class DeviceGradients:
@@ -70,6 +73,7 @@ class DeviceGradients:
     ) -> None:
         self._params = params
         self._places = {params[number]: place for number, place in places.by_number.items()}
+        self._on_disk = {p for p, place in self._places.items() if not _is_pinned(place)}
         self.push_out = places.push_out
         self._transfer = transfer
         self._metrics = metrics
@@ -125,7 +129,9 @@ class DeviceGradients:
                 self._metrics.count("gradients_outside_of_their_place")
             place = self._transfer.pinned(grad.numel(), grad.dtype)
         self._sums[param] = place.view(grad.shape)
-        if grad.numel():
+        if param in self._on_disk and place is self._places[param]:
+            self._stage(param, self._sums[param], grad, is_first=True)
+        elif grad.numel():
             self._arriving[param] = self._read(grad.contiguous().view(-1), place)
 
     def _add(self, param: Tensor, held: Tensor, grad: Tensor) -> None:
@@ -135,6 +141,10 @@ class DeviceGradients:
             with torch.no_grad():
                 held.add_(grad.cpu())
             return
+        self._stage(param, held, grad, is_first=False)
+
+    def _stage(self, param: Tensor, held: Tensor, grad: Tensor, is_first: bool) -> None:
+        """Bring a gradient to `held` by way of the staging places."""
         source, target = grad.contiguous().view(-1), held.detach().view(-1)
         step = self._slot_bytes // grad.element_size()
         for begin in range(0, grad.numel(), step):
@@ -143,7 +153,7 @@ class DeviceGradients:
             part, slot = slice(begin, begin + step), self._slots.pop()
             values = slot.view(grad.dtype)[: source[part].numel()]
             ticket = self._read(source[part], values)
-            self._addends.append(_Addend(param, target[part], values, slot, ticket))
+            self._addends.append(_Addend(param, target[part], values, slot, ticket, is_first))
 
     def _read(self, source: Tensor, host: Tensor) -> Ticket[Tensor]:
         return self._transfer.read(source, host, "a gradient")
@@ -171,7 +181,10 @@ class DeviceGradients:
         addend = self._addends.popleft()
         addend.ticket.wait()  # copies run in their order: what it is added to has come, too
         with torch.no_grad():
-            addend.target.add_(addend.values)
+            if addend.is_first:
+                addend.target.copy_(addend.values)
+            else:
+                addend.target.add_(addend.values)
         self.push_out(addend.target)
         self._slots.append(addend.slot)
 
@@ -250,6 +263,11 @@ class DeviceGradients:
             for param, grad in self._sums.items():
                 param.grad = grad.to(param.device)
             self._sums.clear()
+
+
+def _is_pinned(place: Tensor) -> bool:
+    """Whether copies to it need not wait; on a mapped file they would."""
+    return not place.numel() or place.is_pinned()
 
 
 def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:

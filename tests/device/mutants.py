@@ -89,6 +89,8 @@ OF_MODELS = [
         "self._add(param, held, grad.detach())\n        pass",
         "a gradient stays and counts twice",
     ),
+    ("device_gradients", "if addend.is_first:", "if 0:", "added to what was there before"),
+    ("device_gradients", "if param in self._on_disk and", "if 0 and", "the CPU waits for a copy"),
     ("device_gradients", "holders(place) > 1", "False", "a gradient that is held is overwritten"),
     ("device_gradients", "target[part], values, slot", "target, values, slot", "a wrong part"),
     (

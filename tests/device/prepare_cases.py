@@ -119,7 +119,8 @@ def assert_same_bits(
     assert_equal(train(ours, mine), seen)
     assert torch.accelerator.max_memory_allocated() <= options.get("device_memory", 1 << 30)
     found = counts.snapshot()
-    assert not found.fallbacks and "gradients_outside_of_their_place" not in found.counts
+    assert not found.fallbacks, found.fallbacks
+    assert "gradients_outside_of_their_place" not in found.counts
     mine.close()
     for p, q in zip(ours.state_dict().values(), end, strict=True):
         assert p.device.type == "cpu" and torch.equal(p, q)
@@ -181,9 +182,9 @@ def plain_sums() -> list[Tensor]:
 def sums_of(model: nn.Module) -> list[Tensor]:
     """Gradients of several passes, of which some are held by somebody."""
     seen = []
-    for seed in range(4):
+    for seed in range(5):
         loss_of(model, batch(seed).to("fake")).backward()
-        if seed == 1:
+        if seed in (1, 3):  # what comes last is the first of its kind
             seen += [p.grad for p in model.parameters()]
             model.zero_grad()
     seen += [p.grad for p in model.parameters()]
