@@ -74,6 +74,10 @@ class DeviceResidency(Residency):
         self._shown: dict[int, int] = {}  # generations of what is seen in host memory
         self._homes: dict[Tensor, torch.device] = {}  # where parameters were before
 
+    @property
+    def never_drops(self) -> bool:
+        return False
+
     # --- what is needed now -----------------------------------------------------------------------
 
     def use(self, unit: Unit, phase: Phase) -> None:

@@ -132,15 +132,21 @@ class Engine:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.wake()
-            others = _hooks_of_others()
-            # Recomputation counts what is saved, in its own hooks; they must see all of it, in
-            # forward as in backward.
-            if others is None or not (_in_backward() or _is_checkpoint(others[0])):
-                pack = partial(self._pack, others and others[0])
-                unpack = partial(self._unpack, others and others[1])
-                self._saving = saved_tensors_hooks(pack, unpack)
-                self._saving.__enter__()
+            self._begin_saving()
         self._open += 1
+
+    def _begin_saving(self) -> None:
+        """Have a say in what autograd keeps, where parameters or activations may have to go."""
+        if self.residency.never_drops and self.activations is None:
+            return
+        others = _hooks_of_others()
+        # Recomputation counts what is saved, in its own hooks; they must see all of it, in forward
+        # as in backward.
+        if others is None or not (_in_backward() or _is_checkpoint(others[0])):
+            pack = partial(self._pack, others and others[0])
+            unpack = partial(self._unpack, others and others[1])
+            self._saving = saved_tensors_hooks(pack, unpack)
+            self._saving.__enter__()
 
     def leave(self) -> None:
         self._open -= 1

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from offload import kernels
 from offload.block import Block, Presence
@@ -72,6 +73,11 @@ class Residency:
         self._strayed: set[int] = set()  # blocks that were, until somebody changed them
         self.open_spare: Callable[[], DiskStore | None] = lambda: None  # a store for those
         self._spare: DiskStore | None = None
+
+    @property
+    def never_drops(self) -> bool:
+        """Whether parameters stay where they are used for good."""
+        return self.has_room_for_all
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -194,6 +200,8 @@ class Residency:
             block.generation += 1
             block.is_stored = False
             block.seen = None
+            if block.is_attached:  # autograd must know of it, too
+                increment_version([member.param for member in block.unit.members])
             if self._originals.pop(block.number, None) is not None:
                 self._strayed.add(block.number)
 

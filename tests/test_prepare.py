@@ -346,3 +346,21 @@ def test_two_models_share_one_budget(tmp_path: Path) -> None:
     offload.close(reference)
     offload.close(policy)
     assert_same(policy, plain)
+
+
+def test_with_room_for_all_autograd_is_left_alone(tmp_path: Path) -> None:
+    """Nothing is packed; that parameters have changed is seen by their versions."""
+    (plain, theirs), (model, optimizer) = plain_after(), plain_after()
+    offload.prepare(model, optimizer, host_memory="64MiB", nvme=tmp_path)
+    for seed in range(3):
+        assert step(plain, theirs, seed) == step(model, optimizer, seed)
+    loss = loss_of(model, batch(3))
+    kept = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert "Reference" not in repr(getattr(kept, "_raw_saved_self", ""))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.zero_grad()
+    del loss, kept
+    offload.close(model)
