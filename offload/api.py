@@ -16,10 +16,12 @@ from offload.heap import keep_freed_memory
 from offload.hooks import watch_gradients
 from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
+from offload.model_plan import ModelPlan
 from offload.optim import Request, Session, attach, is_wrapped
 from offload.optim.ledger import Ledger
+from offload.outline import Outline
 from offload.planner import Plan, make_plan
-from offload.prepared import Prepared, check_preparable, prepared_of
+from offload.prepared import Prepared, prepared_of, refuse_prepared
 from offload.reports import Account, Report
 from offload.units import Choice
 
@@ -87,12 +89,12 @@ def prepare(
     itself it takes the model's repeated layers. fields: those of `Config`.
     """
     config = Config.of(config, **fields)
-    check_preparable(model, optimizer, config)
+    refuse_prepared(model)
     allowed_bytes, _ = host_bytes(config)
     with limited(config), telling_of_the_budget(config):
         made = Prepared(model, optimizer, config, allowed_bytes, units, weights)
     keep_freed_memory()
-    LOG.info("%s is prepared:\n%s", type(model).__name__, made.shares)
+    LOG.info("%s is prepared:\n%s", type(model).__name__, made.outline.plan)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -125,17 +127,43 @@ def close(prepared: Any) -> None:
 
 
 def plan(
-    optimizer: torch.optim.Optimizer,
-    config: Config | None = None,
+    optimizer: torch.optim.Optimizer | nn.Module,
+    config: Config | torch.optim.Optimizer | None = None,
     *,
     elementwise: bool = False,
     measure: bool = False,
     **fields: Any,
-) -> Plan:
-    """What `wrap` with the same arguments would do, and the same refusals. Nothing is kept, and
-    without `measure` nothing allocated.
+) -> Plan | ModelPlan:
+    """What `wrap` with the same arguments would do, and the same refusals. For a model, and its
+    optimizer behind it, what `prepare` would do: `plan(model, optimizer, host_memory=...)`. Nothing
+    is kept, and without `measure` nothing allocated.
     """
+    if isinstance(optimizer, nn.Module):
+        return _plan_of_model(optimizer, config, elementwise, measure, fields)
+    if isinstance(config, torch.optim.Optimizer):
+        raise ConfigError("plan: expected an optimizer, or a model and its optimizer; got two")
     return Request.of(optimizer, Config.of(config, **fields), elementwise, measure).plan
+
+
+def _plan_of_model(
+    model: nn.Module, second: object, elementwise: bool, measure: bool, fields: dict[str, Any]
+) -> ModelPlan:
+    if elementwise or measure:
+        raise ConfigError(
+            "plan: elementwise and measure are for wrapped optimizers; leave them out"
+        )
+    units, weights = fields.pop("units", None), fields.pop("weights", None)
+    optimizer = second if isinstance(second, torch.optim.Optimizer) else None
+    config = second if isinstance(second, Config) else fields.pop("config", None)
+    if optimizer is None and second is not None and config is not second:
+        raise ConfigError(f"plan: expected an optimizer or a Config, got {type(second).__name__}")
+    config = Config.of(config, **fields)
+    refuse_prepared(model)
+    allowed_bytes, _ = host_bytes(config)
+    with telling_of_the_budget(config):
+        outline = Outline(model, optimizer, config, allowed_bytes, units, weights)
+    outline.close()
+    return outline.plan
 
 
 def report(optimizer: Any) -> Report:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from weakref import ref
 
 import torch
@@ -14,79 +13,48 @@ from torch import Tensor, nn
 from offload.activations import Activations
 from offload.budget import HOST, Share
 from offload.config import Config
-from offload.device_gradients import staging_bytes
 from offload.engine import Device, Engine
 from offload.errors import ConfigError, StateError
-from offload.gradients import Spill, place_bytes
 from offload.hooks import watch_gradients
-from offload.layout import ParamSpec
-from offload.limits import check_directories, refuse_unbuilt
 from offload.log import LOG
 from offload.metrics import Metrics, Snapshot
-from offload.model_buffers import ModelBuffers, buffer_bytes
+from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
-from offload.optim.choose import choose_recipe
 from offload.optim.desk import Places
 from offload.optim.ground import Ground
 from offload.optim.homes import Homes
 from offload.optim.ledger import Ledger
 from offload.optim.recipe import Recipe, Record
-from offload.optim.records import make_records, spec_of
-from offload.optim.request import check_wrappable, states_of
+from offload.optim.request import states_of
 from offload.optim.tiers import Tiers, is_chunk_key
+from offload.outline import Outline
 from offload.outside import InHost, OnDisk, Outside
-from offload.planner import Plan, make_plan
+from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
 from offload.recompute import Recompute, layers_of
 from offload.reports import ModelUse
 from offload.services import Services
-from offload.shares import Shares, check_device, on_device_bytes, share_out
-from offload.start import Start
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
 from offload.transfer import (
     READS_IN_FLIGHT_BYTES,
     DeviceTransfer,
-    find_device,
-    usable_bytes,
-    used_bytes,
 )
-from offload.units import Choice, Unit, find_units
+from offload.units import Choice
 from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
 _WAITS = ("parameter read", "parameter write", "device copy")
-_UNBUILT = (
-    "param_dtype",
-    "state_dtype",
-    "process_group",
-    "profile",
-    "release_grads",
-)
 
 
-def check_preparable(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
-) -> None:
-    """Refuse what `prepare` cannot do. Changes nothing."""
+def refuse_prepared(model: nn.Module) -> None:
+    """A model, or a part of one, is prepared once."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         if prepared_of(module) is not None:
             what = f"its {name}" if name else "it"
             raise ConfigError(f"model: {what} is prepared already; offload.close(...) that first")
-    if optimizer is not None:
-        check_wrappable(optimizer)
-    refuse_unbuilt(config, _UNBUILT, "prepare")
-    if config.device_memory is not None:
-        Config.of(config, device=find_device(config.device))  # the CPU has none
-    is_on_cpu = find_device(config.device).type == "cpu"
-    if config.activations == "offload" and not config.nvme and is_on_cpu:
-        raise ConfigError(
-            'activations: "offload" needs nvme=... for a model on the CPU, since they are in host '
-            'memory already; give a directory on a fast drive, or ask for "recompute"'
-        )
-    check_directories(config)
 
 
 def prepared_of(module: object) -> Prepared | None:
@@ -108,14 +76,11 @@ class Prepared:
         weights: str | PathLike[str] | None = None,
     ) -> None:
         self._model = ref(model)
-        self.config = config
-        self.units = find_units(model, choice)
-        self.device = find_device(config.device)
-        self._device_bytes = self._check_device(model)
+        self.outline = outline = Outline(model, optimizer, config, host_bytes, choice, weights)
+        self.config, self.units, self.shares = config, outline.units, outline.shares
         self.metrics = Metrics(strict=config.strict)
-        self._unit_of = {m.param: unit for unit in self.units for m in unit.members}
-        self._directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
-        recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
+        self._unit_of = outline.unit_of
+        self._directories = outline.directories
         self.pool: Pool | None = None
         self.state_pool: Pool | None = None
         self.store: DiskStore | None = None
@@ -127,19 +92,15 @@ class Prepared:
         self._activations_share: Share | None = None
         self._gradients_share: Share | None = None
         self.session: Session | None = None
-        self._start: Start | None = None
-        if Start.is_needed(model, weights):
-            self._start = Start(model, self.units, weights, _trained(optimizer))
+        self._start = outline.start
         try:
             if self._start is not None:
                 self._start.begin()
-            specs = self._specs(optimizer, recipe)
-            self.shares = self._share_out(specs, host_bytes, optimizer is not None)
-            self._open_memory(specs)
+            self._open_memory()
             self._open_model(model)
             self._open_activations(model, is_chosen=choice is not None)
-            if optimizer is not None and recipe is not None:
-                self._open_optimizer(optimizer, recipe)
+            if optimizer is not None and outline.recipe is not None:
+                self._open_optimizer(optimizer, outline.recipe)
         except BaseException:
             if self._start is not None and self.engine is not None:
                 self._start.forget(self.engine.residency)
@@ -149,68 +110,25 @@ class Prepared:
                 start.restore()
             raise
 
-    def _specs(
-        self, optimizer: torch.optim.Optimizer | None, recipe: Recipe | None
-    ) -> list[ParamSpec]:
-        if optimizer is None or recipe is None:
-            return []
-        records = make_records(optimizer, recipe, optimizer.state)
-        for record in records:
-            if record.param not in self._unit_of:
-                raise ConfigError(f"{record.name}: the optimizer has it, but the model does not")
-        states_of(optimizer, records, recipe)  # refuses what does not fit
-        return [spec_of(record, self.unit_of(record.param)) for record in records]
-
-    def _share_out(
-        self, specs: Sequence[ParamSpec], host_bytes: int | None, has_optimizer: bool
-    ) -> Shares:
-        state = make_plan(specs, None, has_disk=False).arena_bytes
-        trained = [p for p in self._unit_of if p.requires_grad and has_optimizer]
-        # What stays in its own files needs no disk of ours.
-        has_disk = bool(self._directories) or (not self._stored and not state)
-        shares = share_out(
-            self.units,
-            [place_bytes(param) for param in trained],
-            state,
-            host_bytes,
-            has_disk,
-            self.config.activations == "offload",
-            0 if self.device.type == "cpu" else staging_bytes(trained),
-        )
-        self._spill = Spill(frozenset(trained[n] for n in shares.spilled), self._directories)
-        return shares
-
-    @property
-    def _stored(self) -> list[Unit]:
-        """Those whose blocks may have to go to the store."""
-        originals = self._start.originals if self._start is not None else ()
-        return [unit for unit in self.units if unit.nbytes and unit.number not in originals]
-
-    def _open_memory(self, specs: Sequence[ParamSpec]) -> None:
+    def _open_memory(self) -> None:
         shares = self.shares
         # Blocks come and go; what the optimizer keeps must not be in their way. On the CPU autograd
         # has memory for gradients.
-        is_on_cpu = self.device.type == "cpu"
+        is_on_cpu = self.outline.is_on_cpu
         params = shares.params if is_on_cpu else shares.params + shares.gradients
         self.pool = Pool(max(params, PIECE_ALIGN), budget=HOST)
         if is_on_cpu:
             self._gradients_share = HOST.take(shares.gradients, "gradients")
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)
-        if not self._directories:
-            return
-        # What is in memory may all be on its way, beside the generation before.
-        params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self._stored)
-        params += min(params, shares.params)
-        plan = make_plan(specs, shares.state, has_disk=True)
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
-        room = params + plan.disk_capacity_bytes
+        room = self.outline.disk_room_bytes
         if room:
             self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
 
     def _open_spare(self) -> DiskStore | None:
         """A store for frozen blocks that were not to be written, and were changed all the same."""
-        stored = {unit.number for unit in self._stored}
+        stored = {unit.number for unit in self.outline.stored}
         room = sum(-(-u.nbytes // 4096) * 4096 for u in self.units if u.number not in stored)
         if self._directories and room and self._spare is None:
             LOG.info("weights that were to stay in their files are changed, and are swapped now")
@@ -218,30 +136,17 @@ class Prepared:
             self._spare = DiskStore(self._directories, room, metrics=self.metrics)
         return self._spare
 
-    def _check_device(self, model: nn.Module) -> int:
-        """Bytes for everything on the device; refuses too few of them."""
-        if self.device.type == "cpu":
-            return 0
-        wanted = self.config.device_memory
-        limit = usable_bytes(self.device) if wanted is None else int(wanted)
-        own = [*model.parameters(), *model.buffers()]
-        own += [p.grad for p in model.parameters() if p.grad is not None]
-        there = sum(on_device_bytes(t.nbytes) for t in own if t.device == self.device)
-        others = max(0, used_bytes(self.device) - there)
-        check_device(self.units, buffer_bytes(model), others, limit)
-        return limit
-
     def _open_device(self, model: nn.Module) -> Device | None:
-        if self.device.type == "cpu":
+        if self.outline.is_on_cpu:
             return None
         # As much as one unit's gradients may wait on the device for their copies.
         waiting = max((unit.nbytes for unit in self.units), default=0)
         self.transfer = DeviceTransfer(
-            self.device,
+            self.outline.device,
             reads_in_flight_bytes=min(waiting, READS_IN_FLIGHT_BYTES),
             metrics=self.metrics,
         )
-        return Device(self.transfer, self._device_bytes)
+        return Device(self.transfer, self.outline.device_bytes)
 
     def _open_model(self, model: nn.Module) -> None:
         assert self.pool is not None
@@ -257,12 +162,12 @@ class Prepared:
             self.metrics,
             depth,
             keeps_gradients=self.shares.gradients + self.shares.gradients_on_disk > 0,
-            spill=self._spill,
+            spill=self.outline.spill,
             start=self._start,
             on=self._open_device(model),
         )
-        if self.device.type != "cpu":
-            self.buffers = ModelBuffers(model, self.device)  # they have their values now
+        if not self.outline.is_on_cpu:
+            self.buffers = ModelBuffers(model, self.outline.device)  # they have their values now
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.open_spare = self._open_spare
@@ -305,7 +210,7 @@ class Prepared:
             raise
         self.session = session
         attach(optimizer, session)
-        if self.device.type != "cpu":  # so that a GradScaler tells of itself, and can be refused
+        if not self.outline.is_on_cpu:  # so that a GradScaler tells of itself, and can be refused
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     # --- for the optimizer's session --------------------------------------------------------------
@@ -320,7 +225,7 @@ class Prepared:
         return residency.home_of(param)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.device.type == "cpu":
+        if self.outline.is_on_cpu:
             return
         if hasattr(optimizer, "found_inf"):
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
@@ -422,12 +327,6 @@ class Prepared:
 def _waited_s(snapshot: Snapshot) -> float:
     """For parameters, in forward and backward passes."""
     return sum(snapshot.outside.get(cause, 0.0) for cause in _WAITS)
-
-
-def _trained(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """What an optimizer will change."""
-    groups = optimizer.param_groups if optimizer is not None else ()
-    return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
 class _SharedGround:

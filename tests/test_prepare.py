@@ -364,3 +364,31 @@ def test_with_room_for_all_autograd_is_left_alone(tmp_path: Path) -> None:
     model.zero_grad()
     del loss, kept
     offload.close(model)
+
+
+def test_the_plan_says_what_will_be_where(tmp_path: Path) -> None:
+    model = make("gpt")
+    optimizer = adamw(model)
+    whole = offload.plan(model, optimizer)
+    assert "all of it fits in host memory" in str(whole) and whole.away_bytes == 0
+    told = offload.plan(model, optimizer, **tight(tmp_path))
+    assert told.away_bytes > 0 and "comes from disk" in str(told)
+    assert told.shares.total <= 140 * KI and told.disk_room_bytes > told.state.disk_bytes > 0
+    offload.prepare(model, optimizer, **tight(tmp_path))
+    made = prepared_of(model)
+    assert made is not None and made.outline.plan == told, "prepare does what plan has said"
+    with pytest.raises(ConfigError, match="is prepared already"):
+        offload.plan(model)
+    offload.close(model)
+    least = offload.plan(model, optimizer, host_memory=100 * KI, nvme=tmp_path)
+    assert least.shares.spilled and "on disk for want of it" in str(least)
+    with pytest.raises(CapacityError, match="the least that works"):
+        offload.plan(model, optimizer, host_memory=9 * KI, nvme=tmp_path)
+    with torch.device("meta"):
+        big = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096)) for _ in range(40)))
+    told = offload.plan(big, torch.optim.AdamW(big.parameters()), host_memory="1GiB", nvme=tmp_path)
+    assert told.param_bytes > 2**31 and told.step_written_bytes > 2 * 2**31
+    with pytest.raises(ConfigError, match="expected an optimizer or a Config, got int"):
+        offload.plan(model, 3)
+    with pytest.raises(ConfigError, match="got two"):
+        offload.plan(optimizer, optimizer)

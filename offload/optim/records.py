@@ -52,7 +52,7 @@ def each_param(
 
 def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
     """unit: of a prepared model."""
-    check_param(record.name, record.param)
+    check_param(record.name, record.param, may_be_meta=unit is not None)
     if record.is_frozen:
         return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
@@ -60,13 +60,13 @@ def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
     return ParamSpec(record.name, record.param.numel(), fields, device_bytes, unit)
 
 
-def check_param(name: str, param: Tensor) -> None:
-    """Refuse what the update cannot handle."""
+def check_param(name: str, param: Tensor, may_be_meta: bool = False) -> None:
+    """Refuse what the update cannot handle. may_be_meta: somebody will fill it."""
     if param.dtype not in DTYPES:
         raise ConfigError(
             f"{name}: expected a parameter of float32, bfloat16 or float16, got {param.dtype}"
         )
-    if param.is_meta:
+    if param.is_meta and not may_be_meta:
         raise ConfigError(f"{name}: is on the meta device and has no values; fill it first")
     if param.layout != torch.strided or not is_dense(param):
         raise ConfigError(

@@ -1,0 +1,176 @@
+"""What a model and its optimizer will need when they are prepared: drawn up before anything is
+allocated, so that what cannot work is refused with the arithmetic, and `offload.plan` can show it.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from offload.config import Config
+from offload.device_gradients import staging_bytes
+from offload.errors import ConfigError
+from offload.gradients import Spill, place_bytes
+from offload.layout import ParamSpec
+from offload.limits import check_directories, refuse_unbuilt
+from offload.model_buffers import buffer_bytes
+from offload.model_plan import ModelPlan
+from offload.optim.choose import choose_recipe
+from offload.optim.records import make_records, spec_of
+from offload.optim.request import check_wrappable, states_of
+from offload.planner import make_plan
+from offload.shares import Shares, check_device, on_device_bytes, share_out
+from offload.start import Start
+from offload.transfer import find_device, usable_bytes, used_bytes
+from offload.units import Choice, Unit, find_units
+
+_UNBUILT = (
+    "param_dtype",
+    "state_dtype",
+    "process_group",
+    "profile",
+    "release_grads",
+)
+
+
+class Outline:
+    """Of one model, with an optimizer or without. Changes nothing; `close` lets go of the files
+    with weights, if nobody goes on to prepare the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        host_bytes: int | None,
+        choice: Choice | None = None,
+        weights: str | PathLike[str] | None = None,
+    ) -> None:
+        _check(optimizer, config)
+        self.config = config
+        self.directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
+        self.units = find_units(model, choice)
+        self.unit_of = {m.param: unit for unit in self.units for m in unit.members}
+        self.device = find_device(config.device)
+        self.device_bytes = self._check_device(model)
+        self.recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
+        self.specs = self._specs(optimizer)
+        self.start: Start | None = None
+        if Start.is_needed(model, weights):
+            self.start = Start(model, self.units, weights, _params_of(optimizer))
+        try:
+            self.shares = self._share_out(host_bytes, optimizer is not None)
+            has_disk = bool(self.directories)
+            self.state_plan = make_plan(self.specs, self.shares.state, has_disk)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self.start is not None:
+            self.start.close()
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def stored(self) -> list[Unit]:
+        """Units whose blocks may have to go to the store."""
+        originals = self.start.originals if self.start is not None else ()
+        return [unit for unit in self.units if unit.nbytes and unit.number not in originals]
+
+    @property
+    def disk_room_bytes(self) -> int:
+        """What is reserved on disk: the blocks and chunks there, and new ones on their way."""
+        if not self.directories:
+            return 0
+        params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self.stored)
+        params += min(params, self.shares.params)
+        return params + self.state_plan.disk_capacity_bytes
+
+    @property
+    def spill(self) -> Spill:
+        """Which gradients are on disk."""
+        trained = list(self._trained(has_optimizer=True))
+        return Spill(frozenset(trained[n] for n in self.shares.spilled), self.directories)
+
+    @property
+    def plan(self) -> ModelPlan:
+        """What will be where."""
+        params = sum(unit.nbytes for unit in self.units)
+        return ModelPlan(
+            units=len(self.units),
+            param_bytes=params,
+            file_bytes=params - sum(unit.nbytes for unit in self.stored),
+            shares=self.shares,
+            state=self.state_plan,
+            disk_room_bytes=self.disk_room_bytes,
+            device_bytes=self.device_bytes,
+        )
+
+    def _trained(self, has_optimizer: bool) -> list[nn.Parameter]:
+        return [p for p in self.unit_of if p.requires_grad and has_optimizer]
+
+    def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
+        if optimizer is None or self.recipe is None:
+            return []
+        records = make_records(optimizer, self.recipe, optimizer.state)
+        for record in records:
+            if record.param not in self.unit_of:
+                raise ConfigError(f"{record.name}: the optimizer has it, but the model does not")
+        states_of(optimizer, records, self.recipe)  # refuses what does not fit
+        return [spec_of(record, self.unit_of[record.param].number) for record in records]  # type: ignore[index]
+
+    def _share_out(self, host_bytes: int | None, has_optimizer: bool) -> Shares:
+        state = make_plan(self.specs, None, has_disk=False).arena_bytes
+        trained = self._trained(has_optimizer)
+        # What stays in its own files needs no disk of ours.
+        has_disk = bool(self.directories) or (not self.stored and not state)
+        return share_out(
+            self.units,
+            [place_bytes(param) for param in trained],
+            state,
+            host_bytes,
+            has_disk,
+            self.config.activations == "offload",
+            0 if self.is_on_cpu else staging_bytes(trained),
+        )
+
+    def _check_device(self, model: nn.Module) -> int:
+        """Bytes for everything on the device; refuses too few of them."""
+        if self.is_on_cpu:
+            return 0
+        wanted = self.config.device_memory
+        limit = usable_bytes(self.device) if wanted is None else int(wanted)
+        own = [*model.parameters(), *model.buffers()]
+        own += [p.grad for p in model.parameters() if p.grad is not None]
+        there = sum(on_device_bytes(t.nbytes) for t in own if t.device == self.device)
+        others = max(0, used_bytes(self.device) - there)
+        check_device(self.units, buffer_bytes(model), others, limit)
+        return limit
+
+
+def _check(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    """Refuse what `prepare` cannot do."""
+    if optimizer is not None:
+        check_wrappable(optimizer)
+    refuse_unbuilt(config, _UNBUILT, "prepare")
+    is_on_cpu = find_device(config.device).type == "cpu"
+    if config.device_memory is not None:
+        Config.of(config, device=find_device(config.device))  # the CPU has none
+    if config.activations == "offload" and not config.nvme and is_on_cpu:
+        raise ConfigError(
+            'activations: "offload" needs nvme=... for a model on the CPU, since they are in host '
+            'memory already; give a directory on a fast drive, or ask for "recompute"'
+        )
+    check_directories(config)
+
+
+def _params_of(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [param for group in groups for param in group["params"]]
