@@ -288,7 +288,7 @@ class DeviceResidency(Residency):
         """Make what the parameters are on the device the block's own, where it differs."""
         if not block.nbytes or not block.is_attached:
             return
-        memory = self._host_memory(block)
+        memory = self.host_memory_of(block)
         if not self.tier.is_in_place(block):
             self._take_in_rebound_on_device(block)
         copy, is_other = self.tier.memory_of(block), False

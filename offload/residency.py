@@ -143,9 +143,10 @@ class Residency:
 
     def memory_of(self, block: Block) -> Tensor:
         """The block's bytes where they are used; they stay as long as the tensor is held."""
-        return self._host_memory(block)
+        return self.host_memory_of(block)
 
-    def _host_memory(self, block: Block) -> Tensor:
+    def host_memory_of(self, block: Block) -> Tensor:
+        """The same in host memory, wherever the block is used."""
         with self._lock:
             if block.in_host is not Presence.HERE:
                 block.pins += 1
@@ -507,7 +508,7 @@ class Residency:
                 return
             if block.is_attached:
                 self._take_in_rebound(block)
-            memory = self._host_memory(block)
+            memory = self.host_memory_of(block)
             for member, values in block.views(memory):
                 unguard(member.param, make(values).copy_(values))
             self._settle_write(block)

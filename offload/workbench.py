@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.block import Block, Presence
 from offload.errors import CapacityError
-from offload.layout import Chunk
+from offload.layout import Chunk, Slice
 from offload.optim.desk import Arriving, Desk
 from offload.residency import Residency
 
@@ -111,6 +111,12 @@ class Workbench:
                 param = block.memory[begin:end].view(dtype)
                 desk.slices[part] = param, self._grads[part.param][part.begin : part.end]
         return desk
+
+    def values(self, part: Slice) -> Tensor:
+        block, begin, dtype = self._places[part.param]
+        begin += part.begin * dtype.itemsize
+        end = begin + (part.end - part.begin) * dtype.itemsize
+        return self._residency.host_memory_of(block)[begin:end].view(dtype)
 
     def send_back(self, desk: Desk) -> None:
         self._leave(desk, has_changed=True)

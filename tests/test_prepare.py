@@ -392,3 +392,27 @@ def test_the_plan_says_what_will_be_where(tmp_path: Path) -> None:
         offload.plan(model, 3)
     with pytest.raises(ConfigError, match="got two"):
         offload.plan(optimizer, optimizer)
+
+
+def test_state_without_masters_goes_on(tmp_path: Path) -> None:
+    """What a plain optimizer has for 16-bit parameters: the master is the parameter, also where
+    that is away already.
+    """
+    plain, ours = (make("gpt", dtype=torch.bfloat16) for _ in range(2))
+    theirs, mine = adamw(plain), adamw(ours)
+    for model, optimizer in ((plain, theirs), (ours, mine)):
+        step(model, optimizer, 0)
+    saved = theirs.state_dict()
+    offload.wrap(theirs)
+    held = offload.report(theirs).plan.arena_bytes
+    offload.prepare(ours, mine, host_memory=held + 110 * KI, nvme=tmp_path)
+    assert any(map(is_guarded, ours.parameters()))
+    for seed in (1, 2):
+        assert step(plain, theirs, seed) == step(ours, mine, seed)
+    theirs.load_state_dict(saved)
+    mine.load_state_dict(saved)
+    for seed in (3, 4):
+        assert step(plain, theirs, seed) == step(ours, mine, seed)
+    mine.close()
+    theirs.close()
+    assert_same(ours, plain)

@@ -28,5 +28,8 @@ def is_dense(tensor: Tensor) -> bool:
 def in_order_of(tensor: Tensor, param: Tensor) -> Tensor:
     """The elements of `tensor` in the order in which those of `param` lie in memory."""
     if tensor.stride() != param.stride():
-        tensor = torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+        there = torch.empty_strided(
+            param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = there.copy_(tensor)
     return flat(tensor)

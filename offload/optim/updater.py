@@ -253,9 +253,15 @@ class Updater:
 
     def _fill(self, record: Record, part: Slice, state: Mapping[str, Any], piece: Piece) -> None:
         for field, target in piece.fields(part).items():
-            source = state.get(field, record.param if field == MASTER else None)
-            assert source is not None, "check_states has seen it"
-            target.copy_(in_order_of(source, record.param)[part.begin : part.end])
+            if field == MASTER and field not in state:
+                target.copy_(self._values(record, part))
+            else:
+                target.copy_(in_order_of(state[field], record.param)[part.begin : part.end])
+
+    def _values(self, record: Record, part: Slice) -> Tensor:
+        if self._desks is not None:
+            return self._desks.values(part)
+        return flat(record.param)[part.begin : part.end]
 
 
 def _gradient(record: Record) -> Tensor:
