@@ -136,3 +136,31 @@ def test_a_failure_while_reading_all_loses_nothing(
     counted.check()
     counted.add(range(CHUNKS))
     counted.check()
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StoreError("refused")])
+def test_a_write_that_does_not_begin_loses_nothing(
+    counted: Counted, nth: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or a refusal, where a chunk is handed to the store."""
+    counted.add(range(CHUNKS))
+    for numbers in (range(CHUNKS), range(6)):
+        counted.add(range(CHUNKS))
+        calls, write = [], DiskStore.write
+
+        def fail(*arguments: Any, calls: list[int] = calls, write: Any = write) -> Any:
+            calls.append(1)
+            if len(calls) == nth:
+                raise error
+            return write(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "write", fail)
+            try:
+                counted._run(numbers, lambda *_: False)
+            except (KeyboardInterrupt, StoreError):
+                assert len(calls) == nth
+        buffers = counted.tiers.free_buffers + len(counted.tiers.unwritten)
+        assert buffers == BUFFERS
+        counted.check()

@@ -24,7 +24,7 @@ from offload.ticket import Ticket
 Act = Callable[[Piece, Desk | None], bool]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flight:
     """A chunk on its way, in or out."""
 
@@ -100,7 +100,10 @@ class Pipeline:
             piece = later.pop()  # the last one to have its turn, or one that has none
             if not self._needs_more_buffers:
                 return
-            self._going.append(_Flight(piece, False, None, self._tiers.write(piece)))
+            flight = _Flight(piece, True, None, None)
+            self._going.append(flight)
+            flight.disk = self._tiers.write(piece)
+            flight.stays = False
             self._reads_left += piece.chunk.number in turns
 
     @property
@@ -148,10 +151,12 @@ class Pipeline:
         if changed and not flight.stays:
             self._tiers.change(flight.piece)
         must_go = self._needs_more_buffers
-        self._going.append(self._coming.popleft())
-        if self._tiers.is_unwritten(flight.piece.chunk):
-            flight.stays = not must_go
-            flight.disk = self._tiers.write(flight.piece) if must_go else None
+        flight.stays |= self._tiers.is_unwritten(flight.piece.chunk)  # until it is being written
+        self._going.append(flight)
+        self._coming.popleft()
+        if must_go and self._tiers.is_unwritten(flight.piece.chunk):
+            flight.disk = self._tiers.write(flight.piece)
+            flight.stays = False
         if flight.desk is not None and self._desks is not None:
             back = self._desks.send_back if changed else self._desks.give_back
             back(flight.desk)
@@ -183,7 +188,8 @@ class Pipeline:
         for flight in self._coming:
             self._end(flight)
             flight.stays |= self._tiers.is_unwritten(flight.piece.chunk)
-            self._let_go(flight)
+            if flight not in self._going:
+                self._let_go(flight)
         for flight in self._going:
             flight.stays |= not self._end(flight) and self._tiers.is_unwritten(flight.piece.chunk)
             self._let_go(flight)
