@@ -263,6 +263,8 @@ class DeviceGradients:
             for param, grad in self._sums.items():
                 param.grad = grad.to(param.device)
             self._sums.clear()
+            self._places.clear()  # graphs that are still there hold us
+            self._slots.clear()
 
 
 def _is_pinned(place: Tensor) -> bool:

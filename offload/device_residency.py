@@ -340,8 +340,13 @@ class DeviceResidency(Residency):
                     self._hide(block)
                 self._let_go(needed)
 
+    def await_arrival(self, block: Block) -> None:
+        super().await_arrival(block)
+        self.tier.await_lift(block)  # the device has its copy of what is about to change
+
     def _show(self, block: Block) -> None:
         self._take_back(block)
+        self.tier.await_lift(block)
         self._shown[block.number] = block.generation
         assert block.memory is not None
         for member, values in block.views(block.memory):

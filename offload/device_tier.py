@@ -165,7 +165,9 @@ class DeviceTier:
 
     def detach(self, block: Block) -> None:
         """Let the parameters be seen no more; the bytes stay where they are."""
-        if block.is_attached and _versions(block) != self._versions[block.number]:
+        if block.is_attached and (
+            _versions(block) != self._versions[block.number] or not self.is_in_place(block)
+        ):
             self._take_back(block)
         self.hide(block)
         block.is_attached = False

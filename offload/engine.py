@@ -7,6 +7,7 @@ autograd would keep are kept as references instead, and looked up again in backw
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ class Device:
     limit_bytes: int
 
 
+class _Runs(threading.local):
+    """What is under way in a thread."""
+
+    open = 0  # runs of the model and of units that have not ended
+    saving: Any = None  # in force as long as one of them is
+
+
 class Engine:
     """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
     they are counted in the budget, and have places where they need them: on disk if `spill` says
@@ -78,8 +86,9 @@ class Engine:
         self._names = {m.param: m.name for unit in units for m in unit.members}
         self._unit_of = {m.param: unit for unit in units for m in unit.members}
         self._pool = pool
-        self._open = 0  # runs of the model and of units that have not ended
-        self._saving: Any = None  # open as long as one of them is
+        self._runs = _Runs()
+        self._running = 0  # threads in which something runs
+        self._lock = threading.Lock()
         self._backward = False  # one runs, and has reached a unit
         self.activations: Activations | None = None  # None: autograd keeps them in memory
         self._handles: list[Any] = []
@@ -128,12 +137,14 @@ class Engine:
     # --- runs -------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        if self._open == 0:
+        if self._runs.open == 0:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.wake()
+            with self._lock:
+                self._running += 1
             self._begin_saving()
-        self._open += 1
+        self._runs.open += 1
 
     def _begin_saving(self) -> None:
         """Have a say in what autograd keeps, where parameters or activations may have to go."""
@@ -145,18 +156,24 @@ class Engine:
         if others is None or not (_in_backward() or _is_checkpoint(others[0])):
             pack = partial(self._pack, others and others[0])
             unpack = partial(self._unpack, others and others[1])
-            self._saving = saved_tensors_hooks(pack, unpack)
-            self._saving.__enter__()
+            self._runs.saving = saved_tensors_hooks(pack, unpack)
+            self._runs.saving.__enter__()
 
     def leave(self) -> None:
-        self._open -= 1
-        assert self._open >= 0, "a run has ended that had not begun"
-        if self._open == 0 and self._saving is not None:
-            self._saving.__exit__()
-            self._saving = None
-        if self._open == 0 and _in_backward():
+        runs = self._runs
+        runs.open -= 1
+        assert runs.open >= 0, "a run has ended that had not begun"
+        if runs.open:
+            return
+        if runs.saving is not None:
+            runs.saving.__exit__()
+            runs.saving = None
+        with self._lock:
+            self._running -= 1
+            is_last = self._running == 0
+        if is_last and _in_backward():
             self.residency.conceal()
-        elif self._open == 0:
+        elif is_last:
             self.residency.rest()
 
     def before_forward(self, unit: Unit) -> None:
@@ -222,7 +239,7 @@ class Engine:
         return self._names[param]  # type: ignore[index]
 
     def bring(self, params: Sequence[Tensor]) -> bool:
-        if not self._open and not _in_backward():
+        if not self._runs.open and not _in_backward():
             return False
         units = [self._unit_of[param] for param in params]  # type: ignore[index]
         with self.residency.using(units):

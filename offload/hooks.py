@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +53,11 @@ class Runner(Protocol):
     def leave(self) -> None: ...
 
 
-def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[RemovableHandle]:
+def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Handle]:
     """Tell `runner` of every run of the model and of its units' modules, also of one that ends with
     an exception.
     """
-    runs: list[object] = []  # modules that run, and whose beginning was told
+    runs = _Runs()
     handles = _follow_run(model, runs, lambda: runner.enter(), lambda _outputs: runner.leave())
     for unit in units:
         for module in unit.modules:
@@ -68,27 +70,57 @@ def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Remo
     return handles
 
 
+_End = Callable[[list[Tensor]], None]
+
+
+class _Runs(threading.local):
+    """Modules that run in a thread, and whose beginning was told: how to tell their end."""
+
+    def __init__(self) -> None:
+        self.ends: list[_End] = []
+
+
 def _follow_run(
-    module: nn.Module,
-    runs: list[object],
-    begin: Callable[[], None],
-    end: Callable[[list[Tensor]], None],
-) -> list[RemovableHandle]:
-    me = object()  # of this pair of hooks: a module may have two
+    module: nn.Module, runs: _Runs, begin: Callable[[], None], end: _End
+) -> list[Handle]:
+    def mine(outputs: list[Tensor]) -> None:  # one for each pair of hooks: a module may have two
+        end(outputs)
 
     def before(*_: object) -> None:
         begin()
-        runs.append(me)
+        runs.ends.append(mine)
 
     def after(_module: nn.Module, _inputs: object, output: object) -> None:
-        if runs and runs[-1] is me:  # else it has not begun: something before us raised
-            runs.pop()
+        if runs.ends and runs.ends[-1] is mine:  # else something before us raised
+            runs.ends.pop()
             end(_tensors_in(output))
 
+    def call(_module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        depth = len(runs.ends)
+        try:
+            return original(*args, **kwargs)
+        except BaseException:  # torch calls no hook for an interrupt
+            while len(runs.ends) > depth:
+                runs.ends.pop()([])
+            raise
+
     return [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(_untraced(before), prepend=True),
+        module.register_forward_hook(_untraced(after), always_call=True),
+        intercept(module, "_call_impl", call),
     ]
+
+
+def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Not for torch.compile to look into: a graph ends there. Who has no optimizer, which loads the
+    compiler, need not wait for it.
+    """
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+    return cast("Callable[..., None]", disable(hook)) if "torch._dynamo" in sys.modules else hook
+
+
+class Handle(Protocol):
+    def remove(self) -> None: ...
 
 
 @dataclass(frozen=True)

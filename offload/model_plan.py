@@ -26,7 +26,7 @@ class ModelPlan:
     @property
     def away_bytes(self) -> int:
         """Of parameters that host memory has no room for: they come for each pass."""
-        return 0 if self.shares.holds_all_params else self.param_bytes - self.shares.params
+        return 0 if self.shares.holds_all_params else max(0, self.param_bytes - self.shares.params)
 
     @property
     def step_read_bytes(self) -> int:

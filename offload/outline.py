@@ -21,7 +21,7 @@ from offload.model_plan import ModelPlan
 from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
-from offload.planner import make_plan
+from offload.planner import least_arena_bytes, make_plan
 from offload.shares import Shares, check_device, on_device_bytes, share_out
 from offload.start import Start
 from offload.transfer import find_device, usable_bytes, used_bytes
@@ -139,6 +139,7 @@ class Outline:
             has_disk,
             self.config.activations == "offload",
             0 if self.is_on_cpu else staging_bytes(trained),
+            least_arena_bytes(self.specs),
         )
 
     def _check_device(self, model: nn.Module) -> int:

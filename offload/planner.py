@@ -231,6 +231,14 @@ class Plan:
         return f"{format_size(self.arena_bytes)} {allowed}" + (f": {each}" if each else "")
 
 
+def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
+    """Host memory with which `make_plan` works if there is a disk, for parameters on the CPU."""
+    chunks = lay_out(params, LEAST_CHUNK_NUMEL)
+    if not chunks:
+        return 0
+    return min(LEAST_BUFFERS * _largest(chunks), sum(chunk.nbytes for chunk in chunks))
+
+
 def make_plan(
     params: Sequence[ParamSpec],
     host_memory_bytes: int | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from offload.activations import Activations
 from offload.budget import HOST, Share
 from offload.config import Config
 from offload.engine import Device, Engine
-from offload.errors import ConfigError, StateError
+from offload.errors import CapacityError, ConfigError, StateError
 from offload.hooks import watch_gradients
 from offload.log import LOG
 from offload.metrics import Metrics, Snapshot
@@ -118,13 +118,19 @@ class Prepared:
         params = shares.params if is_on_cpu else shares.params + shares.gradients
         self.pool = Pool(max(params, PIECE_ALIGN), budget=HOST)
         if is_on_cpu:
-            self._gradients_share = HOST.take(shares.gradients, "gradients")
+            self._gradients_share = self._take_share(shares.gradients, "gradients")
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = self.outline.disk_room_bytes
         if room:
             self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
+
+    def _take_share(self, nbytes: int, what: str) -> Share:
+        """Of the budget, for memory that others allocate; as long as we are there."""
+        share = HOST.take(nbytes, what)
+        finalize(self, share.release).atexit = False
+        return share
 
     def _open_spare(self) -> DiskStore | None:
         """A store for frozen blocks that were not to be written, and were changed all the same."""
@@ -196,7 +202,7 @@ class Prepared:
             transfer = DeviceTransfer(device, metrics=self.metrics)
             return InHost(transfer, Pool(nbytes, budget=HOST), store)
         assert store is not None, "check_preparable has seen it"
-        self._activations_share = HOST.take(nbytes, "activations")
+        self._activations_share = self._take_share(nbytes, "activations")
         return OnDisk(store, nbytes)
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
@@ -233,6 +239,22 @@ class Prepared:
                 "GradScaler: cannot be used with a model on a device whose gradients are in host "
                 "memory: torch reads the scale there before it has come; train in bfloat16, which "
                 "needs none"
+            )
+
+    def check(self, records: Sequence[Record], plan: Plan) -> None:
+        for record in records:
+            if record.param not in self._unit_of:
+                raise ConfigError(
+                    f"{record.name}: is not of the model that was prepared; close() and prepare "
+                    "them again, together"
+                )
+        needed = plan.disk_capacity_bytes
+        reserved = self.outline.state_plan.disk_capacity_bytes
+        if needed > reserved:
+            raise CapacityError(
+                f"nvme: the optimizer state needs {needed} bytes of disk now, {reserved} were "
+                "reserved for it; parameters that were frozen when the model was prepared have no "
+                "room: close() and prepare again"
             )
 
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:

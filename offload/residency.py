@@ -69,6 +69,7 @@ class Residency:
         self._last_use_s: float | None = None
         self._waited_s = 0.0  # since the latest use
         self.has_room_for_all = False  # nothing ever goes
+        self._is_resting = False  # others have their turn
         self._originals: dict[int, Original] = {}  # of blocks that are read from where they came
         self._strayed: set[int] = set()  # blocks that were, until somebody changed them
         self.open_spare: Callable[[], DiskStore | None] = lambda: None  # a store for those
@@ -185,7 +186,7 @@ class Residency:
         """It need not be kept any more; new values go to the store unless there is room for all."""
         with self._lock:
             block.pins -= 1
-            if has_changed:
+            if has_changed and block.in_host is Presence.HERE:  # else it has not come
                 self.changed(block)
                 if not self.has_room_for_all:
                     self._save(block)
@@ -213,6 +214,7 @@ class Residency:
         if self.has_room_for_all:
             return  # what is in memory is never taken from the store again
         with self._lock:
+            self._is_resting = True
             for block in self.blocks:
                 is_safe = block.is_stored or block.writing is not None
                 if block.is_attached and block.nbytes and is_safe and block.seen is None:
@@ -228,12 +230,17 @@ class Residency:
             for block in self.blocks:
                 if not block.is_attached or not block.nbytes:
                     continue
-                assert block.memory is not None
-                is_other = self._take_in_rebound(block)
-                if block.seen is not None:
-                    is_other |= block.seen != kernels.checksum(block.memory)
-                if is_other:
+                if self._has_been_changed(block):
                     self.changed(block)
+            self._is_resting = False
+
+    def _has_been_changed(self, block: Block) -> bool:
+        """By code that we do not see."""
+        assert block.memory is not None
+        is_other = self._take_in_rebound(block)
+        if self._is_resting and block.seen is not None:
+            is_other |= block.seen != kernels.checksum(block.memory)
+        return is_other
 
     def _take_in_rebound(self, block: Block) -> bool:
         """Copy values that somebody has put into parameters by `param.data = ...`."""
@@ -257,17 +264,41 @@ class Residency:
         return found
 
     def _bring(self, needed: Sequence[Block]) -> None:
+        """All these, which are pinned once for it."""
         self._current = frozenset(block.number for block in needed)
         for block in needed:
             if block.in_host is Presence.AWAY:
                 self._metrics.count("parameter_misses")
-                self._fetch(block, Priority.WAITED_FOR)
             elif not block.is_attached:
                 self._metrics.count("parameter_hits")
+        try:
+            self._fetch_all(needed)
+        except CapacityError:  # there may be room, but not in one piece
+            self._drop_all(needed)
+            self._fetch_all(needed)
         self._fetch_ahead()
         for block in needed:
             self._arrive(block)
             self._attach(block)
+
+    def _fetch_all(self, needed: Sequence[Block]) -> None:
+        for block in sorted(needed, key=lambda block: -block.nbytes):  # it needs the largest piece
+            self._fetch(block, Priority.WAITED_FOR)
+
+    def _drop_all(self, needed: Sequence[Block]) -> None:
+        """Empty the memory of everything that may go, what is needed included."""
+        self._metrics.count("memory_in_pieces")
+        for block in needed:
+            block.pins -= 1
+        try:
+            for block in self.blocks:
+                if block.pins == 0 and block.in_host is Presence.COMING:
+                    self._arrive(block)
+                if block.pins == 0 and block.in_host is Presence.HERE:
+                    self._drop(block)
+        finally:
+            for block in needed:
+                block.pins += 1
 
     def _take_time(self) -> float | None:
         """Seconds since the latest use, without those that somebody waited."""
@@ -357,9 +388,19 @@ class Residency:
             try:
                 with self._pool.lease(block.nbytes, what=block.name) as lease:
                     return lease.tensor()
-            except CapacityError:
+            except CapacityError as error:
                 if not may_drop or not self._drop_farthest():
+                    self._tell_who_holds(error)
                     raise
+
+    def _tell_who_holds(self, error: CapacityError) -> None:
+        held = [b.name for b in self.blocks if not b.pins and self._is_held_elsewhere(b)]
+        if held:
+            error.args = (
+                f"{error}; somebody holds views of the parameters of {', '.join(held[:5])}, which "
+                "therefore cannot go: a custom autograd function keeps weights by "
+                "ctx.save_for_backward, other code must drop them",
+            )
 
     def _drop_farthest(self) -> bool:
         tier = self._tier()
@@ -409,7 +450,7 @@ class Residency:
         """Take a block out of host memory, unless somebody else holds a view of it."""
         if block.pins or self._is_held_elsewhere(block):
             return False
-        if block.is_attached and self._take_in_rebound(block):
+        if block.is_attached and self._has_been_changed(block):
             self.changed(block)
         self._save(block)
         self._settle_write(block)

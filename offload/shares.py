@@ -20,7 +20,6 @@ _STATE_SHARE = 1 / 8  # of the budget, for buffers of state on its way, where no
 _STATE_MOST_BYTES = 320 << 20  # six chunks of the usual size
 _DEVICE_ALIGN = 512
 _DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
-_STATE_LEAST_BYTES = 6 * 3 * _PAGE  # six of the least
 _ACTIVATIONS_SHARE = 1 / 8  # of the budget, where they are offloaded
 _ACTIVATIONS_BYTES = 1 << 30  # where there is no budget
 
@@ -63,10 +62,12 @@ def share_out(
     has_disk: bool = True,
     offloads_activations: bool = False,
     staging_bytes: int = 0,
+    least_state_bytes: int = 0,
 ) -> Shares:
     """Shares of the budget; None is no limit. gradients: bytes of each. staging_bytes: for those on
-    their way from a device. Raises `CapacityError` with the arithmetic where not even one unit at a
-    time works, or not all fits and there is no disk.
+    their way from a device. least_state_bytes: with which optimizer state can pass through. Raises
+    `CapacityError` with the arithmetic where not even one unit at a time works, or not all fits and
+    there is no disk.
     """
     params = sum(_page_up(unit.nbytes) for unit in units)
     staging = _page_up(staging_bytes)
@@ -75,7 +76,8 @@ def share_out(
         activations = _ACTIVATIONS_BYTES if offloads_activations else 0
         return Shares(params, grads, state, True, activations)
     budget = budget_bytes - budget_bytes % _PAGE
-    _, activations = _reserved(budget, state, offloads_activations)
+    least_state = min(state, _page_up(least_state_bytes))
+    _, activations = _reserved(budget, state, least_state, offloads_activations)
     whole = params + grads + state + activations
     if whole <= budget:
         # Half of what is left, so that others find something, too.
@@ -89,13 +91,16 @@ def share_out(
             f"activations need {whole} bytes; raise host_memory, or give nvme=... a directory on a "
             "fast drive for the rest"
         )
-    return _share_out_least(units, gradients, state, budget, offloads_activations, staging)
+    return _share_out_least(
+        units, gradients, state, least_state, budget, offloads_activations, staging
+    )
 
 
 def _share_out_least(
     units: Sequence[Unit],
     gradients: Sequence[int],
     state: int,
+    least_state: int,
     budget: int,
     offloads_activations: bool,
     staging: int,
@@ -103,10 +108,10 @@ def _share_out_least(
     """Not all fits: gradients in memory if one unit at a time has room beside them, parameters in
     what is left.
     """
-    buffers, activations = _reserved(budget, state, offloads_activations)
+    buffers, activations = _reserved(budget, state, least_state, offloads_activations)
     least = least_bytes(units) + staging
     if least + buffers + activations > budget:
-        works = _least_that_works(least, state, offloads_activations)
+        works = _least_that_works(least, state, least_state, offloads_activations)
         raise CapacityError(
             f"host_memory: {format_size(budget)} ({budget} bytes) are allowed; one unit at a time "
             f"needs {format_size(least)} for parameters, {format_size(buffers)} for optimizer "
@@ -124,19 +129,21 @@ def _share_out_least(
     )
 
 
-def _reserved(budget: int, state: int, offloads_activations: bool) -> tuple[int, int]:
+def _reserved(
+    budget: int, state: int, least_state: int, offloads_activations: bool
+) -> tuple[int, int]:
     """For optimizer state that passes through, and for activations, whatever else fits."""
-    wanted = min(max(int(budget * _STATE_SHARE), _STATE_LEAST_BYTES), _STATE_MOST_BYTES)
+    wanted = max(min(int(budget * _STATE_SHARE), _STATE_MOST_BYTES), least_state)
     activations = _page_up(int(budget * _ACTIVATIONS_SHARE)) if offloads_activations else 0
     return min(state, _page_up(wanted)), activations
 
 
-def _least_that_works(least: int, state: int, offloads_activations: bool) -> int:
+def _least_that_works(least: int, state: int, least_state: int, offloads_activations: bool) -> int:
     """Shares grow with the budget, but less than it does."""
     budget, needed = 0, least
     while needed > budget:
         budget = needed
-        needed = least + sum(_reserved(budget, state, offloads_activations))
+        needed = least + sum(_reserved(budget, state, least_state, offloads_activations))
     return budget
 
 

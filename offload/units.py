@@ -119,8 +119,10 @@ def _walk(
 
 def _repeated(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
     """Whether it is a layer among layers, and not itself only a list of them."""
-    if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or _is_list(module):
+    if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
         return False
+    if _is_list(module) and any(True for child in module.children() for _ in child.children()):
+        return False  # a list of layers; one of plain modules is a layer
     nbytes = _Draft(name, [module]).nbytes
     return 0 < nbytes <= MOST_BYTES and any(True for _ in module.children())
 

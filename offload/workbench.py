@@ -58,7 +58,7 @@ class Workbench:
 
     def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
         self._grads = grads
-        self.close()
+        self.break_off()
         self._residency.wake()
 
     def end_step(self) -> None:
@@ -125,7 +125,10 @@ class Workbench:
         self._leave(desk, has_changed=False)
 
     def _leave(self, desk: Desk, has_changed: bool) -> None:
-        block = self._block(self._chunk_of.pop(id(desk)))
+        chunk = self._chunk_of.pop(id(desk), None)
+        if chunk is None:
+            return  # something raised when it was given back
+        block = self._block(chunk)
         for _, grad in desk.slices.values():
             self._done_with(grad)
         desk.slices = {}  # views of the block
@@ -137,9 +140,12 @@ class Workbench:
     def _block(self, chunk: Chunk) -> Block:
         return self._places[chunk.slices[0].param][0]
 
-    def close(self) -> None:
-        """After an error some blocks may not have been ended."""
-        for block in self._begun.values():
-            self._residency.end(block, has_changed=True)
-        self._begun.clear()
+    def break_off(self) -> None:
+        """After an error some blocks have not been ended."""
         self._chunk_of.clear()
+        while self._begun:
+            _, block = self._begun.popitem()
+            self._residency.end(block, has_changed=True)
+
+    def close(self) -> None:
+        self.break_off()

@@ -177,7 +177,7 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(tmp_path: Path) -> None
     with pytest.raises(
         CapacityError, match=r"the least that works is about (\d+) bytes"
     ) as refused:
-        share_out(found, [40 * KI], 80 * KI, 50 * KI)
+        share_out(found, [40 * KI], 80 * KI, 50 * KI, least_state_bytes=72 * KI)
     least = int(str(refused.value).split("about ")[1].split()[0])
     shares = share_out(found, [40 * KI], 80 * KI, least)
     assert shares.total <= least

@@ -83,6 +83,9 @@ class Places(Protocol):
     def give_back(self, desk: Desk) -> None:
         """Nothing on it has changed."""
 
+    def break_off(self) -> None:
+        """The step has failed; whatever was taken for it is not needed any more."""
+
     def close(self) -> None: ...
 
 
@@ -192,6 +195,9 @@ class Desks:
     def give_back(self, desk: Desk) -> None:
         desk.slices, desk.tickets = {}, []
         self._free.append(desk)
+
+    def break_off(self) -> None:
+        """Nothing: desks come back by themselves."""
 
     def _param(self, part: Slice) -> Tensor:
         return flat(self._records[part.param].param)[part.begin : part.end]

@@ -52,6 +52,9 @@ class Host(Protocol):
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would go wrong."""
 
+    def check(self, records: Sequence[Record], plan: Plan) -> None:
+        """Refuse parameters and plans that it was not prepared for. Changes nothing."""
+
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground: ...
 
     def ended(self) -> None:

@@ -104,6 +104,8 @@ class Session:
             speeds=self.ledger.speeds,
         )
         check_homes(self.config, plan)
+        if self.host is not None:
+            self.host.check(records, plan)
         return records, plan
 
     def _allowed(self) -> tuple[int | None, int]:

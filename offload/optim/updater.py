@@ -88,8 +88,16 @@ class Updater:
                 self._homes.end_step()
         except BaseException as error:
             self._soundness.lose(STEP, error, stepping)
+            self._break_off()
             raise
         self._count(grads)
+
+    def _break_off(self) -> None:
+        try:
+            if self._desks is not None:
+                self._desks.break_off()
+        except Exception:  # the first error is the one to tell
+            self.metrics.count("errors_after_an_error")
 
     def _count(self, grads: Mapping[int, Tensor]) -> None:
         specs = self._tiers.plan.params
