@@ -75,7 +75,8 @@ OF_MODELS = [
         "        block.is_attached = False",
         "no flip back",
     ),
-    ("device_tier", "!= self._versions[block.number]:", "!= _versions(block):", "an edit is lost"),
+    ("device_tier", "!= self._versions[block.number] or", "!= _versions(block) or", "a lost edit"),
+    ("device_tier", "or not self.is_in_place(block)\n", "or False\n", "other memory is lost"),
     ("device_gradients", "addend.ticket.wait()", "pass", "a sum of what has not come"),
     (
         "device_gradients",
@@ -113,6 +114,18 @@ OF_MODELS = [
         "parameters are seen outside of runs",
     ),
     ("device_residency", "self.tier.await_lift(block)\n        if", "if", "dropped too early"),
+    (
+        "device_residency",
+        "self.tier.await_lift(block)  # the",
+        "pass  # the",
+        "updated before the device has its copy",
+    ),
+    (
+        "device_residency",
+        "self.tier.await_lift(block)\n        self._shown",
+        "self._shown",
+        "loaded before the device has its copy",
+    ),
     ("guard", "nowhere, GuardedOnDevice)", "nowhere, Guarded)", "gradients are not seen"),
     ("allowance", "return int(_MARGIN *", "return int(0 *", "no room for others"),
     ("allowance", "self._least_bytes)", "left)", "too much before anything is known"),

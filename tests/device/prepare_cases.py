@@ -244,7 +244,54 @@ def edits_right(folder: Path, schedule: tuple[str, int]) -> None:
         offload.close(model)
 
 
-SCENES = [starts_right, trains_right, adds_right, edits_right]
+def look_back(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """What was computed before values change is looked at afterwards."""
+    seen: list[Tensor] = []
+    for seed in range(2):
+        loss_of(model, batch(seed).to("fake")).backward()
+        with torch.no_grad():
+            before = model(batch(9).to("fake"))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(before.cpu())
+        with torch.no_grad():
+            before = model(batch(9).to("fake"))
+            model.load_state_dict(make("gpt", 5 + seed).state_dict())
+        seen.append(before.cpu())
+        hook = model.norm.register_forward_pre_hook(rebind)
+        with torch.no_grad():
+            seen.append(model(batch(9).to("fake")).cpu())
+        hook.remove()
+    return seen
+
+
+def rebind(module: nn.Module, _: object) -> None:
+    module.weight.data = module.weight.data * 1.25
+
+
+@functools.cache
+def plain_back() -> list[Tensor]:
+    load("eager", 0)
+    model = make("gpt").to("fake")
+    optimizer = offload.wrap(adamw(model))
+    seen = look_back(model, optimizer)
+    optimizer.close()
+    return seen
+
+
+def looks_back_right(folder: Path, schedule: tuple[str, int]) -> None:
+    expected = plain_back()
+    for budget in ("one", "all"):
+        limit = budget_bytes("gpt", torch.float32, budget) + (2 << 10)
+        load(*schedule)
+        model, optimizer = ready(folder, device_memory=limit)
+        try:
+            assert_equal(look_back(model, optimizer), expected)
+        finally:
+            offload.close(model)
+
+
+SCENES = [starts_right, trains_right, adds_right, edits_right, looks_back_right]
 
 
 def expect_training() -> None:
@@ -258,4 +305,5 @@ EXPECTED = [
     expect_training,
     plain_sums,
     plain_edits,
+    plain_back,
 ]  # what the scenes are compared with
