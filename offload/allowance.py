@@ -2,8 +2,9 @@
 
 The limit is for everything on the device. What others hold is read whenever blocks move, and room
 is left for what they may come to hold until blocks move again: by how much they ever grew within
-one use of that phase, and as much again, for a batch that is longer than all before. Until a phase
-has been gone through once, blocks have the least that works.
+one use of that phase, and as much again; more where a run begins with more elements than any run
+before, for activations grow with them. Until a phase has been gone through once, blocks have the
+least that works.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from offload.transfer import DeviceGauge
 
 _MARGIN = 2.0  # times the largest growth of others within one use
+_LONGER_MARGIN = 1.25  # times that growth, in proportion to a longer batch
 _KNOWN_SHARE = 0.5  # of the units were seen in a run: then enough is known of its phase
 
 
@@ -45,6 +47,13 @@ class Allowance:
         self._seen: dict[Hashable, set[int]] = {}  # units, by phase
         self._known: set[Hashable] = set()  # phases
         self._depth = 0
+        self._most_numel = 0  # elements that a run was given
+        self._longer = 1.0  # times as many as ever before has the run under way
+
+    def expect(self, numel: int) -> None:
+        """A run begins, with so many elements."""
+        self._longer = max(1.0, numel / self._most_numel) if self._most_numel else 1.0
+        self._most_numel = max(self._most_numel, numel)
 
     @contextmanager
     def moving(self, use: tuple[Hashable, int] | None = None) -> Iterator[None]:
@@ -85,7 +94,13 @@ class Allowance:
     @property
     def _room_bytes(self) -> int:
         """That is left free for the growth of others."""
-        return int(_MARGIN * self._growth.get(self._use[0] if self._use else None, 0))
+        growth = self._growth.get(self._use[0] if self._use else None, 0)
+        wanted = int(max(_MARGIN, _LONGER_MARGIN * self._longer) * growth)
+        if self._longer == 1.0:
+            return wanted
+        # A guess: blocks keep the least, if they had it without the guess.
+        most = self.limit_bytes - self.others_bytes - self._least_bytes
+        return max(int(_MARGIN * growth), min(wanted, most))
 
     def excess_bytes(self, nbytes: int) -> int:
         """How much of what can be reclaimed must go before we take so many bytes more."""

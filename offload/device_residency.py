@@ -93,6 +93,10 @@ class DeviceResidency(Residency):
                 self.tier.unpin(needed)
                 raise
 
+    def expect(self, numel: int) -> None:
+        with self._lock:
+            self.tier.allowance.expect(numel)
+
     def visit(self, unit: Unit, phase: Phase) -> None:
         """Bring the blocks of a unit. Autograd has references to them, and asks for the memory: the
         parameters stay guarded, also when backward ends with an exception.

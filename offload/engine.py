@@ -176,6 +176,10 @@ class Engine:
         elif is_last:
             self.residency.rest()
 
+    def expect(self, numel: int) -> None:
+        if not self._runs.open:
+            self.residency.expect(numel)
+
     def before_forward(self, unit: Unit) -> None:
         self.residency.use(unit, self._phase())
         self.enter()

@@ -52,6 +52,9 @@ class Runner(Protocol):
 
     def leave(self) -> None: ...
 
+    def expect(self, numel: int) -> None:
+        """The model is about to run, with so many elements."""
+
 
 def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Handle]:
     """Tell `runner` of every run of the model and of its units' modules, also of one that ends with
@@ -59,6 +62,13 @@ def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Hand
     """
     runs = _Runs()
     handles = _follow_run(model, runs, lambda: runner.enter(), lambda _outputs: runner.leave())
+    handles.append(
+        model.register_forward_pre_hook(
+            _untraced(lambda _, args, kwargs: runner.expect(_numel_of((args, kwargs)))),
+            prepend=True,
+            with_kwargs=True,
+        )
+    )
     for unit in units:
         for module in unit.modules:
             handles += _follow_run(
@@ -156,6 +166,10 @@ def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) ->
     they were made from.
     """
     register_multi_grad_hook(tensors, lambda _: function(), mode="any")
+
+
+def _numel_of(inputs: object) -> int:
+    return sum(tensor.numel() for tensor in _tensors_in(inputs))
 
 
 def _tensors_in(output: object) -> list[Tensor]:

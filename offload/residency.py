@@ -99,6 +99,9 @@ class Residency:
                     block.pins -= 1
                 raise
 
+    def expect(self, numel: int) -> None:
+        """A run begins, with so many elements. Here that makes no difference."""
+
     def visit(self, unit: Unit, phase: Phase) -> None:
         """Bring the parameters of a unit for what happens before the next use of any."""
         self.use(unit, phase)

@@ -72,7 +72,7 @@ def compare(
     theirs, mine = offload.wrap(make_one(plain)), make_one(ours)
     before = own_budget.used_bytes
     prepared = Prepared(ours, mine, Config.of(None, nvme=folder), host_bytes)
-    assert train(plain, theirs, 5) == train(ours, mine, 5)
+    assert train(plain, theirs, 10) == train(ours, mine, 10)
     counts = dict(prepared.metrics.snapshot().counts)
     assert own_budget.used_bytes - before <= host_bytes
     assert "gradients_outside_of_their_place" not in counts

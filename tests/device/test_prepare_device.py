@@ -37,6 +37,7 @@ from offload.errors import CapacityError, ConfigError, StateError
 from offload.guard import is_guarded
 from offload.pool import Pool
 from offload.prepared import prepared_of
+from offload.shares import least_device_bytes
 
 KI = 1 << 10
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]
@@ -634,3 +635,46 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was(monkeypatch: pytest.Mon
         del model, p
     gc.collect()
     assert torch.accelerator.memory_allocated() == before
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(6)))
+
+
+def run_batches(model: nn.Module, optimizer: Any, sizes: list[int]) -> list[float]:
+    losses = []
+    for size in sizes:
+        loss = model(torch.ones(size, 64, device="fake")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach().cpu()))
+    return losses
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 64, 8], [8, 8, 300, 8]])
+def test_a_batch_that_is_many_times_longer_still_fits(sizes: list[int]) -> None:
+    """The device has no byte more than is allowed, and nothing of that size was seen before."""
+    load("eager", 0)
+    model = wide()
+    optimizer = adamw(model)
+    offload.prepare(model, optimizer, device="fake")
+    expected = run_batches(model, optimizer, sizes)
+    made = prepared_of(model)
+    others = made.engine.residency.tier.allowance.others_peak_bytes
+    limit = others + 2 * least_device_bytes(made.units)  # of six units
+    optimizer.close()
+    gc.collect()
+    torch.accelerator.empty_cache()
+    model = wide()
+    optimizer = adamw(model)
+    torch.fake.set_budget(limit)  # type: ignore[attr-defined]
+    try:
+        offload.prepare(model, optimizer, device="fake", device_memory=limit)
+        torch.accelerator.reset_peak_memory_stats()
+        assert run_batches(model, optimizer, sizes) == expected
+        assert torch.accelerator.max_memory_allocated() <= limit
+    finally:
+        torch.fake.set_budget(1 << 30)  # type: ignore[attr-defined]
+        offload.close(model)
