@@ -127,7 +127,7 @@ OF_MODELS = [
         "loaded before the device has its copy",
     ),
     ("guard", "nowhere, GuardedOnDevice)", "nowhere, Guarded)", "gradients are not seen"),
-    ("allowance", "return int(_MARGIN *", "return int(0 *", "no room for others"),
+    ("allowance", "int(max(_MARGIN, _LONGER", "int(0 * max(_MARGIN, _LONGER", "no room for others"),
     ("allowance", "self._least_bytes)", "left)", "too much before anything is known"),
 ]
 
