@@ -196,12 +196,12 @@ def test_the_pool_stays_within_the_budget_during_the_start(
     for way in ({}, {"weights": saved(plain, tmp_path / "x.safetensors")}):
         peaks.clear()
         ours = on_meta("gpt")
-        offload.prepare(ours, adamw(ours), host_memory=132 * KI, nvme=tmp_path, **way)
+        offload.prepare(ours, adamw(ours), host_memory=100 * KI, nvme=tmp_path, **way)
         made = prepared_of(ours)
         assert made is not None and not made.shares.holds_all_params
         assert len(peaks) >= 6
-        assert max(peaks) <= made.shares.params + made.shares.gradients <= 132 * KI
-        assert made.shares.total <= 132 * KI
+        assert max(peaks) <= made.shares.params + made.shares.gradients <= 100 * KI
+        assert made.shares.total <= 100 * KI
         offload.close(ours)
         del made
 
@@ -308,16 +308,16 @@ def test_a_failure_on_the_way_leaves_a_meta_model(
         taken.clear()
         with monkeypatch.context() as patch, pytest.raises(OSError, match="the fourth"):
             patch.setattr(Residency, "take_in", fail_fourth)
-            offload.prepare(ours, optimizer, host_memory=132 * KI, nvme=tmp_path, **way)
+            offload.prepare(ours, optimizer, host_memory=100 * KI, nvme=tmp_path, **way)
         assert is_as_it_was(ours, ids)
         with monkeypatch.context() as patch, pytest.raises(OSError, match="late"):
             patch.setattr("offload.prepared.attach", _raise_late)
-            offload.prepare(ours, optimizer, host_memory=132 * KI, nvme=tmp_path, **way)
+            offload.prepare(ours, optimizer, host_memory=100 * KI, nvme=tmp_path, **way)
         assert is_as_it_was(ours, ids)
     with pytest.raises(CapacityError, match="the least that works"):
         offload.prepare(ours, optimizer, weights=path, host_memory=9 * KI, nvme=tmp_path)
     assert is_as_it_was(ours, ids)
-    offload.prepare(ours, optimizer, weights=path, host_memory=132 * KI, nvme=tmp_path)
+    offload.prepare(ours, optimizer, weights=path, host_memory=100 * KI, nvme=tmp_path)
     offload.close(ours)
     assert_same(ours, make("gpt", seed=3))
 
@@ -420,7 +420,7 @@ def test_lora_writes_nothing_but_adapters(tmp_path: Path) -> None:
     path = saved(make("gpt", seed=6), tmp_path / "x.safetensors")
     plain, ours = adapted(make("gpt", seed=6)), adapted(on_meta("gpt"))
     theirs, mine = adamw(plain), adamw(ours)
-    offload.prepare(ours, mine, weights=path, host_memory=96 * KI, nvme=tmp_path)
+    offload.prepare(ours, mine, weights=path, host_memory=72 * KI, nvme=tmp_path)
     made = prepared_of(ours)
     assert made is not None and made.store is not None and not made.shares.holds_all_params
     trained = [p for p in ours.parameters() if p.requires_grad]
@@ -429,8 +429,9 @@ def test_lora_writes_nothing_but_adapters(tmp_path: Path) -> None:
     for seed in range(4):
         before = made.store.stats().written_bytes
         assert step(plain, theirs, seed) == step(ours, mine, seed)
-        # Parameter and two moments, each adapter's block rounded up.
-        assert made.store.stats().written_bytes - before <= 3 * 4 * adapters + 4 * 2 * 64
+        # Each adapter's block, and its moments, which are whole pages here.
+        state_bytes = made.session.plan.state_bytes  # type: ignore[union-attr]
+        assert made.store.stats().written_bytes - before <= 2 * 4 * adapters + state_bytes
         frozen = {f"parameters {u.number}: {u.name}" for u in made.units if "frozen" in u.name}
         assert len(frozen) == 4 and not frozen & set(made.store.names())
     assert counts(ours)["original_read_bytes"] > 2 * 30 * KI
@@ -439,7 +440,7 @@ def test_lora_writes_nothing_but_adapters(tmp_path: Path) -> None:
     del made
     # The same model in memory reserves room for all of it.
     other = adapted(make("gpt", seed=6))
-    offload.prepare(other, adamw(other), host_memory=96 * KI, nvme=tmp_path)
+    offload.prepare(other, adamw(other), host_memory=72 * KI, nvme=tmp_path)
     whole = prepared_of(other)
     assert whole is not None and whole.store is not None
     assert whole.store.stats().capacity_bytes - room >= 30 * KI
