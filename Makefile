@@ -34,7 +34,7 @@ BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
 
-demo: setup  ## train a GPT whose optimizer state exceeds its budget, beside plain torch, to the same bits
+demo: setup  ## train a GPT that needs more memory than it gets, beside plain torch, to the same bits
 	"$(PY)" examples/train_gpt.py --picture build/demo.png
 
 test: setup  ## all tests

@@ -29,6 +29,22 @@ class ModelPlan:
         return 0 if self.shares.holds_all_params else max(0, self.param_bytes - self.shares.params)
 
     @property
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """Bytes of each kind on each tier, while the model trains."""
+        in_memory = min(self.shares.params, self.param_bytes)
+        return {
+            "parameters": {"host": in_memory, "disk": self.param_bytes - in_memory},
+            "gradients": {
+                "host": self.shares.gradients,
+                "disk": self.shares.gradients_on_disk,
+            },
+            "optimizer state": {
+                "host": self.state.resident_bytes,
+                "disk": self.state.disk_bytes,
+            },
+        }
+
+    @property
     def step_read_bytes(self) -> int:
         """About: parameters for forward, backward and update, and state."""
         return 3 * self.away_bytes + self.state.step_read_bytes
