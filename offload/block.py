@@ -70,10 +70,9 @@ class Block:
         assert presence in MOVES[self.on_device], f"{self.name}: {self.on_device} -> {presence}"
         self.on_device = presence
 
-    def is_in_place(self, member: Member) -> bool:
-        """Whether the parameter still lies where it was attached."""
-        assert self.memory is not None
-        return member.param.data_ptr() == self.memory.data_ptr() + member.begin
+    def strangers(self, begin: int) -> list[Member]:
+        """Parameters that lie elsewhere than in the copy of the block that begins there."""
+        return [m for m in self.unit.members if m.nbytes and m.param.data_ptr() != begin + m.begin]
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """Each parameter's values in a copy of the block."""

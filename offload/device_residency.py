@@ -17,7 +17,8 @@ from torch import Tensor
 
 from offload.block import Block, Presence
 from offload.device_tier import DeviceTier
-from offload.errors import OffloadError, StateError
+from offload.edits import take_in_rebound
+from offload.errors import OffloadError
 from offload.guard import Owner, unguard
 from offload.holders import holders
 from offload.metrics import Metrics
@@ -82,8 +83,7 @@ class DeviceResidency(Residency):
 
     def use(self, unit: Unit, phase: Phase) -> None:
         with self._lock:
-            self.trace.record(phase, unit.number, self._take_time())
-            self._derive_depth()
+            self.pace.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             self.tier.pin(needed)
             try:
@@ -102,8 +102,7 @@ class DeviceResidency(Residency):
         parameters stay guarded, also when backward ends with an exception.
         """
         with self._lock:
-            self.trace.record(phase, unit.number, self._take_time())
-            self._derive_depth()
+            self.pace.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             with self.tier.moving((phase, unit.number)), self.tier.pinned(needed):
                 self._lift(needed)
@@ -198,7 +197,7 @@ class DeviceResidency(Residency):
         self._take_in_what_has_come()
         self.tier.fetch_ahead(uses)
         left = self._uses()
-        soon = sum(number in left for number in islice(uses, self.depth))
+        soon = sum(number in left for number in islice(uses, self.pace.depth))
         self._follow(look_ahead(self._tier(), left, soon))
 
     def look_ahead(self) -> None:
@@ -230,8 +229,8 @@ class DeviceResidency(Residency):
         self.tier.await_lift(block)
         if self._is_held_elsewhere(block):
             return False
-        self._save(block)
-        self._settle_write(block)
+        self.backing.save(block)
+        self.backing.settle(block)
         self._forget_memory(block)
         self._metrics.count("parameter_drops")
         return True
@@ -293,34 +292,19 @@ class DeviceResidency(Residency):
         if not block.nbytes or not block.is_attached:
             return
         memory = self.host_memory_of(block)
-        if not self.tier.is_in_place(block):
-            self._take_in_rebound_on_device(block)
         copy, is_other = self.tier.memory_of(block), False
+        take_in_rebound(block, copy)
         for begin in range(0, block.nbytes, _PIECE_BYTES):
             ours, theirs = (one[begin : begin + _PIECE_BYTES] for one in (memory, copy))
             theirs = theirs.cpu()
             if not torch.equal(ours, theirs):
                 if not is_other:
-                    self._settle_write(block)
+                    self.backing.settle(block)
                     is_other = True
                 ours.copy_(theirs)
         if is_other:
             super().changed(block)
         self.tier.note_seen(block)
-
-    def _take_in_rebound_on_device(self, block: Block) -> None:
-        """Copy values that somebody has put into parameters by `param.data = ...`."""
-        for member, values in block.views(self.tier.memory_of(block)):
-            other = member.param.detach()
-            if other.dtype != values.dtype or other.device != values.device:
-                raise StateError(
-                    f"{member.name}: expected {values.dtype} on {values.device}, as it was "
-                    f"prepared, got {other.dtype} on {other.device} by .data = ...; convert the "
-                    "values, not the parameter"
-                )
-            if other.data_ptr() != values.data_ptr():
-                values.copy_(other)
-                unguard(member.param, values)
 
     @contextmanager
     def in_host(self, units: Sequence[Unit]) -> Iterator[None]:

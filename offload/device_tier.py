@@ -184,11 +184,7 @@ class DeviceTier:
 
     def is_in_place(self, block: Block) -> bool:
         """Whether all its parameters still lie where they were attached."""
-        begin = self._buffers[block.number].address
-        return all(
-            not member.nbytes or member.param.data_ptr() == begin + member.begin
-            for member in block.unit.members
-        )
+        return not block.strangers(self._buffers[block.number].address)
 
     # --- what will be needed ----------------------------------------------------------------------
 

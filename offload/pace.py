@@ -8,26 +8,66 @@ a drive that slows down or a batch that gets longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from offload.metrics import Metrics
 from offload.scheduler import derive_depth
 from offload.timeline import DISK_READS, busy_s
-from offload.trace import Trace
+from offload.trace import Phase, Trace
 
 _WEIGHT = 0.5  # of the latest rate, against those before
 
 
 class Pace:
-    """Of one model. sizes: bytes of its blocks. name: how the reads of a block begin."""
+    """Of one model. sizes: bytes of its blocks. name: how the reads of a block begin. depth: units
+    to fetch ahead; None: derived.
+    """
 
-    def __init__(self, metrics: Metrics, trace: Trace, sizes: Sequence[int], name: str) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        trace: Trace,
+        sizes: Sequence[int],
+        name: str,
+        depth: int | None = None,
+    ) -> None:
         self.read_bytes_per_s: float | None = None  # None: nothing was read yet
         self._metrics = metrics
         self._trace = trace
         self._sizes = [size for size in sizes if size]
         self._name = name
         self._since_s = time.perf_counter()
+        self._last_use_s: float | None = None
+        self._waited_s = 0.0  # since the latest use
+        self._is_derived = depth is None
+        self._units = len(sizes)
+        self._uses = 0  # since the depth was derived
+        self.depth = self.derive() if depth is None else depth
+
+    def note_use(self, phase: Phase, unit: int) -> None:
+        """A unit is used now."""
+        self._trace.record(phase, unit, self._take_time())
+        self._uses += 1
+        if self._is_derived and self._uses >= self._units:
+            self._uses, before = 0, self.depth
+            self.depth = self.derive()
+            self._metrics.count("prefetch_depth_changes", int(self.depth != before))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what is no computing."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - begin_s
+
+    def _take_time(self) -> float | None:
+        """Seconds since the latest use, without those that somebody waited."""
+        now_s, last_s, waited_s = time.perf_counter(), self._last_use_s, self._waited_s
+        self._last_use_s, self._waited_s = now_s, 0.0
+        return None if last_s is None else max(0.0, now_s - last_s - waited_s)
 
     def derive(self) -> int:
         """Units to fetch ahead."""

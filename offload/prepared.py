@@ -176,7 +176,7 @@ class Prepared:
             self.buffers = ModelBuffers(model, self.outline.device)  # they have their values now
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
-        residency.open_spare = self._open_spare
+        residency.backing.open_spare = self._open_spare
         self.services = Services(model, residency, self._unit_of, self._directories)
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
@@ -287,13 +287,13 @@ class Prepared:
             param_bytes=sum(unit.nbytes for unit in self.units),
             memory_bytes=self.shares.params,
             held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
-            depth=residency.depth,
+            depth=residency.pace.depth,
             hits=total.counts.get("parameter_hits", 0),
             misses=total.counts.get("parameter_misses", 0),
             waited_s=_waited_s(total),
             round_s=ledger.round_s,
             round_waited_s=_waited_s(ledger.round),
-            read_bytes_per_s=residency.pace.read_bytes_per_s if residency.pace else None,
+            read_bytes_per_s=residency.pace.read_bytes_per_s,
         )
 
     # --- end --------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ still holds a view of is never taken away. Any thread; one at a time.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from offload import kernels
+from offload.backing import KEY, Backing
 from offload.block import Block, Presence
-from offload.errors import CapacityError, OffloadError, StateError
+from offload.edits import Edits
+from offload.errors import CapacityError, OffloadError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
 from offload.metrics import Metrics
@@ -31,8 +31,6 @@ from offload.store.engine import Priority
 from offload.store.originals import Original
 from offload.trace import Phase, Trace
 from offload.units import Unit
-
-_KEY = "parameters "
 
 
 class Residency:
@@ -56,24 +54,16 @@ class Residency:
         self.device = owner.device
         self.trace = trace
         self._sizes = [block.nbytes for block in self.blocks]
-        self.pace = Pace(metrics, trace, self._sizes, _KEY) if depth is None else None
-        self.depth = self.pace.derive() if self.pace is not None else depth or 0
-        self._uses_since = 0  # since the depth was derived
+        self.pace = Pace(metrics, trace, self._sizes, KEY, depth)
+        self.backing = Backing(store, metrics)
         self._pool = pool
-        self._store = store
         self._owner = owner
         self._metrics = metrics
         self._current: frozenset[int] = frozenset()  # blocks of the latest use
         self._by_address: dict[int, Block] = {}
         self._lock = threading.RLock()
-        self._last_use_s: float | None = None
-        self._waited_s = 0.0  # since the latest use
         self.has_room_for_all = False  # nothing ever goes
-        self._is_resting = False  # others have their turn
-        self._originals: dict[int, Original] = {}  # of blocks that are read from where they came
-        self._strayed: set[int] = set()  # blocks that were, until somebody changed them
-        self.open_spare: Callable[[], DiskStore | None] = lambda: None  # a store for those
-        self._spare: DiskStore | None = None
+        self._edits = Edits(self.backing.settle)
 
     @property
     def never_drops(self) -> bool:
@@ -87,8 +77,7 @@ class Residency:
         raises.
         """
         with self._lock:
-            self.trace.record(phase, unit.number, self._take_time())
-            self._derive_depth()
+            self.pace.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             for block in needed:
                 block.pins += 1
@@ -183,7 +172,7 @@ class Residency:
         """Wait until the block is in host memory and may be changed: no write reads it any more."""
         with self._lock:
             self._arrive(block)
-            self._settle_write(block)
+            self.backing.settle(block)
 
     def end(self, block: Block, has_changed: bool) -> None:
         """It need not be kept any more; new values go to the store unless there is room for all."""
@@ -192,7 +181,7 @@ class Residency:
             if has_changed and block.in_host is Presence.HERE:  # else it has not come
                 self.changed(block)
                 if not self.has_room_for_all:
-                    self._save(block)
+                    self.backing.save(block)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that a tensor lies in."""
@@ -201,14 +190,11 @@ class Residency:
     def changed(self, block: Block) -> None:
         """Its values are others now; the store's are old."""
         with self._lock:
-            self._settle_write(block)
+            self.backing.changed(block)
             block.generation += 1
-            block.is_stored = False
             block.seen = None
             if block.is_attached:  # autograd must know of it, too
                 increment_version([member.param for member in block.unit.members])
-            if self._originals.pop(block.number, None) is not None:
-                self._strayed.add(block.number)
 
     # --- what others do to parameters that are in memory ------------------------------------------
 
@@ -217,12 +203,7 @@ class Residency:
         if self.has_room_for_all:
             return  # what is in memory is never taken from the store again
         with self._lock:
-            self._is_resting = True
-            for block in self.blocks:
-                is_safe = block.is_stored or block.writing is not None
-                if block.is_attached and block.nbytes and is_safe and block.seen is None:
-                    assert block.memory is not None
-                    block.seen = kernels.checksum(block.memory)
+            self._edits.begin(self.blocks)
 
     def conceal(self) -> None:
         """A recomputation has ended, backward goes on: nobody else can get at parameters."""
@@ -231,40 +212,9 @@ class Residency:
         """Find what was changed since `rest`, by whatever means."""
         with self._lock:
             for block in self.blocks:
-                if not block.is_attached or not block.nbytes:
-                    continue
-                if self._has_been_changed(block):
+                if block.is_attached and block.nbytes and self._edits.found(block):
                     self.changed(block)
-            self._is_resting = False
-
-    def _has_been_changed(self, block: Block) -> bool:
-        """By code that we do not see."""
-        assert block.memory is not None
-        is_other = self._take_in_rebound(block)
-        if self._is_resting and block.seen is not None:
-            is_other |= block.seen != kernels.checksum(block.memory)
-        return is_other
-
-    def _take_in_rebound(self, block: Block) -> bool:
-        """Copy values that somebody has put into parameters by `param.data = ...`."""
-        assert block.memory is not None
-        if all(block.is_in_place(member) for member in block.unit.members if member.nbytes):
-            return False
-        found = False
-        for member, values in block.views(block.memory):
-            if member.nbytes and not block.is_in_place(member):
-                other = member.param.detach()
-                if other.dtype != values.dtype or other.device != values.device:
-                    raise StateError(
-                        f"{member.name}: expected {values.dtype} on {values.device}, as it was "
-                        f"prepared, got {other.dtype} on {other.device} by .data = ...; convert "
-                        "the values, not the parameter"
-                    )
-                self._settle_write(block)
-                values.copy_(other)
-                unguard(member.param, values)
-                found = True
-        return found
+            self._edits.end()
 
     def _bring(self, needed: Sequence[Block]) -> None:
         """All these, which are pinned once for it."""
@@ -303,19 +253,6 @@ class Residency:
             for block in needed:
                 block.pins += 1
 
-    def _take_time(self) -> float | None:
-        """Seconds since the latest use, without those that somebody waited."""
-        now_s, last_s, waited_s = time.perf_counter(), self._last_use_s, self._waited_s
-        self._last_use_s, self._waited_s = now_s, 0.0
-        return None if last_s is None else max(0.0, now_s - last_s - waited_s)
-
-    def _derive_depth(self) -> None:
-        self._uses_since += 1
-        if self.pace is not None and self._uses_since >= len(self.blocks):
-            self._uses_since, before = 0, self.depth
-            self.depth = self.pace.derive()
-            self._metrics.count("prefetch_depth_changes", int(self.depth != before))
-
     # --- what will be needed ----------------------------------------------------------------------
 
     def _uses(self) -> dict[int, int]:
@@ -327,7 +264,7 @@ class Residency:
     def _fetch_ahead(self) -> None:
         if self.has_room_for_all and all(b.in_host is Presence.HERE for b in self.blocks):
             return
-        self._follow(look_ahead(self._tier(), self._uses(), self.depth))
+        self._follow(look_ahead(self._tier(), self._uses(), self.pace.depth))
 
     def look_ahead(self) -> None:
         """Blocks have changed: what is needed next may have to come again. Here nothing has."""
@@ -369,12 +306,7 @@ class Residency:
         if block.in_host is not Presence.AWAY:
             return
         memory = self._room_for(block, may_drop)
-        if block.number in self._originals:
-            block.reading = self._originals[block.number].read(memory, priority)
-        elif block.nbytes:
-            store = self._store_of(block)
-            assert store is not None and block.is_stored, f"{block.name}: nowhere"
-            block.reading = store.read(_key(block), memory, priority)
+        self.backing.read(block, memory, priority)
         self._take_place(block, memory)
         block.move_in_host(Presence.COMING)
 
@@ -422,17 +354,12 @@ class Residency:
         """Wait until the block is in host memory."""
         if block.in_host is not Presence.COMING:
             return
-        begin_s = time.perf_counter()
         try:
-            if block.reading is not None:
-                with self._metrics.span("parameter read"):
-                    block.reading.wait()
+            with self.pace.waiting():
+                self.backing.await_read(block)
         except BaseException:
             self._forget_memory(block)
             raise
-        finally:
-            block.reading = None
-            self._waited_s += time.perf_counter() - begin_s
         block.move_in_host(Presence.HERE)
 
     def _attach(self, block: Block) -> None:
@@ -453,10 +380,10 @@ class Residency:
         """Take a block out of host memory, unless somebody else holds a view of it."""
         if block.pins or self._is_held_elsewhere(block):
             return False
-        if block.is_attached and self._has_been_changed(block):
+        if block.is_attached and self._edits.found(block):
             self.changed(block)
-        self._save(block)
-        self._settle_write(block)
+        self.backing.save(block)
+        self.backing.settle(block)
         self._detach(block)
         self._forget_memory(block)
         self._metrics.count("parameter_drops")
@@ -471,33 +398,7 @@ class Residency:
     def save(self, block: Block) -> None:
         """Start the way of a block's values to the store, unless it has them."""
         with self._lock:
-            self._save(block)
-
-    def _save(self, block: Block) -> None:
-        if block.is_stored or block.writing is not None or not block.nbytes:
-            return
-        store = self._store_of(block)
-        if store is None:
-            raise CapacityError(
-                f"{block.name}: does not fit in host memory beside the others; raise host_memory, "
-                "or give nvme=... a directory on a fast drive"
-            )
-        assert block.memory is not None
-        block.writing = store.write(_key(block), block.memory)
-
-    def _store_of(self, block: Block) -> DiskStore | MemoryStore | None:
-        if block.number not in self._strayed:
-            return self._store
-        if self._spare is None:  # no room was reserved for what was not to be written
-            self._spare = self.open_spare()
-        return self._spare
-
-    def _settle_write(self, block: Block) -> None:
-        ticket, block.writing = block.writing, None
-        if ticket is not None:
-            with self._metrics.span("parameter write"):
-                ticket.wait()
-            block.is_stored = True
+            self.backing.save(block)
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -514,23 +415,19 @@ class Residency:
             self._attach(block)
 
     def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
-        """Have a block read from where it came, as long as nobody changes it. It is away. find:
-        gives the place, which is called like the block.
-        """
+        """Have a block read from where it came, as long as nobody changes it. It is away."""
         with self._lock:
-            self._originals[block.number] = find(_key(block))
-            block.is_stored = True
+            self.backing.adopt(block, find)
             self._detach(block)
 
     def forget(self, block: Block) -> None:
         """Leave the parameters without values: nobody will need them."""
         with self._lock:
             with suppress(OffloadError):
-                self._settle_write(block)
+                self.backing.settle(block)
                 self._arrive(block)
             self._detach(block)
-            block.is_stored = False
-            self._originals.pop(block.number, None)
+            self.backing.forget(block)
             if block.in_host is not Presence.AWAY:
                 self._forget_memory(block)
 
@@ -551,16 +448,12 @@ class Residency:
             if block.in_host is Presence.AWAY and not block.is_stored:
                 return
             if block.is_attached:
-                self._take_in_rebound(block)
+                self._edits.take_in_rebound(block)
             memory = self.host_memory_of(block)
             for member, values in block.views(memory):
                 unguard(member.param, make(values).copy_(values))
-            self._settle_write(block)
+            self.backing.settle(block)
             block.is_attached = block.is_stored = False
             block.seen = None
             del memory
             self._forget_memory(block)
-
-
-def _key(block: Block) -> str:
-    return f"{_KEY}{block.number}: {block.name}"

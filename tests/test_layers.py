@@ -36,7 +36,7 @@ ROWS = [
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace", "matching", "allowance", "outside"},
-    {"pace"},
+    {"pace", "backing", "edits"},
     {
         "hooks",
         "optim",
