@@ -7,7 +7,9 @@ has a state of its own, by the same table: a copy to compute with, which is neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -79,6 +81,30 @@ class Block:
         for member in self.unit.members:
             values = memory[member.begin : member.begin + member.nbytes].view(member.param.dtype)
             yield member, values.view(member.param.shape)
+
+
+def pin(blocks: Iterable[Block]) -> None:
+    """They stay in host memory, once they are there, until `unpin`."""
+    for block in blocks:
+        block.pins += 1
+
+
+def unpin(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        block.pins -= 1
+        assert block.pins >= 0, f"{block.name}: done more often than used"
+
+
+@contextmanager
+def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
+    """Pinned inside. lock: that of the blocks; it is not held inside."""
+    with lock:
+        pin(blocks)
+    try:
+        yield
+    finally:
+        with lock:
+            unpin(blocks)
 
 
 @dataclass(frozen=True)

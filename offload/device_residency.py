@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from offload.block import Block, Presence
+from offload.block import Block, Presence, pinned
 from offload.device_tier import DeviceTier
 from offload.edits import take_in_rebound
 from offload.errors import OffloadError
@@ -85,13 +85,10 @@ class DeviceResidency(Residency):
         with self._lock:
             self.pace.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
-            self.tier.pin(needed)
-            try:
+            with self.tier.pinned(needed):
                 with self.tier.moving((phase, unit.number)):
                     self._bring(needed)
-            except BaseException:
-                self.tier.unpin(needed)
-                raise
+                self.tier.pin(needed)  # until `done`
 
     def expect(self, numel: int) -> None:
         with self._lock:
@@ -140,8 +137,14 @@ class DeviceResidency(Residency):
         self._metrics.count("device_misses", len(absent))
         self._metrics.count("device_hits", len(needed) - len(absent))
         self.tier.reserve(needed, self._uses_of_all())
+        with pinned(absent, self._lock):
+            self._fill(absent)
+
+    def _fill(self, absent: Sequence[Block]) -> None:
+        """Bring these to host memory, and from there to their places on the device. Those that do
+        not come have none when it raises.
+        """
         waiting = list(absent)  # for host memory
-        self._hold(absent)
         try:
             for block in absent:
                 is_away = block.in_host is Presence.AWAY
@@ -153,21 +156,12 @@ class DeviceResidency(Residency):
             self._fetch_ahead()
             while waiting:
                 self._arrive(waiting[0])
-                self.tier.fill(waiting.pop(0))
+                self.tier.fill(waiting[0])
+                del waiting[0]
         except BaseException:
             for block in waiting:
                 self.tier.forget(block)
             raise
-        finally:
-            self._let_go(absent)
-
-    def _hold(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            block.pins += 1
-
-    def _let_go(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            block.pins -= 1
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self.tier.block_of(tensor)
@@ -259,9 +253,7 @@ class DeviceResidency(Residency):
     def lent(self, units: Sequence[Unit]) -> Iterator[None]:
         needed = self._needed(units)
         fresh = [block for block in needed if block.number not in self._lent]
-        with self._lock:
-            self._hold(needed)  # what changes has a place to go to
-        try:
+        with pinned(needed, self._lock):  # what changes has a place to go to
             with self._lock:
                 for block in needed:
                     self._fetch(block, Priority.WAITED_FOR)
@@ -273,9 +265,6 @@ class DeviceResidency(Residency):
                     yield
                 finally:
                     self._end_lending(fresh)
-        finally:
-            with self._lock:
-                self._let_go(needed)
 
     def _end_lending(self, blocks: Sequence[Block]) -> None:
         with self._lock:
@@ -312,21 +301,19 @@ class DeviceResidency(Residency):
         itself.
         """
         needed = self._needed(units)
-        with self._lock:
-            self._hold(needed)
-        try:
-            with self._lock:
-                for block in needed:
-                    self._fetch(block, Priority.WAITED_FOR)
-                for block in needed:
-                    self._arrive(block)
-                    self._show(block)
-            yield
-        finally:
-            with self._lock:
-                for block in needed:
-                    self._hide(block)
-                self._let_go(needed)
+        with pinned(needed, self._lock):
+            try:
+                with self._lock:
+                    for block in needed:
+                        self._fetch(block, Priority.WAITED_FOR)
+                    for block in needed:
+                        self._arrive(block)
+                        self._show(block)
+                yield
+            finally:
+                with self._lock:
+                    for block in needed:
+                        self._hide(block)
 
     def await_arrival(self, block: Block) -> None:
         super().await_arrival(block)

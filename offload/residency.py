@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offload.backing import KEY, Backing
-from offload.block import Block, Presence
+from offload.block import Block, Presence, pin, pinned, unpin
 from offload.edits import Edits
 from offload.errors import CapacityError, OffloadError
 from offload.guard import Owner, guard, unguard
@@ -79,14 +79,9 @@ class Residency:
         with self._lock:
             self.pace.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
-            for block in needed:
-                block.pins += 1
-            try:
+            with pinned(needed, self._lock):
                 self._bring(needed)
-            except BaseException:
-                for block in needed:
-                    block.pins -= 1
-                raise
+                pin(needed)  # until `done`
 
     def expect(self, numel: int) -> None:
         """A run begins, with so many elements. Here that makes no difference."""
@@ -98,25 +93,16 @@ class Residency:
 
     def done(self, unit: Unit) -> None:
         with self._lock:
-            for number in unit.needs:
-                self.blocks[number].pins -= 1
-                assert self.blocks[number].pins >= 0, f"{unit.name}: done more often than used"
+            unpin(self.blocks[number] for number in unit.needs)
 
     @contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
         """What all these own, at once, apart from the order in which the model runs."""
         needed = [self.blocks[n] for n in sorted({unit.number for unit in units})]
-        with self._lock:
-            for block in needed:
-                block.pins += 1
-        try:
+        with pinned(needed, self._lock):
             with self._lock:
                 self._bring(needed)
             yield
-        finally:
-            with self._lock:
-                for block in needed:
-                    block.pins -= 1
 
     @contextmanager
     def lent(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -142,12 +128,9 @@ class Residency:
         """The same in host memory, wherever the block is used."""
         with self._lock:
             if block.in_host is not Presence.HERE:
-                block.pins += 1
-                try:
+                with pinned([block], self._lock):
                     self._fetch(block, Priority.WAITED_FOR)
                     self._arrive(block)
-                finally:
-                    block.pins -= 1
             assert block.memory is not None
             return block.memory.detach()
 
@@ -156,11 +139,11 @@ class Residency:
         room.
         """
         with self._lock:
-            block.pins += 1
             try:
-                self._fetch(block, Priority.PREFETCH)
+                with pinned([block], self._lock):
+                    self._fetch(block, Priority.PREFETCH)
+                    pin([block])  # until `end`
             except CapacityError:
-                block.pins -= 1
                 return False
             return True
 
@@ -177,7 +160,7 @@ class Residency:
     def end(self, block: Block, has_changed: bool) -> None:
         """It need not be kept any more; new values go to the store unless there is room for all."""
         with self._lock:
-            block.pins -= 1
+            unpin([block])
             if has_changed and block.in_host is Presence.HERE:  # else it has not come
                 self.changed(block)
                 if not self.has_room_for_all:
@@ -241,17 +224,12 @@ class Residency:
     def _drop_all(self, needed: Sequence[Block]) -> None:
         """Empty the memory of everything that may go, what is needed included."""
         self._metrics.count("memory_in_pieces")
-        for block in needed:
-            block.pins -= 1
+        unpin(needed)
         try:
             for block in self.blocks:
-                if block.pins == 0 and block.in_host is Presence.COMING:
-                    self._arrive(block)
-                if block.pins == 0 and block.in_host is Presence.HERE:
-                    self._drop(block)
+                self._drop_if_unused(block)
         finally:
-            for block in needed:
-                block.pins += 1
+            pin(needed)
 
     # --- what will be needed ----------------------------------------------------------------------
 
@@ -343,12 +321,15 @@ class Residency:
         for number in chosen or ():
             if self._drop(self.blocks[number]):
                 return True
-        for block in self.blocks:  # what was fetched ahead, or was in use until now
-            if block.in_host is Presence.COMING and not block.pins:
-                self._arrive(block)
-            if block.in_host is Presence.HERE and not block.pins and self._drop(block):
-                return True
-        return False
+        # What was fetched ahead, or was in use until now.
+        return any(self._drop_if_unused(block) for block in self.blocks)
+
+    def _drop_if_unused(self, block: Block) -> bool:
+        """Whether it has gone; what is on its way is waited for."""
+        if block.pins:
+            return False
+        self._arrive(block)
+        return block.in_host is Presence.HERE and self._drop(block)
 
     def _arrive(self, block: Block) -> None:
         """Wait until the block is in host memory."""
@@ -438,7 +419,7 @@ class Residency:
     def keep(self, block: Block) -> None:
         """Never let it go."""
         with self._lock:
-            block.pins += 1
+            pin([block])
 
     def give_back(self, block: Block, make: Callable[[Tensor], Tensor]) -> None:
         """Leave the parameters with values of their own, in memory like theirs that `make` gives.
