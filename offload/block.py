@@ -73,14 +73,20 @@ class Block:
         self.on_device = presence
 
     def strangers(self, begin: int) -> list[Member]:
-        """Parameters that lie elsewhere than in the copy of the block that begins there."""
-        return [m for m in self.unit.members if m.nbytes and m.param.data_ptr() != begin + m.begin]
+        """Parameters that are not what they are in the copy of the block that begins there."""
+        return [
+            m
+            for m in self.unit.members
+            if (m.nbytes and m.param.data_ptr() != begin + m.begin)
+            or m.param.dtype != m.dtype
+            or m.param.shape != m.shape
+        ]
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """Each parameter's values in a copy of the block."""
         for member in self.unit.members:
-            values = memory[member.begin : member.begin + member.nbytes].view(member.param.dtype)
-            yield member, values.view(member.param.shape)
+            values = memory[member.begin : member.begin + member.nbytes].view(member.dtype)
+            yield member, values.view(member.shape)
 
 
 def pin(blocks: Iterable[Block]) -> None:

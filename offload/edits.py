@@ -57,19 +57,18 @@ def take_in_rebound(
 ) -> bool:
     """Copy values that somebody has put into parameters by `param.data = ...` to the block's
     memory, and the parameters are there again. False: there were none. Raises `StateError` where
-    the values are of another type or on another device; nothing is copied then.
+    the values are of another shape or type or on another device; nothing is copied then.
     """
     names = {member.name for member in block.strangers(memory.data_ptr())}
     if not names:
         return False
     places = [(m, values) for m, values in block.views(memory) if m.name in names]
     for member, values in places:
-        other = member.param
-        if other.dtype != values.dtype or other.device != values.device:
+        got, expected = _kind(member.param), _kind(values)
+        if got != expected:
             raise StateError(
-                f"{member.name}: expected {values.dtype} on {values.device}, as it was prepared, "
-                f"got {other.dtype} on {other.device} by .data = ...; convert the values, not the "
-                "parameter"
+                f"{member.name}: expected {expected}, as it was prepared, got {got} by .data = "
+                "...; convert the values, not the parameter"
             )
     if settle is not None:
         settle(block)
@@ -77,3 +76,7 @@ def take_in_rebound(
         values.copy_(member.param.detach())
         unguard(member.param, values)
     return True
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

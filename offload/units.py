@@ -26,15 +26,19 @@ Choice = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter in its unit's block. begin: its first byte there."""
+    """A parameter in its unit's block. begin: its first byte there. shape, dtype: what it was when
+    it got its place; somebody may put other values there by `param.data = ...`.
+    """
 
     name: str
     param: nn.Parameter
     begin: int
+    shape: torch.Size
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return self.param.numel() * self.param.element_size()
+        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ def _settle(drafts: Sequence[_Draft], names: dict[nn.Parameter, str]) -> list[Un
 def _members(params: Iterable[nn.Parameter], names: dict[nn.Parameter, str]) -> tuple[Member, ...]:
     members, begin = [], 0
     for param in params:
-        members.append(Member(names[param], param, begin))
+        members.append(Member(names[param], param, begin, param.shape, param.dtype))
         begin += _round_up(members[-1].nbytes)
     return tuple(members)
 

@@ -246,6 +246,30 @@ def test_edits_are_kept(gpt: tuple[nn.Module, Any], how: str, inside: bool) -> N
     assert_same(model, plain)
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda p: p.data.bfloat16(), r"torch.bfloat16 \(\d+, \d+\)"),
+        (lambda p: p.data.view(-1), r"torch.float32 \(\d+,\)"),  # at the same address
+        (lambda p: p.data.view(torch.complex64), r"torch.complex64"),
+    ],
+)
+def test_what_does_not_fit_the_place_is_refused(
+    gpt: tuple[nn.Module, Any], change: Any, got: str
+) -> None:
+    model, optimizer = gpt
+    plain, theirs = plain_after(0)
+    weight = model.layers[1].up.weight  # type: ignore[index,union-attr]
+    with offload.resident(model.layers[1]):  # type: ignore[index]
+        kept = weight.data.clone()  # type: ignore[union-attr]
+    words = rf"layers.1.up.weight: expected torch.float32 .* {got}"
+    with pytest.raises(StateError, match=words), offload.resident(model.layers[1]):  # type: ignore[index]
+        weight.data = change(weight)  # type: ignore[union-attr]
+    weight.data = kept  # type: ignore[union-attr]
+    assert step(model, optimizer, 1) == step(plain, theirs, 1)
+    assert_same(model, plain)
+
+
 def test_too_much_at_once_is_refused(gpt: tuple[nn.Module, Any]) -> None:
     model, optimizer = gpt
     with pytest.raises(CapacityError), offload.resident(model):

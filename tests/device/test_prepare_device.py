@@ -271,8 +271,9 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("is_tight", [True, False], ids=["tight", "roomy"])
 def test_edits_are_kept(how: str, is_tight: bool, tmp_path: Path, own_budget: Budget) -> None:
     load("lazy", 0)
+    least = least_host_bytes("gpt", torch.float32)
     theirs, other = on_device()
-    host = least_host_bytes("gpt", torch.float32) + 20 * KI + own_budget.used_bytes
+    host = least + 20 * KI + own_budget.used_bytes
     model, optimizer = ready(tmp_path, **({"host_memory": host} if is_tight else {}))
     for seed in range(3):
         assert step(model, optimizer, seed) == step(theirs, other, seed)
@@ -285,6 +286,23 @@ def test_edits_are_kept(how: str, is_tight: bool, tmp_path: Path, own_budget: Bu
                 EDITS[how](q)
         with torch.no_grad():
             assert torch.equal(model(batch(9).to("fake")), theirs(batch(9).to("fake")))
+    optimizer.close()
+    other.close()
+    assert_same(model, theirs)
+
+
+def test_what_does_not_fit_the_place_is_refused() -> None:
+    load("lazy", 0)
+    theirs, other = on_device()
+    model, optimizer = ready()
+    weight = model.layers[1].up.weight
+    with offload.resident(model.layers[1]):
+        kept = weight.data.clone()
+    words = r"expected torch.float32 .* got torch.bfloat16 .*fake"
+    with pytest.raises(StateError, match=words), offload.resident(model.layers[1]):
+        weight.data = weight.data.bfloat16()
+    weight.data = kept
+    assert step(model, optimizer, 0) == step(theirs, other, 0)
     optimizer.close()
     other.close()
     assert_same(model, theirs)
