@@ -92,7 +92,8 @@ def prepare(
     refuse_prepared(model)
     allowed_bytes, _ = host_bytes(config)
     with limited(config), telling_of_the_budget(config):
-        made = Prepared(model, optimizer, config, allowed_bytes, units, weights)
+        outline = Outline(model, optimizer, config, allowed_bytes, units, weights)
+        made = Prepared(outline, model, optimizer)
     keep_freed_memory()
     LOG.info("%s is prepared:\n%s", type(model).__name__, made.outline.plan)
     return model if optimizer is None else (model, optimizer)

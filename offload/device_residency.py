@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -19,17 +20,14 @@ from offload.block import Block, Presence, pinned
 from offload.device_tier import DeviceTier
 from offload.edits import take_in_rebound
 from offload.errors import OffloadError
-from offload.guard import Owner, unguard
+from offload.guard import unguard
 from offload.holders import holders
-from offload.metrics import Metrics
-from offload.pool import Pool
-from offload.residency import Residency
+from offload.residency import Parts, Residency
 from offload.scheduler import look_ahead
 from offload.shares import least_device_bytes
-from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
 from offload.store.originals import Original
-from offload.trace import Phase, Trace
+from offload.trace import Phase
 from offload.transfer import DeviceTransfer
 from offload.units import Unit
 
@@ -43,28 +41,16 @@ class DeviceResidency(Residency):
     device.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        pool: Pool,
-        store: DiskStore | MemoryStore | None,
-        trace: Trace,
-        owner: Owner,
-        metrics: Metrics,
-        depth: int | None,
-        transfer: DeviceTransfer,
-        limit_bytes: int,
-    ) -> None:
-        host_depth = None if depth is None else 2 * depth
-        super().__init__(units, pool, store, trace, owner, metrics, host_depth)
-        least = least_device_bytes(units)
+    def __init__(self, parts: Parts, transfer: DeviceTransfer, limit_bytes: int) -> None:
+        depth = parts.depth
+        super().__init__(replace(parts, depth=None if depth is None else 2 * depth))
         self.tier = DeviceTier(
             self.blocks,
             transfer,
             limit_bytes,
-            least,
-            owner,
-            metrics,
+            least_device_bytes(parts.units),
+            parts.owner,
+            parts.metrics,
             _DEPTH if depth is None else depth,
             self._take_back,
             self._lock,

@@ -28,7 +28,7 @@ from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gr
 from offload.metrics import Metrics
 from offload.pieces import Saved
 from offload.pool import Pool
-from offload.residency import Residency
+from offload.residency import Parts, Residency
 from offload.store import DiskStore, MemoryStore
 from offload.trace import Phase, Trace
 from offload.transfer import DeviceTransfer
@@ -93,6 +93,7 @@ class Engine:
         self.activations: Activations | None = None  # None: autograd keeps them in memory
         self._handles: list[Any] = []
         trace = Trace(_fingerprint(units), len(units))
+        parts = Parts(units, pool, store, trace, self, metrics, depth)
         trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
         placed = trained if keeps_gradients else {}
         self.gradients: Gradients | DeviceGradients
@@ -100,13 +101,11 @@ class Engine:
         if on is None:
             trained = placed
             self.gradients = Gradients(placed, metrics, spill)
-            self.residency = Residency(units, pool, store, trace, self, metrics, depth)
+            self.residency = Residency(parts)
         else:
             places = Places(placed, pool, spill)
             self.gradients = DeviceGradients(trained, places, pool, on.transfer, metrics)
-            self.residency = DeviceResidency(
-                units, pool, store, trace, self, metrics, depth, on.transfer, on.limit_bytes
-            )
+            self.residency = DeviceResidency(parts, on.transfer, on.limit_bytes)
         try:
             if isinstance(self.gradients, DeviceGradients):
                 self.gradients.take_in(list(self._names))

@@ -52,6 +52,7 @@ class Outline:
     ) -> None:
         _check(optimizer, config)
         self.config = config
+        self.has_choice = choice is not None
         self.directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self.units = find_units(model, choice)
         self.unit_of = {m.param: unit for unit in self.units for m in unit.members}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from os import PathLike
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
 from offload.activations import Activations
 from offload.budget import HOST, Share
-from offload.config import Config
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.hooks import watch_gradients
@@ -40,7 +38,6 @@ from offload.transfer import (
     READS_IN_FLIGHT_BYTES,
     DeviceTransfer,
 )
-from offload.units import Choice
 from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
@@ -64,21 +61,16 @@ def prepared_of(module: object) -> Prepared | None:
 
 
 class Prepared:
-    """Opened for a model, with an optimizer or without. Nothing has changed when it raises."""
+    """Opened for a model, with an optimizer or without, as the outline of both says, which is ours
+    from now on. Nothing has changed when it raises.
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        config: Config,
-        host_bytes: int | None,
-        choice: Choice | None = None,
-        weights: str | PathLike[str] | None = None,
+        self, outline: Outline, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> None:
-        self._model = ref(model)
-        self.outline = outline = Outline(model, optimizer, config, host_bytes, choice, weights)
-        self.config, self.units, self.shares = config, outline.units, outline.shares
-        self.metrics = Metrics(strict=config.strict)
+        self.outline = outline
+        self.config, self.units, self.shares = outline.config, outline.units, outline.shares
+        self.metrics = Metrics(strict=self.config.strict)
         self._unit_of = outline.unit_of
         self._directories = outline.directories
         self.pool: Pool | None = None
@@ -98,7 +90,7 @@ class Prepared:
                 self._start.begin()
             self._open_memory()
             self._open_model(model)
-            self._open_activations(model, is_chosen=choice is not None)
+            self._open_activations(model)
             if optimizer is not None and outline.recipe is not None:
                 self._open_optimizer(optimizer, outline.recipe)
         except BaseException:
@@ -181,12 +173,12 @@ class Prepared:
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
 
-    def _open_activations(self, model: nn.Module, is_chosen: bool) -> None:
+    def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None
         if self.config.activations == "recompute":
             blocks = self.engine.residency.blocks
             self.recompute = Recompute(
-                layers_of(model, self.units, is_chosen),
+                layers_of(model, self.units, self.outline.has_choice),
                 lambda unit: tuple(blocks[number].generation for number in unit.needs),
                 self.metrics,
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,31 +34,34 @@ from offload.trace import Phase, Trace
 from offload.units import Unit
 
 
-class Residency:
-    """The blocks of one model, in host memory and in the store.
-
-    depth: units ahead of the one in use that are fetched; None: derived while it runs. owner:
-    answers for parameters that are away.
+@dataclass(frozen=True)
+class Parts:
+    """What a residency works with. owner: answers for parameters that are away. depth: units ahead
+    of the one in use that are fetched; None: derived while it runs.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        pool: Pool,
-        store: DiskStore | MemoryStore | None,
-        trace: Trace,
-        owner: Owner,
-        metrics: Metrics,
-        depth: int | None = 2,
-    ) -> None:
-        self.blocks = [Block(unit) for unit in units]
-        self.device = owner.device
-        self.trace = trace
+    units: Sequence[Unit]
+    pool: Pool
+    store: DiskStore | MemoryStore | None
+    trace: Trace
+    owner: Owner
+    metrics: Metrics
+    depth: int | None
+
+
+class Residency:
+    """The blocks of one model, in host memory and in the store."""
+
+    def __init__(self, parts: Parts) -> None:
+        metrics = parts.metrics
+        self.blocks = [Block(unit) for unit in parts.units]
+        self.device = parts.owner.device
+        self.trace = parts.trace
         self._sizes = [block.nbytes for block in self.blocks]
-        self.pace = Pace(metrics, trace, self._sizes, KEY, depth)
-        self.backing = Backing(store, metrics)
-        self._pool = pool
-        self._owner = owner
+        self.pace = Pace(metrics, parts.trace, self._sizes, KEY, parts.depth)
+        self.backing = Backing(parts.store, metrics)
+        self._pool = parts.pool
+        self._owner = parts.owner
         self._metrics = metrics
         self._current: frozenset[int] = frozenset()  # blocks of the latest use
         self._by_address: dict[int, Block] = {}

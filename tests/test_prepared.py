@@ -17,6 +17,7 @@ from offload import gradients, planner, units
 from offload.budget import Budget
 from offload.config import Config
 from offload.errors import CapacityError, ConfigError
+from offload.outline import Outline
 from offload.prepared import Prepared
 from offload.shares import share_out
 from offload.units import find_units
@@ -50,12 +51,17 @@ def train(model: nn.Module, optimizer: Any, steps: int, clip: bool = True) -> li
     return losses
 
 
+def opened(model: nn.Module, optimizer: Any, folder: Path | str, nbytes: int | None) -> Prepared:
+    outline = Outline(model, optimizer, Config.of(None, nvme=folder), nbytes)
+    return Prepared(outline, model, optimizer)
+
+
 def least_bytes(name: str, dtype: torch.dtype, make_one: Make | None) -> int:
     model = make(name, dtype=dtype)
     if make_one is None:
         model.requires_grad_(False)
     with pytest.raises(CapacityError, match="the least that works") as refused:
-        Prepared(model, make_one(model) if make_one else None, Config(nvme=gettempdir()), 4096)
+        opened(model, make_one(model) if make_one else None, gettempdir(), 4096)
     return int(str(refused.value).split("about ")[1].split()[0])
 
 
@@ -71,7 +77,7 @@ def compare(
     plain, ours = make(name, dtype=dtype), make(name, dtype=dtype)
     theirs, mine = offload.wrap(make_one(plain)), make_one(ours)
     before = own_budget.used_bytes
-    prepared = Prepared(ours, mine, Config.of(None, nvme=folder), host_bytes)
+    prepared = opened(ours, mine, folder, host_bytes)
     assert train(plain, theirs, 10) == train(ours, mine, 10)
     counts = dict(prepared.metrics.snapshot().counts)
     assert own_budget.used_bytes - before <= host_bytes
@@ -128,7 +134,7 @@ def test_frozen_parameters_are_never_written(tmp_path: Path) -> None:
         param.requires_grad_("norm" in name)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    prepared = Prepared(model, optimizer, Config.of(None, nvme=tmp_path), 140 * KI)
+    prepared = opened(model, optimizer, tmp_path, 140 * KI)
     train(model, optimizer, 2)
     before = prepared.store.stats()
     train(model, optimizer, 3)
@@ -142,7 +148,7 @@ def test_a_new_plan_leaves_no_state_behind(tmp_path: Path) -> None:
     model = make("gpt")
     optimizer = adamw(model)
     least = least_bytes("gpt", torch.float32, adamw)
-    prepared = Prepared(model, optimizer, Config.of(None, nvme=tmp_path), least)
+    prepared = opened(model, optimizer, tmp_path, least)
     train(model, optimizer, 1)
     before = prepared.store.stats()
     prepared.session.reopen()
@@ -162,7 +168,7 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
     for model in (plain, ours):
         model.requires_grad_(False)
     least = least_bytes("encoder", torch.float32, None)
-    prepared = Prepared(ours, None, Config.of(None, nvme=tmp_path), least)
+    prepared = opened(ours, None, tmp_path, least)
     for step in range(3):
         assert torch.equal(plain(batch(step)), ours(batch(step)))
     assert prepared.store.stats().read_bytes > 0
@@ -187,7 +193,7 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(tmp_path: Path) -> None
     model = make("gpt")
     stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], 0.1)
     with pytest.raises(ConfigError, match="the optimizer has it, but the model does not"):
-        Prepared(model, stranger, Config.of(None, nvme=tmp_path), None)
+        opened(model, stranger, tmp_path, None)
 
 
 # --- gradients that do not fit --------------------------------------------------------------------
@@ -220,7 +226,7 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path, monkeypatch: pytest.Monk
     ours.load_state_dict(plain.state_dict())
     theirs = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9, fused=True)
     mine = torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9, fused=True)
-    prepared = Prepared(ours, mine, Config.of(None, nvme=tmp_path), 16 << 20)
+    prepared = opened(ours, mine, tmp_path, 16 << 20)
     assert prepared.shares.gradients_on_disk >= 24 << 20
     assert "on disk for want of it" in str(prepared.shares)
     grew, x = [], torch.ones(4, 1024)
