@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+import offload
 from offload.config import format_size
-from offload.prepared import prepared_of
 
 NVME = tempfile.gettempdir()  # better: a directory on your fastest drive
 
@@ -21,15 +21,12 @@ def tell(model: nn.Module, losses: Sequence[float]) -> None:
 
 def tell_bytes(name: str, model: nn.Module) -> None:
     """What it takes of host memory and disk, and what has gone from one to the other so far."""
-    made = prepared_of(model)
-    assert made is not None, "not prepared, or closed already"
-    counts = made.metrics.snapshot().counts
-    hits, misses = counts.get("parameter_hits", 0), counts.get("parameter_misses", 0)
-    on_disk = made.store.stats().used_bytes if made.store else 0
-    read, written = (counts.get(f"disk_{what}_bytes", 0) for what in ("read", "written"))
+    told = offload.report(model)
+    use = told.model
+    assert use is not None, "not prepared, or closed already"
     print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
-    print(f"  {made.shares}")
-    moved = f"read {format_size(read)}, written {format_size(written)}"
-    print(f"  on disk: {format_size(on_disk)}; {moved}")
-    if hits + misses:
-        print(f"  parameters fetched: {hits + misses}, {hits / (hits + misses):.0%} ahead of time")
+    print(f"  {use.shares}")
+    read, written = format_size(told.disk_read_bytes), format_size(told.disk_written_bytes)
+    print(f"  on disk: {format_size(use.disk_bytes)}; read {read}, written {written}")
+    if use.hit_rate is not None:
+        print(f"  parameters fetched: {use.hits + use.misses}, {use.hit_rate:.0%} ahead of time")

@@ -53,6 +53,19 @@ class Activations:
         self._over: deque[int] = deque()
         self._closed = False
 
+    @property
+    def host_bytes(self) -> int:
+        """Of pieces in host memory now."""
+        with self._lock:
+            self._take_in_ended()
+            computed_on = self._held_bytes if self._device.type == "cpu" else 0
+            return computed_on + self._outside.host_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of pieces on disk now."""
+        return self._outside.disk_bytes
+
     # --- forward ----------------------------------------------------------------------------------
 
     def save(self, tensor: Tensor) -> Saved | None:

@@ -26,6 +26,14 @@ class Outside(Protocol):
 
     limit_bytes: int  # of pieces where they are computed on
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use now, beside what is computed on."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """In use now."""
+
     def leave(self, piece: Piece) -> Ticket[Any] | None:
         """Start the piece's way out. Its memory is needed until the ticket ends; None: not any
         more. Raises `CapacityError` where there is no room: then it stays.
@@ -56,6 +64,14 @@ class OnDisk:
     def __init__(self, store: GrowingStore, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._store = store
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._store.used_bytes
 
     def leave(self, piece: Piece) -> Ticket[Any]:
         assert piece.memory is not None
@@ -128,6 +144,14 @@ class InHost:
         self._reading: dict[int, weakref.ref[Piece]] = {}
         self._filling: deque[Ticket[None]] = deque()  # copies to the device, in their order
         self._over: deque[int] = deque()  # numbers of pieces that have ended
+
+    @property
+    def host_bytes(self) -> int:
+        return self._pool.stats().used_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._store.used_bytes if self._store is not None else 0
 
     def leave(self, piece: Piece) -> None:
         assert piece.memory is not None

@@ -30,7 +30,7 @@ from offload.outside import InHost, OnDisk, Outside
 from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
 from offload.recompute import Recompute, layers_of
-from offload.reports import ModelUse
+from offload.reports import ActivationUse, ModelUse
 from offload.services import Services
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
@@ -42,6 +42,7 @@ from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
 _WAITS = ("parameter read", "parameter write", "device copy")
+_ACTIVATION_WAITS = ("activation read", "activation write")
 
 
 def refuse_prepared(model: nn.Module) -> None:
@@ -277,15 +278,42 @@ class Prepared:
         return ModelUse(
             units=len(self.units),
             param_bytes=sum(unit.nbytes for unit in self.units),
-            memory_bytes=self.shares.params,
+            shares=self.shares,
             held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
+            disk_bytes=self._disk_bytes(),
             depth=residency.pace.depth,
             hits=total.counts.get("parameter_hits", 0),
             misses=total.counts.get("parameter_misses", 0),
-            waited_s=_waited_s(total),
+            waited_s=_waited_s(total, _WAITS),
             round_s=ledger.round_s,
-            round_waited_s=_waited_s(ledger.round),
+            round_waited_s=_waited_s(ledger.round, _WAITS),
             read_bytes_per_s=residency.pace.read_bytes_per_s,
+            activations=self._activations_use(total),
+        )
+
+    def _disk_bytes(self) -> int:
+        """In use now, by all that is ours."""
+        assert self.engine is not None
+        stores = [store for store in (self.store, self._spare) if store is not None]
+        kept = self.engine.activations
+        return (
+            sum(store.stats().used_bytes for store in stores)
+            + self.shares.gradients_on_disk
+            + (kept.disk_bytes if kept is not None else 0)
+        )
+
+    def _activations_use(self, total: Snapshot) -> ActivationUse | None:
+        assert self.engine is not None
+        kept = self.engine.activations
+        if kept is None:
+            return None
+        return ActivationUse(
+            sent_bytes=total.counts.get("activations_offloaded_bytes", 0),
+            host_bytes=kept.host_bytes,
+            disk_bytes=kept.disk_bytes,
+            hits=total.counts.get("activation_hits", 0),
+            misses=total.counts.get("activation_misses", 0),
+            waited_s=_waited_s(total, _ACTIVATION_WAITS),
         )
 
     # --- end --------------------------------------------------------------------------------------
@@ -338,9 +366,9 @@ class Prepared:
         self.store = self._spare = self.pool = self.state_pool = None
 
 
-def _waited_s(snapshot: Snapshot) -> float:
-    """For parameters, in forward and backward passes."""
-    return sum(snapshot.outside.get(cause, 0.0) for cause in _WAITS)
+def _waited_s(snapshot: Snapshot, causes: Sequence[str]) -> float:
+    """In forward and backward passes."""
+    return sum(snapshot.outside.get(cause, 0.0) for cause in causes)
 
 
 class _SharedGround:

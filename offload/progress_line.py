@@ -59,6 +59,6 @@ def _line(told: Report, done: int, total: int, spent_s: float) -> str:
     in_memory = told.plan.resident_bytes
     if model is not None:
         in_memory += model.held_bytes
-        on_disk += max(0, model.param_bytes - model.memory_bytes)
+        on_disk = model.disk_bytes
     parts.append(f"host {format_size(in_memory)}, disk {format_size(on_disk)}")
     return " | ".join(parts)

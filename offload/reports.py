@@ -16,6 +16,7 @@ from offload.config import format_size
 from offload.errors import ConfigError
 from offload.metrics import MOST_EVENTS, OTHER, Snapshot
 from offload.planner import Plan, Speeds
+from offload.shares import Shares
 from offload.timeline import Event, to_chrome, whole_steps
 
 # Bytes by tier and direction: the counter, and what people read.
@@ -90,8 +91,34 @@ class Account:
 
 
 @dataclass(frozen=True)
+class ActivationUse:
+    """What autograd keeps of a model with `activations="offload"`. Hits are pieces that were under
+    way when backward wanted them; waits are those of forward and backward passes.
+    """
+
+    sent_bytes: int  # have left the memory that is computed in, since the model was prepared
+    host_bytes: int  # in host memory now
+    disk_bytes: int  # on disk now
+    hits: int
+    misses: int
+    waited_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        plain = ("sent_bytes", "host_bytes", "disk_bytes", "hits", "misses")
+        return {**{name: getattr(self, name) for name in plain}, "waited_seconds": self.waited_s}
+
+    def __str__(self) -> str:
+        size = format_size
+        return (
+            f"{size(self.sent_bytes)} sent away, {size(self.host_bytes)} in host memory now, "
+            f"{size(self.disk_bytes)} on disk; {self.hits} of {self.hits + self.misses} came in "
+            f"time, waited {self.waited_s:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
 class ModelUse:
-    """The parameters of a prepared model: where they are, and what it cost that they were away.
+    """A prepared model: where its bytes are, and what it cost that parameters were away.
 
     Waits are those of forward and backward passes. round_s: from the end of the step before to that
     of the last one, in which the model waited round_waited_s; None: there were no two steps yet.
@@ -99,8 +126,9 @@ class ModelUse:
 
     units: int
     param_bytes: int
-    memory_bytes: int  # host memory that they may take
-    held_bytes: int  # of them, in host memory now
+    shares: Shares  # of host memory, for parameters and all else; taken from the start
+    held_bytes: int  # of parameters, in host memory now
+    disk_bytes: int  # in use now: parameters, gradients, optimizer state, activations
     depth: int  # units that are fetched ahead
     hits: int  # blocks that were there when they were needed, having been away
     misses: int
@@ -108,6 +136,17 @@ class ModelUse:
     round_s: float | None
     round_waited_s: float
     read_bytes_per_s: float | None  # of parameters, lately
+    activations: ActivationUse | None = None  # None: they are not offloaded
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that parameters may take."""
+        return self.shares.params
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that is held for the model and its optimizer."""
+        return self.shares.total
 
     @property
     def hit_rate(self) -> float | None:
@@ -128,8 +167,10 @@ class ModelUse:
             "read_bytes_per_s": self.read_bytes_per_s,
         }
         plain = ("units", "param_bytes", "memory_bytes", "held_bytes", "hits", "misses")
+        offloaded = self.activations.to_dict() if self.activations else {}
         return {
-            **{name: getattr(self, name) for name in plain},
+            **{name: getattr(self, name) for name in (*plain, "host_bytes", "disk_bytes")},
+            **{f"activations/{name}": value for name, value in offloaded.items()},
             "prefetch_depth": self.depth,
             "waited_seconds": self.waited_s,
             **{name: value for name, value in known.items() if value is not None},
@@ -154,6 +195,10 @@ class ModelUse:
         if self.round_s is not None:
             share = _part(self.round_waited_s, self.round_s)
             notes.append(("last iteration", f"{self.round_s:.3f} s, model waited {share.strip()}"))
+        if self.activations is not None:
+            notes.append(("activations", str(self.activations)))
+        notes.append(("host memory, taken", self.shares.taken))
+        notes.append(("disk, in use", size(self.disk_bytes)))
         return notes
 
 

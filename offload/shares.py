@@ -37,17 +37,24 @@ class Shares:
     spilled: tuple[int, ...] = ()  # numbers of the gradients there
 
     def __str__(self) -> str:
-        rows = {"parameters": self.params, "gradients": self.gradients, "state": self.state}
-        if self.activations:
-            rows["activations"] = self.activations
-        each = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in rows.items())
-        text = f"host memory taken: {format_size(self.total)}: {each}"
+        text = f"host memory taken: {self.taken}"
         if self.spilled:
             text += (
                 f"\non disk for want of it: {len(self.spilled)} gradients, "
                 f"{format_size(self.gradients_on_disk)}"
             )
         return text
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """By what they are for; activations only where they are offloaded."""
+        parts = {"parameters": self.params, "gradients": self.gradients, "state": self.state}
+        return parts | ({"activations": self.activations} if self.activations else {})
+
+    @property
+    def taken(self) -> str:
+        each = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in self.parts.items())
+        return f"{format_size(self.total)}: {each}"
 
     @property
     def total(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,6 +123,31 @@ def compare(ours: nn.Module, plain: nn.Module, steps: int = 4) -> None:
             assert torch.equal(plain.eval()(batch(step)), ours.eval()(batch(step)))
         plain.train()
         ours.train()
+
+
+def test_the_report_tells_where_they_are(tmp_path: Path) -> None:
+    ours = make("gpt")
+    with prepared(ours, "offload", tmp_path) as made:
+        outside = made.engine.activations._outside  # type: ignore[union-attr]
+        outside.limit_bytes = 2048
+        loss = loss_of(ours, batch(0))
+        while_kept = offload.report(ours)
+        use = while_kept.model.activations  # type: ignore[union-attr]
+        assert use is not None and 0 < use.host_bytes < use.sent_bytes
+        assert use.disk_bytes == outside.disk_bytes > 0 == use.hits == use.misses
+        assert while_kept.model.disk_bytes >= use.disk_bytes  # type: ignore[union-attr]
+        loss.backward()
+        del loss
+        assert nothing_is_outside(made)
+        told = offload.report(ours)
+        use = told.model.activations  # type: ignore[union-attr]
+        assert use is not None and use.host_bytes == use.disk_bytes == 0
+        assert use.hits + use.misses > 0 and use.waited_s > 0
+        flat = told.to_dict()
+        assert flat["model/activations/sent_bytes"] == use.sent_bytes > 0
+        assert flat["model/activations/waited_seconds"] == use.waited_s
+        assert f"activations  {use}" in re.sub(" {2,}", "  ", str(told))
+        assert ", activations " in made.shares.taken
 
 
 @pytest.mark.parametrize("mode", MODES)

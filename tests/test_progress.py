@@ -66,12 +66,19 @@ def test_the_report_of_a_prepared_model(tmp_path: Path) -> None:
     assert use.hits + use.misses > 0 and use.hit_rate == use.hits / (use.hits + use.misses)
     assert use.param_bytes == sum(p.nbytes for p in set(model.parameters()))
     assert 0 < use.held_bytes <= use.memory_bytes < use.param_bytes + 7 * 4096
+    assert use.host_bytes == sum(use.shares.parts.values()) <= 140 << 10
+    away = use.param_bytes - use.held_bytes
+    assert use.disk_bytes >= away + told.plan.disk_bytes > 0 and use.activations is None
     assert use.round_s and 0 <= use.stall_share <= 1
     assert told.steps == 4 and told.disk_read_bytes > 0
     flat = told.to_dict()
     assert flat["model/hits"] == use.hits and flat["model/prefetch_depth"] == use.depth
+    assert flat["model/host_bytes"] == use.host_bytes and "model/activations/hits" not in flat
+    assert flat["model/disk_bytes"] == use.disk_bytes
     assert json.loads(json.dumps(flat, allow_nan=False)) == flat
     assert "units ahead" in str(told) and "last iteration" in str(told)
+    assert f"host memory, taken  {use.shares.taken}" in str(told) and "activations" not in str(told)
+    assert "disk, in use" in str(told)
     offload.close(model)
 
 

@@ -91,30 +91,28 @@ class Prepared(Torch):
     def __init__(self, task: Task, model: nn.Module, **fields: Any) -> None:
         super().__init__(task, model)
         import offload
-        from offload.metrics import NOTHING
-        from offload.prepared import prepared_of
 
+        self.report: Callable[[Any], Any] = offload.report
         offload.prepare(model, self.optimizer, **fields)
-        self.made: Any = prepared_of(model)
-        self.before: Any = NOTHING
+        self.before: dict[str, dict[str, Any]] = {"seconds": {}, "counts": {}}
 
     def last_step(self) -> dict[str, Any]:
         """Seconds of the update by cause, and those that forward and backward waited."""
-        now = self.made.metrics.snapshot()
-        spent, self.before = now - self.before, now
-        seconds = {"forward and backward, " + name: s for name, s in spent.outside.items()}
-        return {"seconds": {**seconds, **spent.seconds}, "counts": dict(spent.counts)}
+        told = self.report(self.model)
+        waits = {"forward and backward, " + name: s for name, s in told.outside.items()}
+        now = {"seconds": {**waits, **told.total.seconds}, "counts": dict(told.counts)}
+        before, self.before = self.before, now
+        return {
+            what: {name: n - before[what].get(name, 0) for name, n in numbers.items()}
+            for what, numbers in now.items()
+        }
 
     def facts(self) -> dict[str, Any]:
-        shares, pools = self.made.shares, (self.made.pool, self.made.state_pool)
+        told = self.report(self.model)
         return {
-            "shares": {
-                "parameters": shares.params,
-                "gradients": shares.gradients,
-                "state": shares.state,
-            },
-            "pool_peak": sum(pool.stats().peak_bytes for pool in pools if pool),
-            "on_disk": self.made.store.stats().used_bytes if self.made.store else 0,
+            "shares": told.model.shares.parts,
+            "pool_peak": told.host_peak_bytes,
+            "on_disk": told.model.disk_bytes,
         }
 
     def close(self) -> None:

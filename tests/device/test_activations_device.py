@@ -96,6 +96,9 @@ def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
     with offloaded(pieces * PIECE, tmp_path) as (made, outside):
         for n in range(1, 4):
             assert same(gradients(net, x * n, 1 + n % 2), expected[n - 1])
+        loss = net(x)
+        assert 0 < made.host_bytes <= pieces * PIECE and (made.disk_bytes > 0) is (pieces == 6)
+        del loss
         gc.collect()
         made._take_in_ended()
         assert not made._away_numbers and made._held_bytes == 0
