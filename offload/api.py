@@ -193,6 +193,7 @@ def report(optimizer: Any) -> Report:
         host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools if pool),
         events=metrics.events(),
         model=made.use(ledger) if made is not None else None,
+        trace=made.trace if made is not None else None,
     )
 
 

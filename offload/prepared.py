@@ -34,10 +34,8 @@ from offload.reports import ActivationUse, ModelUse
 from offload.services import Services
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
-from offload.transfer import (
-    READS_IN_FLIGHT_BYTES,
-    DeviceTransfer,
-)
+from offload.trace import Trace
+from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer
 from offload.workbench import Workbench
 
 _PREPARED = "_offload_prepared"
@@ -270,6 +268,12 @@ class Prepared:
         units = list({unit.number: unit for unit in own}.values())
         with self.engine.resident(units):
             yield
+
+    @property
+    def trace(self) -> Trace:
+        """Of the order in which units run."""
+        assert self.engine is not None
+        return self.engine.residency.trace
 
     def use(self, ledger: Ledger) -> ModelUse:
         """Of the parameters, for a report."""

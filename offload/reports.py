@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from offload.config import format_size
-from offload.errors import ConfigError
 from offload.metrics import MOST_EVENTS, OTHER, Snapshot
 from offload.planner import Plan, Speeds
+from offload.private_file import write_private
 from offload.shares import Shares
 from offload.timeline import Event, to_chrome, whole_steps
+from offload.trace import Trace
 
 # Bytes by tier and direction: the counter, and what people read.
 MOVES = {
@@ -221,6 +220,8 @@ class Report:
     host_peak_bytes: int
     events: list[Event] = field(repr=False)
     model: ModelUse | None = None  # None: the model is not prepared
+    # The order in which the model's units run, as far as it is known: no snapshot, it goes on.
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -276,7 +277,7 @@ class Report:
         file can be read by its owner only; one that is there is replaced.
         """
         events = whole_steps(self.events, some_are_lost=len(self.events) >= MOST_EVENTS)
-        _write_private(Path(path), json.dumps(to_chrome(events), allow_nan=False))
+        write_private(Path(path), json.dumps(to_chrome(events), allow_nan=False))
 
     def __str__(self) -> str:
         rows = [("", "in all", "last step"), ("steps", str(self.steps), "")]
@@ -336,24 +337,3 @@ def _part(seconds: float, whole_s: float) -> str:
 def _key(name: str) -> str:
     """As a part of a flat key."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Replace `path` with a file that only its owner can read; all of it or nothing."""
-    try:
-        there = os.lstat(path)
-    except FileNotFoundError:
-        there = None
-    if there is not None and not stat.S_ISREG(there.st_mode):
-        raise ConfigError(f"path: expected a new or an ordinary file, {path} is something else")
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    except FileNotFoundError as error:
-        raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -11,16 +11,22 @@ Knows units by number only. One thread at a time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from offload.errors import FormatError
+from offload.private_file import read_small, write_private
+from offload.store.safetensors_file import parse_json
 
 CONTEXTS = (8, 4, 2, 1)  # lengths of the runs that are looked up, longest first
 KEEP_TOKENS = 1 << 16  # of history; half of it is dropped when it is full
 VERSION = 1
+MOST_FILE_BYTES = 32 * KEEP_TOKENS  # of a saved trace; a use takes half of that
 _PACE_WEIGHT = 0.3  # of the newest time until the next use, against those before
 
 
@@ -67,6 +73,9 @@ class Trace:
             self.misses += foretold != token
             if since_last_s is not None:
                 self._note_pace(self._history[-1], since_last_s)
+        self._learn(token)
+
+    def _learn(self, token: int) -> None:
         self._history.append(token)
         self._match = self._find()
         now = self._dropped + len(self._history) - 1
@@ -140,6 +149,25 @@ class Trace:
 
     # --- keeping ----------------------------------------------------------------------------------
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to a file that only its owner can read; one that is there is replaced."""
+        write_private(Path(path), json.dumps(self.to_dict()))
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Know what a saved trace knows, as if that had been before all that was recorded here.
+        Nothing may be running. Raises `FormatError` where the file is no trace, or another model's,
+        and `StoreError` where it cannot be read; nothing has changed then.
+        """
+        text = read_small(Path(path), MOST_FILE_BYTES)
+        try:
+            whole = Trace.from_dict(parse_json(text), self.fingerprint, self.units)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error.__cause__
+        for token in self._history:
+            whole._learn(token)
+        self._history, self._dropped = whole._history, whole._dropped
+        self._seen, self._match = whole._seen, whole._match
+
     def to_dict(self) -> dict[str, Any]:
         """For a file: plain numbers and words."""
         return {
@@ -162,8 +190,7 @@ class Trace:
             )
         trace = cls(fingerprint, units)
         for phase, unit in _checked_history(data.get("history"), units):
-            trace.record(phase, unit)
-        trace.hits = trace.misses = 0
+            trace._learn(trace._token(Use(phase, unit)))
         return trace
 
 

@@ -33,6 +33,7 @@ ROWS = [
         "model_plan",
         "initialise",
         "timeline",
+        "private_file",
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace", "matching", "allowance", "outside"},

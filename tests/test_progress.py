@@ -82,6 +82,31 @@ def test_the_report_of_a_prepared_model(tmp_path: Path) -> None:
     offload.close(model)
 
 
+def test_the_order_of_units_outlives_the_model(tmp_path: Path) -> None:
+    """A new process knows from the first use on what comes next."""
+    path = tmp_path / "order.json"
+    model, optimizer = trained(tmp_path, 3, io.StringIO())
+    offload.report(optimizer).trace.save(path)
+    offload.close(model)
+    again = make("gpt")
+    mine = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    offload.prepare(again, mine, host_memory=140 << 10, nvme=tmp_path)
+    trace = offload.report(again).trace
+    trace.load(path)
+    loss_of(again, batch(0)).backward()
+    assert trace.hits > 0 == trace.misses
+    mine.step()
+    offload.close(again)
+    other = make("encoder")
+    offload.prepare(other, nvme=tmp_path)
+    with pytest.raises(offload.FormatError, match="was recorded for a model"):
+        offload.report(other).trace.load(path)
+    offload.close(other)
+    plain = offload.wrap(torch.optim.AdamW(make("gpt").parameters()))
+    assert offload.report(plain).trace is None
+    plain.close()
+
+
 def test_the_report_of_a_model_alone(tmp_path: Path) -> None:
     model = make("gpt").requires_grad_(False)
     offload.prepare(model, host_memory=32 << 10, nvme=tmp_path)

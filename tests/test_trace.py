@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import trace as trace_module
-from offload.errors import FormatError
-from offload.trace import KEEP_TOKENS, Phase, Trace, Use
+from offload.errors import ConfigError, FormatError, StoreError
+from offload.trace import KEEP_TOKENS, MOST_FILE_BYTES, Phase, Trace, Use
 
 FORWARD, BACKWARD, EVALUATION = Phase
 
@@ -129,6 +132,74 @@ def test_kept_and_taken_up_again() -> None:
     back = Trace.from_dict(json.loads(text), "model of 3", 3)
     assert (back.hits, back.misses) == (0, 0)
     assert step(back, order) == 0
+
+
+def test_to_a_file_and_back(tmp_path: Path) -> None:
+    """It foretells from the first use on, and what was recorded before goes on to count."""
+    trace, order, path = Trace("model of 3", 3), [0, 1, 2], tmp_path / "order.json"
+    for _ in range(2):
+        step(trace, order)
+    trace.save(path)
+    trace.save(path)  # a file that is there is replaced
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["order.json"]
+    back = Trace("model of 3", 3)
+    run(back, EVALUATION, [2, 1, 0])
+    missed = back.misses
+    back.load(path)
+    assert step(back, order) == 1, "only that training follows evaluation is new"
+    assert step(back, order) <= 1 and step(back, order) == 0
+    assert missed + 1 <= back.misses <= missed + 2, "what is loaded is no miss"
+    assert run(back, EVALUATION, [2, 1, 0]) == 1
+    fresh = Trace("model of 3", 3)
+    fresh.load(path)
+    assert step(fresh, order) == 0 == fresh.misses
+
+
+def test_a_long_history_can_be_loaded(tmp_path: Path) -> None:
+    """Also one that a forward pass cannot be found in: that takes no time of its square."""
+    trace = Trace("m", KEEP_TOKENS)
+    for unit in range(KEEP_TOKENS):
+        trace._learn(trace._token(Use(Phase.BACKWARD, unit)))
+    trace.save(tmp_path / "order")
+    back = Trace("m", KEEP_TOKENS)
+    back.load(tmp_path / "order")
+    assert back._history == trace._history
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    path, mine = tmp_path / "order", Trace("mine", 3)
+    run(mine, FORWARD, [0, 1])
+    before = mine.to_dict()
+    Trace("theirs", 3).save(path)
+    with pytest.raises(FormatError, match=r"order: trace: was recorded .* 'theirs' .* 'mine' of 3"):
+        mine.load(path)
+    mine.save(path)
+    text = path.read_bytes()
+    damaged = [
+        b"",
+        text[:-3],
+        text + b"}",
+        text.replace(b"[0, 1]", b"[0, 7]"),
+        text.replace(b"[0, 1]", b"[0, NaN]"),
+        text.replace(b'"units": 3', b'"units": 3, "units": 3'),
+        b"[1, 2]",
+        b"\xff" + text,
+        b"[" * 100_000,
+        text + b" " * MOST_FILE_BYTES,
+    ]
+    for wrong in damaged:
+        path.write_bytes(wrong)
+        with pytest.raises(FormatError, match="order: "):
+            mine.load(path)
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(FormatError, match="ordinary file"):
+            mine.load(other)
+    with pytest.raises(StoreError, match="cannot read it"):
+        mine.load(tmp_path / "none")
+    with pytest.raises(ConfigError, match="is not there; make it"):
+        mine.save(tmp_path / "none" / "order")
+    assert mine.to_dict() == before
 
 
 @pytest.mark.parametrize(
