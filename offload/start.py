@@ -56,6 +56,7 @@ class Start:
         try:
             self._match = match(model, self._weights) if self._weights else Match()
             self._meta = [tensor for tensor in self._names if tensor.is_meta]
+            self._was_meta = set(self._meta)
             self._empty = {t: self._names[t] for t in self._meta if t not in self._match.places}
             self._tasks: list[Task] = plan_tasks(model, self._empty)
             for tensor in self._meta:
@@ -133,14 +134,17 @@ class Start:
 
     def open(self, metrics: Metrics, store: DiskStore | None) -> None:
         if self._weights is not None:
+            for file in self._weights.files:  # before any value goes
+                file.check_unchanged()
             self._files = Originals(self._weights, metrics, store.engine if store else None)
 
     def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None:
         """Give a block its values, unless its modules will; is_kept: it must be in memory then."""
         if block.number in self.originals:
-            assert self._files is not None
-            pieces = [self._piece(member) for member in block.unit.members]
-            residency.adopt(block, partial(self._files.original, pieces=pieces))
+            # Values that are in memory stay until all others have theirs: until then the start can
+            # fail, and they would be lost for nothing.
+            if is_kept or all(m.param in self._was_meta for m in block.unit.members):
+                self._adopt(residency, block)
             if is_kept:
                 with residency.using([block.unit]):
                     pass
@@ -157,18 +161,19 @@ class Start:
             own = [self._unit_of[p] for p in task.module.parameters() if p in touched]
             units = {unit.number: unit for unit in own}
             for number in units:
-                if number not in self._taken and number not in self.originals:
-                    self._fill_now(residency, residency.blocks[number])
+                self._take_in_now(residency, residency.blocks[number])
             with residency.in_host(list(units.values())):
                 self._run(residency, task, units, left)
         refuse_empty(left.values())
         for block in residency.blocks:
-            if block.number not in self._taken and block.number not in self.originals:
-                self._fill_now(residency, block)  # of no elements
+            if block.number not in self.originals:
+                self._take_in_now(residency, block)  # of no elements
         for buffer in self._buffers:
             if buffer in self._match.places:
                 with torch.no_grad():
                     self._read(self._match.places[buffer], buffer)
+        for block in residency.blocks:
+            self._take_in_now(residency, block)
 
     def _run(
         self, residency: Residency, task: Task, units: dict[int, Unit], left: dict[Tensor, str]
@@ -182,6 +187,21 @@ class Start:
         for tensor, version in zip(tensors, versions, strict=True):
             if is_filled(tensor, version):
                 del left[tensor]
+
+    def _take_in_now(self, residency: Residency, block: Block) -> None:
+        """Unless that has been done."""
+        if block.number in self._taken:
+            return
+        if block.number in self.originals:
+            self._adopt(residency, block)
+        else:
+            self._fill_now(residency, block)
+
+    def _adopt(self, residency: Residency, block: Block) -> None:
+        assert self._files is not None
+        pieces = [self._piece(member) for member in block.unit.members]
+        residency.adopt(block, partial(self._files.original, pieces=pieces))
+        self._taken.add(block.number)
 
     def _fill_now(self, residency: Residency, block: Block) -> None:
         residency.take_in(block, partial(self._fill, block))

@@ -22,8 +22,9 @@ from offload import ConfigError, FormatError, StoreError, planner, units
 from offload.errors import CapacityError
 from offload.guard import is_guarded
 from offload.initialise import plan_tasks
-from offload.prepared import prepared_of
+from offload.prepared import Prepared, prepared_of
 from offload.residency import Residency
+from offload.store.originals import Original
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 KI = 1 << 10
@@ -320,6 +321,61 @@ def test_a_failure_on_the_way_leaves_a_meta_model(
     offload.prepare(ours, optimizer, weights=path, host_memory=100 * KI, nvme=tmp_path)
     offload.close(ours)
     assert_same(ours, make("gpt", seed=3))
+
+
+def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parameter has its old values or those of the file, and what was to stay in the file has
+    the old ones: they go last.
+    """
+    path = saved(make("gpt", seed=3), tmp_path / "x.safetensors")
+    ours, old, new = make("gpt"), make("gpt"), make("gpt", seed=3)
+    ours.layers[:2].requires_grad_(False)  # type: ignore[index,union-attr]
+    way = {"weights": path, "host_memory": 100 * KI, "nvme": tmp_path}
+    real, reads = Original.read, []
+
+    def fail_from_fourth_on(self: Any, *arguments: Any) -> Any:
+        reads.append(self.name)
+        if len(reads) >= 4:
+            raise StoreError("no more")
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="no more"):
+        patch.setattr(Original, "read", fail_from_fourth_on)
+        offload.prepare(ours, adamw(ours), **way)
+    assert not any(is_guarded(p) for p in ours.parameters()) and prepared_of(ours) is None
+    from_file = 0
+    for ours_one, old_one, new_one in zip(
+        ours.parameters(), old.parameters(), new.parameters(), strict=True
+    ):
+        is_new = torch.equal(ours_one, new_one) and not torch.equal(old_one, new_one)
+        assert is_new or torch.equal(ours_one, old_one)
+        assert not is_new or ours_one.requires_grad
+        from_file += is_new
+    assert from_file, "some were there when it failed"
+    loss_of(ours, batch(0)).backward()
+    ours.zero_grad()
+    offload.prepare(ours, adamw(ours), **way)
+    offload.close(ours)
+    assert_same(ours, new)
+
+
+def test_weights_that_change_while_the_model_is_prepared_are_noticed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(make("gpt", seed=3), tmp_path / "x.safetensors")
+    ours, old = make("gpt"), make("gpt")
+    real = Prepared._open_memory
+
+    def touched(self: Any) -> None:
+        real(self)
+        os.utime(path, (1, 1))
+
+    monkeypatch.setattr(Prepared, "_open_memory", touched)
+    with pytest.raises(StoreError, match="has changed while it was in use"):
+        offload.prepare(ours, adamw(ours), weights=path)
+    assert_same(ours, old)
 
 
 def _raise_late(*_: object) -> None:
