@@ -19,13 +19,12 @@ from torch import Tensor
 from offload.block import Block, Presence, pinned
 from offload.device_tier import DeviceTier
 from offload.edits import take_in_rebound
-from offload.errors import OffloadError
+from offload.errors import CapacityError, OffloadError
 from offload.guard import unguard
 from offload.holders import holders
 from offload.residency import Parts, Residency
 from offload.scheduler import look_ahead
 from offload.shares import least_device_bytes
-from offload.store.engine import Priority
 from offload.store.originals import Original
 from offload.trace import Phase
 from offload.transfer import DeviceTransfer
@@ -135,10 +134,10 @@ class DeviceResidency(Residency):
             for block in absent:
                 is_away = block.in_host is Presence.AWAY
                 self._metrics.count("parameter_misses" if is_away else "parameter_hits")
-                self._fetch(block, Priority.WAITED_FOR)
-                if block.in_host is Presence.HERE:  # before what is fetched ahead
+                if block.in_host is Presence.HERE:  # before what must be read
                     self.tier.fill(block)
                     waiting.remove(block)
+            self._fetch_held(waiting, absent)
             self._fetch_ahead()
             while waiting:
                 self._arrive(waiting[0])
@@ -148,6 +147,14 @@ class DeviceResidency(Residency):
             for block in waiting:
                 self.tier.forget(block)
             raise
+
+    def _fetch_held(self, wanted: Sequence[Block], held: Sequence[Block]) -> None:
+        """Start the way of those that are wanted into host memory. held: once each, for this."""
+        try:
+            self._fetch_all(wanted)
+        except CapacityError:  # there may be room, but not in one piece
+            self._drop_all(held)
+            self._fetch_all(wanted)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self.tier.block_of(tensor)
@@ -241,8 +248,7 @@ class DeviceResidency(Residency):
         fresh = [block for block in needed if block.number not in self._lent]
         with pinned(needed, self._lock):  # what changes has a place to go to
             with self._lock:
-                for block in needed:
-                    self._fetch(block, Priority.WAITED_FOR)
+                self._fetch_held(needed, needed)
                 for block in needed:
                     self._arrive(block)
             with self.using(units):
@@ -290,8 +296,7 @@ class DeviceResidency(Residency):
         with pinned(needed, self._lock):
             try:
                 with self._lock:
-                    for block in needed:
-                        self._fetch(block, Priority.WAITED_FOR)
+                    self._fetch_held(needed, needed)
                     for block in needed:
                         self._arrive(block)
                         self._show(block)

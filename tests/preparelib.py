@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WORDS, WIDTH = 40, 16
+SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))  # of what is drawn
 
 
 class Layer(nn.Module):
@@ -59,6 +61,30 @@ class Gpt(nn.Module):
             again = self.around if torch.is_grad_enabled() else None
             x = layer(x) if again is None else checkpoint(layer, x, use_reentrant=again)
         return self.head(self.norm(x))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.narrow = nn.Linear(base.in_features, rank, bias=False)
+        self.wide = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.wide(self.narrow(x))
+
+
+class Lora(Gpt):
+    """Only adapters are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for layer in self.layers:
+            for name in ("inputs", "up"):
+                setattr(layer, name, Adapted(getattr(layer, name)))
 
 
 class Thrice(nn.Module):
@@ -167,6 +193,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "inside_reentrant": lambda: Gpt(inside=True),
     "around": lambda: Gpt(around=False),
     "around_reentrant": lambda: Gpt(around=True),
+    "lora": Lora,
     "thrice": Thrice,
     "experts": Experts,
     "branches": Branches,

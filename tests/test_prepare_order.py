@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from preparelib import batch, loss_of, make
+from preparelib import SEED, batch, loss_of, make
 from torch import Tensor, nn
 
 import offload
@@ -213,6 +214,7 @@ class _Broken(torch.autograd.Function):
 RATES: list[float] = []
 
 
+@seeded(SEED)
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(
     name=st.sampled_from(NAMES),

@@ -15,6 +15,7 @@ import torch
 from fake_accelerator import DeviceModule, load
 from fake_accelerator.train_case import SCHEDULES
 from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from prepare_cases import (
     adamw,
@@ -24,7 +25,7 @@ from prepare_cases import (
     least_host_bytes,
     ready,
 )
-from preparelib import MODELS, batch, loss_of, make
+from preparelib import MODELS, SEED, batch, loss_of, make
 from torch import Tensor, nn
 from transfer_cases import register
 
@@ -47,7 +48,7 @@ under_some = pytest.mark.parametrize("fake", SOME, ids=["eager", "lazy", "seeded
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]:
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
-    monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 256)
     monkeypatch.setattr(prepared, "Pool", partial(Pool, register=register))
     torch.set_num_threads(1)
     torch.backends.mha.set_fastpath_enabled(False)  # the fake device has no kernel for it
@@ -58,10 +59,12 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
     assert own_budget.used_bytes == 0
 
 
+BUDGETS = ["one", "some", "all"]
+# Every model under every schedule; each of both with every budget.
 PAIRS = [
-    (name, SCHEDULES[(number + shift) % len(SCHEDULES)], budget)
-    for shift, budget in enumerate(["one", "some", "all"])
-    for number, name in enumerate(MODELS)
+    pytest.param(name, schedule, BUDGETS[(i + j) % 3], id=f"{name}-{'-'.join(map(str, schedule))}")
+    for i, name in enumerate(MODELS)
+    for j, schedule in enumerate(SCHEDULES)
 ]
 
 
@@ -553,7 +556,8 @@ def test_other_optimizers_types_and_frozen_weights(
 ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@seeded(SEED)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(
     name=st.sampled_from(["gpt", "branches", "experts", "thrice", "around", "inside_reentrant"]),
     schedule=st.sampled_from(SCHEDULES),
