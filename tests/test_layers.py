@@ -34,6 +34,7 @@ ROWS = [
         "initialise",
         "timeline",
         "private_file",
+        "format",
     },
     {"transfer", "pool", "store", "shard"},
     {"scheduler", "trace", "matching", "allowance", "outside"},

@@ -1,9 +1,7 @@
 """A safetensors file, read only: which tensors it has, of what type and shape, and where.
 
-Eight bytes with the length of a header, the header in JSON, then the tensors' bytes one behind the
-other. Files come from anywhere, so nothing in the header is believed: its length is bounded, names
-are there once, every tensor has exactly the bytes that its type and shape ask for, and together
-they are the file, without holes and overlaps. What does not fit is a `FormatError`.
+Files come from anywhere: `offload.format.safetensors` reads the header, and believes nothing in it.
+What does not fit is a `FormatError`.
 
 An open file keeps its size and time of change; `check_unchanged` compares. Knows no models.
 """
@@ -11,27 +9,25 @@ An open file keeps its size and time of change; `check_unchanged` compares. Know
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import mmap
 import os
 import stat
-import struct
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from offload.errors import FormatError, StoreError
+from offload.format.limits import MOST_HEADER_BYTES
+from offload.format.safetensors import LENGTH_BYTES, parse_header, parse_json, parse_length
 from offload.machine_disk import read_dio_alignment
 
-MOST_HEADER_BYTES = 100_000_000
-_MOST_DIMS = 64  # as torch has it
-_MOST_NUMBER = 2**63 - 1
+__all__ = ["DTYPES", "MOST_HEADER_BYTES", "Entry", "OpenedFile", "SafetensorsFile", "parse_json"]
+
 _BLOCK_BYTES = 4096
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -126,23 +122,20 @@ class SafetensorsFile:
         return OpenedFile(fd, align, self.label) if works else None
 
     def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        if self.nbytes < 8:
-            self._refuse(f"a file of {self.nbytes} bytes is too short; is it cut off?")
-        begin = bytearray(8)
+        begin = bytearray(min(self.nbytes, LENGTH_BYTES))
         self.read_into(0, begin)
-        (length,) = struct.unpack("<Q", begin)
-        if length > MOST_HEADER_BYTES:
-            self._refuse(f"its header claims {length} bytes; {MOST_HEADER_BYTES} at most are read")
-        if length > self.nbytes - 8:
-            self._refuse(
-                f"its header claims {length} bytes, the file has {self.nbytes}; is it cut off?"
-            )
-        header = bytearray(length)
-        self.read_into(8, header)
         try:
-            return parse_header(bytes(header), self.nbytes - 8 - length, 8 + length)
+            length = parse_length(begin, self.nbytes)
+            header = bytearray(length)
+            self.read_into(LENGTH_BYTES, header)
+            data_offset = LENGTH_BYTES + length
+            places, metadata = parse_header(bytes(header), self.nbytes - data_offset, data_offset)
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from error.__cause__
+        return {
+            name: Entry(name, DTYPES[place.dtype], place.shape, place.offset, place.nbytes)
+            for name, place in places.items()
+        }, metadata
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -193,98 +186,8 @@ class SafetensorsFile:
             file=self.label,
         )
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise FormatError(f"{self.path}: not a safetensors file: {why}")
-
 
 def _close(fds: list[int]) -> None:
     while fds:
         with contextlib.suppress(OSError):
             os.close(fds.pop())
-
-
-def parse_json(text: bytes) -> Any:
-    """JSON in UTF-8 without repeated keys, NaN and the like. Raises `FormatError`."""
-    try:
-        return json.loads(
-            text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"expected JSON in UTF-8, got {error}") from error
-
-
-def parse_header(
-    text: bytes, data_bytes: int, data_offset: int
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Tensors and metadata of a header, for data of this length at this place of the file."""
-    if not text.startswith(b"{"):
-        raise FormatError("its header: expected JSON that begins with {")
-    found = parse_json(text)
-    metadata = found.pop("__metadata__", {})
-    if type(metadata) is not dict or any(type(v) is not str for v in metadata.values()):
-        raise FormatError(f"__metadata__: expected texts by name, got {_shown(metadata)}")
-    entries = [_entry(name, value, data_offset) for name, value in found.items()]
-    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
-    end = data_offset
-    for entry in entries:
-        if entry.offset != end:
-            what = "overlaps the tensor before it" if entry.offset < end else "leaves a hole"
-            raise FormatError(
-                f"{_shown(entry.name)}: {what}: begins at {entry.offset - data_offset} of the "
-                f"data, expected {end - data_offset}"
-            )
-        end += entry.nbytes
-    if end - data_offset != data_bytes:
-        raise FormatError(
-            f"its tensors have {end - data_offset} bytes, the file has {data_bytes} for them; is "
-            "it cut off?"
-        )
-    return {entry.name: entry for entry in entries}, metadata
-
-
-def _entry(name: str, value: Any, data_offset: int) -> Entry:
-    def refuse(why: str) -> NoReturn:
-        raise FormatError(f"{_shown(name)}: {why}")
-
-    if any("\ud800" <= letter <= "\udfff" for letter in name):
-        refuse("expected a name in UTF-8")
-    if type(value) is not dict or set(value) != {"dtype", "shape", "data_offsets"}:
-        refuse(f"expected dtype, shape and data_offsets, got {_shown(value)}")
-    dtype = DTYPES.get(value["dtype"]) if type(value["dtype"]) is str else None
-    if dtype is None:
-        refuse(f"expected a dtype of {', '.join(DTYPES)}, got {_shown(value['dtype'])}")
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not _are_sizes(shape) or len(shape) > _MOST_DIMS:
-        refuse(f"expected a shape of up to {_MOST_DIMS} sizes, got {_shown(shape)}")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        refuse(f"expected data_offsets of begin and end, got {_shown(offsets)}")
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes != offsets[1] - offsets[0]:
-        refuse(
-            f"{value['dtype']} of shape {_shown(shape)} has {_shown(nbytes)} bytes, but its "
-            f"data_offsets {offsets} have {offsets[1] - offsets[0]}"
-        )
-    return Entry(name, dtype, tuple(shape), data_offset + offsets[0], nbytes)
-
-
-def _are_sizes(value: Any) -> bool:
-    return type(value) is list and all(type(n) is int and 0 <= n <= _MOST_NUMBER for n in value)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{_shown(twice)} twice")
-    return found
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(text)
-
-
-def _shown(value: object) -> str:
-    """For a message: what a file says may be endless, and may do things to a terminal."""
-    text = ascii(value)
-    return text if len(text) <= 120 else text[:117] + "..."
