@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "crc32.h"
 #include "crew.h"
 #include "kernels.h"
 
@@ -132,6 +133,20 @@ void cast(uintptr_t source, int from, uintptr_t target, int to, int64_t count, i
   });
 }
 
+// Of something with the buffer protocol, as zlib.crc32. isa: the set's name; empty: the one in use.
+uint32_t crc32(nb::handle data, uint32_t begin, const std::string& isa) {
+  const Crc32 way = crc32_of(isa.empty() ? table().name : isa.c_str());
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  uint32_t sum = 0;
+  {
+    nb::gil_scoped_release no_gil;
+    sum = way(view.buf, view.len, begin);
+  }
+  PyBuffer_Release(&view);
+  return sum;
+}
+
 // 0 if `advice` (one that populates) can be given for the first and the last page of [begin, end), which are
 // `page_bytes` long, else the kernel's error number.
 int populate(uintptr_t begin, uintptr_t end, size_t page_bytes, int advice) {
@@ -174,6 +189,7 @@ NB_MODULE(_native, m) {
   m.def("block_sums", block_sums, no_gil());
   m.def("cast", cast, no_gil());
   m.def("touch", touch, no_gil());
+  m.def("crc32", crc32, "data"_a, "begin"_a = 0, "isa"_a = "");
   m.def("populate", populate);
   m.def("threads", crew_limit);
   m.def("set_threads", crew_set_limit, "count"_a);
