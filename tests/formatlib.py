@@ -46,7 +46,7 @@ def write_shard(
 ) -> tuple[int, list[SavedTensor]]:
     """The file's bytes and its tensors."""
     draw = random.Random(seed)
-    header, places = build_header(specs, {"format": "pt"})
+    header, places = build_header(specs)
     data, saved = bytearray(header), []
     for key, place in places.items():
         assert place.offset == len(data)

@@ -72,7 +72,7 @@ def test_headers_are_read_by_the_safetensors_package(tmp_path: Path) -> None:
     specs = [TensorSpec(f"{kind} ä", kind, (2, 3)) for kind in SIZES]
     specs += [TensorSpec("empty", "F32", (0, 5)), TensorSpec("scalar", "F32", ())]
     specs.sort(key=lambda spec: -SIZES[spec.dtype])
-    header, places = build_header(specs, {"format": "pt"})
+    header, places = build_header(specs)
     assert len(header) == 4096
     path = tmp_path / "x.safetensors"
     path.write_bytes(header + bytes(sum(spec.nbytes for spec in specs)))
@@ -93,7 +93,7 @@ def test_headers_there_and_back(count: int) -> None:
     length = parse_length(header[:8], len(header) + nbytes)
     assert len(header) == 8 + length and len(header) % 512 == 0
     found, metadata = parse_header(header[8:], nbytes, len(header))
-    assert (found, metadata) == (places, {})
+    assert (found, metadata) == (places, {"format": "pt"})
     assert list(found) == list(places), "in the order of their bytes"
 
 

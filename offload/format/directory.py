@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from offload.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.format.limits import MOST_FILE_NAME_CHARS, MOST_MANIFEST_BYTES, MOST_NAMES
-from offload.format.manifest import MANIFEST, Manifest, claimed_number
+from offload.format.manifest import MANIFEST, Manifest, claimed_number, claimed_version
 from offload.format.strict_json import printable, shown
 from offload.log import LOG
 
@@ -129,11 +129,18 @@ class Directory:
 
     def claimed_number(self) -> int | None:
         """What its manifest says is its number, without a look at the rest; None: it has none."""
+        return claimed_number(self._begin())
+
+    def claimed_version(self) -> int | None:
+        """The same for the version of the format."""
+        return claimed_version(self._begin())
+
+    def _begin(self) -> bytes:
         try:
             with self.opened(MANIFEST) as fd:
-                return claimed_number(os.pread(fd, _BEGIN_BYTES, 0))
+                return os.pread(fd, _BEGIN_BYTES, 0)
         except (FormatError, StoreError, OSError):
-            return None
+            return b""
 
     def close(self) -> None:
         """Idempotent."""

@@ -34,3 +34,7 @@ MOST_INT_BYTES: Final = 4096  # of a whole number
 # --- directories ---
 MOST_FILE_NAME_CHARS: Final = 200
 MOST_NAMES: Final = 100_000  # in a directory
+
+# --- verify ---
+MOST_FINDINGS: Final = 100  # that are kept; the rest is counted
+READ_BYTES: Final = 4 << 20  # of a file in memory at once

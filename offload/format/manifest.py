@@ -163,6 +163,12 @@ class Manifest:
         return manifest
 
 
+def claimed_version(begin: bytes) -> int | None:
+    """The version of the format that a manifest with this beginning has; None: it is none."""
+    head = _BEGIN.match(begin)
+    return int(head[1]) if head else None
+
+
 def claimed_number(begin: bytes) -> int | None:
     """The number of a manifest that begins with these bytes; None where none can begin so."""
     head = _BEGIN.match(begin)

@@ -22,6 +22,7 @@ from offload.format.strict_json import parse_json, shown
 
 __all__ = [
     "LENGTH_BYTES",
+    "SHARD_METADATA",
     "SIZES",
     "Place",
     "TensorSpec",
@@ -33,6 +34,8 @@ __all__ = [
 
 LENGTH_BYTES: Final = 8
 METADATA: Final = "__metadata__"
+# What every shard of a checkpoint says beside its tensors. Hugging Face's readers ask for it.
+SHARD_METADATA: Final[Mapping[str, str]] = MappingProxyType({"format": "pt"})
 # Bytes of an element, by the name of its type.
 SIZES: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -82,13 +85,14 @@ class Place(NamedTuple):
 
 def build_header(
     tensors: Sequence[TensorSpec],
-    metadata: Mapping[str, str] = MappingProxyType({}),
+    metadata: Mapping[str, str] = SHARD_METADATA,
     align: int = 4096,
 ) -> tuple[bytes, dict[str, Place]]:
     """Everything before the tensors' bytes, a multiple of `align` long, and where they come.
 
     Tensors lie in the file in the order that is given. Other readers want each to begin at a
-    multiple of its element's size; wide types first keeps it so.
+    multiple of its element's size; wide types first keeps it so. The same tensors always have the
+    same header: `verify` builds it again and compares every byte.
     """
     found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     places: dict[str, Place] = {}
