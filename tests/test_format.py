@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -50,6 +51,26 @@ def test_json_is_bounded_before_it_is_parsed() -> None:
         with pytest.raises(FormatError, match="expected JSON in UTF-8") as refused:
             parse_json(wrong)
         assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 64])
+def test_bounds_do_not_depend_on_how_the_text_is_cut(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.format.strict_json._PIECE_BYTES", piece_bytes)
+    longest = b"1" * limits.MOST_DIGITS
+    inside = b"[" * 300 + b'\\"' + b"9" * 300 + b"\\\\"
+    deepest = b"[" * limits.MOST_DEPTH + b"]" * limits.MOST_DEPTH
+    good = b'{"a":"' + inside + b'","b":[' + longest + b',"' + inside + b'",' + longest + b"]}"
+    assert parse_json(good)["b"][0] == int(longest)
+    assert parse_json(b'{"' + inside + b'":' + deepest[1:-1] + b"}")
+    for wrong in (
+        good.replace(longest + b"]", longest + b"1]"),
+        good.replace(b"[" + longest, b"[1" + longest),
+        b'{"' + inside + b'":' + deepest + b"}",
+    ):
+        with pytest.raises(FormatError, match=r"more than \d+ (digits|lists)"):
+            parse_json(wrong)
 
 
 def test_json_has_a_bounded_number_of_containers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,3 +540,49 @@ def test_nothing_here_needs_torch_or_numpy(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == str(tmp_path / "a"), done.stderr
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoint-format.md"
+
+
+def run_document(path: Path, name: str) -> subprocess.CompletedProcess[str]:
+    (program,) = re.findall(r"^```py\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    assert program.count("\n") == 10 and "offload" not in program
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, str(path), name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_program_in_the_document_reads_and_checks_a_tensor(tmp_path: Path) -> None:
+    saved = write_checkpoint(tmp_path / "a").tensors["model/layer.weight"]
+    file = tmp_path / "a" / "model-00001.safetensors"
+    begin = file.read_bytes()[saved.parts[0].offset :][:16].hex()
+    done = run_document(tmp_path / "a", "model/layer.weight")
+    assert done.stdout == f"F32 [5, 13] 260 bytes: {begin}\n", done.stderr
+    assert run_document(tmp_path / "a", "model/empty").returncode == 0
+    with file.open("r+b") as spoilt:
+        spoilt.seek(saved.parts[1].offset)
+        spoilt.write(b"#")
+    done = run_document(tmp_path / "a", "model/layer.weight")
+    assert done.returncode == 1
+    assert f"model/layer.weight: damaged at {saved.parts[1].offset}" in done.stderr
+
+
+def test_the_document_tells_the_limits_and_types() -> None:
+    text = " ".join(DOCUMENT.read_text().split())
+    for limit in (
+        f"more than {limits.MOST_MANIFEST_BYTES >> 20} MiB",
+        f"more than {limits.MOST_HEADER_BYTES:,} bytes",
+        f"more than {limits.MOST_TENSORS:,} tensors, {limits.MOST_PARTS:,} parts, "
+        f"{limits.MOST_FILES:,} files or {limits.MOST_TREE_NODES:,} values",
+        f"JSON more than {limits.MOST_DEPTH} deep, values more than {limits.MOST_TREE_DEPTH} deep",
+        f"names of more than {limits.MOST_NAME_CHARS:,} letters",
+        f"at most {limits.MOST_PART_BYTES >> 20} MiB",
+        ", ".join(f"`{name}`" for name in SIZES),
+    ):
+        assert limit in text, limit

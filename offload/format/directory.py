@@ -106,10 +106,9 @@ class Directory:
                 raise FormatError(
                     f"{printable(path)}: has {nbytes} bytes, expected {MOST_MANIFEST_BYTES} at most"
                 )
-            text = bytearray(nbytes)
-            read_into(fd, 0, text, path)
+            text = _read_whole(fd, nbytes, path)
         try:
-            return Manifest.parse(bytes(text))
+            return Manifest.parse(text)
         except FormatError as error:
             raise FormatError(f"{printable(path)}: {error}") from error.__cause__
         except CorruptionError as error:
@@ -178,6 +177,19 @@ def read_into(fd: int, offset: int, memory: Any, path: Path) -> None:
                 "more; it was cut short while it was read"
             )
         done += got
+
+
+def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
+    """Without a second copy of it."""
+    try:
+        text = os.pread(fd, nbytes, 0)
+    except OSError as error:
+        raise _refusal(path, "read", error, below=True, offset=0) from error
+    if len(text) < nbytes:  # a signal came, or it was cut short
+        rest = bytearray(nbytes - len(text))
+        read_into(fd, len(text), rest, path)
+        text += rest
+    return text
 
 
 # --- which checkpoint -----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ MOST_CHECKPOINT_NUMBER: Final = 1 << 53  # what every reader of JSON holds exact
 
 # --- values ---
 MOST_TREE_DEPTH: Final = 50  # dicts, lists and tuples within each other; three levels of JSON each
-MOST_TREE_NODES: Final = 1 << 22
+MOST_TREE_NODES: Final = 1 << 20  # what is longer belongs in a tensor
 MOST_INT_BYTES: Final = 4096  # of a whole number
 
 # --- directories ---

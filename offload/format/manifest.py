@@ -144,9 +144,9 @@ class Manifest:
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
         """Raises `FormatError`; `CorruptionError` where bytes are not those that were written."""
-        body = _check_digest(text)
-        found = parse_json(body + b"}")
-        if tuple(found) != _KEYS:
+        _check_digest(text)
+        found = parse_json(text)  # the digest too, because to cut it off would copy the rest
+        if tuple(found) != (*_KEYS, "sha256"):
             raise FormatError(f"expected the keys {', '.join(_KEYS)}, got {shown(list(found))}")
         files = _parse_files(found["files"])
         manifest = cls(
@@ -179,8 +179,8 @@ def claimed_number(begin: bytes) -> int | None:
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def _check_digest(text: bytes) -> bytes:
-    """What comes before the digest. The digest is right, the version is ours."""
+def _check_digest(text: bytes) -> None:
+    """It begins and ends as a manifest, its digest is right, the version is ours."""
     if len(text) > MOST_MANIFEST_BYTES:
         raise FormatError(f"expected at most {MOST_MANIFEST_BYTES} bytes, got more")
     end = _END.fullmatch(text[-_END_BYTES:])
@@ -190,8 +190,7 @@ def _check_digest(text: bytes) -> bytes:
             f'expected JSON in ASCII that begins with the format "{FORMAT}" and a version, and '
             "ends with its sha256; is it cut off?"
         )
-    body = text[:-_END_BYTES]
-    digest = hashlib.sha256(body).hexdigest()
+    digest = hashlib.sha256(memoryview(text)[:-_END_BYTES]).hexdigest()
     if digest != end[1].decode():
         raise CorruptionError(
             f"its bytes have the sha256 {digest}, expected {end[1].decode()}; it is not what was "
@@ -203,9 +202,8 @@ def _check_digest(text: bytes) -> bytes:
             f"has version {int(head[1])} of the format, expected {VERSION}; it was written by "
             "another version of offload: use that one"
         )
-    if claimed_number(body) is None:
+    if claimed_number(text) is None:
         raise FormatError("expected its number behind its version")
-    return body
 
 
 def _parse_files(found: Any) -> list[tuple[str, int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NoReturn
 
 from offload.errors import FormatError
 from offload.format.limits import MOST_CONTAINERS, MOST_DEPTH, MOST_DIGITS
 
-_STRING = re.compile(rb'"[^"]*(?:"|\Z)')
+_PIECE_BYTES = 1 << 16
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _ENDLESS = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
@@ -46,16 +47,33 @@ def _check_bounds(text: bytes) -> None:
     """Before the parser sees it: it recurses as deep as the text does, and turns digits into a
     number in a time that grows with their square.
     """
-    # Backslashes are right within strings only; at any other the parser stops. One regular
-    # expression for strings with their escapes would need a stack, or the square of their length.
-    bare = _STRING.sub(b"", text.replace(rb"\\", b"").replace(rb"\"", b""))
-    if _ENDLESS.search(bare):
-        raise ValueError(f"a number of more than {MOST_DIGITS} digits")
-    brackets = bare.translate(None, _NO_BRACKETS)
-    if len(brackets) > 2 * MOST_CONTAINERS:
-        raise ValueError(f"more than {MOST_CONTAINERS} lists and objects")
-    if max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MOST_DEPTH:
-        raise ValueError(f"more than {MOST_DEPTH} lists and objects within each other")
+    depth = containers = 0
+    for bare, overlap in _outside_strings(text):
+        if _ENDLESS.search(bare):
+            raise ValueError(f"a number of more than {MOST_DIGITS} digits")
+        brackets = bare[overlap:].translate(None, _NO_BRACKETS)
+        if max(accumulate(map(_STEPS.__getitem__, brackets), initial=depth)) > MOST_DEPTH:
+            raise ValueError(f"more than {MOST_DEPTH} lists and objects within each other")
+        opened = brackets.count(b"[") + brackets.count(b"{")
+        depth += 2 * opened - len(brackets)
+        containers += opened
+        if containers > MOST_CONTAINERS:
+            raise ValueError(f"more than {MOST_CONTAINERS} lists and objects")
+
+
+def _outside_strings(text: bytes) -> Iterator[tuple[bytes, int]]:
+    """The text without the insides of strings, in pieces, because there may be very many strings;
+    with each the number of bytes that it repeats of the piece before.
+    """
+    # Backslashes are right within strings only; at any other the parser stops.
+    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    tail, is_inside = b"", False
+    for at in range(0, len(plain), _PIECE_BYTES):
+        parts = plain[at : at + _PIECE_BYTES].split(b'"')
+        bare = tail + b'"' * is_inside + b'"'.join(parts[is_inside::2])
+        yield bare, len(tail)
+        tail = bare[-MOST_DIGITS:]
+        is_inside ^= len(parts) % 2 == 0
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
