@@ -110,7 +110,8 @@ def test_memory_grows_with_the_manifest_and_no_more(
     fill: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
     program = BIG % (limits.MOST_MANIFEST_BYTES // 16, 256 << 20)
-    assert run_program(program, tmp_path, repr(fill)) == "FormatError\n"
+    # Some are below the number of values that is allowed; a `MemoryError` is what may not come.
+    assert run_program(program, tmp_path, repr(fill)) in ("ok\n", "FormatError\n")
 
 
 WATCHED = """
