@@ -1,0 +1,171 @@
+"""Every call of a save that changes the disk, on one object.
+
+So a test can put another one in its place: one that records, one that fails, one that ends the
+process at a named point. Directories are given by their open descriptors, files by a directory and
+a name. Calls raise `OSError`; `told` makes a `StoreError` of it that says which file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from offload.errors import StoreError
+from offload.machine_disk import probe_direct_io
+from offload.metrics import Metrics
+from offload.store.choose import open_engine
+from offload.store.engine import Engine
+
+BLOCK_BYTES = 4096
+# The points of a save at which `Disk.hook` is called, in their order. The last two come once for
+# each older checkpoint that goes.
+POINTS = (
+    "created",
+    "shard opened",
+    "data written",
+    "files synced",
+    "manifest written",
+    "manifest synced",
+    "verified",
+    "renamed",
+    "parent synced",
+    "old one hidden",
+    "old one removed",
+)
+_RENAME_NOREPLACE = 1
+
+
+class Disk:
+    """The system's own calls. Any thread."""
+
+    def hook(self, point: str) -> None:
+        """A save has come to `point`, one of `POINTS`."""
+
+    def mkdir(self, dir_fd: int, name: str) -> None:
+        os.mkdir(name, 0o700, dir_fd=dir_fd)
+
+    def open_new(self, dir_fd: int, name: str) -> int:
+        """A new file for reading and writing. The caller closes it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=dir_fd)
+
+    def chmod(self, fd: int, mode: int) -> None:
+        """Whatever the umask or the parent's rules have left of it."""
+        os.fchmod(fd, mode)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Make an empty file `nbytes` long, with room for all of them."""
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def go_direct(self, fd: int) -> int:
+        """Switch a file that holds nothing yet to I/O past the page cache; returns the alignment
+        that it asks for, 1 where it stays as it is.
+        """
+        direct = probe_direct_io(fd)
+        if direct.works:
+            return max(BLOCK_BYTES, direct.mem_align_bytes or 1, direct.offset_align_bytes or 1)
+        if hasattr(os, "O_DIRECT"):
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return 1
+
+    def open_engine(self, metrics: Metrics) -> Engine:
+        """What moves the tensors' bytes."""
+        return open_engine([], metrics=metrics)
+
+    def write(self, fd: int, data: Any, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fsync_dir(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def rename(self, dir_fd: int, old: str, new: str) -> None:
+        """Within a directory. Raises where `new` is there already."""
+        call = _renameat2()
+        if call is not None:
+            names = os.fsencode(old), os.fsencode(new)
+            if call(dir_fd, names[0], dir_fd, names[1], _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in (errno.EINVAL, errno.ENOSYS):  # a kernel or file system without it
+                raise OSError(code, os.strerror(code))
+        # Here the system itself refuses all but empty directories.
+        if _is_there(dir_fd, new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def unlink(self, dir_fd: int, name: str) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    def rmdir(self, dir_fd: int, name: str) -> None:
+        os.rmdir(name, dir_fd=dir_fd)
+
+
+def _is_there(dir_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _renameat2() -> Any:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is not None:
+        path = ctypes.c_char_p
+        call.argtypes = (ctypes.c_int, path, ctypes.c_int, path, ctypes.c_uint)
+    return call
+
+
+@contextmanager
+def told(operation: str, path: Path | str) -> Iterator[None]:
+    """What the system refuses inside becomes a `StoreError` that says what and where."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise refusal(operation, path, error) from error
+
+
+def refusal(operation: str, path: Path | str, error: OSError, more: str = "") -> StoreError:
+    code = error.errno or 0
+    return StoreError(
+        f"checkpoint: {operation} of {path}: {errno.errorcode.get(code, code)} "
+        f"({os.strerror(code)}){more}; {_remedy(operation, code)}",
+        errno=error.errno,
+        operation=operation,
+        file=str(path),
+    )
+
+
+def _remedy(operation: str, code: int) -> str:
+    if operation.startswith("fsync"):
+        return (
+            "bytes that the system had accepted may be lost, and asking again would hide it: this "
+            "save has failed; see dmesg and save to another drive"
+        )
+    remedies = {
+        errno.ENOSPC: "make room, or save to another drive",
+        errno.EDQUOT: "your quota is used up: raise it, or save elsewhere",
+        errno.EROFS: "mount it for writing",
+        errno.EACCES: "let your user write there",
+        errno.EPERM: "let your user write there",
+        errno.EEXIST: "somebody else has made it meanwhile: give another path",
+        errno.ENOTDIR: "give a path below a directory",
+        errno.EIO: "the drive reports a failure: see dmesg and smartctl, save to another drive",
+    }
+    return remedies.get(code, "see dmesg for what the system says about it")

@@ -1,0 +1,230 @@
+"""The directory of a checkpoint from when it is made until it has its name, or is gone again.
+
+It has a hidden name and a lock of ours. It is made in the parent of the path it will have, so that
+one rename ends it. Missing parents are made, too, and go again with a save that fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from offload.checkpoint.disk import Disk, told
+from offload.checkpoint.hidden import (
+    MOST_NAME_BYTES,
+    PART,
+    hidden_name,
+    is_ours,
+    leads_to,
+    name_within,
+    open_directory,
+    remove,
+    try_lock,
+)
+from offload.errors import ConfigError, FormatError, StateError, StoreError
+from offload.format.directory import Directory
+from offload.log import LOG
+from offload.metrics import Metrics
+
+_TRIES = 16  # of a new name: each can be taken for a leftover before we have its lock
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a new checkpoint, absolute. Raises `ConfigError`, and changes nothing."""
+    try:
+        given = Path(os.fspath(path))
+        encoded = os.fsencode(given.name)
+        if isinstance(os.fspath(path), bytes) or b"\0" in os.fsencode(given):
+            raise TypeError
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"path: expected that of a new directory, got {path!r}") from error
+    if not encoded or given.name == ".." or given.name.startswith("."):
+        raise ConfigError(f"path: expected one whose name is not hidden, got {str(path)!r}")
+    if len(encoded) > MOST_NAME_BYTES:
+        raise ConfigError(
+            f"path: expected a name of {MOST_NAME_BYTES} bytes at most, got {len(encoded)}"
+        )
+    found = Path.cwd() / given
+    if os.path.lexists(found):
+        raise ConfigError(f"{found}: is there already; a save makes a new directory: give another")
+    return found
+
+
+class Draft:
+    """fd: of the directory."""
+
+    def __init__(self, path: Path, disk: Disk, metrics: Metrics) -> None:
+        self.path, self._disk = path, disk
+        self._pid = os.getpid()
+        self._made: list[tuple[Directory, str]] = []  # parents that were missing
+        self._parents: list[Directory] = []
+        self.hidden = ""
+        self.fd = -1
+        try:
+            self.parent = self._open_parent()
+            remove_leftovers(self.parent, disk, path.name)
+            self._make(metrics)
+        except BaseException:
+            self.discard()
+            raise
+
+    # --- making -----------------------------------------------------------------------------------
+
+    def _open_parent(self) -> Directory:
+        """The parent, made if it is missing."""
+        missing: list[str] = []
+        here = self.path.parent
+        while not os.path.lexists(here):
+            missing.append(here.name)
+            here = here.parent
+        try:
+            parent = Directory(here)
+        except (StoreError, FormatError) as error:
+            if isinstance(error, StoreError) and error.errno != errno.ENOTDIR:
+                raise
+            raise ConfigError(f"{here}: expected a directory to save in: {error}") from error
+        self._parents.append(parent)
+        for name in reversed(missing):
+            parent = self._make_parent(parent, name)
+        return parent
+
+    def _make_parent(self, parent: Directory, name: str) -> Directory:
+        path = parent.path / name
+        with told("mkdir", path):
+            self._made.append((parent, name))
+            try:
+                self._disk.mkdir(parent.fd, name)
+            except FileExistsError:  # somebody else has, in this moment
+                self._made.pop()
+            except OSError:
+                self._made.pop()
+                raise
+        with told("fsync of directory", parent.path):
+            self._disk.fsync_dir(parent.fd)
+        self._parents.append(Directory(path))
+        return self._parents[-1]
+
+    def _make(self, metrics: Metrics) -> None:
+        """Our directory, with our lock on it."""
+        for _ in range(_TRIES):
+            self.hidden = hidden_name(self.path.name, PART)
+            with told("mkdir", self.parent.path / self.hidden):
+                self._disk.mkdir(self.parent.fd, self.hidden)
+                # Between the two somebody may take it for a leftover, for it has no lock yet.
+                with suppress(FileNotFoundError):
+                    self.fd = open_directory(self.parent.fd, self.hidden)
+            if self.fd >= 0:
+                locked = try_lock(self.fd)
+                if locked is not False and leads_to(self.parent.fd, self.hidden, self.fd):
+                    break
+                os.close(self.fd)
+                self.fd = -1
+        else:
+            raise StateError(f"{self.parent.path}: others remove every directory made there")
+        if locked is None:
+            metrics.fall_back(
+                f"checkpoints in {self.parent.path}",
+                "no locks on directories: what a killed save leaves there is not removed",
+            )
+        with told("chmod", self.parent.path / self.hidden):
+            self._disk.chmod(self.fd, 0o700)
+
+    def open_new(self, name: str) -> int:
+        """A new file. The caller closes it."""
+        with told("open", self.path / name):
+            fd = self._disk.open_new(self.fd, name)
+            try:
+                self._disk.chmod(fd, 0o600)
+            except BaseException:
+                os.close(fd)
+                raise
+        return fd
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Give it its name."""
+        with told("rename", self.path):
+            self._disk.rename(self.parent.fd, self.hidden, self.path.name)
+        self._disk.hook("renamed")
+        with told("fsync of directory", self.parent.path):
+            self._disk.fsync_dir(self.parent.fd)
+        self._disk.hook("parent synced")
+
+    def release(self) -> None:
+        """Let go of what is published; the parent stays open until `close_parents`."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            with suppress(OSError):  # a forked child may have it, too
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+        self._made.clear()
+
+    def close_parents(self) -> None:
+        for parent in self._parents:
+            parent.close()
+
+    def discard(self) -> None:
+        """Remove everything. Idempotent. What cannot be removed is left to the next save."""
+        if os.getpid() != self._pid:
+            return
+        try:
+            if self.fd >= 0:
+                self._remove()
+            while self._made:
+                parent, name = self._made.pop()
+                self._disk.rmdir(parent.fd, name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or self.fd >= 0:
+                LOG.warning(
+                    "checkpoint %s: the save has failed, and %s could not be removed: %s; the next "
+                    "save there tries again",
+                    self.path,
+                    self.hidden or "a directory that it made",
+                    error,
+                )
+        finally:
+            self.release()
+            self.close_parents()
+
+    def _remove(self) -> None:
+        dir_fd = self.parent.fd
+        if leads_to(dir_fd, self.path.name, self.fd):  # it was published, and that failed
+            with suppress(OSError):
+                self._disk.rename(dir_fd, self.path.name, self.hidden)
+        for name in (self.hidden, self.path.name):
+            if leads_to(dir_fd, name, self.fd):
+                files = [file for file in os.listdir(self.fd) if is_ours(file)]
+                remove(self._disk, dir_fd, name, self.fd, files)
+
+
+def remove_leftovers(parent: Directory, disk: Disk, name: str) -> None:
+    """Remove what savers that are dead have left in `parent`.
+
+    Only directories with a hidden name of ours, whose lock is free, with nothing but our files in
+    them. A live saver of the same `name` is a `ConfigError`.
+    """
+    for hidden in parent.names():
+        stands_for = name_within(hidden)
+        if stands_for is None:
+            continue
+        try:
+            fd = open_directory(parent.fd, hidden)
+        except OSError:  # gone, or no directory
+            continue
+        try:
+            locked = try_lock(fd)
+            if locked is False and stands_for == name and hidden.endswith(PART):
+                raise ConfigError(
+                    f"{parent.path / name}: somebody is saving there now; give another path"
+                )
+            files = os.listdir(fd)
+            if locked and leads_to(parent.fd, hidden, fd) and all(map(is_ours, files)):
+                remove(disk, parent.fd, hidden, fd, files)
+        except OSError as error:
+            LOG.warning("checkpoint: %s could not be removed: %s", parent.path / hidden, error)
+        finally:
+            os.close(fd)

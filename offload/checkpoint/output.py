@@ -1,0 +1,177 @@
+"""The way of a save's bytes to its files: memory, writes under way, and the first error.
+
+Bytes are copied into rooms of this object's own, from which an I/O engine writes them. All shards
+of a checkpoint share it, so its memory is bounded for all together. An error is kept: whoever
+writes next raises it, and so does `flush`.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from dataclasses import dataclass
+
+from offload.checkpoint.disk import BLOCK_BYTES, Disk
+from offload.checkpoint.rooms import Room, Rooms
+from offload.errors import ConfigError, OffloadError, StateError, StoreTimeout
+from offload.metrics import Metrics
+from offload.store.engine import Group, Priority, Transfer, make_sums
+from offload.ticket import Ticket
+
+BUFFER_BYTES = 64 << 20
+_ROOM_BYTES = 4 << 20
+_ROOMS = 16  # as many parts the memory has; one is for broken blocks
+_BLOCKS_OUT = 256  # writes of single blocks under way
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """An open file to be written. align: of addresses, offsets and lengths; 1: the page cache is in
+    between. block_bytes: what is written at once at least.
+    """
+
+    fd: int
+    align: int
+    label: str
+
+    @property
+    def block_bytes(self) -> int:
+        return max(BLOCK_BYTES, self.align)
+
+
+class _Write(Group):
+    __slots__ = ("nbytes", "output", "room", "rooms")
+
+    def __init__(self, output: Output, what: str, room: Room, rooms: Rooms, nbytes: int) -> None:
+        super().__init__(Ticket(what, output.engine.describe), Priority.WRITE_BACK)
+        self.output, self.room, self.rooms, self.nbytes = output, room, rooms, nbytes
+
+    def end(self, error: OffloadError | None) -> None:
+        self.error = None  # told by whoever writes next, and by flush; nobody has the ticket
+        self.output._ended(self, error)
+
+
+class Output:
+    """One for each save; until `close`. Any thread."""
+
+    def __init__(self, disk: Disk, metrics: Metrics, buffer_bytes: int) -> None:
+        room_bytes = min(_ROOM_BYTES, buffer_bytes // _ROOMS // BLOCK_BYTES * BLOCK_BYTES)
+        if room_bytes < BLOCK_BYTES:
+            raise ConfigError(
+                f"buffer_bytes: expected {_ROOMS * BLOCK_BYTES} or more, got {buffer_bytes}"
+            )
+        self.room_bytes = room_bytes
+        self.written_bytes = 0
+        self.rooms = Rooms(room_bytes, buffer_bytes // room_bytes - 1)
+        self._blocks: dict[int, Rooms] = {}
+        self._changed = threading.Condition(threading.RLock())  # a finalizer may come back to it
+        self._under_way = 0
+        self._blocks_under_way = 0
+        self._error: BaseException | None = None
+        self.engine = disk.open_engine(metrics)
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def take_room(self) -> Room:
+        """Memory of `room_bytes`; waits until there is some. Raises the first error."""
+        with self._changed:
+            while True:
+                self.check()
+                room = self.rooms.take()
+                if room is not None:
+                    return room
+                self._changed.wait()
+
+    def take_block(self, nbytes: int) -> Room:
+        """Memory for one block, all zeros. Does not wait: whoever has others may wait for us."""
+        with self._changed:
+            if nbytes not in self._blocks:
+                self._blocks[nbytes] = Rooms(nbytes, max(1, self.room_bytes // nbytes), grows=True)
+            room = self._blocks[nbytes].take()
+        assert room is not None
+        room.view[:] = bytes(nbytes)
+        return room
+
+    def wait_for_blocks(self) -> None:
+        """Until not too many single blocks are under way. Raises the first error."""
+        with self._changed:
+            while True:
+                self.check()
+                if self._blocks_under_way < _BLOCKS_OUT:
+                    return
+                self._changed.wait()
+
+    def give_back(self, room: Room) -> None:
+        """A room that was taken and not written."""
+        with self._changed:
+            self.rooms.give_back(room)
+            self._changed.notify_all()
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def start(self, name: str, file: OutputFile, offset: int, room: Room, nbytes: int) -> None:
+        """Write from a room, which is given back when that has ended. name: for errors."""
+        self._submit(name, file, offset, room, self.rooms, nbytes)
+
+    def start_block(self, name: str, file: OutputFile, offset: int, block: Room) -> None:
+        """The same, for one that `take_block` gave."""
+        nbytes = file.block_bytes
+        self._submit(name, file, offset, block, self._blocks[nbytes], nbytes)
+
+    def _submit(
+        self, name: str, file: OutputFile, offset: int, room: Room, rooms: Rooms, nbytes: int
+    ) -> None:
+        group = _Write(self, f"write of {name}", room, rooms, nbytes)
+        memory = room.buffer(nbytes)
+        sums = make_sums(nbytes, self.engine.piece_bytes)
+        with self._changed:
+            self._under_way += 1
+            self._blocks_under_way += rooms is not self.rooms
+        try:
+            self.engine.submit(group, [Transfer(name, True, file, offset, memory, sums)])
+        except BaseException as error:
+            if not group.begun:
+                self._ended(group, StateError(f"{name}: its write could not be started"))
+            self.fail(error)
+            raise
+
+    def _ended(self, write: _Write, error: OffloadError | None) -> None:
+        """In a thread of the engine's."""
+        timed_out = isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT
+        with self._changed:
+            self._under_way -= 1
+            self._blocks_under_way -= write.rooms is not self.rooms
+            if error is None:
+                self.written_bytes += write.nbytes
+            elif self._error is None:
+                self._error = error
+            if not timed_out:  # else the kernel may still read it
+                write.rooms.give_back(write.room)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is written. The first error counts."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        error = self._error
+        if error is not None:
+            raise error
+
+    def flush(self) -> None:
+        """Wait until nothing is under way; raise the first error."""
+        with self._changed:
+            while self._under_way and self._error is None:
+                self._changed.wait()
+        self.check()
+
+    def close(self, why: BaseException) -> bool:
+        """End what is under way; from now on `why` is raised. Tells whether all of it has ended:
+        otherwise the kernel may still use the files.
+        """
+        self.fail(why)
+        self.engine.close()
+        return self.engine.is_over and self.engine.abandoned_bytes == 0

@@ -1,0 +1,366 @@
+"""A checkpoint that is read: nothing in it is believed, and no byte passes unchecked.
+
+The manifest says which bytes belong to which tensor, and has a checksum for each part of them.
+`check` compares all of it in one pass over the files; reads of single tensors compare again what
+they read whole. Bytes come from the drive, not from the page cache, where the file system allows.
+
+While it is open it holds a shared lock on the directory, so that no save removes it as too old.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from offload.checkpoint.disk import BLOCK_BYTES
+from offload.checkpoint.hidden import try_lock
+from offload.checkpoint.rooms import Room, Rooms
+from offload.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    OffloadError,
+    StoreError,
+    StoreTimeout,
+)
+from offload.format.crc import crc32
+from offload.format.directory import Directory, read_into
+from offload.format.manifest import Manifest, Part, SavedTensor
+from offload.format.safetensors import LENGTH_BYTES, Place, parse_header, parse_length
+from offload.machine_disk import read_dio_alignment
+from offload.metrics import Metrics
+from offload.store.buffers import Buffer
+from offload.store.choose import open_engine
+from offload.store.engine import Engine, Group, Priority, Transfer, make_sums
+from offload.ticket import Ticket
+
+_ROOM_BYTES = 4 << 20
+_ROOMS = 8
+_DIRECT_BYTES = 256 << 10  # of a read that is worth a detour past the page cache
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to read a file: past the page cache, or through it (align 1)."""
+
+    fd: int
+    align: int
+    label: str
+
+
+class _File:
+    """A shard, open."""
+
+    def __init__(self, directory: Directory, name: str, nbytes: int, fds: list[int]) -> None:
+        self.path = directory.path / name
+        self.name, self.nbytes = name, nbytes
+        fds.append(directory.open(name))
+        self.buffered = _Way(fds[-1], 1, str(self.path))
+        self._seen = os.fstat(fds[-1])
+        if self._seen.st_size != nbytes:
+            raise FormatError(f"{self.path}: has {self._seen.st_size} bytes, expected {nbytes}")
+        self.direct = self._open_direct(directory, fds)
+
+    def _open_direct(self, directory: Directory, fds: list[int]) -> _Way | None:
+        """The same file past the page cache, where a read there really works."""
+        if not hasattr(os, "O_DIRECT") or self.nbytes < 2 * BLOCK_BYTES:
+            return None
+        fd = directory.open(self.name)
+        fds.append(fd)
+        if not os.path.samestat(os.fstat(fd), self._seen):
+            raise FormatError(f"{self.path}: was replaced while it was opened")
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            align = max(BLOCK_BYTES, *(read_dio_alignment(fd) or (BLOCK_BYTES, BLOCK_BYTES)))
+            room = Rooms(align, 1).take()
+            assert room is not None
+            works = align <= _ROOM_BYTES and os.preadv(fd, [room.view], 0) > 0
+        except OSError:
+            works = False
+        return _Way(fd, align, str(self.path)) if works else None
+
+    def check_unchanged(self, tensor: str) -> None:
+        now = os.fstat(self.buffered.fd)
+        if (now.st_size, now.st_mtime_ns) != (self._seen.st_size, self._seen.st_mtime_ns):
+            raise StoreError(
+                f"{tensor}: {self.path} was changed while it was open; load again",
+                operation="read",
+                file=str(self.path),
+                tensor=tensor,
+            )
+
+    def drop_cache(self) -> None:
+        """What is read next through the page cache comes from the drive."""
+        with suppress(OSError):
+            os.posix_fadvise(self.buffered.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def cut(self, offset: int, nbytes: int) -> Iterator[tuple[_Way, int, int]]:
+        """A range as ways, offsets and lengths: whole blocks directly, what is around them not."""
+        end = offset + nbytes
+        first = last = end
+        if self.direct is not None and nbytes >= _DIRECT_BYTES:
+            align = self.direct.align
+            first = -(-offset // align) * align
+            last = max(first, end // align * align)
+        for begin, stop in ((offset, first), (first, last), (last, end)):
+            if stop > begin:
+                is_direct = begin == first and stop == last and first < last
+                way = self.direct if is_direct and self.direct is not None else self.buffered
+                yield way, begin, stop - begin
+
+
+class CheckpointReader:
+    """A checkpoint, until `close`; also for `with`. Any thread.
+
+    Raises `FormatError`, `CorruptionError` or `StoreError` where it is none or not whole. engine:
+    to read with, one of its own otherwise.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metrics: Metrics | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self._fds: list[int] = []
+        self._metrics = metrics or Metrics()
+        self._directory = Directory(path)
+        self.path = self._directory.path
+        self._own_engine: Engine | None = None
+        try:
+            try_lock(self._directory.fd, shared=True)
+            self.manifest: Manifest = self._directory.read_manifest()
+            self._files = {
+                name: _File(self._directory, name, nbytes, self._fds)
+                for name, nbytes in self.manifest.files.items()
+            }
+            if engine is None:
+                engine = self._own_engine = open_engine([], metrics=self._metrics)
+        except BaseException:
+            _close(os.getpid(), None, self._fds, self._directory)
+            raise
+        self._engine = engine
+        self._finish = weakref.finalize(
+            self, _close, os.getpid(), self._own_engine, self._fds, self._directory
+        )
+
+    def tensor(self, name: str) -> SavedTensorSource:
+        """A tensor by its name in the manifest, `section/name`."""
+        saved = self.manifest.tensors.get(name)
+        if saved is None:
+            raise ConfigError(f"{self.path}: has no tensor {name!r}")
+        return SavedTensorSource(self, saved)
+
+    # --- everything -------------------------------------------------------------------------------
+
+    def check(self, rooms: Rooms | None = None) -> None:
+        """Compare every byte with its checksum, and every header with the manifest.
+
+        Raises `CorruptionError` or `FormatError` for the first thing that is wrong. rooms: memory
+        to read through, 32 MiB of its own otherwise.
+        """
+        rooms = rooms or Rooms(_ROOM_BYTES, _ROOMS)
+        tensors: dict[str, list[SavedTensor]] = {name: [] for name in self._files}
+        for tensor in self.manifest.tensors.values():
+            tensors[tensor.parts[0].file].append(tensor)
+        for name, file in self._files.items():
+            tensors[name].sort(key=lambda tensor: (tensor.parts[0].offset, tensor.nbytes))
+            file.drop_cache()
+            self._check_header(file, tensors[name])
+            self._check_data(file, tensors[name], rooms)
+
+    def _check_header(self, file: _File, tensors: list[SavedTensor]) -> None:
+        begin = bytearray(LENGTH_BYTES)
+        read_into(file.buffered.fd, 0, begin, file.path)
+        try:
+            length = parse_length(begin, file.nbytes)
+            text = bytearray(length)
+            read_into(file.buffered.fd, LENGTH_BYTES, text, file.path)
+            data_offset = LENGTH_BYTES + length
+            found, _ = parse_header(bytes(text), file.nbytes - data_offset, data_offset)
+        except FormatError as error:
+            raise FormatError(f"{file.path}: {error}") from error
+        expected = {t.key: Place(t.dtype, t.shape, t.parts[0].offset, t.nbytes) for t in tensors}
+        if found != expected:
+            wrong = sorted(
+                k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k)
+            )
+            raise FormatError(
+                f"{file.path}: its header and the manifest differ in {wrong[0]!r}; the file is not "
+                "the one that was saved: take another checkpoint"
+            )
+
+    def _check_data(self, file: _File, tensors: list[SavedTensor], rooms: Rooms) -> None:
+        parts = [(tensor, part) for tensor in tensors for part in tensor.parts]
+        stream = _Stream(file, parts[0][1].offset if parts else file.nbytes, self._engine, rooms)
+        try:
+            for tensor, part in parts:
+                crc = 0
+                for view in stream.read(part.nbytes):
+                    crc = crc32(view, crc)
+                if crc != part.crc32:
+                    raise _mismatch(file, tensor, part, crc)
+        finally:
+            stream.close()
+        file.check_unchanged(file.name)
+        self._metrics.count("checkpoint_checked_bytes", file.nbytes)
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _read(self, tensor: SavedTensor, begin: int, target: Buffer) -> None:
+        if not target.nbytes:
+            return
+        first = tensor.parts[0]
+        file = self._files[first.file]
+        file.check_unchanged(tensor.name)
+        group = Group(Ticket(f"read of {tensor.name}", self._engine.describe), Priority.WAITED_FOR)
+        offset = first.offset + begin
+        transfers = [
+            Transfer(tensor.name, False, way, at, target.part(at - offset, nbytes), make_sums(0, 1))
+            for way, at, nbytes in file.cut(offset, target.nbytes)
+        ]
+        self._engine.submit(group, transfers)
+        group.ticket.wait()
+        file.check_unchanged(tensor.name)
+        self._compare(file, tensor, offset, target)
+        self._metrics.count("checkpoint_read_bytes", target.nbytes)
+
+    def _compare(self, file: _File, tensor: SavedTensor, offset: int, target: Buffer) -> None:
+        """Every part that was read whole."""
+        bytes_read = (ctypes.c_char * target.nbytes).from_address(target.address)
+        view = memoryview(bytes_read).cast("B")
+        for part in tensor.parts:
+            begin = part.offset - offset
+            if begin >= 0 and begin + part.nbytes <= target.nbytes:
+                crc = crc32(view[begin : begin + part.nbytes])
+                if crc != part.crc32:
+                    raise _mismatch(file, tensor, part, crc)
+
+    def close(self) -> None:
+        """Idempotent. Whoever reads now gets a `StateError`."""
+        self._finish()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SavedTensorSource:
+    """One tensor of a checkpoint. dtype: as safetensors calls it."""
+
+    def __init__(self, reader: CheckpointReader, saved: SavedTensor) -> None:
+        self._reader, self._saved = reader, saved
+        self.name, self.dtype, self.shape = saved.name, saved.dtype, saved.shape
+        self.nbytes, self.parts = saved.nbytes, saved.parts
+
+    def read_into(self, begin_bytes: int, target: Any) -> None:
+        """Fill `target`, a contiguous host tensor or a buffer, with bytes from `begin_bytes` on.
+
+        Each part of the tensor that lies in it whole is compared with its checksum. On an error
+        what is in `target` counts for nothing.
+        """
+        buffer = Buffer.of(self.name, target, writable=True)
+        if not isinstance(begin_bytes, int) or not 0 <= begin_bytes <= self.nbytes - buffer.nbytes:
+            raise ConfigError(
+                f"{self.name}: expected bytes within its {self.nbytes}, got {buffer.nbytes} from "
+                f"{begin_bytes!r} on"
+            )
+        self._reader._read(self._saved, begin_bytes, buffer)
+
+
+class _Stream:
+    """The bytes of a file in their order, some reads ahead."""
+
+    def __init__(self, file: _File, offset: int, engine: Engine, rooms: Rooms) -> None:
+        self._file, self._engine, self._rooms = file, engine, rooms
+        self._next = offset  # to be asked for
+        self._ahead: deque[tuple[Ticket[None], Room, int]] = deque()
+        self._view: memoryview = memoryview(b"")
+        self._room: Room | None = None
+
+    def read(self, nbytes: int) -> Iterator[memoryview]:
+        """The next bytes, in pieces; each is gone when the next is asked for."""
+        while nbytes:
+            if not self._view:
+                self._advance()
+            part = self._view[:nbytes]
+            self._view = self._view[len(part) :]
+            nbytes -= len(part)
+            yield part
+
+    def _advance(self) -> None:
+        if self._room is not None:
+            self._rooms.give_back(self._room)
+            self._room = None
+        while self._next < self._file.nbytes:
+            room = self._rooms.take()
+            if room is None:
+                break
+            self._start(room)
+        ticket, room, nbytes = self._ahead.popleft()
+        ticket.wait()
+        self._room, self._view = room, room.view[:nbytes]
+
+    def _start(self, room: Room) -> None:
+        """A read up to the next multiple of the room, so that later ones begin at blocks."""
+        size = self._rooms.room_bytes
+        nbytes = min(size - self._next % size, self._file.nbytes - self._next)
+        memory = room.buffer(nbytes)
+        ticket: Ticket[None] = Ticket(f"read of {self._file.path}", self._engine.describe)
+        transfers = []
+        for way, at, length in self._file.cut(self._next, nbytes):
+            part = memory.part(at - self._next, length)
+            transfers.append(Transfer(self._file.name, False, way, at, part, make_sums(0, 1)))
+        self._engine.submit(Group(ticket, Priority.PREFETCH), transfers)
+        self._ahead.append((ticket, room, nbytes))
+        self._next += nbytes
+
+    def close(self) -> None:
+        """Take in what is under way, whatever became of it."""
+        while self._ahead:
+            ticket, room, _ = self._ahead.popleft()
+            try:
+                ticket.wait()
+            except OffloadError as error:
+                if isinstance(error, StoreTimeout):  # the kernel may still write to it
+                    continue
+            self._rooms.give_back(room)
+        if self._room is not None:
+            self._rooms.give_back(self._room)
+
+
+def _mismatch(file: _File, tensor: SavedTensor, part: Part, crc: int) -> CorruptionError:
+    return CorruptionError(
+        f"{tensor.name}: {part.nbytes} bytes at {part.offset} of {file.path} have the CRC-32 "
+        f"{crc:08x}, expected {part.crc32:08x}: they are not what was saved; take another "
+        "checkpoint, and see dmesg and smartctl about the drive",
+        errno=errno.EBADMSG,
+        operation="read",
+        file=str(file.path),
+        offset_bytes=part.offset,
+        tensor=tensor.name,
+    )
+
+
+def _close(pid: int, engine: Engine | None, fds: list[int], directory: Directory) -> None:
+    if os.getpid() != pid:  # a forked child has the parent's lock, and must not end it
+        return
+    if engine is not None:
+        engine.close()
+    if engine is None or (engine.is_over and engine.abandoned_bytes == 0):
+        while fds:
+            os.close(fds.pop())
+    with suppress(OSError):  # a forked child may have it, too
+        fcntl.flock(directory.fd, fcntl.LOCK_UN)
+    directory.close()

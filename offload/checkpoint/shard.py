@@ -1,0 +1,190 @@
+"""One safetensors file of a checkpoint while it is written.
+
+Tensors come in any order and in pieces; every byte comes once. A piece lies where the header says,
+which is seldom at a block of the disk. Whole blocks in it are written from rooms of the output; a
+block that it shares with other pieces is kept until they have come, too, and then written once. So
+nothing is ever read to be written again, and all of it goes past the page cache.
+
+A piece, or each PART_BYTES of a long one, becomes a part of the manifest with its own checksum,
+taken of the very bytes that are given to the disk.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.checkpoint.output import Output, OutputFile
+from offload.checkpoint.rooms import Room
+from offload.errors import ConfigError, StateError
+from offload.format.crc import crc32
+from offload.format.manifest import Part, SavedTensor
+from offload.format.safetensors import Place, TensorSpec, build_header
+from offload.store.buffers import Buffer
+
+PART_BYTES = 16 << 20
+
+
+@dataclass
+class _Piece:
+    """Bytes [begin, end) of a tensor that somebody writes; crc32: None until they are copied."""
+
+    begin: int
+    end: int
+    crc32: int | None = None
+
+
+@dataclass
+class _Block:
+    """A block that is not whole yet."""
+
+    room: Room
+    nbytes: int = 0  # of it that are there
+
+
+class Shard:
+    """A file of `section`. `write` may be called in any thread."""
+
+    def __init__(self, output: Output, file: OutputFile, name: str, header: ShardHeader) -> None:
+        self.file, self.name, self.nbytes = file, name, header.nbytes
+        self._output = output
+        self.section, self._places = header.section, header.places
+        self._pieces: dict[str, list[_Piece]] = {name: [] for name in header.places}
+        self._blocks: dict[int, _Block] = {}
+        self._lock = threading.Lock()
+        text = Buffer.of(f"header of {name}", header.text, writable=False)
+        self._put(f"header of {name}", text, 0)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(self, name: str, begin_bytes: int, data: Any) -> None:
+        """Bytes of tensor `name` from `begin_bytes` on: all of `data`, a contiguous host tensor or
+        anything that shows its bytes, which is free again when this returns. Each byte once.
+
+        Raises what has gone wrong with any write of this checkpoint before.
+        """
+        place = self._places.get(name)
+        if place is None:
+            raise ConfigError(f"{self.name}: has no tensor {name!r}; open_shard names them all")
+        source = Buffer.of(name, data, writable=False)
+        if not isinstance(begin_bytes, int) or begin_bytes < 0:
+            raise ConfigError(f"{name}: begin_bytes: expected 0 or more, got {begin_bytes!r}")
+        if begin_bytes + source.nbytes > place.nbytes:
+            raise ConfigError(
+                f"{name}: expected at most {place.nbytes} bytes, as {place.dtype} of shape "
+                f"{list(place.shape)} has; got {source.nbytes} from {begin_bytes} on"
+            )
+        self._output.wait_for_blocks()
+        label = f"{self.section}/{name}"
+        for piece in self._claim(name, begin_bytes, begin_bytes + source.nbytes):
+            part = source.part(piece.begin - begin_bytes, piece.end - piece.begin)
+            piece.crc32 = self._put(label, part, place.offset + piece.begin)
+
+    def _claim(self, name: str, begin: int, end: int) -> list[_Piece]:
+        """The bytes become the caller's to write."""
+        bounds = [*range(begin, end, PART_BYTES), end]
+        fresh = [_Piece(a, b) for a, b in itertools.pairwise(bounds)]
+        with self._lock:
+            pieces = self._pieces[name]
+            at = bisect.bisect_left(pieces, begin, key=_begin_of)
+            if fresh and at > 0 and pieces[at - 1].end > begin:
+                raise StateError(f"{name}: byte {begin} was written before; each comes once")
+            if fresh and at < len(pieces) and pieces[at].begin < end:
+                at_byte = pieces[at].begin
+                raise StateError(f"{name}: byte {at_byte} was written before; each comes once")
+            pieces[at:at] = fresh
+        return fresh
+
+    def _put(self, label: str, source: Buffer, offset: int) -> int:
+        """Copy bytes for `offset` of the file on, and start to write what is whole; their CRC."""
+        block_bytes, room_bytes = self.file.block_bytes, self._output.room_bytes
+        crc, at = 0, 0
+        while at < source.nbytes:
+            here, left = offset + at, source.nbytes - at
+            if here % block_bytes or left < block_bytes:
+                nbytes = min(block_bytes - here % block_bytes, left)
+                crc = self._put_broken(label, source.part(at, nbytes), here, crc)
+            else:
+                nbytes = min(left, room_bytes) // block_bytes * block_bytes
+                crc = self._put_whole(label, source.part(at, nbytes), here, crc)
+            at += nbytes
+        return crc
+
+    def _put_whole(self, label: str, source: Buffer, offset: int, crc: int) -> int:
+        room = self._output.take_room()
+        try:
+            ctypes.memmove(room.address, source.address, source.nbytes)
+            crc = crc32(room.view[: source.nbytes], crc)
+        except BaseException:
+            self._output.give_back(room)
+            raise
+        self._output.start(label, self.file, offset, room, source.nbytes)
+        return crc
+
+    def _put_broken(self, label: str, source: Buffer, offset: int, crc: int) -> int:
+        """Bytes within one block."""
+        block_bytes = self.file.block_bytes
+        number, begin = divmod(offset, block_bytes)
+        with self._lock:
+            block = self._blocks.get(number)
+            if block is None:
+                block = self._blocks[number] = _Block(self._output.take_block(block_bytes))
+        ctypes.memmove(block.room.address + begin, source.address, source.nbytes)
+        crc = crc32(block.room.view[begin : begin + source.nbytes], crc)
+        needed = min(block_bytes, self.nbytes - number * block_bytes)
+        with self._lock:
+            block.nbytes += source.nbytes
+            is_whole = block.nbytes == needed
+            if is_whole:
+                del self._blocks[number]
+        if is_whole:  # the file's last block is cut again at the end
+            self._output.start_block(label, self.file, number * block_bytes, block.room)
+        return crc
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def saved(self) -> list[SavedTensor]:
+        """The tensors as the manifest has them. Raises `StateError` while bytes are missing."""
+        with self._lock:
+            return [self._saved(name, place) for name, place in self._places.items()]
+
+    def _saved(self, name: str, place: Place) -> SavedTensor:
+        parts, end = [], 0
+        for piece in self._pieces[name]:
+            if piece.begin != end or piece.crc32 is None:
+                break
+            nbytes = piece.end - piece.begin
+            parts.append(Part(self.name, place.offset + piece.begin, nbytes, piece.crc32))
+            end = piece.end
+        if end != place.nbytes:
+            raise StateError(
+                f"{self.section}/{name}: byte {end} of {place.nbytes} was never written; write "
+                "all of it before commit"
+            )
+        if not parts:
+            parts = [Part(self.name, place.offset, 0, 0)]
+        return SavedTensor(f"{self.section}/{name}", place.dtype, tuple(place.shape), tuple(parts))
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a shard will hold: its first bytes, its tensors, and its length."""
+
+    section: str
+    text: bytes
+    places: dict[str, Place]
+    nbytes: int
+
+    @classmethod
+    def of(cls, section: str, tensors: Sequence[TensorSpec]) -> ShardHeader:
+        text, places = build_header(tensors)
+        return cls(section, text, places, len(text) + sum(p.nbytes for p in places.values()))
+
+
+def _begin_of(piece: _Piece) -> int:
+    return piece.begin

@@ -1,0 +1,289 @@
+"""A checkpoint that is being written: whole in the end, or absent.
+
+    with CheckpointWriter(path) as writer:
+        shard = writer.open_shard("model", [TensorSpec("weight", "F32", (2, 2))])
+        shard.write("weight", 0, tensor)
+        writer.commit(values, fingerprint, keep=3)
+
+All work is done in a hidden directory beside `path`. `commit` makes the files durable one by one,
+the manifest behind them, then the directory, and then gives it its name, which is one step for
+everybody else. Whatever fails before that, or with it, removes everything. A failed fsync is final:
+the system may have dropped the bytes, and a second one would not say so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.disk import Disk, refusal, told
+from offload.checkpoint.draft import Draft, check_path
+from offload.checkpoint.older import Older, next_number
+from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.shard import Shard, ShardHeader
+from offload.config import format_size
+from offload.errors import ConfigError, CorruptionError, FormatError, StateError
+from offload.format.manifest import MANIFEST, SHARD_NAME, Manifest
+from offload.format.safetensors import TensorSpec
+from offload.metrics import Metrics
+
+
+class WriterState(Enum):
+    OPEN = "open"  # shards are opened and written
+    COMMITTING = "being committed"
+    DONE = "saved"  # it has its name
+    GONE = "abandoned"  # nothing of it is left
+
+
+MOVES = {
+    WriterState.OPEN: {WriterState.COMMITTING, WriterState.GONE},
+    WriterState.COMMITTING: {WriterState.DONE, WriterState.GONE},
+    WriterState.DONE: set(),
+    WriterState.GONE: set(),
+}
+
+
+class _Work:
+    """What has to be given back however it ends: directory, files, memory. No writer in it, so that
+    a forgotten one can go.
+    """
+
+    def __init__(self, path: Path, disk: Disk, metrics: Metrics, buffer_bytes: int) -> None:
+        self.path = path
+        self.pid = os.getpid()
+        self.fds: list[int] = []
+        self.output = Output(disk, metrics, buffer_bytes)
+        try:
+            self.draft = Draft(path, disk, metrics)
+        except BaseException:
+            self.output.close(StateError(f"checkpoint {path}: never begun"))
+            raise
+
+    def close_files(self, why: BaseException) -> None:
+        ended = self.output.close(why)
+        while self.fds and ended:  # else the kernel may still use them
+            os.close(self.fds.pop())
+
+    def discard(self) -> None:
+        if os.getpid() == self.pid:
+            self.close_files(StateError(f"checkpoint {self.path}: abandoned"))
+            self.draft.discard()
+
+
+class CheckpointWriter:
+    """Shards may be written in any threads; `commit` and `abandon` are one thread's business."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        disk: Disk | None = None,
+        metrics: Metrics | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        """Missing parents are made. buffer_bytes: of all shards together."""
+        self.path = check_path(path)
+        self._disk, self._metrics = disk or Disk(), metrics or Metrics()
+        self._lock = threading.RLock()
+        self._state = WriterState.OPEN
+        self._shards: list[Shard] = []
+        self._names: set[str] = set()
+        self._work = _Work(self.path, self._disk, self._metrics, buffer_bytes)
+        self._discard = weakref.finalize(self, self._work.discard)
+        self._disk.hook("created")
+
+    # --- shards -----------------------------------------------------------------------------------
+
+    def open_shard(self, section: str, tensors: Sequence[TensorSpec]) -> Shard:
+        """A new file for these tensors of `section`, with room for all of their bytes.
+
+        A full disk is told here: a `StoreError` with the numbers. It may be that of the whole save,
+        which has failed then.
+        """
+        with self._lock:
+            self._check_open()
+            number = 1 + sum(shard.section == section for shard in self._shards)
+            name = f"{section}-{number:05d}.safetensors"
+            if not isinstance(section, str) or not SHARD_NAME.fullmatch(name):
+                raise ConfigError(f"section: expected small letters and digits, got {section!r}")
+            header = self._header(section, tensors)
+            try:
+                shard = Shard(self._work.output, self._open_file(name, header.nbytes), name, header)
+            except BaseException as error:
+                self._work.output.fail(error)
+                raise
+            self._shards.append(shard)
+            self._names |= {f"{section}/{tensor.name}" for tensor in tensors}
+        self._disk.hook("shard opened")
+        return shard
+
+    def _header(self, section: str, tensors: Sequence[TensorSpec]) -> ShardHeader:
+        twice = [t.name for t in tensors if f"{section}/{t.name}" in self._names]
+        if twice:
+            raise ConfigError(f"{section}: {twice[0]!r} is in another shard of it already")
+        try:
+            return ShardHeader.of(section, tensors)
+        except FormatError as error:
+            raise ConfigError(f"{section}: {error}") from error
+
+    def _open_file(self, name: str, nbytes: int) -> OutputFile:
+        path = self.path / name
+        fd = self._work.draft.open_new(name)
+        self._work.fds.append(fd)
+        try:
+            self._disk.allocate(fd, nbytes)
+        except OSError as error:
+            found = os.fstatvfs(fd)
+            free = found.f_frsize * found.f_bavail
+            more = f": {format_size(nbytes)} ({nbytes} bytes) are needed, {format_size(free)} free"
+            raise refusal("allocate", path, error, more) from error
+        with told("open past the page cache", path):
+            file = OutputFile(fd, self._disk.go_direct(fd), str(path))
+        if file.align == 1:
+            self._metrics.fall_back(
+                f"checkpoints in {self.path.parent}",
+                "bytes pass through the page cache: no O_DIRECT here",
+            )
+        if file.block_bytes > self._work.output.room_bytes:
+            raise ConfigError(
+                f"buffer_bytes: {path} is written in blocks of {file.block_bytes} bytes, one "
+                f"buffer has {self._work.output.room_bytes}; allow more"
+            )
+        return file
+
+    # --- commit -----------------------------------------------------------------------------------
+
+    def commit(
+        self, values: Mapping[str, Any], fingerprint: str, *, keep: int | None = None
+    ) -> Path:
+        """Make it durable and give it its name; returns its path.
+
+        values: by section, as `format.values.encode` made them. keep: how many checkpoints of this
+        directory stay, this one included. Then all of it is read back past the page cache and
+        compared first, and older ones beyond that number are removed. On any error nothing is left
+        of it, and nothing older has gone.
+        """
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep: expected None, or 1 or more, got {keep!r}")
+        with self._lock:
+            self._check_open()
+            self._move_to(WriterState.COMMITTING)
+        try:
+            manifest = self._write_all(values, fingerprint)
+            if keep is not None:
+                self._verify(manifest)
+                self._disk.hook("verified")
+            self._work.draft.publish()
+            self._move_to(WriterState.DONE)
+        except BaseException:
+            self.abandon()
+            raise
+        self._end(manifest.number, keep)
+        return self.path
+
+    def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> Manifest:
+        """Everything, durable under its hidden name."""
+        output, draft = self._work.output, self._work.draft
+        saved = [tensor for shard in self._shards for tensor in shard.saved()]
+        output.flush()
+        self._disk.hook("data written")
+        for shard in self._shards:
+            with told("truncate", shard.file.label):
+                self._disk.truncate(shard.file.fd, shard.nbytes)
+            with told("fsync", shard.file.label):
+                self._disk.fsync(shard.file.fd)
+        self._disk.hook("files synced")
+        manifest = Manifest(
+            number=next_number(draft.parent),
+            created_s=int(time.time()),
+            fingerprint=fingerprint,
+            files={shard.name: shard.nbytes for shard in self._shards},
+            tensors={tensor.name: tensor for tensor in saved},
+            values=values,
+        )
+        self._write_manifest(manifest.to_bytes())
+        with told("fsync of directory", draft.parent.path / draft.hidden):
+            self._disk.fsync_dir(draft.fd)
+        self._disk.hook("manifest synced")
+        return manifest
+
+    def _write_manifest(self, text: bytes) -> None:
+        path = self.path / MANIFEST
+        fd = self._work.draft.open_new(MANIFEST)
+        try:
+            at = 0
+            with told("write", path):
+                while at < len(text):
+                    at += self._disk.write(fd, memoryview(text)[at:], at)
+            self._disk.hook("manifest written")
+            with told("fsync", path):
+                self._disk.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # who reads it reads the disk
+        finally:
+            os.close(fd)
+
+    def _verify(self, manifest: Manifest) -> None:
+        """Read everything back from the disk."""
+        draft, output = self._work.draft, self._work.output
+        hidden = draft.parent.path / draft.hidden
+        with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
+            if reader.manifest != manifest:
+                path = hidden / MANIFEST
+                raise CorruptionError(
+                    f"{path}: what came back is not what was written; use another drive",
+                    operation="verify",
+                    file=str(path),
+                )
+            reader.check(output.rooms)
+
+    def _end(self, number: int, keep: int | None) -> None:
+        """It is saved. What is left to do changes nothing about that."""
+        work = self._work
+        try:
+            work.close_files(StateError(f"checkpoint {self.path}: is saved; open another writer"))
+            self._metrics.count("checkpoint_written_bytes", work.output.written_bytes)
+            if keep is not None:
+                older = Older(work.draft.parent, number, self._disk, self._metrics)
+                older.remove_all_but(keep - 1)
+        finally:
+            self._discard.detach()
+            work.draft.release()
+            work.draft.close_parents()
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Remove everything, unless it is saved. Idempotent; also by `with`, and when the writer is
+        forgotten.
+        """
+        with self._lock:
+            if self._state in (WriterState.DONE, WriterState.GONE):
+                return
+            self._move_to(WriterState.GONE)
+        self._discard()
+
+    def _check_open(self) -> None:
+        if self._state is not WriterState.OPEN:
+            raise StateError(f"checkpoint {self.path}: is {self._state.value}")
+        if os.getpid() != self._work.pid:
+            raise StateError(f"checkpoint {self.path}: begun by the parent process; save it there")
+
+    def _move_to(self, state: WriterState) -> None:
+        if state not in MOVES[self._state]:
+            raise StateError(
+                f"checkpoint {self.path}: {self._state.name} -> {state.name} is not a legal move"
+            )
+        self._state = state
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.abandon()
