@@ -136,11 +136,12 @@ class Draft:
         """A new file. The caller closes it."""
         with told("open", self.path / name):
             fd = self._disk.open_new(self.fd, name)
-            try:
+        try:
+            with told("chmod", self.path / name):
                 self._disk.chmod(fd, 0o600)
-            except BaseException:
-                os.close(fd)
-                raise
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     # --- the end ----------------------------------------------------------------------------------
@@ -174,6 +175,9 @@ class Draft:
         try:
             if self.fd >= 0:
                 self._remove()
+            elif self.hidden:  # made, and then it could not be opened
+                with suppress(FileNotFoundError):
+                    self._disk.rmdir(self.parent.fd, self.hidden)
             while self._made:
                 parent, name = self._made.pop()
                 self._disk.rmdir(parent.fd, name)

@@ -89,7 +89,7 @@ class Older:
         if foreign:
             self._tell(f"{name} stays: somebody has put {foreign[0]!r} in it")
         elif try_lock(fd) is False:
-            self._tell(f"{name} stays: somebody reads it")
+            self._tell(f"{name} stays: somebody reads or removes it now")
         elif leads_to(self._parent.fd, name, fd):
             self._disk.rename(self._parent.fd, name, hidden)
             self._disk.hook("old one hidden")

@@ -13,6 +13,7 @@ the system may have dropped the bytes, and a second one would not say so.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -109,6 +110,7 @@ class CheckpointWriter:
         """
         with self._lock:
             self._check_open()
+            self._work.output.check()
             number = 1 + sum(shard.section == section for shard in self._shards)
             name = f"{section}-{number:05d}.safetensors"
             if not isinstance(section, str) or not SHARD_NAME.fullmatch(name):
@@ -221,7 +223,10 @@ class CheckpointWriter:
             at = 0
             with told("write", path):
                 while at < len(text):
-                    at += self._disk.write(fd, memoryview(text)[at:], at)
+                    moved = self._disk.write(fd, memoryview(text)[at:], at)
+                    if moved <= 0:  # never seen; but then it would go on for ever
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    at += moved
             self._disk.hook("manifest written")
             with told("fsync", path):
                 self._disk.fsync(fd)
@@ -233,15 +238,19 @@ class CheckpointWriter:
         """Read everything back from the disk."""
         draft, output = self._work.draft, self._work.output
         hidden = draft.parent.path / draft.hidden
-        with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
-            if reader.manifest != manifest:
-                path = hidden / MANIFEST
-                raise CorruptionError(
-                    f"{path}: what came back is not what was written; use another drive",
-                    operation="verify",
-                    file=str(path),
-                )
-            reader.check(output.rooms)
+        try:
+            with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
+                if reader.manifest != manifest:
+                    raise FormatError(f"{hidden / MANIFEST}: it is another one")
+                reader.check(output.rooms)
+        except FormatError as error:  # it was right when it was written
+            raise CorruptionError(
+                f"checkpoint {self.path}: what came back from the disk is not what was written "
+                f"({error}); the drive, its cable or the memory is faulty: use another drive",
+                errno=errno.EBADMSG,
+                operation="verify",
+                file=str(self.path),
+            ) from error
 
     def _end(self, number: int, keep: int | None) -> None:
         """It is saved. What is left to do changes nothing about that."""
