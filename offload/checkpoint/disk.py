@@ -62,6 +62,9 @@ class Disk:
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Make an empty file `nbytes` long, with room for all of them."""
+        found = os.fstatvfs(fd)
+        if nbytes > found.f_frsize * found.f_bavail:  # or it would take all that others need first
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, nbytes)
 
     def go_direct(self, fd: int) -> int:

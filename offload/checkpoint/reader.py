@@ -34,7 +34,7 @@ from offload.errors import (
 from offload.format.crc import crc32
 from offload.format.directory import Directory, read_into
 from offload.format.manifest import Manifest, Part, SavedTensor
-from offload.format.safetensors import LENGTH_BYTES, Place, parse_header, parse_length
+from offload.format.safetensors import TensorSpec, build_header
 from offload.machine_disk import read_dio_alignment
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer
@@ -179,24 +179,18 @@ class CheckpointReader:
             self._check_data(file, tensors[name], rooms)
 
     def _check_header(self, file: _File, tensors: list[SavedTensor]) -> None:
-        begin = bytearray(LENGTH_BYTES)
-        read_into(file.buffered.fd, 0, begin, file.path)
-        try:
-            length = parse_length(begin, file.nbytes)
-            text = bytearray(length)
-            read_into(file.buffered.fd, LENGTH_BYTES, text, file.path)
-            data_offset = LENGTH_BYTES + length
-            found, _ = parse_header(bytes(text), file.nbytes - data_offset, data_offset)
-        except FormatError as error:
-            raise FormatError(f"{file.path}: {error}") from error
-        expected = {t.key: Place(t.dtype, t.shape, t.parts[0].offset, t.nbytes) for t in tensors}
+        """It is, byte for byte, what these tensors ask for."""
+        expected, _ = build_header([TensorSpec(t.key, t.dtype, t.shape) for t in tensors])
+        found = bytearray(len(expected))
+        read_into(file.buffered.fd, 0, found, file.path)
         if found != expected:
-            wrong = sorted(
-                k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k)
-            )
-            raise FormatError(
-                f"{file.path}: its header and the manifest differ in {wrong[0]!r}; the file is not "
-                "the one that was saved: take another checkpoint"
+            raise CorruptionError(
+                f"{file.path}: its header is not the one that was saved; take another checkpoint, "
+                "and see dmesg and smartctl about the drive",
+                errno=errno.EBADMSG,
+                operation="read",
+                file=str(file.path),
+                offset_bytes=0,
             )
 
     def _check_data(self, file: _File, tensors: list[SavedTensor], rooms: Rooms) -> None:
