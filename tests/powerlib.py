@@ -186,6 +186,7 @@ class RecordingDisk(StraightDisk):
 
 
 SYNCS = ("fsync", "fsync_dir")
+_FEW = 8
 
 
 def crash_states(
@@ -234,6 +235,9 @@ def _choices(changes: list[Change], rng: random.Random, draws: int) -> Iterator[
     yield [(c, None) for c in changes]
     yield [(c, None) for c in data]
     yield [(c, None) for c in names]
+    if len(changes) <= _FEW:  # all there are
+        for bits in range(1 << len(changes)):
+            yield [(c, None) for i, c in enumerate(changes) if bits >> i & 1]
     for one in changes[-4:]:
         yield [(one, None)]
         yield [(c, None) for c in changes if c is not one]

@@ -264,6 +264,8 @@ def test_a_directory_taken_for_a_leftover_is_made_again(tmp_path: Path) -> None:
         save(tmp_path / "b", CONTENTS, disk=Hopeless())
 
 
+# Newer Pythons warn of forks in a process with threads, which is the very thing here.
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_leaves_the_save_alone(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "a") as writer:
         fill(writer, CONTENTS)

@@ -20,17 +20,18 @@ from offload.format.directory import find_newest
 from offload.format.verify import verify
 
 OLD, NEW = contents_of(1), contents_of(2)
-DRAWS = 100  # of each prefix
+DRAWS = 200  # of each prefix
 
 
 class Recording:
-    """One save with keep=1 beside an older checkpoint and somebody's notes."""
+    """One save with keep=1 beside two older checkpoints and somebody's notes."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir()
+        save(root / "older", contents_of(3))
         save(root / "old", OLD)
         (root / "notes.txt").write_text("mine")
-        self.images = {"old": image(root / "old")}
+        self.images = {name: image(root / name) for name in ("old", "older")}
         self.disk = RecordingDisk(root)
         save(root / "new", NEW, keep=1, disk=self.disk, buffer_bytes=SMALL)
         self.images["new"] = image(root / "new")
