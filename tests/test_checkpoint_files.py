@@ -199,3 +199,17 @@ def test_every_flipped_byte_of_data_is_found(tmp_path: Path) -> None:
     file.write_bytes(good[:-1])
     with pytest.raises(FormatError, match="expected"):
         CheckpointReader(tmp_path / "a")
+
+
+def test_files_are_read_past_the_cache_and_waited_for(tmp_path: Path) -> None:
+    """io_uring would answer EAGAIN for files that may not be waited for, again and again."""
+    data = random_bytes(600_000, 8)
+    save(tmp_path / "a", {"model": {"w": data}})
+    with CheckpointReader(tmp_path / "a") as reader:
+        (file,) = reader._files.values()
+        assert all(os.get_blocking(fd) for fd in reader._fds)
+        ways = list(file.cut(file.nbytes - 600_000 + 1, 599_999))
+        assert sum(nbytes for _, _, nbytes in ways) == 599_999
+        if file.direct is not None:
+            assert [way is file.direct for way, _, _ in ways] == [False, True, False]
+            assert ways[1][1] % file.direct.align == ways[1][2] % file.direct.align == 0

@@ -62,7 +62,7 @@ class _File:
     def __init__(self, directory: Directory, name: str, nbytes: int, fds: list[int]) -> None:
         self.path = directory.path / name
         self.name, self.nbytes = name, nbytes
-        fds.append(directory.open(name))
+        fds.append(_open(directory, name))
         self.buffered = _Way(fds[-1], 1, str(self.path))
         self._seen = os.fstat(fds[-1])
         if self._seen.st_size != nbytes:
@@ -73,7 +73,7 @@ class _File:
         """The same file past the page cache, where a read there really works."""
         if not hasattr(os, "O_DIRECT") or self.nbytes < 2 * BLOCK_BYTES:
             return None
-        fd = directory.open(self.name)
+        fd = _open(directory, self.name)
         fds.append(fd)
         if not os.path.samestat(os.fstat(fd), self._seen):
             raise FormatError(f"{self.path}: was replaced while it was opened")
@@ -332,6 +332,15 @@ class _Stream:
             self._rooms.give_back(room)
         if self._room is not None:
             self._rooms.give_back(self._room)
+
+
+def _open(directory: Directory, name: str) -> int:
+    """A regular file, which may be waited for: otherwise io_uring asks for every piece again and
+    again until the drive happens to have it at once.
+    """
+    fd = directory.open(name)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def _mismatch(file: _File, tensor: SavedTensor, part: Part, crc: int) -> CorruptionError:
