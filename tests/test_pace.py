@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
+from offload import pace as pace_module
 from offload.metrics import Metrics
 from offload.pace import Pace
 from offload.timeline import DISK_READS, DISK_WRITES, Event
-from offload.trace import Phase, Trace
+from offload.trace import Phase, Trace, Use
 
 SIZES = [1000] * 6 + [0]
 
@@ -50,3 +53,30 @@ def test_reads_that_overlap_count_once() -> None:
         read(metrics, 500, 1.0)
     pace.derive()
     assert pace.read_bytes_per_s == pytest.approx(2000, rel=0.05)
+
+
+def test_waits_are_no_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count()  # a second for each look
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    trace = Trace("x", 7)
+    pace = Pace(Metrics(), trace, SIZES, "parameters ", depth=5)
+    pace.note_use(Phase.FORWARD, 0)
+    pace.note_use(Phase.FORWARD, 1)
+    with pytest.raises(ValueError), pace.waiting():
+        raise ValueError
+    pace.note_use(Phase.FORWARD, 2)
+    assert trace.pace_s(Use(Phase.FORWARD, 0)) == 1.0
+    assert trace.pace_s(Use(Phase.FORWARD, 1)) == 3.0 - 1.0
+    assert pace.depth == 5 and pace.read_bytes_per_s is None
+
+
+def test_the_depth_is_derived_after_each_round() -> None:
+    metrics, trace = Metrics(), Trace("x", 7)
+    pace = Pace(metrics, trace, SIZES, "parameters ")
+    assert pace.depth == 2
+    read(metrics, 10, 10.0)
+    for unit in range(6):
+        pace.note_use(Phase.FORWARD, unit)
+        assert pace.depth == 2
+    pace.note_use(Phase.FORWARD, 6)
+    assert pace.depth == 8 and metrics.snapshot().counts["prefetch_depth_changes"] == 1
