@@ -146,6 +146,10 @@ class Metrics:
             raise StateError(
                 f"{what}: {why} (strict=True allows no fall-back; mend it, or set strict=False)"
             )
+        self.note(what, why)
+
+    def note(self, what: str, why: str) -> None:
+        """A line of the report about something that did not go as it should. The first stays."""
         with self._lock:
             is_new = what not in self._fallbacks
             self._fallbacks.setdefault(what, why)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
+from offload.layout import MASTER
 from offload.optim.recipe import Group, Record, Work
 
 _PROBE_NUMEL = 24
@@ -87,6 +88,7 @@ class GenericRecipe:
                 "beside the state of parameters (a count, say), which is lost when it runs slice "
                 "by slice; keep it in the state of each parameter"
             )
+        self._inner.param_groups = [{**settings, "params": []}]  # it would keep a block's memory
         return result
 
     def _aside(self) -> str:
@@ -113,7 +115,9 @@ class GenericRecipe:
 
     def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         record.scalars = {
-            name: deepcopy(value) for name, value in state.items() if name not in record.fields
+            name: deepcopy(value)
+            for name, value in state.items()
+            if name not in (*record.fields, MASTER)
         }
         record.step = max(1.0, float(state.get("step", 1.0)))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.errors import ConfigError
 from offload.layout import MASTER
 from offload.optim.recipe import Recipe, Record
+from offload.optim.source import Source
 
 
 def check_states(
@@ -23,8 +24,8 @@ def check_states(
             continue
         for field in (*record.fields, *([MASTER] if MASTER in state else [])):
             value = state.get(field)
-            if not isinstance(value, Tensor) or not _is_plain(value, record.shape):
-                got = tuple(value.shape) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor | Source) or not _is_plain(value, record.shape):
+                got = tuple(value.shape) if isinstance(value, Tensor | Source) else value
                 raise ConfigError(
                     f"state of {record.name}: expected {field} of shape "
                     f"{tuple(record.param.shape)}, got {got}"
@@ -40,7 +41,9 @@ def is_there(record: Record, state: Mapping[str, Any]) -> bool:
     return bool(names - {MASTER} if record.fields else names)
 
 
-def _is_plain(value: Tensor, shape: torch.Size) -> bool:
+def _is_plain(value: Tensor | Source, shape: torch.Size) -> bool:
     """Whether it has numbers of that shape, which can be copied."""
+    if isinstance(value, Source):
+        return value.dtype.is_floating_point and tuple(value.shape) == tuple(shape)
     dense = value.layout == torch.strided and not value.is_meta
     return dense and value.is_floating_point() and value.shape == shape

@@ -29,7 +29,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm before clipping, of the last step with `max_grad_norm`."""
-        return _session(self).grad_norm
+        return session_of(self).grad_norm
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,7 +37,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        session = _session(self)
+        session = session_of(self)
         with session.turn.act("step"):
             session.step()
         return loss
@@ -49,13 +49,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the plain optimizer's; also for gradients that `release_grads` has moved away."""
         super().zero_grad(set_to_none)
-        _session(self).zero_grad(set_to_none)
+        session_of(self).zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
         copies; state that does not fit in host memory is on memory-mapped files without a name.
         """
-        session = _session(self)
+        session = session_of(self)
         with session.turn.act("state_dict"):
             exported = session.export()
             try:
@@ -70,7 +70,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Take the state of a plain or a wrapped optimizer. Nothing has changed when it raises a
         `ConfigError` or a `ValueError`. It mends an optimizer whose last step or load broke off.
         """
-        session, taken = _session(self), {}
+        session, taken = session_of(self), {}
 
         def take(_: object, given: dict[str, Any]) -> dict[str, Any]:
             taken.update(session.checked(given))
@@ -86,7 +86,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        session = _session(self)
+        session = session_of(self)
         if session.incoming is None:
             super().__setstate__(state)
             return
@@ -100,7 +100,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's; the plan is made anew for all groups."""
-        session = _session(self)
+        session = session_of(self)
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]  # may be a generator, which can be looked at only once
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -142,7 +142,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
 
-def _session(optimizer: torch.optim.Optimizer) -> Session:
+def session_of(optimizer: torch.optim.Optimizer) -> Session:
+    """Of a wrapped one."""
     session: Session = getattr(optimizer, _SESSION)
     return session
 
@@ -171,7 +172,7 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
 
 def detach(optimizer: torch.optim.Optimizer) -> None:
     """Change the class back, with the state where torch expects it."""
-    session = _session(optimizer)
+    session = session_of(optimizer)
     state = session.export_plain()  # if it raises, nothing is lost: still wrapped
     optimizer.state.update(state)
     try:

@@ -41,16 +41,22 @@ class _Flight:
 
 class Pipeline:
     """One pass over some chunks. desks: None where no device takes part. doing: what the time of
-    working on them counts for.
+    working on them counts for. only_looks: no act changes a chunk.
     """
 
     def __init__(
-        self, tiers: Tiers, desks: Places | None, metrics: Metrics, doing: str = "update"
+        self,
+        tiers: Tiers,
+        desks: Places | None,
+        metrics: Metrics,
+        doing: str = "update",
+        only_looks: bool = False,
     ) -> None:
         self._tiers = tiers
         self._desks = desks
         self._metrics = metrics
         self._doing = doing
+        self._only_looks = only_looks
         self._coming: deque[_Flight] = deque()
         self._going: deque[_Flight] = deque()
         self._reads_left = 0
@@ -164,6 +170,8 @@ class Pipeline:
 
     def _work(self, act: Act, piece: Piece, desk: Desk | None) -> bool:
         with self._metrics.span(self._doing, piece.chunk.name):
+            if not self._only_looks:
+                self._tiers.before_change(piece)
             return act(piece, desk)
 
     def _settle_oldest(self) -> None:

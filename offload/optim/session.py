@@ -19,6 +19,7 @@ from torch import Tensor
 from offload.budget import HOST
 from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
+from offload.layout import MASTER
 from offload.metrics import Metrics
 from offload.optim.ground import Ground, Host, OwnGround, Watch
 from offload.optim.incoming import check_states
@@ -26,10 +27,11 @@ from offload.optim.ledger import Ledger
 from offload.optim.plain import plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
+from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.soundness import LOAD, Soundness, clear_frames
 from offload.optim.turn import Turn
-from offload.optim.updater import Updater
+from offload.optim.updater import Held, Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
 from offload.store import DiskStore
@@ -238,10 +240,38 @@ class Session:
     def _map(self, record: Record) -> Tensor:
         return mapped_tensor(self._directories[0], record.shape, record.stride)
 
+    def held(self) -> list[Held]:
+        """What there is to save, by the parameters of today; an error where it is mixed."""
+        self._look_again()
+        return self.updater.held()
+
+    def fields_of(self, number: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The fields that a parameter's state must have, and those that it may have."""
+        self._open_if_closed()
+        record = self.updater.records[number]
+        return record.fields, record.fields + ((MASTER,) if record.is_half else ())
+
+    def begin_saving(self, sink: Sink) -> Saver:
+        """The fields of what is held now, on their way to `sink`."""
+        return self.updater.begin_saving(sink)
+
+    def check_incoming(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse what `load_state_dict` would refuse once the parameters are loaded. Changes
+        nothing.
+        """
+        self._open_if_closed()
+        states = self._fitting(state_dict)
+        params = {self.updater.records[number].param for number in states}
+        if any(self.updater.records[number].is_frozen for number in states):
+            self._draw_up(params)
+
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """The states of a `state_dict` by the numbers of our parameters, if they fit."""
         self.soundness.check_mendable()
         self._open_if_closed()
+        return self._fitting(state_dict)
+
+    def _fitting(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         groups = state_dict["param_groups"]
         saved = [number for group in groups for number in group["params"]]
         numbers = {number: index for index, number in enumerate(saved)}
@@ -342,6 +372,8 @@ class Session:
 
     def close(self) -> None:
         """Give memory and disk back. Idempotent."""
+        if self.updater is not None:
+            self.updater.settle()
         updater, self.updater = self.updater, None  # type: ignore[assignment]
         self.soundness.let_go()
         del updater  # it holds the memory

@@ -21,6 +21,7 @@ from offload.log import LOG
 from offload.optim.recipe import Record
 
 STEP, LOAD = "step", "load_state_dict"
+CHECKPOINT = "load of a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Soundness:
         if self._error is None:
             return
         known = self.last_checkpoint or "none is known here"
-        if self._act == STEP or self._touched:
+        if self._act in (STEP, CHECKPOINT) or self._touched:
             what = "parameters and state are of two ages; load a checkpoint into the model, then "
             what += f"its optimizer state by load_state_dict (the last one: {known})"
         else:

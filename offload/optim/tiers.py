@@ -3,13 +3,14 @@
 Disk chunks pass through a fixed number of buffers. Those that came last stay there, unwritten,
 until a buffer is needed for another: the next step begins with them, and neither reads nor writes
 them in between. A chunk that was never written has no bytes yet and begins as zeros. One thread at
-a time.
+a time; beside it a watcher may look at bytes as long as they do not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +43,19 @@ class Piece:
         return found
 
 
+class Watcher(Protocol):
+    """Somebody who wants the bytes of some chunks as they are now. His errors are his own."""
+
+    def before_change(self, piece: Piece) -> None:
+        """The chunk's bytes, which are in the piece, are others when this has returned."""
+
+    def before_release(self, piece: Piece) -> None:
+        """The piece's memory is another chunk's when this has returned; its bytes are on disk."""
+
+    def settle(self) -> None:
+        """Return when it needs nothing from here any more."""
+
+
 class Tiers:
     """Where each chunk is, and the way to it and back."""
 
@@ -56,6 +70,7 @@ class Tiers:
         self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
         self._written: set[int] = set()  # disk chunks that have bytes
         self._unwritten: dict[int, Piece] = {}  # whose newest bytes are in a buffer only
+        self.watcher: Watcher | None = None
 
     def is_resident(self, chunk: Chunk) -> bool:
         return chunk.number in self._resident
@@ -98,6 +113,24 @@ class Tiers:
             self.give_back(piece)
             raise
 
+    def copy_into(self, memory: Tensor, chunk: Chunk) -> Ticket[None]:
+        """Fill somebody else's memory with the bytes that a chunk has on disk at this moment. Any
+        thread.
+        """
+        return self._disk().read(_key(chunk), memory, Priority.PREFETCH)
+
+    def before_change(self, piece: Piece) -> None:
+        """Whoever is about to change a chunk says so."""
+        watcher = self.watcher  # it goes when it has seen enough
+        if watcher is not None:
+            watcher.before_change(piece)
+
+    def settle(self) -> None:
+        """Return when nobody watches any more."""
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.settle()
+
     def change(self, piece: Piece) -> None:
         """The buffer's bytes are the chunk's newest from now on, until it is given back."""
         self._unwritten[piece.chunk.number] = piece
@@ -112,12 +145,16 @@ class Tiers:
 
     def forget(self) -> None:
         """Nothing that lies on disk counts any more; chunks begin as zeros again."""
+        self.settle()
         self._written.clear()
         for piece in self.unwritten:
             self.give_back(piece)
 
     def give_back(self, piece: Piece) -> None:
         """The chunk's newest bytes are on disk; its buffer is free."""
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.before_release(piece)
         self._unwritten.pop(piece.chunk.number, None)
         self._free.append(piece.whole)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,20 @@ from offload.optim.ground import Ground
 from offload.optim.incoming import is_there
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
+from offload.optim.saver import Saver, Sink
 from offload.optim.soundness import LOAD, STEP, Soundness
+from offload.optim.source import Wholes, read_slice
 from offload.optim.tiers import Piece
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Held(NamedTuple):
+    """The state of one parameter: names of its fields, and all that is not elementwise."""
+
+    record: Record
+    fields: tuple[str, ...]
+    scalars: dict[str, Any]
 
 
 class Updater:
@@ -137,7 +147,12 @@ class Updater:
         return grad.cpu()
 
     def _pass_over(
-        self, numbers: Iterable[int], act: Act, doing: str, desks: Places | None = None
+        self,
+        numbers: Iterable[int],
+        act: Act,
+        doing: str,
+        desks: Places | None = None,
+        only_looks: bool = False,
     ) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
         wanted = set(numbers)
@@ -146,7 +161,7 @@ class Updater:
             for chunk in self._tiers.plan.chunks
             if any(part.param in wanted for part in chunk.slices)
         ]
-        Pipeline(self._tiers, desks, self.metrics, doing).run(chunks, act)
+        Pipeline(self._tiers, desks, self.metrics, doing, only_looks).run(chunks, act)
 
     def _update(
         self,
@@ -218,12 +233,10 @@ class Updater:
         self._soundness.check()
         found: dict[int, dict[str, Any]] = {}
         targets: dict[int, dict[str, Tensor]] = {}
-        for record in self.records:
-            fields = self._tiers.plan.params[record.number].fields
-            scalars = self._recipe.scalar_state(record)
-            if record.has_state and (fields or scalars):
-                targets[record.number] = {field: make(record) for field in fields}
-                found[record.number] = {**scalars, **targets[record.number]}
+        for held in self.held():
+            number = held.record.number
+            targets[number] = {field: make(held.record) for field in held.fields}
+            found[number] = {**held.scalars, **targets[number]}
 
         def copy_out(piece: Piece, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
@@ -232,21 +245,40 @@ class Updater:
                         flat(targets[part.param][field])[part.begin : part.end].copy_(values)
             return False
 
-        self._pass_over(targets, copy_out, "state out")
+        self._pass_over(targets, copy_out, "state out", only_looks=True)
         return found
+
+    def held(self) -> list[Held]:
+        """What there is of every parameter that has state."""
+        found = []
+        for record in self.records:
+            fields = self._tiers.plan.params[record.number].fields
+            scalars = self._recipe.scalar_state(record)
+            if record.has_state and (fields or scalars):
+                found.append(Held(record, fields, scalars))
+        return found
+
+    def begin_saving(self, sink: Sink) -> Saver:
+        """The fields of all that is held now, on their way to `sink`. One at a time: the one before
+        is waited for.
+        """
+        self._soundness.check()
+        self._tiers.settle()
+        return Saver(self._tiers, self.records, self.metrics, sink)
+
+    def settle(self) -> None:
+        """Return when no saving needs our chunks any more."""
+        self._tiers.settle()
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Make these states the parameters' own, by number; all others have none. They have been
-        checked with `check_states`.
+        checked with `check_states`. Fields are tensors, or sources, which are read as they are
+        needed.
         """
         known = {n for n, state in states.items() if is_there(self.records[n], state)}
-
-        def copy_in(piece: Piece, _: Desk | None) -> bool:
-            for part in piece.chunk.slices:
-                if part.param in known:
-                    self._fill(self.records[part.param], part, states[part.param], piece)
-            return True
-
+        # Not a closure: the frames of an error would hold it, and it our memory.
+        copy_in = partial(self._copy_in, {number: states[number] for number in known}, Wholes())
+        self._tiers.settle()  # before the records change
         try:
             for record in self.records:
                 record.has_state, record.step, record.scalars = False, 0.0, {}
@@ -259,12 +291,28 @@ class Updater:
             self._soundness.lose(LOAD, error)
             raise
 
-    def _fill(self, record: Record, part: Slice, state: Mapping[str, Any], piece: Piece) -> None:
+    def _copy_in(
+        self,
+        states: Mapping[int, Mapping[str, Any]],
+        wholes: Wholes,
+        piece: Piece,
+        desk: Desk | None,
+    ) -> bool:
+        for part in piece.chunk.slices:
+            if part.param in states:
+                self._fill(self.records[part.param], part, states[part.param], piece, wholes)
+        return True
+
+    def _fill(
+        self, record: Record, part: Slice, state: Mapping[str, Any], piece: Piece, wholes: Wholes
+    ) -> None:
         for field, target in piece.fields(part).items():
             if field == MASTER and field not in state:
                 target.copy_(self._values(record, part))
-            else:
+            elif isinstance(state[field], Tensor):
                 target.copy_(in_order_of(state[field], record.param)[part.begin : part.end])
+            else:
+                read_slice(state[field], record, part, target, wholes)
 
     def _values(self, record: Record, part: Slice) -> Tensor:
         if self._desks is not None:

@@ -1,0 +1,66 @@
+"""Fields of parameters whose elements lie in another order in memory than their shape says
+(channels_last, say). Their slices are put together here, and leave in the order of the shape, so
+that whoever has another order can take them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.layout import Slice
+from offload.optim.flat import flat
+from offload.optim.recipe import Record
+
+
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one behind the other in the order of the shape."""
+    step = 1
+    for size, distance in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 0:
+            return True
+        if size != 1:
+            if distance != step:
+                return False
+            step *= size
+    return True
+
+
+@dataclass
+class _Field:
+    whole: Tensor  # in the parameter's order of memory
+    left: int  # elements that have not come
+
+
+class Assembly:
+    """Each field of such a parameter takes its own size of memory from its first slice until its
+    last one has come, and twice that while it leaves. Any thread.
+    """
+
+    def __init__(self, sink: Callable[[int, str, int, Tensor], None]) -> None:
+        self._sink = sink
+        self._fields: dict[tuple[int, str], _Field] = {}
+        self._lock = threading.Lock()
+
+    def add(self, record: Record, part: Slice, name: str, values: Tensor) -> None:
+        key = record.number, name
+        with self._lock:
+            field = self._fields.get(key)
+            if field is None:
+                whole = torch.empty_strided(record.shape, record.stride, dtype=values.dtype)
+                field = self._fields[key] = _Field(whole, whole.numel())
+        flat(field.whole)[part.begin : part.end].copy_(values)
+        with self._lock:
+            field.left -= part.end - part.begin
+            if field.left:
+                return
+            del self._fields[key]
+        self._sink(record.number, name, 0, field.whole.contiguous().view(-1))
+
+    def drop(self) -> None:
+        with self._lock:
+            self._fields.clear()

@@ -1,0 +1,272 @@
+"""Optimizer state on its way out, as it was at one moment, while training goes on.
+
+Every chunk that holds state is written once, by whoever is first: `run`, which works through them
+in a thread of its own or in the caller's, or a step that is about to change one. So there is no
+second copy of the state, in memory or on disk. A chunk in host memory is kept from changing while
+it is written; one on disk is read into memory of the saver's own, at most `READS` times the largest
+chunk, outside of the budget, and the generation that is being read stays whatever is written since.
+
+An error ends the saving, not the training: it is raised by `run`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from offload.layout import ELEMENT_BYTES, Chunk, Slice
+from offload.metrics import Metrics
+from offload.optim.assembly import Assembly, is_row_major
+from offload.optim.recipe import Record
+from offload.optim.soundness import clear_frames
+from offload.optim.tiers import Piece, Tiers
+from offload.ticket import Ticket
+
+READS = 2  # one comes while the other is written
+_PAGE_BYTES = 4096
+_CAUSE = "checkpoint"
+
+# Takes values of a parameter's field, flat: number, field, the first one's byte, the values. They
+# may change as soon as it has returned. Any thread.
+Sink = Callable[[int, str, int, Tensor], None]
+
+
+class Saving(Enum):
+    """Of one chunk."""
+
+    WAITING = "waiting"  # still to be saved
+    HELD = "held"  # is being written from the memory where it lives, and must not change
+    READ = "read"  # is being read from disk, or written from the copy; it may change
+    SAVED = "saved"
+
+
+MOVES = {
+    Saving.WAITING: {Saving.HELD, Saving.READ},
+    Saving.HELD: {Saving.SAVED},
+    Saving.READ: {Saving.SAVED},
+    Saving.SAVED: set(),
+}
+
+
+@dataclass
+class _Reading:
+    """A disk chunk on its way into the saver's memory."""
+
+    piece: Piece
+    ticket: Ticket[None]
+
+
+class Saver:
+    """Made between steps; from then on it watches the tiers, until all is saved or given up."""
+
+    def __init__(
+        self, tiers: Tiers, records: Sequence[Record], metrics: Metrics, sink: Sink
+    ) -> None:
+        self._tiers = tiers
+        self._records = records
+        self._metrics = metrics
+        self._sink = sink
+        self._assembly = Assembly(sink)
+        self._parts: dict[int, list[Slice]] = {}
+        self._states: dict[int, Saving] = {}
+        self._held = 0  # how many are
+        # Of those that are in memory: where, for good or until their buffer is needed.
+        self._here: dict[int, Piece] = {piece.chunk.number: piece for piece in tiers.unwritten}
+        # Those that are waiting, in memory and on disk.
+        self._waiting_here: dict[int, Chunk] = {}
+        self._waiting_on_disk: dict[int, Chunk] = {}
+        self._buffer_bytes = 0  # of the largest that is, or may come to be, on disk
+        for chunk in tiers.plan.chunks:
+            parts = [part for part in chunk.slices if records[part.param].has_state]
+            if chunk.fields and parts:
+                self._expect(chunk, parts)
+        self._gate = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_over = False
+        tiers.watcher = self
+
+    def _expect(self, chunk: Chunk, parts: list[Slice]) -> None:
+        number = chunk.number
+        self._parts[number], self._states[number] = parts, Saving.WAITING
+        if self._tiers.is_resident(chunk):
+            self._here[number] = self._tiers.resident(chunk)
+        else:
+            self._buffer_bytes = max(self._buffer_bytes, chunk.nbytes)
+        waiting = self._waiting_here if number in self._here else self._waiting_on_disk
+        waiting[number] = chunk
+
+    # --- the thread that saves --------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Save whatever is left; returns when all is with the sink. Nothing of the tiers is held
+        then.
+        """
+        reading: deque[_Reading] = deque()
+        try:
+            self._work_through(reading)
+        except BaseException as error:
+            self._give_up(error)
+        for each in reading:  # nothing may write to the memory when it goes
+            with suppress(Exception):
+                each.ticket.wait()
+        self._end()
+        if self._error is not None:
+            raise self._error
+
+    def _work_through(self, reading: deque[_Reading]) -> None:
+        memory: list[Tensor] = []
+        while not self._is_ended(reading):
+            self._read_ahead(reading, memory)
+            here = None if reading and reading[0].ticket.done else self._hold_next()
+            if here is not None:
+                self._write_held(here)
+            elif reading:
+                self._write_oldest(reading, memory)
+
+    def _is_ended(self, reading: deque[_Reading]) -> bool:
+        with self._gate:
+            if self._error is not None:
+                return True
+            while not (reading or self._waiting_here or self._waiting_on_disk):
+                if not self._held or self._error is not None:
+                    return True
+                self._gate.wait()  # for a step that saves the last one
+            return False
+
+    def _read_ahead(self, reading: deque[_Reading], memory: list[Tensor]) -> None:
+        while len(reading) < READS:
+            with self._gate:  # nobody writes another generation before the read has begun
+                chunk = next(iter(self._waiting_on_disk.values()), None)
+                if chunk is None:
+                    return
+                whole = memory.pop() if memory else self._make_memory()
+                piece = Piece(chunk, whole[: chunk.nbytes // ELEMENT_BYTES], whole)
+                reading.append(_Reading(piece, self._tiers.copy_into(piece.memory, chunk)))
+                self._move(chunk.number, Saving.READ)
+
+    def _make_memory(self) -> Tensor:
+        whole = torch.empty(self._buffer_bytes + _PAGE_BYTES, dtype=torch.uint8)
+        begin = -whole.data_ptr() % _PAGE_BYTES  # direct I/O wants it
+        return whole[begin : begin + self._buffer_bytes].view(torch.float32)
+
+    def _hold_next(self) -> Piece | None:
+        with self._gate:
+            number = next(iter(self._waiting_here), None)
+            if number is None:
+                return None
+            self._move(number, Saving.HELD)
+            return self._here[number]
+
+    def _write_oldest(self, reading: deque[_Reading], memory: list[Tensor]) -> None:
+        each = reading[0]
+        each.ticket.wait()
+        self._write(each.piece)
+        reading.popleft()
+        memory.append(each.piece.whole)
+        with self._gate:
+            self._move(each.piece.chunk.number, Saving.SAVED)
+
+    # --- the thread that steps --------------------------------------------------------------------
+
+    def before_change(self, piece: Piece) -> None:
+        """Save the chunk from the piece if it is still to be saved; wait if it is being written."""
+        number = piece.chunk.number
+        with self._gate:
+            if self._states.get(number, Saving.SAVED) is Saving.SAVED or self._error is not None:
+                return
+            is_mine = self._states[number] is Saving.WAITING
+            if is_mine:
+                self._move(number, Saving.HELD)
+        with self._metrics.span(_CAUSE, piece.chunk.name):
+            if is_mine:
+                self._save_for_a_step(piece)
+            else:
+                self._await(number)
+
+    def _save_for_a_step(self, piece: Piece) -> None:
+        try:
+            self._write_held(piece)
+        except Exception as error:  # the step goes on; `run` tells
+            self._give_up(error.with_traceback(None))  # which would hold the piece
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def before_release(self, piece: Piece) -> None:
+        """From now on the chunk's bytes are to be found on disk."""
+        number = piece.chunk.number
+        with self._gate:
+            while self._states.get(number) is Saving.HELD and self._error is None:
+                self._gate.wait()
+            self._here.pop(number, None)
+            if number in self._waiting_here:
+                self._waiting_on_disk[number] = self._waiting_here.pop(number)
+
+    def _await(self, number: int) -> None:
+        with self._gate:
+            while self._states[number] is Saving.HELD:
+                self._gate.wait()
+
+    def settle(self) -> None:
+        """Return when nothing of the tiers is needed any more."""
+        with self._gate:
+            while not self._is_over:
+                self._gate.wait()
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def _write_held(self, piece: Piece) -> None:
+        try:
+            self._write(piece)
+        finally:  # it may change, well or badly
+            with self._gate:
+                self._move(piece.chunk.number, Saving.SAVED)
+
+    def _write(self, piece: Piece) -> None:
+        for part in self._parts[piece.chunk.number]:
+            record = self._records[part.param]
+            is_plain = is_row_major(record.shape, record.stride)
+            for field, values in piece.fields(part).items():
+                if is_plain:
+                    self._sink(part.param, field, part.begin * ELEMENT_BYTES, values)
+                else:
+                    self._assembly.add(record, part, field, values)
+
+    def _move(self, number: int, state: Saving) -> None:
+        before = self._states[number]
+        assert state in MOVES[before], (number, before, state)
+        self._states[number] = state
+        self._waiting_here.pop(number, None)
+        self._waiting_on_disk.pop(number, None)
+        self._held += (state is Saving.HELD) - (before is Saving.HELD)
+        self._gate.notify_all()
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._gate:
+            self._error = self._error or error
+            self._gate.notify_all()
+
+    def give_up(self, error: BaseException) -> None:
+        """Nobody will call `run`."""
+        self._give_up(error)
+        self._end()
+
+    def _end(self) -> None:
+        clear_frames(self._error)  # whoever keeps it would keep our memory
+        with self._gate:
+            if self._is_over:
+                return
+            if self._tiers.watcher is self:
+                self._tiers.watcher = None
+            self._assembly.drop()
+            self._here.clear()  # they are the tiers' memory
+            self._tiers = None  # type: ignore[assignment]
+            self._is_over = True
+            self._gate.notify_all()

@@ -1,0 +1,65 @@
+"""Fields of state that are somewhere else, in a file, say, and are read slice by slice."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from offload.layout import Slice
+from offload.optim.assembly import is_row_major
+from offload.optim.flat import in_order_of
+from offload.optim.recipe import Record
+
+_PIECE_NUMEL = 1 << 20
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A tensor in the order of its shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read_into(self, begin_bytes: int, target: Tensor) -> None:
+        """Fill `target`, bytes in host memory, with those from `begin_bytes` on."""
+
+
+class Wholes:
+    """The field that was read last of a parameter whose memory is in another order than its shape:
+    it is read whole, and its slices are taken from there. Each field of one parameter at a time.
+    """
+
+    def __init__(self) -> None:
+        self._number = -1
+        self._fields: dict[int, Tensor] = {}
+
+    def of(self, source: Source, record: Record) -> Tensor:
+        """Flat, in the order of the parameter's memory."""
+        if record.number != self._number:
+            self._number, self._fields = record.number, {}
+        if id(source) not in self._fields:
+            whole = torch.empty(source.shape, dtype=source.dtype)
+            source.read_into(0, as_bytes(whole))
+            self._fields[id(source)] = in_order_of(whole, record.param)
+        return self._fields[id(source)]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Of a contiguous tensor; shares its memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def read_slice(source: Source, record: Record, part: Slice, target: Tensor, wholes: Wholes) -> None:
+    """Elements of a parameter's field, in the order of the parameter's memory."""
+    if not is_row_major(record.shape, record.stride):
+        target.copy_(wholes.of(source, record)[part.begin : part.end])
+    elif source.dtype == target.dtype:
+        source.read_into(part.begin * target.element_size(), as_bytes(target))
+    else:
+        for begin in range(0, target.numel(), _PIECE_NUMEL):
+            some = target[begin : begin + _PIECE_NUMEL]
+            read = torch.empty(some.numel(), dtype=source.dtype)
+            source.read_into((part.begin + begin) * read.element_size(), as_bytes(read))
+            some.copy_(read)
