@@ -18,7 +18,7 @@ from offload.errors import (
 )
 
 if TYPE_CHECKING:
-    from offload.api import close, plan, prepare, report, resident, wrap
+    from offload.api import close, load, plan, prepare, report, resident, save, wrap
     from offload.optim import Lion
     from offload.planner import Plan
     from offload.progress_line import progress
@@ -40,11 +40,13 @@ __all__ = [
     "StoreError",
     "StoreTimeout",
     "close",
+    "load",
     "plan",
     "prepare",
     "progress",
     "report",
     "resident",
+    "save",
     "wrap",
 ]
 
@@ -55,11 +57,13 @@ _LATE = {
     "Plan": "offload.planner",
     "Report": "offload.reports",
     "close": "offload.api",
+    "load": "offload.api",
     "plan": "offload.api",
     "prepare": "offload.api",
     "progress": "offload.progress_line",
     "report": "offload.api",
     "resident": "offload.api",
+    "save": "offload.api",
     "wrap": "offload.api",
 }
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.loading import load as load_checkpoint
+from offload.checkpoint.saving import save as save_checkpoint
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.heap import keep_freed_memory
@@ -125,6 +127,50 @@ def close(prepared: Any) -> None:
         prepared.close()  # type: ignore[attr-defined]
     elif not isinstance(prepared, nn.Module | torch.optim.Optimizer):
         raise ConfigError(f"close: expected a model or an optimizer, got {type(prepared).__name__}")
+
+
+def save(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+    background: bool = False,
+    **stateful: Any,
+) -> Any:
+    """Save model, optimizer, the state of all random numbers and everything else that is given by
+    name and has `state_dict()` (a scheduler, a scaler, a loader) as one checkpoint: the new
+    directory `path`, whole or absent whatever happens. Wrapped, prepared and plain ones are saved
+    alike, and streamed: no copy of the state is made. Returns the path.
+
+    extra: plain values and tensors of your own; `load` returns them. keep: when the new checkpoint
+    has been read back and found whole, all but so many of the newest in its parent directory go.
+
+    background: return a ticket while the optimizer's state is still being written; training may go
+    on, and what is saved is the moment of the call. `ticket.wait()` gives the path, or raises what
+    went wrong; if nobody waits, the next save does. The next save, a load, `close()` and the end of
+    the process wait for it as far as they must.
+    """
+    return save_checkpoint(
+        path, model, optimizer, prepared_of(model), extra, keep, bool(background), stateful
+    )
+
+
+def load(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    **stateful: Any,
+) -> Any:
+    """Load a checkpoint, or the newest whole one below a directory, into objects of any kind and
+    split over tiers; returns its `extra`. Training goes on with the same bits.
+
+    Names, types and shapes of everything must fit, and every byte must be what was written;
+    otherwise an error says what, and nothing has changed. Without an optimizer and other objects
+    only the model is loaded, for evaluation, and the state of random numbers.
+    """
+    return load_checkpoint(path, model, optimizer, prepared_of(model), stateful)
 
 
 def plan(

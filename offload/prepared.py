@@ -275,6 +275,16 @@ class Prepared:
         assert self.engine is not None
         return self.engine.residency.trace
 
+    @contextmanager
+    def at_hand(self, number: int, to_change: bool = False) -> Iterator[None]:
+        """The parameters of a unit in host memory. to_change: they get other values there."""
+        assert self.engine is not None
+        residency = self.engine.residency
+        with residency.in_host([self.units[number]]):
+            if to_change:
+                residency.changed(residency.blocks[number])
+            yield
+
     def use(self, ledger: Ledger) -> ModelUse:
         """Of the parameters, for a report."""
         assert self.engine is not None

@@ -24,11 +24,13 @@ NAMES = {
     "StoreError",
     "StoreTimeout",
     "close",
+    "load",
     "plan",
     "prepare",
     "progress",
     "report",
     "resident",
+    "save",
     "wrap",
 }
 
@@ -36,8 +38,6 @@ NAMES = {
 # is done.
 TO_COME = {
     "TrainerCallback",
-    "load",
-    "save",
     "save_on_signal",
 }
 

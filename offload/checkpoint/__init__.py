@@ -1,7 +1,8 @@
 """Checkpoints on disk: written whole or not at all, read with every byte checked.
 
 `CheckpointWriter` makes a directory that the format (offload/format) describes, `CheckpointReader`
-reads one. Read in this order: disk, rooms, output, shard, draft, writer, older, reader.
+reads one. Read in this order: disk, rooms, output, shard, draft, writer, older, reader. What is in
+one is said by tensors, trees, model, optimizer, rng; saving, background, loading put it together.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from offload.transfer.buffer import DeviceBuffer
 from offload.transfer.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, Mark
 from offload.transfer.gauge import DeviceGauge, Reading, find_device, usable_bytes, used_bytes
 from offload.transfer.host import HostBuffer, HostTransfer
+from offload.transfer.random import device_random_states, set_device_random_states
 
 __all__ = [
     "READS_IN_FLIGHT_BYTES",
@@ -36,8 +37,10 @@ __all__ = [
     "Mark",
     "Reading",
     "Transfer",
+    "device_random_states",
     "find_device",
     "open_transfer",
+    "set_device_random_states",
     "usable_bytes",
     "used_bytes",
 ]

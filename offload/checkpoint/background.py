@@ -1,0 +1,111 @@
+"""Saves that go on while training does.
+
+Each has a thread of its own. One at a time for a model and for an optimizer: the next save or load
+of either waits for it to end. The thread is no daemon: a process that ends finishes its saves
+first, which is bounded because every operation on the disk has a deadline; one that is killed
+leaves no checkpoint, and no file that the next save would not remove.
+
+An error is raised by `ticket.wait()`. If nobody has waited, it is a line of the report, and the
+next save or load of that model or optimizer raises it instead of going on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from offload.errors import StateError
+from offload.log import LOG
+from offload.ticket import Ticket, TicketState
+
+
+class Task(Protocol):
+    path: Path
+    owners: list[Any]  # whose save it is
+
+    def finish(self) -> Path: ...
+
+    def give_up(self, error: BaseException) -> None: ...
+
+    def tell_failure(self, error: BaseException) -> None: ...
+
+
+class _Run:
+    """A save under way, or one that has ended and whose end nobody has looked at."""
+
+    def __init__(self, task: Task) -> None:
+        self.path = task.path
+        self.ticket: Ticket[Path] = Ticket(f"save of {task.path}")
+        self.error: BaseException | None = None
+        self.is_over = threading.Event()
+
+    @property
+    def is_untold(self) -> bool:
+        return self.error is not None and self.ticket.state is TicketState.FAILED
+
+
+_LOCK = threading.Lock()
+_LATEST: weakref.WeakKeyDictionary[Any, _Run] = weakref.WeakKeyDictionary()
+
+
+def start(task: Task) -> Ticket[Path]:
+    """Finish the task in a thread. Its ticket ends with the path."""
+    run = _Run(task)
+    with _LOCK:
+        for owner in task.owners:
+            _LATEST[owner] = run
+    thread = threading.Thread(
+        target=_finish, args=(task, run), name=f"offload save of {task.path.name}", daemon=False
+    )
+    ticket = run.ticket
+    try:
+        thread.start()
+    except BaseException as error:
+        task.give_up(error)
+        _forget(run)
+        run.is_over.set()
+        raise
+    return ticket
+
+
+def _finish(task: Task, run: _Run) -> None:
+    try:
+        path = task.finish()
+    except BaseException as error:
+        LOG.error("background save of %s failed: %s: %s", run.path, type(error).__name__, error)
+        run.error = error
+        task.tell_failure(error)
+        run.ticket.fail(error)
+    else:
+        _forget(run)
+        run.ticket.finish(path)
+    finally:
+        run.is_over.set()
+
+
+def settle(owners: Sequence[Any]) -> None:
+    """Return when no save of these is under way. Raises the error of one that failed, if nobody
+    has heard of it yet.
+    """
+    with _LOCK:
+        runs = {id(run): run for owner in owners if (run := _LATEST.get(owner)) is not None}
+    for run in runs.values():
+        run.is_over.wait()
+        _forget(run)
+        if run.is_untold:
+            try:
+                run.ticket.wait()
+            except BaseException as error:
+                raise StateError(
+                    f"save: the background save of {run.path} failed, and nobody has waited for "
+                    f"its ticket: {error}; nothing was done now: call again"
+                ) from error
+
+
+def _forget(run: _Run) -> None:
+    with _LOCK:
+        for owner in [owner for owner, known in _LATEST.items() if known is run]:
+            del _LATEST[owner]

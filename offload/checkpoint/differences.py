@@ -1,0 +1,49 @@
+"""What does not fit together, of a checkpoint and what it is loaded into: all of it, by name."""
+
+from __future__ import annotations
+
+from offload.errors import ConfigError
+
+_SHOWN = 20
+
+
+class Differences:
+    """Collected first, told together. what: the two, for the message."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._missing: list[str] = []
+        self._extra: list[str] = []
+        self._other: list[str] = []
+
+    def missing(self, name: str) -> None:
+        """It is here, but was not saved."""
+        self._missing.append(name)
+
+    def extra(self, name: str) -> None:
+        """It was saved, but is not here."""
+        self._extra.append(name)
+
+    def other(self, name: str, how: str) -> None:
+        """It is in both, and differs."""
+        self._other.append(f"{name} ({how})")
+
+    def check(self) -> None:
+        """Raise where there are any."""
+        parts = [
+            _listed("not in the checkpoint", self._missing),
+            _listed("only in the checkpoint", self._extra),
+            _listed("different", self._other),
+        ]
+        told = "; ".join(part for part in parts if part)
+        if told:
+            raise ConfigError(
+                f"{self._what}: they do not fit together, and nothing was changed: {told}"
+            )
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} ({len(names)}): {', '.join(names[:_SHOWN])}{rest}"

@@ -1,0 +1,115 @@
+"""Trees of plain values and tensors: states of schedulers and the like, and what users add.
+
+Their tensors lie in shards of their own (`OTHER`); the tree has their names in their places.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.tensors import NAMES, each_piece, spec_of, write
+from offload.errors import ConfigError, FormatError
+from offload.format.safetensors import SIZES, TensorSpec
+from offload.format.values import decode, encode
+
+OTHER = "other"
+
+
+class Leaves:
+    """The tensors of all trees of one checkpoint, each once. They are held, not copied."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}  # by their names in the shards
+        self._known: dict[int, str] = {}
+
+    def encode(self, section: str, tree: Any) -> Any:
+        """The tree as a manifest has it; a `ConfigError` names what cannot be saved."""
+
+        def put(leaf: Any) -> str | None:
+            if not isinstance(leaf, Tensor):
+                return None
+            if id(leaf) not in self._known:
+                name = self._known[id(leaf)] = f"{section}.{len(self.tensors)}"
+                spec_of(f"{section}: a tensor", leaf)
+                self.tensors[name] = leaf
+            return f"{OTHER}/{self._known[id(leaf)]}"
+
+        try:
+            return encode(without_numpy(tree), put)
+        except ConfigError as error:
+            raise ConfigError(f"save: {section}: {error}") from error
+
+    def specs(self) -> list[TensorSpec]:
+        """The widest types first, so that each begins at a multiple of its size."""
+        specs = [spec_of(name, tensor) for name, tensor in self.tensors.items()]
+        return sorted(specs, key=lambda spec: -SIZES[spec.dtype])
+
+    def write(self, put: Callable[[str, int, Tensor], None]) -> None:
+        for name, tensor in self.tensors.items():
+            write(name, tensor, put)
+
+
+def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
+    """What was given to `Leaves.encode`. get: reads a tensor by its full name; each is read once,
+    so that what was one object is one again.
+    """
+    read: dict[str, Tensor] = {}
+
+    def once(name: str) -> Tensor:
+        if name not in read:
+            read[name] = get(name)
+        return read[name]
+
+    return decode(tree, once)
+
+
+def without_numpy(tree: Any) -> Any:
+    """Numbers of numpy's as Python's own; everything else as it is."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return tree
+    return _converted(tree, numpy.generic)
+
+
+def _converted(tree: Any, scalar: type[Any]) -> Any:
+    if isinstance(tree, scalar):
+        return tree.item()
+    if type(tree) in (list, tuple):
+        return type(tree)(_converted(item, scalar) for item in tree)
+    if isinstance(tree, dict) and any(_has_scalar(value, scalar) for value in tree.values()):
+        same = type(tree)() if type(tree) is not dict else {}
+        same.update({key: _converted(value, scalar) for key, value in tree.items()})
+        return same
+    return tree
+
+
+def _has_scalar(tree: Any, scalar: type[Any]) -> bool:
+    return isinstance(tree, scalar | list | tuple | dict)
+
+
+# --- single numbers -------------------------------------------------------------------------------
+
+
+def packed(value: Any) -> Any:
+    """A number that may be a tensor without dimensions, such as a step count: with its bits in the
+    tree itself, for there is one for each parameter.
+    """
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES:
+        ((_, bits),) = each_piece(value)
+        return {"tensor": NAMES[value.dtype], "bits": bytes(bits.tolist())}
+    return {"value": value}
+
+
+def unpacked(held: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
+    """What `packed` was given. Raises `FormatError` where it can be nothing of that."""
+    if set(held) == {"value"}:
+        return held["value"]
+    dtype, bits = dtypes.get(str(held.get("tensor"))), held.get("bits")
+    if dtype is None or not isinstance(bits, bytes) or len(bits) != dtype.itemsize:
+        raise FormatError(f"checkpoint: expected a number of a state, got {str(held)[:200]}")
+    return torch.frombuffer(bytearray(bits), dtype=dtype).reshape(())
