@@ -20,9 +20,11 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"offload: seed {SEED} (change it with OFFLOAD_TEST_SEED), torch {torch.__version__}"
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports have made stays for good. Every `gc.collect()` of a test that looks for
-    leaks would walk over it, and take a hundred times as long as for what the tests make.
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """What is there by now, most of it by imports, stays for good. Every `gc.collect()` of a test
+    that looks for leaks would walk over it, and take a hundred times as long as for what the tests
+    make.
     """
     gc.collect()
     gc.freeze()

@@ -393,7 +393,7 @@ def test_with_room_for_all_autograd_is_left_alone(tmp_path: Path) -> None:
     offload.close(model)
 
 
-def test_the_plan_says_what_will_be_where(tmp_path: Path) -> None:
+def test_the_plan_says_what_will_be_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gpt")
     optimizer = adamw(model)
     whole = offload.plan(model, optimizer)
@@ -411,6 +411,7 @@ def test_the_plan_says_what_will_be_where(tmp_path: Path) -> None:
     assert least.shares.spilled and "on disk for want of it" in str(least)
     with pytest.raises(CapacityError, match="the least that works"):
         offload.plan(model, optimizer, host_memory=9 * KI, nvme=tmp_path)
+    monkeypatch.setattr("offload.planner.CHUNK_NUMEL", 4 << 20)
     with torch.device("meta"):
         big = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096)) for _ in range(40)))
     told = offload.plan(big, torch.optim.AdamW(big.parameters()), host_memory="1GiB", nvme=tmp_path)

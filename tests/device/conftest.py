@@ -23,13 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.device)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def little_to_collect() -> None:
-    """Tests collect garbage often; what the imports have made is not looked at again."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(params=SCHEDULES, ids=NAMES)
 def fake(request: pytest.FixtureRequest) -> Iterator[DeviceModule]:
     """The device under one schedule, with nothing allocated and nothing counted."""
