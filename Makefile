@@ -29,7 +29,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: demo test test-device lint bench sanitize emulate peers wheel clean help setup
+.PHONY: demo test test-device kill lint bench sanitize emulate peers wheel clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -43,6 +43,9 @@ test: setup  ## all tests
 
 test-device: setup  ## the tests of the device code alone, on a fake accelerator, under every schedule
 	$(PYTEST) -m device
+
+kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) in a training that saves; `make test` has 208
+	OFFLOAD_KILLS=$(or $(OFFLOAD_KILLS),3000) $(PYTEST) -s tests/test_kill.py
 
 lint: setup  ## ruff and mypy
 	"$(PY)" -m ruff check .

@@ -1,0 +1,333 @@
+"""A loop that trains and saves and is killed, again and again: `kill_loop.py FOLDER KILLS SEED`.
+
+Everything is imported once. Each loop is forked from here, so it starts in milliseconds; this
+process trains nothing and has no threads. A loop resumes from the newest checkpoint, tells by lines
+on a pipe what it has loaded, what it is about to save and what it has saved, and is killed: at a
+named point of a save, or at a moment that is drawn. What the next one finds must be the newest that
+was acknowledged, or a newer whole one, with the bits that every training has at that step.
+Prints what it has seen as JSON; anything wrong is an exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo  # which the first optimizer imports, in seconds
+from preparelib import Gpt, batch, loss_of
+
+import offload
+from offload import api, planner, units
+from offload.checkpoint import writer
+from offload.checkpoint.disk import POINTS, Disk
+from offload.errors import ConfigError
+from offload.format.directory import find_newest
+from offload.format.verify import verify
+
+assert api and torch.get_num_threads() == 1, "threads would not survive a fork: OMP_NUM_THREADS=1"
+
+KEEP = 2
+WAIT_S = 60.0
+MOST_DELAY_S = 0.12  # of a random kill, from when the loop has loaded
+REFERENCE_STEPS = 30
+
+
+class Way(NamedTuple):
+    kind: str  # wrap, prepare
+    background: bool
+
+
+WAYS = [Way(kind, background) for kind in ("wrap", "prepare") for background in (False, True)]
+
+
+# --- the loop, in a process of its own -------------------------------------------------------------
+
+
+class Killer(Disk):
+    """Ends the process when it comes to `point` for the `count`-th time."""
+
+    point, count = "", 0
+    tell: Callable[..., None]
+
+    def hook(self, point: str) -> None:
+        if point == Killer.point:
+            Killer.count -= 1
+            if Killer.count == 0:
+                Killer.tell("point", point)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_small() -> None:
+    units.LARGE_BYTES = 2048  # type: ignore[misc]
+    planner.LEAST_CHUNK_NUMEL = 64  # type: ignore[misc]
+    planner.CHUNK_NUMEL = 1024  # type: ignore[misc]
+
+
+def build(kind: str, swap: Path) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Gpt(layers=1, dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if kind == "wrap":
+        optimizer = offload.wrap(optimizer, host_memory=30_000, nvme=swap)  # type: ignore[assignment]
+    elif kind == "prepare":
+        model, optimizer = offload.prepare(
+            model, optimizer, device="cpu", host_memory=100_000, nvme=swap
+        )
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, step: int) -> None:
+    loss_of(model, batch(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(model: Any, optimizer: Any) -> str:
+    """Of all that a checkpoint brings back."""
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for name, value in sorted(model.state_dict().items()):
+        found.update(name.encode() + value.contiguous().numpy().tobytes())
+    for number, state in sorted(optimizer.state_dict()["state"].items()):
+        for key, value in sorted(state.items()):
+            found.update(f"{number}/{key}".encode() + value.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def run_loop(way: Way, folder: Path, early: bool, tell: Callable[..., None]) -> None:
+    """Until it is killed. early: a mutant, which acknowledges what it has only begun."""
+    make_small()
+    writer.Disk = Killer  # type: ignore[misc]
+    Killer.tell = staticmethod(tell)
+    model, optimizer = build(way.kind, folder / "swap")
+    saves, step = folder / "saves", 0
+    try:
+        step = offload.load(saves, model, optimizer)["step"]
+    except ConfigError:
+        if any(not each.name.startswith(".") for each in saves.iterdir()):
+            raise
+    tell("loaded", step, digest(model, optimizer))
+    while True:
+        train(model, optimizer, step)
+        step += 1
+        tell("saving", step, digest(model, optimizer))
+        done = offload.save(
+            saves / f"{step}",
+            model,
+            optimizer,
+            extra={"step": step},
+            keep=KEEP,
+            background=way.background,
+        )
+        if way.background:
+            if early:
+                tell("saved", step, "", 0)
+            train(model, optimizer, step)
+            step += 1
+            train(model, optimizer, step)
+            step += 1
+            done.wait(WAIT_S)
+            step_saved = step - 2
+        else:
+            step_saved = step
+        names = os.listdir(saves)
+        hidden = [name for name in names if name.startswith(".")]
+        tell("saved", step_saved, ",".join(hidden), len(names) - len(hidden))
+
+
+def run_reference(tell: Callable[..., None]) -> None:
+    """Plain torch, in memory, never killed."""
+    model, optimizer = build("plain", Path())
+    for step in range(REFERENCE_STEPS):
+        tell("saving", step, digest(model, optimizer))
+        train(model, optimizer, step)
+
+
+# --- the parent ------------------------------------------------------------------------------------
+
+
+class Child:
+    """A forked process that writes lines."""
+
+    def __init__(self, work: Callable[[Callable[..., None]], None]) -> None:
+        self._rest = b""
+        self.fd, out = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._work(work, out)
+        os.close(out)
+
+    def _work(self, work: Callable[[Callable[..., None]], None], out: int) -> None:
+        code = 1
+        try:
+            os.close(self.fd)
+            work(lambda *words: _write_line(out, words))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def lines(self, until_s: float) -> list[list[str]]:
+        """What has come by then, or until the end; at least one call must see something."""
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            ready, _, _ = select.select([self.fd], [], [], left_s)
+            if not ready:
+                return []
+            data = os.read(self.fd, 65536)
+            if not data:
+                raise EOFError
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            if whole:
+                return [line.decode().split("\t") for line in whole]
+
+    def end(self) -> int:
+        """Kill it; returns the signal that ended it, or minus its exit code."""
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+
+    def rest(self) -> list[list[str]]:
+        found: list[list[str]] = []
+        try:
+            while True:
+                found += self.lines(time.monotonic() + WAIT_S)
+        except EOFError:
+            os.close(self.fd)
+        return found
+
+
+def _write_line(out: int, words: tuple[Any, ...]) -> None:
+    os.write(out, ("\t".join(map(str, words)) + "\n").encode())
+
+
+@dataclass
+class Seen:
+    kills: int = 0
+    at_points: dict[str, int] = field(default_factory=dict)
+    saves: int = 0
+    in_a_save: int = 0  # killed after it had begun and before it was acknowledged
+    newer: int = 0  # a whole one that nobody had acknowledged
+
+
+class Contest:
+    """All kills of one way, in one folder."""
+
+    def __init__(self, way: Way, folder: Path, digests: dict[int, str], early: bool) -> None:
+        self.way, self.folder, self.early = way, folder, early
+        self.saves = folder / "saves"
+        for each in (self.saves, folder / "swap"):
+            each.mkdir(parents=True)
+        self.digests = digests  # of every step that any training has come to
+        self.newest = 0  # acknowledged
+        self.saving = 0
+        self.seen = Seen()
+
+    def kill(self, point: str, count: int, delay_s: float) -> None:
+        """One loop; `point` is empty for one that is killed after a while."""
+        Killer.point, Killer.count = point, count
+        child = Child(lambda tell: run_loop(self.way, self.folder, self.early, tell))
+        begun_at = self.newest
+        try:
+            self._follow(child, "loaded", time.monotonic() + WAIT_S)
+            self._follow(child, "", time.monotonic() + (WAIT_S if point else delay_s))
+        except EOFError:
+            pass
+        code = child.end()
+        self._hear(child.rest())
+        assert code == signal.SIGKILL, f"{self.way}: the loop ended by itself: {code}"
+        self.seen.kills += 1
+        self.seen.in_a_save += self.saving > self.newest
+        assert self.newest >= begun_at
+        self._look()
+
+    def _follow(self, child: Child, word: str, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            lines = child.lines(until_s)
+            self._hear(lines)
+            if any(line[0] == word for line in lines):
+                return
+        assert word == "", f"{self.way}: nothing {word} after {WAIT_S:g} s"
+
+    def _hear(self, lines: list[list[str]]) -> None:
+        for what, *words in lines:
+            if what == "point":
+                self.seen.at_points[words[0]] = self.seen.at_points.get(words[0], 0) + 1
+                continue
+            step = int(words[0])
+            if what == "saved":
+                assert not words[1], f"{self.way}: {words[1]} is left after the save of {step}"
+                assert int(words[2]) <= KEEP, f"{self.way}: {words[2]} checkpoints are kept"
+                self.newest = step
+                self.seen.saves += 1
+                continue
+            if what == "loaded":
+                assert step >= self.newest, f"{self.way}: {step} loaded, {self.newest} was saved"
+            else:
+                self.saving = step
+            known = self.digests.setdefault(step, words[1])
+            assert known == words[1], f"{self.way}: other bits at step {step} ({what})"
+
+    def _look(self) -> None:
+        """At what a kill has left."""
+        assert not os.listdir(self.folder / "swap"), f"{self.way}: swap files are left"
+        try:
+            path = find_newest(self.saves)
+        except ConfigError:
+            assert self.newest == 0, f"{self.way}: {self.newest} is lost"
+            return
+        step = int(path.name)
+        assert step >= self.newest, f"{self.way}: newest is {step}, {self.newest} was acknowledged"
+        self.seen.newer += step > self.newest
+        for each in self.saves.iterdir():
+            if not each.name.startswith("."):
+                findings = verify(each)
+                assert findings.is_whole, f"{self.way}: {each.name}: {findings.damage}"
+
+
+def plan_kills(kills: int, rng: random.Random) -> list[tuple[str, int, float]]:
+    """Each named point at least once, and moments."""
+    found = [(point, rng.randint(1, 2), 0.0) for point in POINTS]
+    found += [("", 0, rng.uniform(0.0, MOST_DELAY_S)) for _ in range(kills - len(found))]
+    rng.shuffle(found)
+    return found
+
+
+def main(folder: Path, kills: int, seed: int, early: bool) -> None:
+    rng = random.Random(seed)
+    digests: dict[int, str] = {}
+    reference = Contest(Way("plain", False), folder / "plain", digests, False)
+    child = Child(run_reference)
+    reference._hear(child.rest())
+    child.end()
+    assert len(digests) == REFERENCE_STEPS
+    totals = Seen()
+    for number, way in enumerate(WAYS):
+        if early and not way.background:
+            continue
+        contest = Contest(way, folder / f"{number}", digests, early)
+        for point, count, delay_s in plan_kills(-(-kills // len(WAYS)), rng):
+            contest.kill(point, count, delay_s)
+        seen = contest.seen
+        assert set(seen.at_points) == set(POINTS), f"never at {set(POINTS) - set(seen.at_points)}"
+        for point, times in seen.at_points.items():
+            totals.at_points[point] = totals.at_points.get(point, 0) + times
+        for name in ("kills", "saves", "in_a_save", "newer"):
+            setattr(totals, name, getattr(totals, name) + getattr(seen, name))
+    print(json.dumps(vars(totals)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "early" in sys.argv[4:])
