@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from offload.planner import Plan
     from offload.progress_line import progress
     from offload.reports import Report
+    from offload.signals import save_on_signal
 
 __version__ = "0.1.0.dev0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "report",
     "resident",
     "save",
+    "save_on_signal",
     "wrap",
 ]
 
@@ -64,6 +66,7 @@ _LATE = {
     "report": "offload.api",
     "resident": "offload.api",
     "save": "offload.api",
+    "save_on_signal": "offload.signals",
     "wrap": "offload.api",
 }
 

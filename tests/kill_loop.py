@@ -52,7 +52,7 @@ class Way(NamedTuple):
 WAYS = [Way(kind, background) for kind in ("wrap", "prepare") for background in (False, True)]
 
 
-# --- the loop, in a process of its own -------------------------------------------------------------
+# --- the loop, in a process of its own ------------------------------------------------------------
 
 
 class Killer(Disk):
@@ -154,7 +154,7 @@ def run_reference(tell: Callable[..., None]) -> None:
         train(model, optimizer, step)
 
 
-# --- the parent ------------------------------------------------------------------------------------
+# --- the parent -----------------------------------------------------------------------------------
 
 
 class Child:

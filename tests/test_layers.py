@@ -53,7 +53,7 @@ ROWS = [
     {"outline"},
     {"prepared"},
     {"api", "cli"},
-    {"progress_line"},
+    {"progress_line", "signals"},
     {"__init__", "__main__"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -15,7 +15,7 @@ import fcntl
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -162,11 +162,13 @@ class CheckpointReader:
 
     # --- everything -------------------------------------------------------------------------------
 
-    def check(self, rooms: Rooms | None = None) -> None:
+    def check(
+        self, rooms: Rooms | None = None, before_part: Callable[[], None] | None = None
+    ) -> None:
         """Compare every byte with its checksum, and every header with the manifest.
 
         Raises `CorruptionError` or `FormatError` for the first thing that is wrong. rooms: memory
-        to read through, 32 MiB of its own otherwise.
+        to read through, 32 MiB of its own otherwise. before_part: may end it by an error.
         """
         rooms = rooms or Rooms(_ROOM_BYTES, _ROOMS)
         tensors: dict[str, list[SavedTensor]] = {name: [] for name in self._files}
@@ -176,7 +178,7 @@ class CheckpointReader:
             tensors[name].sort(key=lambda tensor: (tensor.parts[0].offset, tensor.nbytes))
             file.drop_cache()
             self._check_header(file, tensors[name])
-            self._check_data(file, tensors[name], rooms)
+            self._check_data(file, tensors[name], rooms, before_part or (lambda: None))
 
     def _check_header(self, file: _File, tensors: list[SavedTensor]) -> None:
         """It is, byte for byte, what these tensors ask for."""
@@ -193,11 +195,18 @@ class CheckpointReader:
                 offset_bytes=0,
             )
 
-    def _check_data(self, file: _File, tensors: list[SavedTensor], rooms: Rooms) -> None:
+    def _check_data(
+        self,
+        file: _File,
+        tensors: list[SavedTensor],
+        rooms: Rooms,
+        before_part: Callable[[], None],
+    ) -> None:
         parts = [(tensor, part) for tensor in tensors for part in tensor.parts]
         stream = _Stream(file, parts[0][1].offset if parts else file.nbytes, self._engine, rooms)
         try:
             for tensor, part in parts:
+                before_part()
                 crc = 0
                 for view in stream.read(part.nbytes):
                     crc = crc32(view, crc)

@@ -8,6 +8,7 @@ in the background if asked for, while training goes on; what is saved is the mom
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -65,6 +66,7 @@ class Save:
         self._writer: CheckpointWriter | None = None
         self._saver: Saver | None = None
         self._values: dict[str, Any] = {}
+        self._cancelled: BaseException | None = None
 
     def turn(self) -> AbstractContextManager[None]:
         """Keeps steps out while it is inside."""
@@ -78,7 +80,10 @@ class Save:
         session = self._optimizer.session if self._optimizer is not None else None
         metrics = session.metrics if session is not None else None
         self._writer = CheckpointWriter(self.path, metrics=metrics)
+        _UNDER_WAY.add(self)
         try:
+            if self._cancelled is not None:
+                raise self._cancelled
             model = _Shards(self._writer, MODEL, self._model.specs())
             other = _Shards(self._writer, OTHER, self._leaves.specs())
             state = _Shards(self._writer, OPTIMIZER, fields)
@@ -135,11 +140,33 @@ class Save:
         if self._writer is not None:
             self._writer.abandon()
 
+    def cancel(self, error: BaseException) -> None:
+        """Whoever works on it gets `error` soon and gives up, unless it is saved by then. Any
+        thread.
+        """
+        self._cancelled = error
+        if self._saver is not None:
+            self._saver.cancel(error)
+        if self._writer is not None:
+            self._writer.cancel(error)
+
     def tell_failure(self, error: BaseException) -> None:
         """In the report, in case nobody asks."""
         session = self._optimizer.session if self._optimizer is not None else None
         if session is not None:
             session.metrics.note(f"background save of {self.path}", f"failed: {error}")
+
+
+# Those that have begun; ended ones go with their last user.
+_UNDER_WAY: weakref.WeakSet[Save] = weakref.WeakSet()
+
+
+def cancel_all(error: BaseException) -> None:
+    """Saves under way in any thread of this process end with `error`, or well if they are through.
+    What they have made is removed. Does not wait for it.
+    """
+    for task in list(_UNDER_WAY):
+        task.cancel(error)
 
 
 def save(

@@ -182,6 +182,7 @@ class CheckpointWriter:
             if keep is not None:
                 self._verify(manifest)
                 self._disk.hook("verified")
+            self._work.output.check()
             self._work.draft.publish()
             self._move_to(WriterState.DONE)
         except BaseException:
@@ -197,6 +198,7 @@ class CheckpointWriter:
         output.flush()
         self._disk.hook("data written")
         for shard in self._shards:
+            output.check()
             with told("truncate", shard.file.label):
                 self._disk.truncate(shard.file.fd, shard.nbytes)
             with told("fsync", shard.file.label):
@@ -242,7 +244,7 @@ class CheckpointWriter:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
                 if reader.manifest != manifest:
                     raise FormatError(f"{hidden / MANIFEST}: it is another one")
-                reader.check(output.rooms)
+                reader.check(output.rooms, output.check)
         except FormatError as error:  # it was right when it was written
             raise CorruptionError(
                 f"checkpoint {self.path}: what came back from the disk is not what was written "
@@ -267,6 +269,10 @@ class CheckpointWriter:
             work.draft.close_parents()
 
     # --- the end ----------------------------------------------------------------------------------
+
+    def cancel(self, error: BaseException) -> None:
+        """Whoever writes or commits gets `error` soon, unless it is saved by then. Any thread."""
+        self._work.output.fail(error)
 
     def abandon(self) -> None:
         """Remove everything, unless it is saved. Idempotent; also by `with`, and when the writer is

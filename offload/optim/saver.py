@@ -253,6 +253,10 @@ class Saver:
             self._error = self._error or error
             self._gate.notify_all()
 
+    def cancel(self, error: BaseException) -> None:
+        """`run`, under way or still to come, ends with `error`. Any thread."""
+        self._give_up(error)
+
     def give_up(self, error: BaseException) -> None:
         """Nobody will call `run`."""
         self._give_up(error)

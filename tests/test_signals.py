@@ -1,0 +1,207 @@
+"""`offload.save_on_signal`, with real signals to real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kill_loop import digest
+from preparelib import Gpt
+from torch import nn
+
+import offload
+from offload.errors import ConfigError, StateError
+from offload.format.directory import find_newest
+from offload.format.verify import verify
+
+LOOP = Path(__file__).with_name("signal_loop.py")
+
+
+@contextmanager
+def loop(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    for name in ("swap", "saves"):
+        (folder / name).mkdir(parents=True)
+    child = subprocess.Popen(
+        [sys.executable, str(LOOP), str(folder), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def wait_for(child: subprocess.Popen[str], word: str, count: int = 1) -> list[list[str]]:
+    """Lines up to the `count`-th that begins with `word`."""
+    found: list[list[str]] = []
+    assert child.stdout is not None
+    for line in child.stdout:
+        found.append(line.rstrip("\n").split("\t"))
+        count -= found[-1][0] == word
+        if count == 0:
+            return found
+    assert child.stderr is not None
+    raise AssertionError(f"ended without {word}: {child.stderr.read()[-2000:]}")
+
+
+def end(child: subprocess.Popen[str], number: int, within_s: float) -> list[list[str]]:
+    """Send the last signal; returns the lines that come until the process has ended."""
+    begin = time.monotonic()
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 128 + number, err[-2000:]
+    assert time.monotonic() - begin < within_s
+    return [line.split("\t") for line in out.splitlines()]
+
+
+def loaded(path: Path) -> tuple[Any, str]:
+    model = Gpt(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    extra = offload.load(path, model, optimizer)
+    return extra, digest(model, optimizer)
+
+
+def hidden_in(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder / "saves") if name.startswith(".")]
+
+
+def test_a_training_saves_goes_on_and_ends(tmp_path: Path, seed: int) -> None:
+    """SIGUSR1 at moments that are drawn, then SIGTERM: each save has the bits of its step."""
+    rng = random.Random(seed)
+    for number, how in enumerate(["plain", "background"]):
+        folder = tmp_path / how
+        with loop(folder, how) as child:
+            lines = wait_for(child, "step", 2)
+            for _ in range(3):
+                child.send_signal(signal.SIGUSR1)
+                time.sleep(rng.uniform(0.0, 0.1))
+                lines += wait_for(child, "step", 3)
+            lines += end(child, signal.SIGTERM, 11.0)
+        digests = {int(line[1]): line[2] for line in lines if line[0] == "step"}
+        last = find_newest(folder / "saves")
+        assert last.name.startswith("at"), number
+        extra, found = loaded(last)
+        # The last one was saved at the end of a step after which nothing was told.
+        assert extra["step"] == max(digests) + 1
+        assert not hidden_in(folder)
+        for each in (folder / "saves").iterdir():
+            assert verify(each).is_whole
+            if each.name.startswith("at") and each != last:
+                extra, found = loaded(each)
+                assert found == digests[extra["step"]]
+
+
+def test_a_scheduler_is_saved_at_the_point(tmp_path: Path) -> None:
+    with loop(tmp_path, "point") as child:
+        lines = wait_for(child, "step", 4)
+        lines += end(child, signal.SIGTERM, 11.0)
+    steps = [int(line[1]) for line in lines if line[0] == "step"]
+    model = Gpt(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    extra = offload.load(tmp_path / "saves", model, optimizer, scheduler=scheduler)
+    assert extra["step"] == steps[-1] == scheduler.last_epoch
+    assert digest(model, optimizer) == lines[-1][2]
+
+
+def test_a_loop_that_forgets_the_point_is_told_at_once(tmp_path: Path) -> None:
+    with loop(tmp_path, "forgotten") as child:
+        _, err = child.communicate(timeout=60)
+        assert child.returncode == 1
+        assert "scheduler must be saved after its own step: call point()" in err
+
+
+@pytest.mark.parametrize("how", ["idle", "slow", "slow background"])
+def test_the_limit_holds_and_nothing_is_left(how: str, tmp_path: Path) -> None:
+    """No step ever ends; a save takes too long; a save of the user's own does."""
+    with loop(tmp_path, how) as child:
+        wait_for(child, "ready" if how == "idle" else "step", 1 if how == "idle" else 2)
+        if how == "slow background":
+            wait_for(child, "stuck")
+        # The save looks up after two seconds, when the process has gone: the next one removes it.
+        end(child, signal.SIGTERM, 3.0)
+    assert not [name for name in os.listdir(tmp_path / "saves") if not name.startswith(".")]
+    model = nn.Linear(2, 2)
+    offload.save(tmp_path / "saves" / "next", model)
+    assert os.listdir(tmp_path / "saves") == ["next"]
+
+
+def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
+    """Between any two of its points, from another thread; older ones stay."""
+    from offload.checkpoint import saving, writer
+    from offload.checkpoint.disk import POINTS, Disk
+
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(200)).sum().backward()
+    optimizer.step()
+    offload.save(tmp_path / "first", model, optimizer)
+    cancelled = SystemExit(143)
+    before = writer.Disk
+    try:
+        for number, point in enumerate(POINTS[: POINTS.index("renamed")]):
+
+            class Cancels(Disk):
+                def hook(self, name: str, at: str = point) -> None:
+                    if name == at:
+                        thread = threading.Thread(target=saving.cancel_all, args=(cancelled,))
+                        thread.start()
+                        thread.join()
+
+            writer.Disk = Cancels  # type: ignore[misc]
+            if point == "created":  # the save is not known yet
+                offload.save(tmp_path / f"{number}", model, optimizer)
+                continue
+            with pytest.raises(SystemExit):
+                offload.save(tmp_path / f"{number}", model, optimizer, keep=1)
+            assert sorted(os.listdir(tmp_path)) == ["0", "first"], point
+    finally:
+        writer.Disk = before  # type: ignore[misc]
+    assert verify(tmp_path / "first").is_whole
+
+
+def test_handlers_are_as_before_and_mistakes_are_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    saver = offload.save_on_signal(tmp_path / "a", model, optimizer)
+    assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert (tmp_path / "a").is_dir()
+    saver.close()
+    saver.close()
+    assert before == {number: signal.getsignal(number) for number in before}
+    assert signal.set_wakeup_fd(-1) == -1
+    optimizer.step()
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            offload.save_on_signal(tmp_path / "b", model, optimizer)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert isinstance(errors[0], StateError) and "main thread" in str(errors[0])
+    for wrong in ({"limit_s": 0}, {"limit_s": True}, {"signals": ()}, {"signals": (9,)}):
+        with pytest.raises(ConfigError, match=r"expected"):
+            offload.save_on_signal(tmp_path / "b", model, optimizer, **wrong)  # type: ignore[arg-type]
