@@ -19,6 +19,7 @@ from offload.errors import (
 
 if TYPE_CHECKING:
     from offload.api import close, load, plan, prepare, report, resident, save, wrap
+    from offload.huggingface import TrainerCallback
     from offload.optim import Lion
     from offload.planner import Plan
     from offload.progress_line import progress
@@ -40,6 +41,7 @@ __all__ = [
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "TrainerCallback",
     "close",
     "load",
     "plan",
@@ -58,6 +60,7 @@ _LATE = {
     "Lion": "offload.optim",
     "Plan": "offload.planner",
     "Report": "offload.reports",
+    "TrainerCallback": "offload.huggingface",
     "close": "offload.api",
     "load": "offload.api",
     "plan": "offload.api",

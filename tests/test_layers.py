@@ -53,7 +53,7 @@ ROWS = [
     {"outline"},
     {"prepared"},
     {"api", "cli"},
-    {"progress_line", "signals"},
+    {"progress_line", "signals", "huggingface"},
     {"__init__", "__main__"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

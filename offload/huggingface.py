@@ -1,0 +1,182 @@
+"""Hugging Face's `Trainer`: `offload.save` and `offload.load` make and load its checkpoints.
+
+A callback alone hears of a save when the Trainer has made it. So this one is given the trainer, and
+takes the place of those of its methods that write and read checkpoints: in the object, not in the
+class. In each `checkpoint-<step>` there is then a checkpoint of ours, `offload/`, beside the files
+that describe it (config, tokenizer, trainer_state.json); no optimizer.pt, scheduler.pt, rng_state
+or weights, and nothing that is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from offload.api import load, save
+from offload.checkpoint.rng import random_states, set_random_states
+from offload.errors import ConfigError, OffloadError
+from offload.format.directory import find_newest
+
+try:
+    import transformers
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise ConfigError(
+        "TrainerCallback: is for Hugging Face's Trainer, and transformers is not installed here "
+        f"({error}): pip install transformers accelerate"
+    ) from error
+
+FOLDER = "offload"  # in each checkpoint-<step>
+_STATE = "trainer_state.json"
+_REPLACED = (
+    "train",
+    "_save_checkpoint",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
+
+
+class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """`offload.TrainerCallback(trainer)`, once, before `trainer.train(...)`.
+
+    From then on the Trainer saves by `offload.save` (each checkpoint is read back before an older
+    one goes) and resumes by `offload.load`, with the bits of training that never stopped.
+    `resume_from_checkpoint=True` takes the newest whole one; checkpoints that the Trainer has made
+    without this are resumed as before. `trainer.save_model()` and `save_only_model=True` write
+    Hugging Face's own files, as always.
+    """
+
+    def __init__(self, trainer: transformers.Trainer) -> None:
+        if not isinstance(trainer, transformers.Trainer):
+            raise ConfigError(
+                f"TrainerCallback: expected the trainer, got {type(trainer).__name__}; make the "
+                "Trainer first, then offload.TrainerCallback(trainer)"
+            )
+        if any(isinstance(each, TrainerCallback) for each in trainer.callback_handler.callbacks):
+            raise ConfigError("TrainerCallback: this trainer has one already")
+        missing = [name for name in _REPLACED if not callable(getattr(trainer, name, None))]
+        if missing:
+            raise ConfigError(
+                f"TrainerCallback: transformers {transformers.__version__} has no Trainer."
+                f"{missing[0]}; this version is not known here"
+            )
+        self._trainer: Any = trainer
+        self._own = {name: getattr(trainer, name) for name in _REPLACED}
+        self._is_saving = False
+        self._random: Any = None
+        for name in _REPLACED:
+            setattr(trainer, name, getattr(self, f"_do_{name.lstrip('_')}"))
+        trainer.add_callback(self)
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def _do_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self._saving():
+            return self._own["_save_checkpoint"](*args, **kwargs)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._is_saving = not self._trainer.args.save_only_model
+        try:
+            yield
+        finally:
+            self._is_saving = False
+
+    def _do_save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """What describes the model; its values are in our checkpoint."""
+        if not self._is_saving or output_dir is None:
+            self._own["_save"](output_dir, state_dict)
+            return
+        os.makedirs(output_dir, exist_ok=True)
+        trainer = self._trainer
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+        for each in (*configs, tokenizer):
+            if hasattr(each, "save_pretrained"):
+                each.save_pretrained(output_dir)
+
+    def _do_save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = self._trainer
+        # keep: so that it is read back before the Trainer removes older ones.
+        save(Path(output_dir, FOLDER), trainer.model, trainer.optimizer, keep=1, **self._stateful())
+
+    def _do_save_scaler(self, output_dir: str) -> None:
+        """It is in our checkpoint."""
+
+    def _do_save_rng_state(self, output_dir: str) -> None:
+        """It is in our checkpoint."""
+
+    def _stateful(self) -> dict[str, Any]:
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        found = {"scheduler": self._trainer.lr_scheduler, "scaler": scaler}
+        return {name: each for name, each in found.items() if each is not None}
+
+    # --- resuming ---------------------------------------------------------------------------------
+
+    def _do_train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._random = None
+        if resume_from_checkpoint is True:
+            folder = self._trainer.args.output_dir
+            resume_from_checkpoint = _newest(folder) or get_last_checkpoint(folder) or True
+        return self._own["train"](resume_from_checkpoint, *args, **kwargs)
+
+    def _do_load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        if not _has_ours(checkpoint):  # else it comes with the optimizer
+            self._own["_load_from_checkpoint"](checkpoint, model)
+
+    def _do_load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not _has_ours(checkpoint):
+            self._own["_load_optimizer_and_scheduler"](checkpoint)
+            return
+        trainer = self._trainer
+        load(Path(str(checkpoint), FOLDER), trainer.model, trainer.optimizer, **self._stateful())
+        # The Trainer passes over the batches that were used, and sets random numbers after that.
+        self._random = random_states()
+
+    def _do_load_scaler(self, checkpoint: str | None) -> None:
+        if not _has_ours(checkpoint):
+            self._own["_load_scaler"](checkpoint)
+
+    def _do_load_rng_state(self, checkpoint: str | None) -> None:
+        if not _has_ours(checkpoint):
+            self._own["_load_rng_state"](checkpoint)
+        elif self._random is not None:
+            set_random_states(self._random)
+
+    def _do_load_best_model(self) -> None:
+        best = self._trainer.state.best_model_checkpoint
+        if not _has_ours(best):
+            self._own["_load_best_model"]()
+            return
+        states = random_states()
+        load(Path(best, FOLDER), self._trainer.model)
+        set_random_states(states)
+
+
+def _has_ours(checkpoint: str | None) -> bool:
+    return checkpoint is not None and Path(checkpoint, FOLDER).is_dir()
+
+
+def _newest(folder: str) -> str | None:
+    """The last `checkpoint-<step>` that was finished; a training that is killed leaves others."""
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        step = path.name.rpartition("-")[2]
+        with suppress(OffloadError, OSError, ValueError):
+            if step.isdecimal() and _has_ours(str(path)):
+                find_newest(path / FOLDER)
+                json.loads((path / _STATE).read_text())
+                found.append((int(step), str(path)))
+    return max(found)[1] if found else None
