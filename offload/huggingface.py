@@ -23,7 +23,7 @@ from offload.format.directory import find_newest
 
 try:
     import transformers
-    from transformers.trainer_utils import get_last_checkpoint
+    from transformers import trainer_utils
 except ImportError as error:
     raise ConfigError(
         "TrainerCallback: is for Hugging Face's Trainer, and transformers is not installed here "
@@ -102,7 +102,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+        configs: tuple[Any, ...] = tuple(
+            getattr(model, name, None) for name in ("config", "generation_config")
+        )
         for each in (*configs, tokenizer):
             if hasattr(each, "save_pretrained"):
                 each.save_pretrained(output_dir)
@@ -129,7 +131,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         self._random = None
         if resume_from_checkpoint is True:
             folder = self._trainer.args.output_dir
-            resume_from_checkpoint = _newest(folder) or get_last_checkpoint(folder) or True
+            resume_from_checkpoint = _newest(folder) or _latest(folder) or True
         return self._own["train"](resume_from_checkpoint, *args, **kwargs)
 
     def _do_load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
@@ -180,3 +182,10 @@ def _newest(folder: str) -> str | None:
                 json.loads((path / _STATE).read_text())
                 found.append((int(step), str(path)))
     return max(found)[1] if found else None
+
+
+def _latest(folder: str) -> str | None:
+    """What the Trainer itself would take."""
+    find: Any = trainer_utils.get_last_checkpoint
+    found: str | None = find(folder)
+    return found
