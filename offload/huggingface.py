@@ -23,7 +23,7 @@ from offload.format.directory import find_newest
 
 try:
     import transformers
-    from transformers import trainer_utils
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ConfigError(
         "TrainerCallback: is for Hugging Face's Trainer, and transformers is not installed here "
@@ -102,12 +102,11 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        configs: tuple[Any, ...] = tuple(
-            getattr(model, name, None) for name in ("config", "generation_config")
-        )
+        configs = (getattr(model, name, None) for name in ("config", "generation_config"))
         for each in (*configs, tokenizer):
-            if hasattr(each, "save_pretrained"):
-                each.save_pretrained(output_dir)
+            write: Any = getattr(each, "save_pretrained", None)
+            if write is not None:
+                write(output_dir)
 
     def _do_save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer = self._trainer
@@ -131,7 +130,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         self._random = None
         if resume_from_checkpoint is True:
             folder = self._trainer.args.output_dir
-            resume_from_checkpoint = _newest(folder) or _latest(folder) or True
+            last: Any = get_last_checkpoint
+            resume_from_checkpoint = _newest(folder) or last(folder) or True
         return self._own["train"](resume_from_checkpoint, *args, **kwargs)
 
     def _do_load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
@@ -182,10 +182,3 @@ def _newest(folder: str) -> str | None:
                 json.loads((path / _STATE).read_text())
                 found.append((int(step), str(path)))
     return max(found)[1] if found else None
-
-
-def _latest(folder: str) -> str | None:
-    """What the Trainer itself would take."""
-    find: Any = trainer_utils.get_last_checkpoint
-    found: str | None = find(folder)
-    return found

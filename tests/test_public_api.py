@@ -23,6 +23,7 @@ NAMES = {
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "TrainerCallback",
     "close",
     "load",
     "plan",
@@ -31,15 +32,13 @@ NAMES = {
     "report",
     "resident",
     "save",
+    "save_on_signal",
     "wrap",
 }
 
 # Promised and not built yet: not there, rather than there and empty. A name moves up when its work
 # is done.
-TO_COME = {
-    "TrainerCallback",
-    "save_on_signal",
-}
+TO_COME: set[str] = set()
 
 FIELDS = {
     "device": "auto",
