@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import offload
-from offload.cli import doctor, verify
+from offload.cli import doctor, export, verify
 from offload.cli.output import OutputError, complain, drop, results
 from offload.errors import OffloadError
 
@@ -38,6 +38,7 @@ class Command(Protocol):
 
 COMMANDS: Final[Mapping[str, Command]] = {
     "doctor": doctor,
+    "export": export,
     "verify": verify,
 }
 

@@ -148,3 +148,31 @@ def test_adapters_of_peft_without_weights() -> None:
         assert (layer.lora_B["default"].weight == 0).all()
         assert layer.lora_A["default"].weight.detach().std() > 0.05  # as peft draws them
         assert abs(float(layer.base_layer.weight.detach().std()) - 0.02) < 2e-3  # as the model does
+
+
+@pytest.mark.parametrize("size", ["5GB", "150KB"])
+def test_save_pretrained_of_a_prepared_model(plain: Any, size: str, tmp_path: Path) -> None:
+    """The same files as the plain one's, byte for byte, within the budget. Of several shards each
+    tensor is the same: they are cut by memory, which is another's here.
+    """
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    plain.save_pretrained(tmp_path / "plain", max_shard_size=size)
+    ours = LlamaForCausalLM.from_pretrained(tmp_path / "plain")
+    offload.prepare(ours, host_memory=400 * KI, nvme=tmp_path)
+    made = prepared_of(ours)
+    assert made is not None and not made.shares.holds_all_params
+    ours.save_pretrained(tmp_path / "ours", max_shard_size=size)
+    offload.close(ours)
+    folders = tmp_path / "plain", tmp_path / "ours"
+    texts = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
+    if size == "5GB":
+        assert texts[0] == texts[1] and "model.safetensors" in texts[0]
+        return
+    assert min(len(list(folder.glob("*.safetensors"))) for folder in folders) > 2
+    tensors: list[dict[str, bytes]] = [{}, {}]
+    for found, folder in zip(tensors, folders, strict=True):
+        for path in folder.glob("*.safetensors"):
+            found |= {name: t.numpy().tobytes() for name, t in load_file(path).items()}
+    assert tensors[0] == tensors[1]

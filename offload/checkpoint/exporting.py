@@ -1,0 +1,170 @@
+"""From a checkpoint to what others read: a Hugging Face model directory, and a state_dict of
+torch's own optimizers. Bytes are checked, then copied in pieces; nothing is ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.disk import told
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.saving import MODEL, OPTIMIZER
+from offload.checkpoint.tensors import PIECE_BYTES
+from offload.checkpoint.trees import decoded, unpacked
+from offload.errors import ConfigError, FormatError
+from offload.format.manifest import SavedTensor
+from offload.format.safetensors import TensorSpec, build_header
+from offload.layout import MASTER
+from offload.optim.source import as_bytes
+from offload.store.safetensors_file import DTYPES
+
+INDEX = "model.safetensors.index.json"
+
+
+def export_model(reader: CheckpointReader, out: Path, shard_bytes: int) -> list[str]:
+    """Write the model to the new directory `out`, whole or not at all; returns the files' names.
+
+    Each file has `shard_bytes` of values at most, unless one tensor alone has more. Tied weights
+    are there once, as `save_pretrained` has them.
+    """
+    tensors = [t for t in reader.manifest.tensors.values() if t.section == MODEL]
+    if os.path.lexists(out):
+        raise ConfigError(f"{out}: is there already; give a new directory")
+    hidden = out.parent / f".{out.name}.{secrets.token_hex(8)}.export"
+    with told("mkdir", hidden):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        hidden.mkdir()
+    try:
+        names = _write_shards(reader, hidden, _cut(tensors, shard_bytes))
+        with told("rename", out):
+            _sync(hidden)
+            os.rename(hidden, out)
+            _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return names
+
+
+def _cut(tensors: Sequence[SavedTensor], shard_bytes: int) -> list[list[SavedTensor]]:
+    found: list[list[SavedTensor]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if found[-1] and nbytes + tensor.nbytes > shard_bytes:
+            found.append([])
+            nbytes = 0
+        found[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return found
+
+
+def _write_shards(
+    reader: CheckpointReader, folder: Path, shards: list[list[SavedTensor]]
+) -> list[str]:
+    count = len(shards)
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    for name, tensors in zip(names, shards, strict=True):
+        _write_shard(reader, folder / name, tensors)
+    if count > 1:
+        places = {t.key: n for n, ts in zip(names, shards, strict=True) for t in ts}
+        total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        _write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        names.append(INDEX)
+    return names
+
+
+def _write_shard(reader: CheckpointReader, path: Path, tensors: Sequence[SavedTensor]) -> None:
+    specs = [TensorSpec(tensor.key, tensor.dtype, tensor.shape) for tensor in tensors]
+    header, _ = build_header(specs, {"format": "pt"}, align=8)
+    memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    with told("write", path), open(path, "xb") as file:
+        file.write(header)
+        for tensor in tensors:  # in the order of the header
+            source = reader.tensor(tensor.name)
+            for begin in range(0, tensor.nbytes, PIECE_BYTES):
+                some = memory[: min(PIECE_BYTES, tensor.nbytes - begin)]
+                source.read_into(begin, some)
+                file.write(some.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_text(path: Path, text: str) -> None:
+    with told("write", path), open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --- optimizer ------------------------------------------------------------------------------------
+
+
+def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
+    """A state_dict as the optimizer's own class has it. Fields are tensors on unnamed files in
+    `folder`. Masters of 16-bit parameters, which torch's optimizers do not have, are left out.
+    """
+    if OPTIMIZER not in reader.manifest.values:
+        raise ConfigError(f"{reader.path}: has no optimizer in it")
+    tree = decoded(reader.manifest.values[OPTIMIZER], lambda name: _mapped(reader, name, folder))
+    try:
+        names = [name for group in tree["groups"] for name in group["params"]]
+        index = {name: number for number, name in enumerate(names)}
+        state: dict[int, dict[str, Any]] = {
+            index[name]: {key: unpacked(value, DTYPES) for key, value in each.items()}
+            for name, each in tree["states"].items()
+        }
+        groups = [
+            {**group["settings"], "params": [index[name] for name in group["params"]]}
+            for group in tree["groups"]
+        ]
+        for saved in reader.manifest.tensors.values():
+            name, _, field = saved.key.rpartition("/")
+            if saved.section == OPTIMIZER and field != MASTER:
+                state.setdefault(index[name], {})[field] = _mapped(reader, saved.name, folder)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise FormatError(f"{reader.path}: its optimizer is none: {error}") from error
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def has_masters(reader: CheckpointReader) -> bool:
+    return any(
+        tensor.section == OPTIMIZER and tensor.key.rpartition("/")[2] == MASTER
+        for tensor in reader.manifest.tensors.values()
+    )
+
+
+def _mapped(reader: CheckpointReader, name: str, folder: Path) -> Tensor:
+    """The tensor on a file of its own, which has no name any more."""
+    source = reader.tensor(name)
+    dtype, shape = DTYPES[source.dtype], tuple(source.shape)
+    numel = torch.Size(shape).numel()
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    with told("map a file", folder), tempfile.NamedTemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+        found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+    whole = as_bytes(found)
+    for begin in range(0, whole.numel(), PIECE_BYTES):
+        source.read_into(begin, whole[begin : begin + PIECE_BYTES])
+    return found.view(shape)
