@@ -48,6 +48,7 @@ class Block:
     is_attached: bool = False  # the parameters are seen with their values
     pins: int = 0  # users who rely on its being attached
     generation: int = 0  # counts the changes of its values
+    version: int = 0  # of its parameters, as torch counts, when their values were last known
     seen: int | None = None  # checksum of what is attached, when others could last change it
     on_device: Presence = Presence.AWAY
     device_pins: int = 0  # users who rely on its being on the device
@@ -80,7 +81,14 @@ class Block:
             if (m.nbytes and m.param.data_ptr() != begin + m.begin)
             or m.param.dtype != m.dtype
             or m.param.shape != m.shape
+            or m.param.stride() != m.stride
+            or m.param.is_conj()
+            or m.param.is_neg()
         ]
+
+    @property
+    def version_now(self) -> int:
+        return sum(member.param._version for member in self.unit.members)
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
         """Each parameter's values in a copy of the block."""
@@ -123,6 +131,8 @@ class Reference:
     begin: int  # its first byte in the block
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
 
     @classmethod
     def to(cls, block: Block, tensor: Tensor) -> Reference:
@@ -133,10 +143,15 @@ class Reference:
             int(tensor.storage_offset()) * tensor.element_size(),
             tuple(tensor.shape),
             tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
         )
 
     def view(self, memory: Tensor) -> Tensor:
         """The tensor again, in the block's bytes of today."""
         values = memory[self.begin :]
         values = values[: values.numel() // self.dtype.itemsize * self.dtype.itemsize]
-        return values.view(self.dtype).as_strided(self.size, self.stride)
+        found = values.view(self.dtype).as_strided(self.size, self.stride)
+        if self.is_conj:
+            found = found.conj()
+        return torch._neg_view(found) if self.is_neg else found

@@ -9,7 +9,7 @@ of runs all parameters are guarded, for what somebody did to a copy on the devic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.block import Block, Presence, pinned
 from offload.device_tier import DeviceTier
-from offload.edits import take_in_rebound
+from offload.edits import take_in_rebound, untangle
 from offload.errors import CapacityError, OffloadError
 from offload.guard import unguard
 from offload.holders import holders
@@ -242,6 +242,9 @@ class DeviceResidency(Residency):
             for number in self._lent:
                 self._take_back(self.blocks[number])
 
+    def note_edit(self, block: Block) -> None:
+        """Here it is found when the unit is done."""
+
     @contextmanager
     def lent(self, units: Sequence[Unit]) -> Iterator[None]:
         needed = self._needed(units)
@@ -259,14 +262,15 @@ class DeviceResidency(Residency):
                     self._end_lending(fresh)
 
     def _end_lending(self, blocks: Sequence[Block]) -> None:
-        with self._lock:
+        """Also what comes after one that cannot be taken back: its old values stay then."""
+        with self._lock, ExitStack() as stack:
             for block in blocks:
-                try:
-                    self._take_back(block)
-                finally:
-                    self._lent.discard(block.number)
+                stack.callback(self.tier.detach, block)
+            shown = [b for b in blocks if b.nbytes and b.is_attached]
+            untangle((block, self.tier.memory_of(block)) for block in shown)
             for block in blocks:
-                self.tier.detach(block)
+                stack.callback(self._lent.discard, block.number)
+                stack.callback(self._take_back, block)
 
     def _take_back(self, block: Block) -> None:
         """Make what the parameters are on the device the block's own, where it differs."""

@@ -52,6 +52,20 @@ class Edits:
         return take_in_rebound(block, block.memory, self._settle)
 
 
+def untangle(places: Iterable[tuple[Block, Tensor]]) -> None:
+    """Give parameters memory of their own that somebody has put into that of another, or another
+    way into their own, by `a.data, b.data = b.data, a.data` or `w.data = w.data.t()`. So it does
+    not matter which of them is taken in first. places: blocks, and where they are computed with.
+    """
+    places = list(places)
+    rebound = [m.param for block, memory in places for m in block.strangers(memory.data_ptr())]
+    if rebound:
+        ours = {memory.untyped_storage().data_ptr() for _, memory in places}
+        for param in rebound:
+            if param.untyped_storage().data_ptr() in ours:
+                param.data = param.data.clone()
+
+
 def take_in_rebound(
     block: Block, memory: Tensor, settle: Callable[[Block], None] | None = None
 ) -> bool:

@@ -181,7 +181,11 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         self.residency.use(unit, self._phase())
-        self.enter()
+        try:
+            self.enter()
+        except BaseException:
+            self.residency.done(unit)
+            raise
 
     def after_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
         self.leave()
@@ -216,6 +220,7 @@ class Engine:
     def _pack(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         block = self.residency.block_of(tensor)
         if block is not None:
+            self.residency.note_edit(block)
             return Reference.to(block, tensor)
         if others:
             return others(tensor)

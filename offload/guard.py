@@ -98,7 +98,11 @@ class Guarded(nn.Parameter):
         guarded = list(_guarded_in((args, kwargs or {})))
         if func in _answers():
             return _answers()[func](*args, **(kwargs or {}))
-        _bring_all(guarded, func)
+        wanted = {param: _owner(param) for param in guarded}
+        _bring_all(wanted, func)
+        gone = {param: _owner(param) for param in _guarded_in((args, kwargs or {}))}
+        if gone:  # for the others: all at once, then
+            _bring_all(wanted | gone, func)
         # Their class is the ordinary one again.
         return func(*args, **(kwargs or {}))
 
@@ -192,12 +196,12 @@ def is_guarded(param: object) -> bool:
     return isinstance(param, Guarded)
 
 
-def _bring_all(guarded: Sequence[Tensor], func: Callable[..., Any]) -> None:
-    owners: dict[int, list[Tensor]] = {}
-    for param in guarded:
-        owners.setdefault(id(_owner(param)), []).append(param)
-    for params in owners.values():
-        if not _owner(params[0]).bring(params):
+def _bring_all(owners: Mapping[Tensor, Owner], func: Callable[..., Any]) -> None:
+    found: dict[int, list[Tensor]] = {}
+    for param, owner in owners.items():
+        found.setdefault(id(owner), []).append(param)
+    for params in found.values():
+        if not owners[params[0]].bring(params):
             name = getattr(func, "__name__", str(func))
             if name in ("__get__", "__set__", "__delete__"):
                 name = getattr(getattr(func, "__self__", None), "__name__", name)

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from offload.backing import KEY, Backing
 from offload.block import Block, Presence, pin, pinned, unpin
-from offload.edits import Edits
+from offload.edits import Edits, untangle
 from offload.errors import CapacityError, OffloadError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
@@ -177,19 +177,34 @@ class Residency:
     def changed(self, block: Block) -> None:
         """Its values are others now; the store's are old."""
         with self._lock:
-            self.backing.changed(block)
-            block.generation += 1
-            block.seen = None
+            self._note_change(block)
             if block.is_attached:  # autograd must know of it, too
                 increment_version([member.param for member in block.unit.members])
+                block.version = block.version_now
+
+    def _note_change(self, block: Block) -> None:
+        self.backing.changed(block)
+        block.generation += 1
+        block.seen = None
 
     # --- what others do to parameters that are in memory ------------------------------------------
+
+    def note_edit(self, block: Block) -> None:
+        """Find what a layer has done in place to its own parameters while it runs, as far as torch
+        counts it.
+        """
+        with self._lock:
+            if block.is_attached and block.version != block.version_now:
+                self._note_change(block)
+                block.version = block.version_now
 
     def rest(self) -> None:
         """From now on code that we do not see may change parameters that are in memory."""
         if self.has_room_for_all:
             return  # what is in memory is never taken from the store again
         with self._lock:
+            for block in self.blocks:
+                self.note_edit(block)
             self._edits.begin(self.blocks)
 
     def conceal(self) -> None:
@@ -198,8 +213,10 @@ class Residency:
     def wake(self) -> None:
         """Find what was changed since `rest`, by whatever means."""
         with self._lock:
-            for block in self.blocks:
-                if block.is_attached and block.nbytes and self._edits.found(block):
+            attached = [b for b in self.blocks if b.is_attached and b.nbytes]
+            untangle((b, b.memory) for b in attached if b.memory is not None)
+            for block in attached:
+                if self._edits.found(block):
                     self.changed(block)
             self._edits.end()
 
@@ -354,6 +371,7 @@ class Residency:
             for member, values in block.views(block.memory):
                 unguard(member.param, values)
             block.is_attached = True
+            block.version = block.version_now
 
     def _detach(self, block: Block) -> None:
         block.seen = None
@@ -365,6 +383,7 @@ class Residency:
         """Take a block out of host memory, unless somebody else holds a view of it."""
         if block.pins or self._is_held_elsewhere(block):
             return False
+        self.note_edit(block)
         if block.is_attached and self._edits.found(block):
             self.changed(block)
         self.backing.save(block)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,11 @@ class Member:
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """In its place there."""
+        return torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True)

@@ -582,3 +582,136 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     torch._dynamo.reset()
     offload.close(model)
     assert_same(model, plain)
+
+
+class Turned(nn.Module):
+    """Its weight is used as a complex one, conjugated, as state-space models do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32, 2) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(self.weight).conj()
+        return (x.to(weight.dtype) @ weight).abs() + x @ weight.imag
+
+
+class Decaying(nn.Module):
+    """Changes its weight in place whenever it runs, before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return (x @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("kind", [Turned, Decaying])
+def test_layers_that_treat_their_weights_in_unusual_ways(kind: Any, tmp_path: Path) -> None:
+    results = []
+    for is_prepared in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(kind() for _ in range(6)))
+        optimizer = adamw(model)
+        if is_prepared:
+            budget = (96 if kind is Turned else 52) * KI
+            offload.prepare(model, optimizer, host_memory=budget, nvme=tmp_path, units=(kind,))
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = model(torch.randn(4, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if is_prepared:
+            assert any(map(is_guarded, model.parameters())), "not all of it has room"
+            offload.close(model)
+        results.append([*losses, *(p.detach().clone() for p in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def swap(first: nn.Linear, second: nn.Linear) -> None:
+    first.weight.data, second.weight.data = second.weight.data, first.weight.data
+
+
+def turn(first: nn.Linear, second: nn.Linear) -> None:
+    first.weight.data = first.weight.data.t()
+
+
+def repeat(first: nn.Linear, second: nn.Linear) -> None:
+    first.weight.data = first.weight.data[:1].expand(32, 32)
+
+
+@pytest.mark.parametrize("change", [swap, turn, repeat])
+@pytest.mark.parametrize("budget", [24 * KI, 1 << 20])
+@pytest.mark.parametrize("units", [None, (nn.Linear,)])
+def test_values_from_other_places_in_the_same_memory(
+    change: Any, budget: int, units: Any, tmp_path: Path
+) -> None:
+    results = []
+    for is_prepared in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        if is_prepared:
+            offload.prepare(layers, host_memory=budget, nvme=tmp_path, units=units)
+            with offload.resident(layers[1]), offload.resident(layers[2]):
+                change(layers[1], layers[2])
+            layers(torch.ones(1, 32))
+            offload.close(layers)
+        else:
+            change(layers[1], layers[2])
+        results.append([p.detach().clone() for p in layers.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_run_that_cannot_begin_holds_nothing(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    offload.prepare(layers, host_memory=16 * KI, nvme=tmp_path, units=(nn.Linear,))
+    layers(torch.ones(1, 32))
+    with pytest.raises(StateError, match="convert the values"), offload.resident(layers[1]):
+        layers[1].weight.data = torch.ones(3, 3)
+    for _ in range(2):
+        with pytest.raises(StateError, match="convert the values"):
+            layers[0](torch.ones(1, 32))
+    made = prepared_of(layers)
+    assert made is not None and made.engine is not None
+    assert [block.pins for block in made.engine.residency.blocks] == [0] * 4
+    layers[1].weight.data = torch.ones(32, 32)
+    del made
+    layers(torch.ones(1, 32))
+    offload.close(layers)
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x + torch.add(self.layers[0].weight, self.layers[3].weight).sum()
+
+
+@pytest.mark.parametrize(("budget", "works"), [(16 * KI, True), (8 * KI, False)])
+def test_one_operation_with_the_weights_of_two_units(
+    budget: int, works: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Sum()
+    expected = model(torch.ones(1, 32)).detach()
+    offload.prepare(model, host_memory=budget, nvme=tmp_path, units=(nn.Linear,))
+    with torch.no_grad():
+        if works:
+            assert torch.equal(model(torch.ones(1, 32)), expected)
+        else:
+            with pytest.raises(CapacityError):
+                model(torch.ones(1, 32))
+    offload.close(model)
+    assert torch.equal(model(torch.ones(1, 32)), expected)

@@ -102,8 +102,8 @@ OF_MODELS = [
     ),
     (
         "device_residency",
-        "                try:\n                    self._take_back(block)",
-        "                try:\n                    pass",
+        "stack.callback(self._take_back, block)",
+        "pass",
         "nothing is copied back",
     ),
     ("device_residency", "if block.generation != generation:", "if 0:", "loaded values stay away"),
