@@ -44,8 +44,8 @@ test: setup  ## all tests
 test-device: setup  ## the tests of the device code alone, on a fake accelerator, under every schedule
 	$(PYTEST) -m device
 
-kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) in a training that saves; `make test` has 208
-	OFFLOAD_KILLS=$(or $(OFFLOAD_KILLS),3000) $(PYTEST) -s tests/test_kill.py
+kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) and 100 SIGTERMs in a training that saves; `make test` has fewer
+	OFFLOAD_KILLS=$(or $(OFFLOAD_KILLS),3000) OFFLOAD_ENDS=100 $(PYTEST) -s tests/test_kill.py tests/test_signals.py
 
 lint: setup  ## ruff and mypy
 	"$(PY)" -m ruff check .

@@ -1,12 +1,19 @@
 """A training that saves on signals, for test_signals.py: `signal_loop.py FOLDER HOW`. Tells what it
 does by lines on stdout.
+
+With `many SEED COUNT` for HOW it forks so many trainings, one after the other, and ends each by
+SIGTERM at a moment that is drawn; what is wrong is an exception.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +24,8 @@ from preparelib import Gpt, batch, loss_of
 import offload
 from offload.checkpoint import writer
 from offload.checkpoint.disk import Disk
+from offload.format.directory import find_newest
+from offload.format.verify import verify
 
 
 class Slow(Disk):
@@ -74,5 +83,88 @@ def main(folder: Path, how: str) -> None:
                 )
 
 
+# --- many -----------------------------------------------------------------------------------------
+
+LIMIT_S = 10.0
+
+
+def train_and_save(folder: Path, number: int, tell_parent: int) -> None:
+    """Resumes, trains, saves every second step in one of two ways, until SIGTERM."""
+    make_small()
+    torch.manual_seed(3)
+    model: Any = Gpt(layers=1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    offload.wrap(optimizer, host_memory=30_000, nvme=folder / "swap")
+    saves, step = folder / "saves", 0
+    if any(saves.iterdir()):
+        step = offload.load(saves, model, optimizer)["step"]
+    with offload.save_on_signal(
+        saves / f"signal-{number}",
+        model,
+        optimizer,
+        limit_s=LIMIT_S,
+        extra=lambda: {"step": step + 1},
+        keep=2,
+    ):
+        os.write(tell_parent, b"!")
+        while True:
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 2:
+                path, extra = saves / f"{number}-{step}", {"step": step}
+                background = bool(number % 2)
+                offload.save(path, model, optimizer, extra=extra, keep=2, background=background)
+
+
+def fork(folder: Path, number: int) -> tuple[int, int]:
+    """Process and pipe."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(into)
+        return pid, out
+    code = 1
+    try:
+        train_and_save(folder, number, into)
+    except SystemExit as end:
+        code = int(str(end.code))
+        for thread in threading.enumerate():  # as a process that ends does
+            if not thread.daemon and thread is not threading.main_thread():
+                thread.join()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def end_many(folder: Path, seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    for name in ("swap", "saves"):
+        (folder / name).mkdir(parents=True)
+    saved = 0
+    for number in range(count):
+        pid, out = fork(folder, number)
+        assert os.read(out, 1) == b"!", "it ended before it trained"
+        time.sleep(rng.uniform(0.0, 0.25))
+        begin = time.monotonic()
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        assert time.monotonic() - begin < LIMIT_S + 1
+        assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM, number
+        os.close(out)
+        names = os.listdir(folder / "saves")
+        assert not [name for name in names if name.startswith(".")], names
+        assert not os.listdir(folder / "swap")
+        assert all(verify(folder / "saves" / name).is_whole for name in names)
+        assert find_newest(folder / "saves").name == f"signal-{number}"
+        saved += 1
+    tell("ended", saved)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] == "many":
+        end_many(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2])

@@ -25,6 +25,7 @@ from offload.errors import ConfigError, StateError
 from offload.format.directory import find_newest
 from offload.format.verify import verify
 
+ENDS = int(os.environ.get("OFFLOAD_ENDS", "20"))  # `make kill`: 100
 LOOP = Path(__file__).with_name("signal_loop.py")
 
 
@@ -104,6 +105,18 @@ def test_a_training_saves_goes_on_and_ends(tmp_path: Path, seed: int) -> None:
             if each.name.startswith("at") and each != last:
                 extra, found = loaded(each)
                 assert found == digests[extra["step"]]
+
+
+@pytest.mark.timeout(max(300, 15 * ENDS))
+def test_many_ends_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """Each within the limit, with its last step saved; nothing is left on the disk."""
+    done = subprocess.run(
+        [sys.executable, str(LOOP), str(tmp_path), "many", str(seed), str(ENDS)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stdout == f"ended\t{ENDS}\n", done.stderr[-3000:]
 
 
 def test_a_scheduler_is_saved_at_the_point(tmp_path: Path) -> None:
