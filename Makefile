@@ -53,7 +53,7 @@ lint: setup  ## ruff and mypy
 	"$(PY)" -m mypy
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
-bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap); see benchmarks/results
+bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|checkpoint); see benchmarks/results
 	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
 	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
 	  $(PYTEST) benchmarks/bench_$(or $(ONLY),*).py -q -p no:cacheprovider -W default --timeout 0; fi

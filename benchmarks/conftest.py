@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))  # their GPT is trained here, too
+from checkpoint_results import CheckpointResults, write_checkpoint
 from large_results import LargeRun, write_large
 from model_results import write_model
 from results import Row, write
@@ -24,6 +25,7 @@ SITTINGS = pytest.StashKey[list[Sitting]]()
 MODEL_SITTINGS = pytest.StashKey[list[Sitting]]()
 PREFETCH_SITTINGS = pytest.StashKey[list[Sitting]]()
 LARGE_RUNS = pytest.StashKey[list[LargeRun]]()
+CHECKPOINT = pytest.StashKey[CheckpointResults]()
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +59,19 @@ def large_table(pytestconfig: pytest.Config) -> list[LargeRun]:
     return pytestconfig.stash.setdefault(LARGE_RUNS, [])
 
 
+@pytest.fixture(scope="session")
+def checkpoint_results(pytestconfig: pytest.Config) -> CheckpointResults:
+    return pytestconfig.stash.setdefault(CHECKPOINT, CheckpointResults())
+
+
+@pytest.fixture(scope="module")
+def bench_directory() -> Path:
+    """For what several benchmarks of a file share; they remove what they leave."""
+    path = Path(os.environ.get("OFFLOAD_BENCH_DIR") or "build/bench").absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 @pytest.fixture
 def directory() -> Iterator[Path]:
     path = Path(os.environ.get("OFFLOAD_BENCH_DIR") or "build/bench").absolute()
@@ -82,6 +97,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         report_file(session.config, write_model("model", "make bench", sittings))
     if sittings := stash.get(PREFETCH_SITTINGS, []):
         report_file(session.config, write_model("prefetch", "make bench", sittings))
+    checkpoint = stash.get(CHECKPOINT, None)
+    if checkpoint is not None and checkpoint.saves:
+        report_file(session.config, write_checkpoint("make bench ONLY=checkpoint", checkpoint))
     for run in stash.get(LARGE_RUNS, []):
         report_file(session.config, write_large("make bench", run))
 
