@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import weakref
@@ -25,6 +26,7 @@ from offload.initialise import plan_tasks
 from offload.prepared import Prepared, prepared_of
 from offload.residency import Residency
 from offload.store.originals import Original
+from offload.store.weights import INDEX
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 KI = 1 << 10
@@ -364,17 +366,26 @@ def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
 def test_weights_that_change_while_the_model_is_prepared_are_noticed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saved(make("gpt", seed=3), tmp_path / "x.safetensors")
+    """The last file has changed: not even what the first one has is taken."""
     ours, old = make("gpt"), make("gpt")
+    values = {name: p.detach() for name, p in make("gpt", seed=3).named_parameters()}
+    values |= dict(make("gpt", seed=3).named_buffers())
+    names, folder = list(values), tmp_path / "weights"
+    folder.mkdir()
+    shards = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, held in shards.items():
+        save_file({name: values[name] for name in held}, folder / file)
+    places = {name: file for file, held in shards.items() for name in held}
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     real = Prepared._open_memory
 
     def touched(self: Any) -> None:
         real(self)
-        os.utime(path, (1, 1))
+        os.utime(folder / "b.safetensors", (1, 1))
 
     monkeypatch.setattr(Prepared, "_open_memory", touched)
     with pytest.raises(StoreError, match="has changed while it was in use"):
-        offload.prepare(ours, adamw(ours), weights=path)
+        offload.prepare(ours, adamw(ours), weights=folder)
     assert_same(ours, old)
 
 
