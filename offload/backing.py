@@ -61,9 +61,17 @@ class Backing:
 
     # --- writing ----------------------------------------------------------------------------------
 
+    def is_safe(self, block: Block) -> bool:
+        """Whether the block's bytes are elsewhere, too, or on their way there."""
+        return block.is_stored or block.writing is not None or not block.nbytes
+
+    def can_take(self, block: Block) -> bool:
+        """Whether there is a place for the block's bytes but memory."""
+        return self.is_safe(block) or self._store_of(block) is not None
+
     def save(self, block: Block) -> None:
         """Start the way of a block's bytes to the store, unless it has them."""
-        if block.is_stored or block.writing is not None or not block.nbytes:
+        if self.is_safe(block):
             return
         store = self._store_of(block)
         if store is None:

@@ -267,8 +267,8 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for block in self.residency.blocks:
-            self.residency.give_back(block, make)
+        for block in sorted(self.residency.blocks, key=lambda b: b.memory is None):
+            self.residency.give_back(block, make)  # what is there makes room for the rest
         if isinstance(self.gradients, DeviceGradients):
             self.gradients.give_back()
 

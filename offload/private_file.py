@@ -11,7 +11,21 @@ from offload.errors import ConfigError, FormatError, StoreError
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace `path` with a file that only its owner can read; all of it or nothing."""
+    """Replace `path` with a file that only its owner can read; all of it or nothing. Raises
+    `ConfigError` where that cannot be such a file, `StoreError` where the system refuses.
+    """
+    try:
+        _write(path, text)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot write it: {error.strerror}",
+            errno=error.errno,
+            operation="write",
+            file=str(path),
+        ) from error
+
+
+def _write(path: Path, text: str) -> None:
     try:
         there = os.lstat(path)
     except FileNotFoundError:

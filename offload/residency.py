@@ -386,6 +386,8 @@ class Residency:
         self.note_edit(block)
         if block.is_attached and self._edits.found(block):
             self.changed(block)
+        if not self.backing.can_take(block):
+            return False  # its own file has other values, and there is no disk
         self.backing.save(block)
         self.backing.settle(block)
         self._detach(block)

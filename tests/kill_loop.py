@@ -36,7 +36,7 @@ from offload.errors import ConfigError
 from offload.format.directory import find_newest
 from offload.format.verify import verify
 
-assert api and torch.get_num_threads() == 1, "threads would not survive a fork: OMP_NUM_THREADS=1"
+IMPORTED = (api, torch._dynamo)  # before anything is forked
 
 KEEP = 2
 WAIT_S = 60.0
@@ -306,6 +306,7 @@ def plan_kills(kills: int, rng: random.Random) -> list[tuple[str, int, float]]:
 
 
 def main(folder: Path, kills: int, seed: int, early: bool) -> None:
+    assert torch.get_num_threads() == 1, "threads would not survive a fork: OMP_NUM_THREADS=1"
     rng = random.Random(seed)
     digests: dict[int, str] = {}
     reference = Contest(Way("plain", False), folder / "plain", digests, False)

@@ -17,7 +17,7 @@ from typing import Any
 
 import hostile_layouts
 import pytest
-from conftest import SEED
+from preparelib import SEED
 
 from offload.format import limits
 
