@@ -607,3 +607,24 @@ def test_files_and_engine_go_with_a_model_that_nobody_closes(tmp_path: Path) -> 
     del ours
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_edited_weight_of_a_file_stays_where_there_is_no_disk(tmp_path: Path) -> None:
+    """It can go nowhere, so others go; and the model can be had back."""
+    torch.manual_seed(0)
+    made = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    path = tmp_path / "model.safetensors"
+    offload.prepare(model, host_memory=48 << 10, weights=path, units=(nn.Linear,))
+    x = torch.ones(2, 64)
+    assert torch.equal(model(x), made(x))
+    with offload.resident(model[1]):
+        model[1].weight.data.mul_(2.0)
+    made[1].weight.data.mul_(2.0)
+    for _ in range(2):
+        assert torch.equal(model(x), made(x))
+    offload.close(model)
+    for ours, theirs in zip(model.parameters(), made.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

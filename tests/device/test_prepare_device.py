@@ -700,3 +700,24 @@ def test_a_batch_that_is_many_times_longer_still_fits(sizes: list[int]) -> None:
     finally:
         torch.fake.set_budget(1 << 30)  # type: ignore[attr-defined]
         offload.close(model)
+
+
+@under_some
+def test_lending_ends_for_all_when_one_cannot_be_taken_back(fake: DeviceModule) -> None:
+    """Others are not seen outside of runs, so that nobody changes a copy."""
+    model, optimizer = ready()
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    params = dict(model.named_parameters())
+    wrong = params["layers.0.up.weight"]
+    shape = wrong.shape
+    with pytest.raises(StateError, match="convert the values"), offload.resident(model):
+        wrong.data = torch.zeros(3, 3, device="fake")
+    seen = [name for name, param in params.items() if not is_guarded(param)]
+    assert seen and all(name.startswith("layers.0.") for name in seen), "until that is mended"
+    wrong.data = before["layers.0.up.weight"].view(shape).to("fake")
+    with torch.no_grad():
+        model(batch(0).to("fake"))
+    assert all(map(is_guarded, params.values()))
+    for name, values in model.state_dict().items():
+        assert torch.equal(values, before[name]), name
+    optimizer.close()
