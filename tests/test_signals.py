@@ -64,8 +64,10 @@ def end(child: subprocess.Popen[str], number: int, within_s: float) -> list[list
     """Send the last signal; returns the lines that come until the process has ended."""
     begin = time.monotonic()
     child.send_signal(number)
-    out, err = child.communicate(timeout=60)
-    assert child.returncode == 128 + number, err[-2000:]
+    assert child.stdout is not None and child.stderr is not None
+    out = child.stdout.read()  # not communicate(): it knows nothing of what is buffered here
+    err = child.stderr.read()
+    assert child.wait(60) == 128 + number, err[-2000:]
     assert time.monotonic() - begin < within_s
     return [line.split("\t") for line in out.splitlines()]
 
