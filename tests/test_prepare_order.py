@@ -59,12 +59,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(little_to_collect: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(autouse=True)
+def warm(small: None, own_budget: Any, tmp_path: Path) -> None:
     """Torch imports some of itself when it is first used. What comes of it is not looked at again
     by every `gc.collect()`.
     """
-    pair = Pair("around", tmp_path_factory.mktemp("warm"), 20.0, 1)
+    pair = Pair("around", tmp_path, 20.0, 1)
     pair.do("train", 0)
     pair.close()
     del pair
