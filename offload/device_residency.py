@@ -267,7 +267,7 @@ class DeviceResidency(Residency):
             for block in blocks:
                 stack.callback(self.tier.detach, block)
             shown = [b for b in blocks if b.nbytes and b.is_attached]
-            untangle((block, self.tier.memory_of(block)) for block in shown)
+            untangle([(block, self.tier.memory_of(block)) for block in shown])
             for block in blocks:
                 stack.callback(self._lent.discard, block.number)
                 stack.callback(self._take_back, block)

@@ -6,8 +6,9 @@ their turn; values that were put there by `param.data = ...` by their address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from offload import kernels
@@ -38,32 +39,39 @@ class Edits:
         """From now on there are none, in place."""
         self._may_come = False
 
-    def found(self, block: Block) -> bool:
-        """Whether there were any to this block. It has them then."""
-        assert block.memory is not None
-        is_other = self.take_in_rebound(block)
-        if self._may_come and block.seen is not None:
-            is_other |= block.seen != kernels.checksum(block.memory)
-        return is_other
+    def find(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Those with edits, one after the other; each has them when it comes."""
+        # No memory is kept in this frame: that of an error would hold it.
+        blocks = [block for block in blocks if block.memory is not None]
+        rebound = untangle([(b, b.memory) for b in blocks if b.memory is not None])
+        for block in blocks:
+            is_other = block.number in rebound and self.take_in_rebound(block)
+            if self._may_come and block.seen is not None:
+                assert block.memory is not None
+                is_other |= block.seen != kernels.checksum(block.memory)
+            if is_other:
+                yield block
 
     def take_in_rebound(self, block: Block) -> bool:
-        """Of `found`, what needs no look at all the bytes."""
+        """Of `find`, what needs no look at all the bytes."""
         assert block.memory is not None
         return take_in_rebound(block, block.memory, self._settle)
 
 
-def untangle(places: Iterable[tuple[Block, Tensor]]) -> None:
+def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:
     """Give parameters memory of their own that somebody has put into that of another, or another
     way into their own, by `a.data, b.data = b.data, a.data` or `w.data = w.data.t()`. So it does
     not matter which of them is taken in first. places: blocks, and where they are computed with.
+    Returns the numbers of the blocks that have parameters elsewhere.
     """
-    places = list(places)
-    rebound = [m.param for block, memory in places for m in block.strangers(memory.data_ptr())]
-    if rebound:
-        ours = {memory.untyped_storage().data_ptr() for _, memory in places}
-        for param in rebound:
-            if param.untyped_storage().data_ptr() in ours:
-                param.data = param.data.clone()
+    rebound: set[int] = set()
+    for block, memory in places:
+        for member in block.strangers(memory.data_ptr()):
+            rebound.add(block.number)
+            address = member.param.untyped_storage().data_ptr()
+            if any(address == each.untyped_storage().data_ptr() for _, each in places):
+                member.param.data = member.param.data.clone()
+    return rebound
 
 
 def take_in_rebound(
@@ -73,17 +81,19 @@ def take_in_rebound(
     memory, and the parameters are there again. False: there were none. Raises `StateError` where
     the values are of another shape or type or on another device; nothing is copied then.
     """
-    names = {member.name for member in block.strangers(memory.data_ptr())}
-    if not names:
-        return False
-    places = [(m, values) for m, values in block.views(memory) if m.name in names]
-    for member, values in places:
-        got, expected = _kind(member.param), _kind(values)
+    strange = block.strangers(memory.data_ptr())
+    for member in strange:  # no view of the memory is made yet: an error's frames would hold it
+        got = _kind(member.param.dtype, member.param.shape, member.param.device)
+        expected = _kind(member.dtype, member.shape, memory.device)
         if got != expected:
             raise StateError(
                 f"{member.name}: expected {expected}, as it was prepared, got {got} by .data = "
                 "...; convert the values, not the parameter"
             )
+    if not strange:
+        return False
+    names = {member.name for member in strange}
+    places = [(m, values) for m, values in block.views(memory) if m.name in names]
     if settle is not None:
         settle(block)
     for member, values in places:
@@ -92,5 +102,5 @@ def take_in_rebound(
     return True
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+def _kind(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} on {device}"

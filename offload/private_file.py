@@ -17,12 +17,7 @@ def write_private(path: Path, text: str) -> None:
     try:
         _write(path, text)
     except OSError as error:
-        raise StoreError(
-            f"{path}: cannot write it: {error.strerror}",
-            errno=error.errno,
-            operation="write",
-            file=str(path),
-        ) from error
+        raise _refusal("write", path, error) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -60,12 +55,16 @@ def read_small(path: Path, most_bytes: int) -> bytes:
         finally:
             os.close(handle)
     except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read it: {error.strerror}",
-            errno=error.errno,
-            operation="read",
-            file=str(path),
-        ) from error
+        raise _refusal("read", path, error) from error
     if len(text) > most_bytes:
         raise FormatError(f"{path}: has more than {most_bytes} bytes; expected a small file")
     return text
+
+
+def _refusal(operation: str, path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path}: cannot {operation} it: {error.strerror}",
+        errno=error.errno,
+        operation=operation,
+        file=str(path),
+    )

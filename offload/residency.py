@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from offload.backing import KEY, Backing
 from offload.block import Block, Presence, pin, pinned, unpin
-from offload.edits import Edits, untangle
+from offload.edits import Edits
 from offload.errors import CapacityError, OffloadError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
@@ -213,11 +213,8 @@ class Residency:
     def wake(self) -> None:
         """Find what was changed since `rest`, by whatever means."""
         with self._lock:
-            attached = [b for b in self.blocks if b.is_attached and b.nbytes]
-            untangle((b, b.memory) for b in attached if b.memory is not None)
-            for block in attached:
-                if self._edits.found(block):
-                    self.changed(block)
+            for block in self._edits.find(b for b in self.blocks if b.is_attached and b.nbytes):
+                self.changed(block)
             self._edits.end()
 
     def _bring(self, needed: Sequence[Block]) -> None:
@@ -384,8 +381,8 @@ class Residency:
         if block.pins or self._is_held_elsewhere(block):
             return False
         self.note_edit(block)
-        if block.is_attached and self._edits.found(block):
-            self.changed(block)
+        for edited in self._edits.find([block] if block.is_attached else []):
+            self.changed(edited)
         if not self.backing.can_take(block):
             return False  # its own file has other values, and there is no disk
         self.backing.save(block)
