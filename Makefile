@@ -53,7 +53,7 @@ lint: setup  ## ruff and mypy
 	"$(PY)" -m mypy
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
-bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|checkpoint); see benchmarks/results
+bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|checkpoint|ranks); see benchmarks/results
 	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
 	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
 	  $(PYTEST) benchmarks/bench_$(or $(ONLY),*).py -q -p no:cacheprovider -W default --timeout 0; fi
@@ -84,7 +84,8 @@ $(STAMP).packages: pyproject.toml $(STAMP).constraints
 	  --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
-$(STAMP).native: $(STAMP).packages $(SOURCES)
+# The installed finder knows the package's folders by name: a new one is found after another install.
+$(STAMP).native: $(STAMP).packages $(SOURCES) $(wildcard offload/*/__init__.py)
 	@echo "make: building the native core"
 	"$(PY)" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

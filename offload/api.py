@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.accord import draw_up, joined
 from offload.checkpoint.loading import load as load_checkpoint
 from offload.checkpoint.saving import save as save_checkpoint
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.heap import keep_freed_memory
-from offload.hooks import watch_gradients
+from offload.hooks import watch_gradients, watch_passes
 from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
 from offload.model_plan import ModelPlan
 from offload.optim import Request, Session, attach, is_wrapped
 from offload.optim.ledger import Ledger
+from offload.optim.opening import open_session
 from offload.outline import Outline
 from offload.planner import Plan, make_plan
 from offload.prepared import Prepared, prepared_of, refuse_prepared
-from offload.reports import Account, Report
+from offload.reports import Account, RankUse, Report
+from offload.shard import Ranks, is_sharded, place_of, ranks_of
 from offload.units import Choice
 
 
@@ -39,32 +43,47 @@ def wrap(
     """Move the optimizer's state to host memory and NVMe, within `host_memory` bytes. The same
     object comes back, and the loop around it stays as it is.
 
+    Among several ranks (torchrun) all of them call it, and each keeps and updates its
+    part of the state. Gradients are averaged by DistributedDataParallel, or without that, during
+    backward, with `release_grads=True`. `state_dict()` and `close()` are then for all ranks to
+    call, too. With `process_group=False` each rank has all of the state.
+
     elementwise: an optimizer of your own treats each element of a parameter by itself. measure:
     spend about a second on the speed of drives and update, so that plan and report can predict a
     step; it writes up to 384 MiB. fields: those of `Config`.
     """
-    config = Config.of(config, **fields)
-    request = Request.of(optimizer, config, elementwise, measure)
-    with limited(config):
-        session = Session(
-            optimizer,
-            request.recipe,
-            config,
-            request.host_bytes,
-            watch_gradients,
-            speeds=request.plan.speeds,
-        )
-        try:
-            session.updater.take_in(request.states)
-        except BaseException:
-            session.close()
-            raise
+    ranks = _ranks_for(optimizer, config, fields)
+    session = open_session(
+        optimizer,
+        partial(Config.of, config, **fields),
+        elementwise,
+        measure,
+        watch_gradients,
+        watch_passes,
+        ranks,
+    )
     kind = type(optimizer).__name__
     attach(optimizer, session)
     if any(record.param.is_cpu for record in session.updater.records):
         keep_freed_memory()
     LOG.info("%s is wrapped:\n%s", kind, session.plan)
     return optimizer
+
+
+def _ranks_for(
+    optimizer: torch.optim.Optimizer, config: Config | None, fields: dict[str, Any]
+) -> Ranks | None:
+    """The ranks that share a plain optimizer's state. Not those of parameters that are shared out
+    already. All ranks call it, before anything can go wrong on one of them.
+    """
+    if _is_sharded(optimizer):
+        return None
+    return ranks_of(fields.get("process_group", getattr(config, "process_group", None)))
+
+
+def _is_sharded(optimizer: object) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(is_sharded(param) for group in groups for param in group["params"])
 
 
 def prepare(
@@ -92,10 +111,16 @@ def prepare(
     """
     config = Config.of(config, **fields)
     refuse_prepared(model)
-    allowed_bytes, _ = host_bytes(config)
-    with limited(config), telling_of_the_budget(config):
-        outline = Outline(model, optimizer, config, allowed_bytes, units, weights)
-        made = Prepared(outline, model, optimizer)
+    with joined(config.process_group) as ranks:
+        allowed_bytes, _ = host_bytes(config)
+        place = None if ranks is None else ranks.place
+        with limited(config), telling_of_the_budget(config):
+            outline = draw_up(
+                ranks,
+                allowed_bytes,
+                lambda nbytes: Outline(model, optimizer, config, nbytes, units, weights, place),
+            )
+            made = Prepared(outline, model, optimizer, ranks)
     keep_freed_memory()
     LOG.info("%s is prepared:\n%s", type(model).__name__, made.outline.plan)
     return model if optimizer is None else (model, optimizer)
@@ -145,7 +170,8 @@ def save(
     alike, and streamed: no copy of the state is made. Returns the path.
 
     extra: plain values and tensors of your own; `load` returns them. keep: when the new checkpoint
-    has been read back and found whole, all but so many of the newest in its parent directory go.
+    has been read back and found whole, all but so many of the newest of this model in its parent
+    directory go; those of models with other names, types or shapes do not count and stay.
 
     background: return a ticket while the optimizer's state is still being written; training may go
     on, and what is saved is the moment of the call. `ticket.wait()` gives the path, or raises what
@@ -167,8 +193,11 @@ def load(
     split over tiers; returns its `extra`. Training goes on with the same bits.
 
     Names, types and shapes of everything must fit, and every byte must be what was written;
-    otherwise an error says what, and nothing has changed. Without an optimizer and other objects
-    only the model is loaded, for evaluation, and the state of random numbers.
+    otherwise an error says what, and nothing has changed. Below a directory one that is damaged or
+    of another version is passed over with a warning; what the system does not let us read is an
+    error. An optimizer keeps its own `fused`, `foreach`, `capturable` and `differentiable`.
+    Without an optimizer and other objects only the model is loaded, for evaluation, and the state
+    of random numbers.
     """
     return load_checkpoint(path, model, optimizer, prepared_of(model), stateful)
 
@@ -189,7 +218,9 @@ def plan(
         return _plan_of_model(optimizer, config, elementwise, measure, fields)
     if isinstance(config, torch.optim.Optimizer):
         raise ConfigError("plan: expected an optimizer, or a model and its optimizer; got two")
-    return Request.of(optimizer, Config.of(config, **fields), elementwise, measure).plan
+    config = Config.of(config, **fields)
+    place = None if _is_sharded(optimizer) else place_of(config.process_group)
+    return Request.of(optimizer, config, elementwise, measure, place).plan
 
 
 def _plan_of_model(
@@ -208,7 +239,8 @@ def _plan_of_model(
     refuse_prepared(model)
     allowed_bytes, _ = host_bytes(config)
     with telling_of_the_budget(config):
-        outline = Outline(model, optimizer, config, allowed_bytes, units, weights)
+        place = place_of(config.process_group)
+        outline = Outline(model, optimizer, config, allowed_bytes, units, weights, place)
     outline.close()
     return outline.plan
 
@@ -221,10 +253,10 @@ def report(optimizer: Any) -> Report:
     if made is None or made.session is not None:
         session: Session = made.session if made and made.session else _session_of(optimizer)
         made = session.host if isinstance(session.host, Prepared) else None
-        metrics, ledger = session.metrics, session.ledger
+        metrics, ledger, ranks = session.metrics, session.ledger, session.ranks
         plan, store, pools = session.plan, session.store, [session.pool]
     else:
-        metrics, ledger = made.metrics, Ledger(made.metrics)
+        metrics, ledger, ranks = made.metrics, Ledger(made.metrics), None
         plan, store, pools = make_plan([], None, has_disk=False), made.store, []
     total, speeds = metrics.snapshot(), ledger.speeds
     pools += [made.pool] if made is not None else []
@@ -239,6 +271,7 @@ def report(optimizer: Any) -> Report:
         host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools if pool),
         events=metrics.events(),
         model=made.use(ledger) if made is not None else None,
+        ranks=RankUse(plan.ranks, dict(ranks.sent_bytes)) if ranks and plan.ranks else None,
         trace=made.trace if made is not None else None,
     )
 

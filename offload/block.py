@@ -3,6 +3,9 @@
 A block's place in host memory is in one state of the table below; what is not there is in the
 store. Its bytes are the truth in host memory until the store has them, too. Its place on a device
 has a state of its own, by the same table: a copy to compute with, which is never written back.
+
+Of a block that is shared out over ranks, host memory and the store have this rank's slice only; the
+copy to compute with is gathered from all of them, and its state is that of one on a device.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from offload.partition import Partition
 from offload.ticket import Ticket
 from offload.units import Member, Unit
 
@@ -52,6 +56,8 @@ class Block:
     seen: int | None = None  # checksum of what is attached, when others could last change it
     on_device: Presence = Presence.AWAY
     device_pins: int = 0  # users who rely on its being on the device
+    slices: Partition | None = None  # None: all of it is ours
+    rank: int = 0  # whose slice it is
 
     @property
     def number(self) -> int:
@@ -59,7 +65,18 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        return self.unit.nbytes
+        """Of what is in host memory and in the store."""
+        return self.unit.nbytes if self.slices is None else self.slices.slice_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the copy to compute with, padding included."""
+        return self.unit.nbytes if self.slices is None else self.slices.padded_bytes
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the unit that lie in host memory and in the store."""
+        return (0, self.unit.nbytes) if self.slices is None else self.slices.span(self.rank)
 
     @property
     def name(self) -> str:
@@ -119,6 +136,31 @@ def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
     finally:
         with lock:
             unpin(blocks)
+
+
+class DevicePins:
+    """Blocks that somebody relies on where they are computed with. The lock is theirs."""
+
+    _lock: threading.RLock
+
+    def pin(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.device_pins += 1
+
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.device_pins -= 1
+            assert block.device_pins >= 0, f"{block.name}: done more often than used"
+
+    @contextmanager
+    def pinned(self, blocks: Sequence[Block]) -> Iterator[None]:
+        with self._lock:
+            self.pin(blocks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.unpin(blocks)
 
 
 @dataclass(frozen=True)

@@ -145,11 +145,13 @@ class Config:
 
     release_grads: bool = False
     """wrap: free device gradients as they reach the host. `p.grad` is then None: clip with
-    `max_grad_norm`, and drop gradients with `optimizer.zero_grad()`, not the model's.
+    `max_grad_norm`, and drop gradients with `optimizer.zero_grad()`, not the model's. Among ranks:
+    also average gradients over them during backward, without DistributedDataParallel.
     """
 
     process_group: Any = None
-    """Ranks to shard over. None: the default group, if initialized."""
+    """Ranks to share with. None: the default group, if initialized; False: none, each for itself.
+    """
 
     self_check: int = 0
     """For the first so many steps a sample of chunks is updated again with torch and compared."""

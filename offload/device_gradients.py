@@ -29,6 +29,7 @@ from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, Pool
 from offload.ticket import Ticket
 from offload.transfer import DeviceTransfer
+from offload.units import Unit
 
 STAGING_PLACES = 3
 STAGING_MOST_BYTES = 32 << 20  # of one place; a larger gradient passes in parts
@@ -89,6 +90,12 @@ class DeviceGradients:
                 self._slots.append(lease.tensor())
 
     # --- during backward --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward pass begins. Here that makes no difference."""
+
+    def visited(self, unit: Unit) -> None:
+        """Backward has reached a unit. Here that makes no difference."""
 
     def arrived(self, number: int) -> None:
         """Autograd has made a parameter's gradient, or added to it, on this thread's current

@@ -292,7 +292,7 @@ class DeviceResidency(Residency):
         self.tier.note_seen(block)
 
     @contextmanager
-    def in_host(self, units: Sequence[Unit]) -> Iterator[None]:
+    def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
         """The parameters lie in host memory inside; what is done to them there is done to the block
         itself.
         """
@@ -335,7 +335,12 @@ class DeviceResidency(Residency):
 
     # --- beginning and end ------------------------------------------------------------------------
 
-    def take_in(self, block: Block, fill: Callable[[Tensor], None] | None = None) -> None:
+    def take_in(
+        self,
+        block: Block,
+        fill: Callable[[Tensor], None] | None = None,
+        fills_span: bool = False,
+    ) -> None:
         self._note_homes(block)
         super().take_in(block, fill)
 

@@ -9,7 +9,7 @@ use they are guarded, wherever the bytes of their block are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.allowance import Allowance
-from offload.block import Block, Presence
+from offload.block import Block, DevicePins, Presence
 from offload.config import format_size
 from offload.errors import CapacityError
 from offload.guard import Owner, guard_on_device, nowhere, unguard
@@ -31,7 +31,7 @@ from offload.transfer import DeviceBuffer, DeviceGauge, DeviceTransfer
 _TIERS: WeakSet[DeviceTier] = WeakSet()  # of all models; they make room for one another
 
 
-class DeviceTier:
+class DeviceTier(DevicePins):
     """Of one model's blocks. limit_bytes: for everything on the device. least_bytes: for blocks,
     until it is known what else there is. depth: blocks ahead that are fetched. take_back: is called
     with a block that was changed on the device, before its copy there goes. lock: whoever calls has
@@ -79,25 +79,6 @@ class DeviceTier:
             self._lifts.pop(number).wait()  # it holds the host memory
         with self.allowance.moving(use):
             yield
-
-    def pin(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.device_pins += 1
-
-    def unpin(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.device_pins -= 1
-            assert block.device_pins >= 0, f"{block.name}: done more often than used"
-
-    @contextmanager
-    def pinned(self, blocks: Sequence[Block]) -> Iterator[None]:
-        with self._lock:
-            self.pin(blocks)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.unpin(blocks)
 
     def reserve(self, needed: Sequence[Block], uses: Mapping[int, int]) -> None:
         """Device memory for all of these, to be filled; others go for it if they must. None of them

@@ -25,10 +25,13 @@ from offload.device_residency import DeviceResidency
 from offload.errors import StateError
 from offload.gradients import Gradients, Places, Spill
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
+from offload.mean_gradients import Among
 from offload.metrics import Metrics
 from offload.pieces import Saved
 from offload.pool import Pool
 from offload.residency import Parts, Residency
+from offload.sharded_gradients import ShardedGradients
+from offload.sharded_residency import ShardedResidency
 from offload.store import DiskStore, MemoryStore
 from offload.trace import Phase, Trace
 from offload.transfer import DeviceTransfer
@@ -63,7 +66,7 @@ class _Runs(threading.local):
 class Engine:
     """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
     they are counted in the budget, and have places where they need them: on disk if `spill` says
-    so.
+    so. among: other ranks that have a part of it.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Engine:
         start: Beginning | None = None,
         on: Device | None = None,
         spill: Spill | None = None,
+        among: Among | None = None,
     ) -> None:
         self.device = torch.device("cpu") if on is None else on.transfer.device
         self.model = model
@@ -96,9 +100,16 @@ class Engine:
         parts = Parts(units, pool, store, trace, self, metrics, depth)
         trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
         placed = trained if keeps_gradients else {}
-        self.gradients: Gradients | DeviceGradients
+        self.gradients: Gradients | DeviceGradients | ShardedGradients
         self.residency: Residency
-        if on is None:
+        if among is not None:
+            sharded = ShardedResidency(parts, among.ranks, among.sharding)
+            self.residency = sharded
+            self.gradients = ShardedGradients(
+                units, placed, among, pool, metrics, sharded.left_in_backward
+            )
+            trained = placed
+        elif on is None:
             trained = placed
             self.gradients = Gradients(placed, metrics, spill)
             self.residency = Residency(parts)
@@ -107,11 +118,13 @@ class Engine:
             self.gradients = DeviceGradients(trained, places, pool, on.transfer, metrics)
             self.residency = DeviceResidency(parts, on.transfer, on.limit_bytes)
         try:
-            if isinstance(self.gradients, DeviceGradients):
+            if not isinstance(self.gradients, Gradients):
                 self.gradients.take_in(list(self._names))
             self._take_in(start)
             self._handles = follow(model, units, self)
-            self._handles += watch_gradients(trained, self.gradients.arrived)
+            self._handles += watch_gradients(
+                trained, self.gradients.arrived, reduces=among is not None
+            )
         except BaseException:
             if start is not None:
                 start.forget(self.residency)
@@ -180,7 +193,10 @@ class Engine:
             self.residency.expect(numel)
 
     def before_forward(self, unit: Unit) -> None:
-        self.residency.use(unit, self._phase())
+        phase = self._phase()
+        self.residency.use(unit, phase)
+        if phase is Phase.BACKWARD:
+            self.gradients.visited(unit)
         try:
             self.enter()
         except BaseException:
@@ -198,11 +214,13 @@ class Engine:
     def _visit(self, unit: Unit) -> None:
         self._begin_backward()
         self.residency.visit(unit, Phase.BACKWARD)
+        self.gradients.visited(unit)
 
     def _begin_backward(self) -> None:
         if not self._backward and _in_backward():
             self._backward = True
             self.residency.wake()
+            self.gradients.begin()
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -267,9 +285,9 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for block in sorted(self.residency.blocks, key=lambda b: b.memory is None):
-            self.residency.give_back(block, make)  # what is there makes room for the rest
-        if isinstance(self.gradients, DeviceGradients):
+        for block in self.residency.in_order_of_return():
+            self.residency.give_back(block, make)
+        if not isinstance(self.gradients, Gradients):
             self.gradients.give_back()
 
 

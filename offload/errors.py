@@ -60,3 +60,12 @@ class StoreTimeout(StoreError):
 
 class CorruptionError(StoreError):
     """Bytes came back from the disk that are not the bytes that were written."""
+
+
+def kind_of(name: str) -> type[OffloadError]:
+    """The error of that name, which another rank has raised: what a program does about it, it does
+    on all ranks. `StateError` where it is none of ours.
+    """
+    kind = globals().get(name)
+    is_ours = isinstance(kind, type) and issubclass(kind, OffloadError)
+    return kind if is_ours else StateError  # type: ignore[return-value]

@@ -21,6 +21,7 @@ from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.store.mapped import MappedFile
+from offload.units import Unit
 
 PIECE_BYTES = 16 << 20  # written to a place on disk before they are pushed out
 _ALIGN_BYTES = 64
@@ -87,6 +88,12 @@ class Gradients:
         self._params = params
         self._metrics = metrics
         self._places = Places(params, None, spill)
+
+    def begin(self) -> None:
+        """A backward pass begins. Here that makes no difference."""
+
+    def visited(self, unit: Unit) -> None:
+        """Backward has reached a unit. Here that makes no difference."""
 
     def settle(self) -> None:
         """They are where they should be already."""

@@ -21,17 +21,17 @@ from offload.units import Unit
 
 
 def watch_gradients(
-    params: Mapping[int, Tensor], arrived: Callable[[int], None]
+    params: Mapping[int, Tensor], arrived: Callable[[int], None], reduces: bool = False
 ) -> list[RemovableHandle]:
     """Call `arrived`, a method, with the number of each parameter whose gradient autograd has added
     to, as long as its owner lives. Not while ranks are connected: what reduces gradients over them
-    writes to them later, unseen.
+    writes to them later, unseen; unless it is `arrived` itself that does.
     """
     method = weakref.WeakMethod(arrived)
 
     def hook(number: int, _: Tensor) -> None:
         owner = method()
-        if owner is not None and not is_connected():
+        if owner is not None and (reduces or not is_connected()):
             owner(number)
 
     return [
@@ -39,6 +39,44 @@ def watch_gradients(
         for number, param in params.items()
         if param.requires_grad and param.is_leaf
     ]
+
+
+def watch_passes(
+    params: Mapping[int, Tensor], arrived: Callable[[int], None], ended: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Call `arrived` and `ended`, methods of one object, as long as it lives: with the number of
+    each parameter whose gradient autograd has added to; and after each backward pass in which there
+    was one. A pass within another, as checkpoints make them, is none of its own.
+    """
+    watcher = _Passes(weakref.WeakMethod(arrived), weakref.WeakMethod(ended))
+    return [
+        param.register_post_accumulate_grad_hook(_bound(watcher.arrived, number))  # type: ignore[no-untyped-call]
+        for number, param in params.items()
+        if param.requires_grad and param.is_leaf
+    ]
+
+
+@dataclass
+class _Passes:
+    tell_arrived: weakref.WeakMethod[Callable[[int], None]]
+    tell_ended: weakref.WeakMethod[Callable[[], None]]
+    pass_id: int | None = None  # of the one whose end will be told
+
+    def arrived(self, number: int, _: Tensor) -> None:
+        tell = self.tell_arrived()
+        if tell is None:
+            return
+        now: int = torch._C._current_graph_task_id()
+        if self.pass_id != now:
+            self.pass_id = now
+            at_end_of_backward(self.ended)
+        tell(number)
+
+    def ended(self) -> None:
+        self.pass_id = None
+        tell = self.tell_ended()
+        if tell is not None and torch._C._current_autograd_node() is None:  # else in another's
+            tell()
 
 
 class Runner(Protocol):

@@ -4,13 +4,16 @@ A callback alone hears of a save when the Trainer has made it. So this one is gi
 takes the place of those of its methods that write and read checkpoints: in the object, not in the
 class. In each `checkpoint-<step>` there is then a checkpoint of ours, `offload/`, beside the files
 that describe it (config, tokenizer, trainer_state.json); no optimizer.pt, scheduler.pt, rng_state
-or weights, and nothing that is pickled.
+or weights, and nothing that is pickled. One that is there already stays until the new one in its
+place is whole.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +34,7 @@ except ImportError as error:
     ) from error
 
 FOLDER = "offload"  # in each checkpoint-<step>
+_NAME = re.compile(rf"{FOLDER}(-[0-9]+)?")
 _STATE = "trainer_state.json"
 _REPLACED = (
     "train",
@@ -110,8 +114,10 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
 
     def _do_save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer = self._trainer
-        # keep: so that it is read back before the Trainer removes older ones.
-        save(Path(output_dir, FOLDER), trainer.model, trainer.optimizer, keep=1, **self._stateful())
+        # keep: so that it is read back before the Trainer removes older ones, or we this step's.
+        path = _free_path(Path(output_dir))
+        save(path, trainer.model, trainer.optimizer, keep=1, **self._stateful())
+        _take_place(path)
 
     def _do_save_scaler(self, output_dir: str) -> None:
         """It is in our checkpoint."""
@@ -143,7 +149,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
             self._own["_load_optimizer_and_scheduler"](checkpoint)
             return
         trainer = self._trainer
-        load(Path(str(checkpoint), FOLDER), trainer.model, trainer.optimizer, **self._stateful())
+        load(str(checkpoint), trainer.model, trainer.optimizer, **self._stateful())
         # The Trainer passes over the batches that were used, and sets random numbers after that.
         self._random = random_states()
 
@@ -163,12 +169,39 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
             self._own["_load_best_model"]()
             return
         states = random_states()
-        load(Path(best, FOLDER), self._trainer.model)
+        load(best, self._trainer.model)
         set_random_states(states)
 
 
+def _ours(checkpoint: Path) -> list[Path]:
+    """Our checkpoints in one of the Trainer's: more than one while another is written in its place,
+    and where that was killed.
+    """
+    return [path for path in checkpoint.glob(f"{FOLDER}*") if _NAME.fullmatch(path.name)]
+
+
 def _has_ours(checkpoint: str | None) -> bool:
-    return checkpoint is not None and Path(checkpoint, FOLDER).is_dir()
+    return checkpoint is not None and any(path.is_dir() for path in _ours(Path(checkpoint)))
+
+
+def _free_path(checkpoint: Path) -> Path:
+    """For a new one. The Trainer comes to a step again that has one: then beside it."""
+    path, count = checkpoint / FOLDER, 1
+    while os.path.lexists(path):
+        count += 1
+        path = checkpoint / f"{FOLDER}-{count}"
+    return path
+
+
+def _take_place(path: Path) -> None:
+    """The new one is whole and has been read back, and wins over all others by its number. What is
+    left of those goes; it gets their name if that can be done.
+    """
+    with suppress(OSError):
+        for other in _ours(path.parent):
+            if other != path:
+                shutil.rmtree(other)
+        path.rename(path.with_name(FOLDER))
 
 
 def _newest(folder: str) -> str | None:
@@ -178,7 +211,7 @@ def _newest(folder: str) -> str | None:
         step = path.name.rpartition("-")[2]
         with suppress(OffloadError, OSError, ValueError):
             if step.isdecimal() and _has_ours(str(path)):
-                find_newest(path / FOLDER)
+                find_newest(path)
                 json.loads((path / _STATE).read_text())
                 found.append((int(step), str(path)))
     return max(found)[1] if found else None

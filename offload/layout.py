@@ -24,7 +24,9 @@ class ParamSpec:
     """What must be known of a parameter to lay out its state. fields: those of its chunks.
     device_bytes: of an element that lies on a device, and comes to the host for its update; its
     gradient's has as many. unit: of a prepared model, that has the parameter; chunks keep within
-    one, and its parameters come for their update, too.
+    one, and its parameters come for their update, too. own: the elements [begin, end) whose state
+    is ours where ranks share it, begin a multiple of 16; None: all. comes_late: its gradient may
+    change unseen until the step, so that no copy is made before.
     """
 
     name: str
@@ -32,6 +34,13 @@ class ParamSpec:
     fields: tuple[str, ...]
     device_bytes: int = 0
     unit: int | None = None
+    own: tuple[int, int] | None = None
+    comes_late: bool = False
+
+    @property
+    def own_numel(self) -> int:
+        begin, end = self.own or (0, self.numel)
+        return end - begin
 
     @property
     def has_desk(self) -> bool:
@@ -44,11 +53,11 @@ class ParamSpec:
         """
         own = ELEMENT_BYTES // 2 if MASTER in self.fields else ELEMENT_BYTES
         grad = own if grad_bytes is None else grad_bytes
-        return self.numel * (2 * (ELEMENT_BYTES * len(self.fields) + own) + grad)
+        return self.own_numel * (2 * (ELEMENT_BYTES * len(self.fields) + own) + grad)
 
     @property
     def state_bytes(self) -> int:
-        return self.numel * len(self.fields) * ELEMENT_BYTES
+        return self.own_numel * len(self.fields) * ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ class Chunk:
 
 def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:
     """Chunks for the state of `params`, in their order; parameters with other fields have chunks
-    of their own. What has no elements has no chunk; what has no fields has one, of no bytes, where
-    it comes from elsewhere, because it passes over a desk.
+    of their own. What has no elements of ours has no chunk; what has no fields has one, of no
+    bytes, where it comes from elsewhere, because it passes over a desk.
     """
     chunks: list[Chunk] = []
     for kind in dict.fromkeys((param.unit, param.fields) for param in params):
@@ -105,12 +114,12 @@ def _pack(params: Sequence[tuple[int, ParamSpec]], chunk_numel: int) -> Iterator
     slices: list[Slice] = []
     offset = 0
     for number, param in params:
-        begin = 0
-        while begin < param.numel:
+        begin, last = param.own or (0, param.numel)
+        while begin < last:
             if offset >= chunk_numel:
                 yield slices
                 slices, offset = [], 0
-            end = min(param.numel, begin + chunk_numel - offset)
+            end = min(last, begin + chunk_numel - offset)
             slices.append(Slice(number, begin, end, offset))
             offset = _round_up(offset + end - begin, _SLICE_ALIGN)
             begin = end

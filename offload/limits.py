@@ -12,6 +12,7 @@ from offload.budget import HOST
 from offload.config import Config, format_size
 from offload.errors import CapacityError, ConfigError
 from offload.machine import free_memory_bytes, read_memory
+from offload.neighbours import current
 
 _LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for everybody else
 
@@ -60,13 +61,13 @@ def telling_of_the_budget(config: Config) -> Iterator[None]:
         raise CapacityError(
             f"{error} (host_memory was not given: then it is what is left of an earlier limit, or "
             f"what is free now less {_LEAVE_SHARE:.0%} of the machine or "
-            f"{format_size(_LEAVE_BYTES)})"
+            f"{format_size(_LEAVE_BYTES)}, for each rank on it a part)"
         ) from error
 
 
 def host_bytes(config: Config) -> tuple[int | None, int]:
     """Host bytes for this call: what was asked for, or what is left of the limit that stands,
-    or what leaves the machine enough. And what others hold already.
+    or what leaves the machine enough, shared with other ranks on it. And what others hold already.
     """
     if HOST.used_bytes:
         gc.collect()  # what holds itself and nobody else, a trainer say, may hold some of it
@@ -80,4 +81,5 @@ def host_bytes(config: Config) -> tuple[int | None, int]:
     if free is None or memory.total_bytes is None:
         return None, 0
     total = min(memory.total_bytes, memory.cgroup_limit_bytes or memory.total_bytes)
-    return max(0, free - max(int(total * _LEAVE_SHARE), _LEAVE_BYTES)), 0
+    left = free - max(int(total * _LEAVE_SHARE), _LEAVE_BYTES)
+    return current().part_of(max(0, left), least=0), 0

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from offload.config import format_size
 from offload.planner import Plan
+from offload.sharding import Sharding
 from offload.shares import Shares
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """`str()` is a table for people. file_bytes: of frozen parameters that stay in the files they
-    came from. device_bytes: for everything on the device; 0 on the CPU.
+    came from. device_bytes: for everything on the device; 0 on the CPU. sharding: over ranks, each
+    of which has such a plan for its slices.
     """
 
     units: int
@@ -22,6 +24,7 @@ class ModelPlan:
     state: Plan
     disk_room_bytes: int
     device_bytes: int
+    sharding: Sharding | None = None
 
     @property
     def away_bytes(self) -> int:
@@ -66,6 +69,8 @@ class ModelPlan:
         ]
         if self.file_bytes:
             rows.append(("  frozen", f"{size(self.file_bytes)} are read from their own files"))
+        if self.sharding is not None:
+            rows.append(("ranks", str(self.sharding)))
         rows.append(("gradients", self._gradients()))
         where = f"{size(state.resident_bytes)} in host memory, {size(state.disk_bytes)} on disk"
         rows.append(("optimizer state", f"{size(state.state_bytes)}: {where}"))

@@ -4,15 +4,16 @@ allocated, so that what cannot work is refused with the arithmetic, and `offload
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from offload.config import Config
+from offload.config import Config, format_size
 from offload.device_gradients import staging_bytes
-from offload.errors import ConfigError
+from offload.errors import CapacityError, ConfigError
 from offload.gradients import Spill, place_bytes
 from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
@@ -22,6 +23,7 @@ from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.planner import least_arena_bytes, make_plan
+from offload.sharding import DEPTH, Sharding
 from offload.shares import Shares, check_device, on_device_bytes, share_out
 from offload.start import Start
 from offload.transfer import find_device, usable_bytes, used_bytes
@@ -30,7 +32,6 @@ from offload.units import Choice, Unit, find_units
 _UNBUILT = (
     "param_dtype",
     "state_dtype",
-    "process_group",
     "profile",
     "release_grads",
 )
@@ -38,7 +39,8 @@ _UNBUILT = (
 
 class Outline:
     """Of one model, with an optimizer or without. Changes nothing; `close` lets go of the files
-    with weights, if nobody goes on to prepare the model.
+    with weights, if nobody goes on to prepare the model. place: this rank, and how many there are,
+    where it is shared out.
     """
 
     def __init__(
@@ -49,16 +51,19 @@ class Outline:
         host_bytes: int | None,
         choice: Choice | None = None,
         weights: str | PathLike[str] | None = None,
+        place: tuple[int, int] | None = None,
     ) -> None:
-        _check(optimizer, config)
+        _check(optimizer, config, place)
         self.config = config
+        self.host_bytes = host_bytes
         self.has_choice = choice is not None
         self.directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
-        self.units = find_units(model, choice)
+        self.units = find_units(model, choice, splits_types=place is not None)
         self.unit_of = {m.param: unit for unit in self.units for m in unit.members}
         self.device = find_device(config.device)
         self.device_bytes = self._check_device(model)
         self.recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
+        self.sharding = self._share_over(place, optimizer is not None)
         self.specs = self._specs(optimizer)
         self.start: Start | None = None
         if Start.is_needed(model, weights):
@@ -76,6 +81,19 @@ class Outline:
             self.start.close()
 
     @property
+    def left_bytes(self) -> int:
+        """Of a budget that was given, what nobody needs."""
+        if self.config.host_memory is None or self.host_bytes is None or self.sharding is None:
+            return 0
+        return self.host_bytes - self.shares.total
+
+    def widen(self, nbytes: int) -> None:
+        """So much more is for whole blocks, on all ranks."""
+        assert self.sharding is not None
+        self.sharding = self.sharding.with_room(self.units, nbytes)
+        self.shares = replace(self.shares, whole=self.sharding.fixed_bytes)
+
+    @property
     def is_on_cpu(self) -> bool:
         return self.device.type == "cpu"
 
@@ -90,32 +108,60 @@ class Outline:
         """What is reserved on disk: the blocks and chunks there, and new ones on their way."""
         if not self.directories:
             return 0
-        params = sum(-(-unit.nbytes // 4096) * 4096 for unit in self.stored)
+        params = sum(-(-self.host_bytes_of(unit) // 4096) * 4096 for unit in self.stored)
         params += min(params, self.shares.params)
         return params + self.state_plan.disk_capacity_bytes
 
+    def host_bytes_of(self, unit: Unit) -> int:
+        """What of a unit's parameters this rank has in host memory or on disk."""
+        return unit.nbytes if self.sharding is None else self.sharding.slice_bytes(unit)
+
+    def own_of(self, param: Tensor) -> tuple[int, int] | None:
+        """The elements of a parameter that are this rank's; None: all."""
+        unit = self.unit_of.get(param)  # type: ignore[call-overload]
+        return None if self.sharding is None or unit is None else self.sharding.own(unit, param)
+
+    @property
+    def spilled_units(self) -> frozenset[int]:
+        """Units whose gradients are on disk, of a model that is shared out."""
+        trained = self._trained_units(has_optimizer=True)
+        return frozenset(trained[n] for n in self.shares.spilled)
+
     @property
     def spill(self) -> Spill:
-        """Which gradients are on disk."""
+        """Which gradients are on disk, of one that is not."""
         trained = list(self._trained(has_optimizer=True))
         return Spill(frozenset(trained[n] for n in self.shares.spilled), self.directories)
 
     @property
     def plan(self) -> ModelPlan:
         """What will be where."""
-        params = sum(unit.nbytes for unit in self.units)
+        params = sum(map(self.host_bytes_of, self.units))
         return ModelPlan(
             units=len(self.units),
             param_bytes=params,
-            file_bytes=params - sum(unit.nbytes for unit in self.stored),
+            file_bytes=params - sum(map(self.host_bytes_of, self.stored)),
             shares=self.shares,
             state=self.state_plan,
             disk_room_bytes=self.disk_room_bytes,
             device_bytes=self.device_bytes,
+            sharding=self.sharding,
         )
 
     def _trained(self, has_optimizer: bool) -> list[nn.Parameter]:
         return [p for p in self.unit_of if p.requires_grad and has_optimizer]
+
+    def _trained_units(self, has_optimizer: bool) -> list[int]:
+        found = dict.fromkeys(self.unit_of[param].number for param in self._trained(has_optimizer))
+        return sorted(found)
+
+    def _share_over(self, place: tuple[int, int] | None, has_optimizer: bool) -> Sharding | None:
+        if place is None:
+            return None
+        wanted = self.config.prefetch_depth
+        depth = DEPTH if wanted == "auto" else int(wanted)
+        sharding = Sharding(*place, depth=depth)
+        return sharding.with_least(self.units, self._trained_units(has_optimizer))
 
     def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
         if optimizer is None or self.recipe is None:
@@ -124,24 +170,46 @@ class Outline:
         for record in records:
             if record.param not in self.unit_of:
                 raise ConfigError(f"{record.name}: the optimizer has it, but the model does not")
+            record.own = self.own_of(record.param)
         states_of(optimizer, records, self.recipe)  # refuses what does not fit
         return [spec_of(record, self.unit_of[record.param].number) for record in records]  # type: ignore[index]
 
     def _share_out(self, host_bytes: int | None, has_optimizer: bool) -> Shares:
         state = make_plan(self.specs, None, has_disk=False).arena_bytes
         trained = self._trained(has_optimizer)
+        if self.sharding is not None:
+            units = [self.units[number] for number in self._trained_units(has_optimizer)]
+            gradients = [self.sharding.slice_bytes(unit) for unit in units]
+            if host_bytes is not None:
+                host_bytes = self._less_whole(self.sharding, host_bytes)
+        else:
+            gradients = [place_bytes(param) for param in trained]
         # What stays in its own files needs no disk of ours.
         has_disk = bool(self.directories) or (not self.stored and not state)
-        return share_out(
+        shares = share_out(
             self.units,
-            [place_bytes(param) for param in trained],
+            gradients,
             state,
             host_bytes,
             has_disk,
             self.config.activations == "offload",
             0 if self.is_on_cpu else staging_bytes(trained),
             least_arena_bytes(self.specs),
+            self.host_bytes_of,
         )
+        return shares if self.sharding is None else replace(shares, whole=self.sharding.fixed_bytes)
+
+    def _less_whole(self, sharding: Sharding, host_bytes: int) -> int:
+        """Of the budget, what is left for slices."""
+        if host_bytes <= sharding.fixed_bytes:
+            raise CapacityError(
+                f"host_memory: {format_size(host_bytes)} ({host_bytes} bytes) are allowed on each "
+                f"rank; one unit at a time, gathered from {sharding.count} ranks, needs "
+                f"{format_size(sharding.whole_bytes)} with {sharding.depth} more ahead, whole "
+                f"gradients on their way {format_size(sharding.gradient_bytes)}, and there must be "
+                f"room for slices; raise host_memory, or lower prefetch_depth"
+            )
+        return host_bytes - sharding.fixed_bytes
 
     def _check_device(self, model: nn.Module) -> int:
         """Bytes for everything on the device; refuses too few of them."""
@@ -157,12 +225,19 @@ class Outline:
         return limit
 
 
-def _check(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+def _check(
+    optimizer: torch.optim.Optimizer | None, config: Config, place: tuple[int, int] | None
+) -> None:
     """Refuse what `prepare` cannot do."""
     if optimizer is not None:
         check_wrappable(optimizer)
     refuse_unbuilt(config, _UNBUILT, "prepare")
     is_on_cpu = find_device(config.device).type == "cpu"
+    if place is not None and not is_on_cpu:
+        raise ConfigError(
+            "process_group: a model on a device cannot be shared out over ranks yet; give "
+            'device="cpu", or process_group=False, which prepares a whole model on each rank'
+        )
     if config.device_memory is not None:
         Config.of(config, device=find_device(config.device))  # the CPU has none
     if config.activations == "offload" and not config.nvme and is_on_cpu:

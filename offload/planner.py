@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from offload.config import format_size
 from offload.errors import CapacityError
 from offload.layout import CHUNK_NUMEL, Chunk, ParamSpec, Slice, lay_out
+from offload.rank_share import RankShare
 
 BUFFERS = 16  # chunks under way: some being read, one updated, some written
 DISK_CHUNK_NUMEL = 1 << 20  # less to wait for where a step begins and ends
@@ -70,6 +71,7 @@ class Plan:
     has_homes: bool  # gradients from devices have host memory of their own
     host_memory_bytes: int | None  # the budget; None: no limit was given
     speeds: Speeds = UNKNOWN
+    ranks: RankShare | None = None  # None: nothing is shared with other ranks
 
     @property
     def numel(self) -> int:
@@ -104,9 +106,16 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory that the optimizer takes: resident chunks, buffers, desks and homes."""
+        """Host memory that the optimizer takes: resident chunks, buffers, desks and homes, and what
+        it takes to share with other ranks.
+        """
         moving = self.buffers * self.buffer_bytes + self.desks * self.desk_bytes
-        return self.resident_bytes + moving + self.homes_bytes
+        return self.resident_bytes + moving + self.homes_bytes + self.shared_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of buffers for the network, and gradients that were reduced over ranks."""
+        return self.ranks.host_bytes if self.ranks else 0
 
     @property
     def disk_capacity_bytes(self) -> int:
@@ -149,7 +158,7 @@ class Plan:
     @property
     def fits_without_us(self) -> bool:
         """Whether plain torch would do: parameters and state are in host memory anyway."""
-        return not self.disk_bytes and not self.desks
+        return not self.disk_bytes and not self.desks and self.ranks is None
 
     def endurance_share(
         self, steps: int = STEPS_OF_INTEREST, rated_tb: float = RATED_TERABYTES_WRITTEN
@@ -161,6 +170,7 @@ class Plan:
         size = format_size
         rows = [
             ("parameters", f"{self.numel:,} in {len(self.params)} tensors"),
+            *([("ranks", str(self.ranks))] if self.ranks else []),
             ("optimizer state", f"{size(self.state_bytes)} in {len(self.chunks)} chunks"),
             ("  in host memory", f"{size(self.resident_bytes)} in {len(self.resident)} chunks"),
             ("  on disk", size(self.disk_bytes)),
@@ -222,7 +232,8 @@ class Plan:
             "state": self.resident_bytes,
             "buffers": self.buffers * self.buffer_bytes,
             "desks": self.desks * self.desk_bytes,
-            "gradients": self.homes_bytes,
+            "gradients": self.homes_bytes + (self.ranks.grad_bytes if self.ranks else 0),
+            "network": self.ranks.buffers * self.ranks.buffer_bytes if self.ranks else 0,
         }
         each = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n)
         allowed = "without limit"
@@ -247,18 +258,20 @@ def make_plan(
     speeds: Speeds = UNKNOWN,
     needs_homes: bool = False,
     held_bytes: int = 0,
+    ranks: RankShare | None = None,
 ) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
     host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, 1 Mi where
     some go to disk, less where the budget would not hold the buffers. needs_homes: gradients must
     have host memory of their own; they get it anyway where it costs no chunk its place. held_bytes:
-    what others hold beside it, for the message. Raises `CapacityError` where nothing works.
+    what others hold beside it, for the message. ranks: what is shared, with memory of its own;
+    `params` have `own` then. Raises `CapacityError` where nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
     while True:
         for has_homes in (True,) if needs_homes else (True, False):
-            whole = _keep_all(params, numel, has_homes, host_memory_bytes, speeds)
+            whole = _keep_all(params, numel, has_homes, host_memory_bytes, speeds, ranks)
             if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
                 return whole
         # Without a disk, smaller desks are all that can be saved.
@@ -271,12 +284,14 @@ def make_plan(
             f"host_memory: the optimizer state needs {format_size(whole.state_bytes)} "
             f"({whole.state_bytes} bytes)"
             + _and_device_copies(whole)
+            + _and_network(whole)
             + f", {format_size(host_memory_bytes)} are allowed"
             + _others(host_memory_bytes, held_bytes)
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
     numel = chunk_numel or min(numel, DISK_CHUNK_NUMEL)
     chunks, free = lay_out(params, numel), host_memory_bytes - whole.homes_bytes
+    free -= whole.shared_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
         desk = largest_desk(chunks, params, whole.has_homes)
         if BUFFERS * _largest(chunks) + whole.desks * desk <= free:
@@ -287,7 +302,12 @@ def make_plan(
 
 
 def _keep_all(
-    params: Sequence[ParamSpec], numel: int, has_homes: bool, budget: int | None, speeds: Speeds
+    params: Sequence[ParamSpec],
+    numel: int,
+    has_homes: bool,
+    budget: int | None,
+    speeds: Speeds,
+    ranks: RankShare | None,
 ) -> Plan:
     """All of it in host memory, in chunks of `numel` elements, whatever that takes."""
     chunks = lay_out(params, numel)
@@ -297,9 +317,12 @@ def _keep_all(
         resident=frozenset(chunk.number for chunk in chunks),
         buffers=0,
         desks=DESKS if largest_desk(chunks, params, has_homes) else 0,
-        has_homes=has_homes and any(param.device_bytes for param in params),
+        has_homes=has_homes
+        and any(param.device_bytes for param in params)
+        and not any(param.comes_late for param in params),
         host_memory_bytes=budget,
         speeds=speeds,
+        ranks=ranks,
     )
 
 
@@ -352,12 +375,19 @@ def _and_device_copies(plan: Plan) -> str:
     return text
 
 
+def _and_network(plan: Plan) -> str:
+    if plan.ranks is None:
+        return ""
+    text = f" and {plan.ranks.buffers} buffers for the network {format_size(plan.shared_bytes)}"
+    return text + (" with gradients" if plan.ranks.grad_bytes else "")
+
+
 def _round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
 def _largest(chunks: Sequence[Chunk]) -> int:
-    return max(chunk.nbytes for chunk in chunks)
+    return max((chunk.nbytes for chunk in chunks), default=0)
 
 
 def _others(budget: int, held_bytes: int) -> str:
@@ -375,7 +405,7 @@ def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Pl
     """Homes, desks and buffers first, then as many resident chunks as fit."""
     desks, homes = whole.desks, whole.homes_bytes
     largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.has_homes)
-    fixed = desks * desk + homes
+    fixed = desks * desk + homes + whole.shared_bytes
     buffers = min(BUFFERS, (budget - fixed) // largest) if largest else 0
     if buffers < LEAST_BUFFERS and (largest or fixed > budget):
         raise CapacityError(
@@ -384,6 +414,7 @@ def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Pl
             f"{LEAST_BUFFERS} buffers of {format_size(largest)} ({largest} bytes)"
             + (f" and {desks} desks of {format_size(desk)}" if desks else "")
             + (f" and gradients of {format_size(homes)}" if homes else "")
+            + _and_network(whole)
             + " that the update needs; the least that works is "
             f"{min(LEAST_BUFFERS * largest + fixed, whole.arena_bytes)} bytes"
         )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
+from offload.accord import agreed, same_random, together
 from offload.activations import Activations
 from offload.budget import HOST, Share
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, StateError
+from offload.gathered_tier import NETWORK
 from offload.hooks import watch_gradients
 from offload.log import LOG
+from offload.mean_gradients import Among
 from offload.metrics import Metrics, Snapshot
 from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
@@ -30,16 +34,23 @@ from offload.outside import InHost, OnDisk, Outside
 from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
 from offload.recompute import Recompute, layers_of
-from offload.reports import ActivationUse, ModelUse
+from offload.reports import ActivationUse, ModelUse, SharedUse
 from offload.services import Services
+from offload.shard import Ranks
+from offload.sharded_gradients import ShardedGradients
+from offload.sharded_residency import ShardedResidency
+from offload.sharded_state import complete
+from offload.sliced_gradient import NO_SCALER
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
 from offload.trace import Trace
 from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer
 from offload.workbench import Workbench
 
+T = TypeVar("T")
 _PREPARED = "_offload_prepared"
-_WAITS = ("parameter read", "parameter write", "device copy")
+_NO_SYNC = "no_sync"
+_WAITS = ("parameter read", "parameter write", "device copy", NETWORK)
 _ACTIVATION_WAITS = ("activation read", "activation write")
 
 
@@ -65,9 +76,14 @@ class Prepared:
     """
 
     def __init__(
-        self, outline: Outline, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        outline: Outline,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.outline = outline
+        self.ranks = ranks  # that it is shared out over; None: all of it is here
         self.config, self.units, self.shares = outline.config, outline.units, outline.shares
         self.metrics = Metrics(strict=self.config.strict)
         self._unit_of = outline.unit_of
@@ -82,16 +98,21 @@ class Prepared:
         self.recompute: Recompute | None = None
         self._activations_share: Share | None = None
         self._gradients_share: Share | None = None
+        self._whole_share: Share | None = None
         self.session: Session | None = None
         self._start = outline.start
         try:
             if self._start is not None:
                 self._start.begin()
-            self._open_memory()
-            self._open_model(model)
+            together(ranks, "memory and disk", self._open_memory)
+            with same_random(ranks):
+                together(ranks, "the start of the model", lambda: self._open_model(model))
             self._open_activations(model)
             if optimizer is not None and outline.recipe is not None:
-                self._open_optimizer(optimizer, outline.recipe)
+                recipe = outline.recipe
+                together(ranks, "optimizer state", lambda: self._open_optimizer(optimizer, recipe))
+            assert self.engine is not None
+            self.engine.residency.commit()
         except BaseException:
             if self._start is not None and self.engine is not None:
                 self._start.forget(self.engine.residency)
@@ -105,10 +126,14 @@ class Prepared:
         shares = self.shares
         # Blocks come and go; what the optimizer keeps must not be in their way. On the CPU autograd
         # has memory for gradients.
-        is_on_cpu = self.outline.is_on_cpu
-        params = shares.params if is_on_cpu else shares.params + shares.gradients
+        sharding = self.outline.sharding
+        is_made_here = self.outline.is_on_cpu and sharding is None
+        params = shares.params if is_made_here else shares.params + shares.gradients
         self.pool = Pool(max(params, PIECE_ALIGN), budget=HOST)
-        if is_on_cpu:
+        if sharding is not None:
+            what = "whole parameters and gradients"
+            self._whole_share = self._take_share(sharding.fixed_bytes, what)
+        if is_made_here:
             self._gradients_share = self._take_share(shares.gradients, "gradients")
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)
@@ -126,7 +151,8 @@ class Prepared:
     def _open_spare(self) -> DiskStore | None:
         """A store for frozen blocks that were not to be written, and were changed all the same."""
         stored = {unit.number for unit in self.outline.stored}
-        room = sum(-(-u.nbytes // 4096) * 4096 for u in self.units if u.number not in stored)
+        left = [self.outline.host_bytes_of(u) for u in self.units if u.number not in stored]
+        room = sum(-(-nbytes // 4096) * 4096 for nbytes in left)
         if self._directories and room and self._spare is None:
             LOG.info("weights that were to stay in their files are changed, and are swapped now")
             room += min(room, self.shares.params)
@@ -162,6 +188,7 @@ class Prepared:
             spill=self.outline.spill,
             start=self._start,
             on=self._open_device(model),
+            among=self._among(),
         )
         if not self.outline.is_on_cpu:
             self.buffers = ModelBuffers(model, self.outline.device)  # they have their values now
@@ -171,6 +198,14 @@ class Prepared:
         self.services = Services(model, residency, self._unit_of, self._directories)
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
+        if self.ranks is not None and not hasattr(model, _NO_SYNC):  # as DDP has it
+            object.__setattr__(model, _NO_SYNC, self.no_sync)
+
+    def _among(self) -> Among | None:
+        sharding = self.outline.sharding
+        if self.ranks is None or sharding is None:
+            return None
+        return Among(self.ranks, sharding, self.outline.spilled_units, self._directories)
 
     def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None
@@ -207,8 +242,12 @@ class Prepared:
             raise
         self.session = session
         attach(optimizer, session)
-        if not self.outline.is_on_cpu:  # so that a GradScaler tells of itself, and can be refused
+        if not self._has_plain_gradients:  # so that a GradScaler tells of itself, and is refused
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    @property
+    def _has_plain_gradients(self) -> bool:
+        return self.outline.is_on_cpu and self.ranks is None
 
     # --- for the optimizer's session --------------------------------------------------------------
 
@@ -221,11 +260,30 @@ class Prepared:
         residency = self.engine.residency
         return residency.home_of(param)
 
+    def own_of(self, param: Tensor) -> tuple[int, int] | None:
+        return self.outline.own_of(param)
+
+    def together(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
+        return agreed(self.ranks, "step", look, tell)
+
+    def sum_over_ranks(self, value: float) -> float:
+        return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]
+
+    def complete(self, records: Sequence[Record], states: Mapping[int, Mapping[str, Any]]) -> None:
+        if self.ranks is not None and self.outline.sharding is not None:
+            complete(self.ranks, self.outline.sharding, self.units, records, states)
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        return self.ranks is not None and self.ranks.is_broken
+
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.outline.is_on_cpu:
+        if self._has_plain_gradients:
             return
         if hasattr(optimizer, "found_inf"):
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            if self.ranks is not None:
+                raise StateError(f"GradScaler: {NO_SCALER}")
             raise StateError(
                 "GradScaler: cannot be used with a model on a device whose gradients are in host "
                 "memory: torch reads the scale there before it has come; train in bfloat16, which "
@@ -251,15 +309,22 @@ class Prepared:
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
         assert self.engine is not None
         residency = self.engine.residency
-        places = {}
+        places, firsts = {}, {}
         for record in records:
             unit = self._unit_of[record.param]  # type: ignore[index]
+            block = residency.blocks[unit.number]
             begin = next(m.begin for m in unit.members if m.param is record.param)
-            places[record.number] = residency.blocks[unit.number], begin, record.dtype
-        desks = Workbench(residency, places, self.engine.gradients.push_out)
+            places[record.number] = block, begin - block.span[0], record.dtype
+            firsts[record.number] = record.own[0] if record.own else 0
+        desks = Workbench(residency, places, self.engine.gradients.push_out, firsts)
         return _SharedGround(self.state_pool, self.store, plan, desks)
 
     # --- for users --------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        assert self.engine is not None
+        gradients = self.engine.gradients
+        return gradients.no_sync() if isinstance(gradients, ShardedGradients) else nullcontext()
 
     @contextmanager
     def resident(self, module: nn.Module) -> Iterator[None]:
@@ -291,7 +356,7 @@ class Prepared:
         residency, total = self.engine.residency, self.metrics.snapshot()
         return ModelUse(
             units=len(self.units),
-            param_bytes=sum(unit.nbytes for unit in self.units),
+            param_bytes=sum(map(self.outline.host_bytes_of, self.units)),
             shares=self.shares,
             held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
             disk_bytes=self._disk_bytes(),
@@ -303,6 +368,7 @@ class Prepared:
             round_waited_s=_waited_s(ledger.round, _WAITS),
             read_bytes_per_s=residency.pace.read_bytes_per_s,
             activations=self._activations_use(total),
+            shared=self._shared_use(total),
         )
 
     def _disk_bytes(self) -> int:
@@ -330,10 +396,27 @@ class Prepared:
             waited_s=_waited_s(total, _ACTIVATION_WAITS),
         )
 
+    def _shared_use(self, total: Snapshot) -> SharedUse | None:
+        assert self.engine is not None
+        residency = self.engine.residency
+        if self.ranks is None or not isinstance(residency, ShardedResidency):
+            return None
+        return SharedUse(
+            *self.ranks.place,
+            whole_bytes=residency.tier.budget_bytes,
+            whole_peak_bytes=residency.tier.peak_bytes,
+            gathered_bytes=total.counts.get("gathered_bytes", 0),
+            reduced_bytes=total.counts.get("reduced_bytes", 0),
+            sent_bytes=dict(self.ranks.sent_bytes),
+            waited_s=_waited_s(total, [NETWORK]),
+        )
+
     # --- end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave model and optimizer as ordinary ones. Idempotent."""
+        if self.has_lost_ranks:
+            LOG.error("close(): other ranks cannot be asked any more: parameters have no values")
         session = self.session
         if session is not None and session.is_alive:
             session.optimizer.close()  # type: ignore[attr-defined]  # ends with `ended`
@@ -353,15 +436,17 @@ class Prepared:
             self.recompute = None
         if self.engine is not None and self.engine.activations is not None:
             self.engine.activations.close()
-        for share in (self._activations_share, self._gradients_share):
+        for share in (self._activations_share, self._gradients_share, self._whole_share):
             if share is not None:
                 share.release()
-        self._activations_share = self._gradients_share = None
+        self._activations_share = self._gradients_share = self._whole_share = None
         if self.engine is not None:
             self.services.close()
             self.engine.close(self.services.like)
             for module in self.engine.model.modules():
                 object.__delattr__(module, _PREPARED)
+            if vars(self.engine.model).get(_NO_SYNC) == self.no_sync:
+                object.__delattr__(self.engine.model, _NO_SYNC)
             self.engine = None
         if self.buffers is not None:
             self.buffers.give_back()
@@ -378,6 +463,8 @@ class Prepared:
             if pool is not None:
                 pool.close()
         self.store = self._spare = self.pool = self.state_pool = None
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def _waited_s(snapshot: Snapshot, causes: Sequence[str]) -> float:

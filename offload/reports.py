@@ -14,6 +14,7 @@ from offload.config import format_size
 from offload.metrics import MOST_EVENTS, OTHER, Snapshot
 from offload.planner import Plan, Speeds
 from offload.private_file import write_private
+from offload.rank_share import RankShare
 from offload.shares import Shares
 from offload.timeline import Event, to_chrome, whole_steps
 from offload.trace import Trace
@@ -31,6 +32,7 @@ CAUSES = {
     "disk read": "waits for disk reads",
     "disk write": "waits for disk writes",
     "device copy": "waits for device copies",
+    "network": "waits for other ranks",
     "gradient norm": "gradient norm",
     "update": "update",
     OTHER: "other",
@@ -116,6 +118,41 @@ class ActivationUse:
 
 
 @dataclass(frozen=True)
+class SharedUse:
+    """A model that is shared out over ranks. Bytes since it was prepared; sent ones by kind:
+    `gather` for parameters (and whole states), `reduce` for gradients, `control` for what ranks
+    tell one another. waited_s: for other ranks, in forward and backward passes.
+    """
+
+    rank: int
+    count: int
+    whole_bytes: int  # that gathered blocks may take
+    whole_peak_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
+    sent_bytes: Mapping[str, int]
+    waited_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        plain = ("rank", "count", "whole_bytes", "whole_peak_bytes")
+        return {
+            **{name: getattr(self, name) for name in (*plain, "gathered_bytes", "reduced_bytes")},
+            **{f"sent_bytes/{kind}": n for kind, n in self.sent_bytes.items()},
+            "waited_seconds": self.waited_s,
+        }
+
+    def __str__(self) -> str:
+        size = format_size
+        sent = ", ".join(f"{kind} {size(n)}" for kind, n in self.sent_bytes.items()) or "nothing"
+        return (
+            f"rank {self.rank} of {self.count}, stage 3: {size(self.gathered_bytes)} gathered, "
+            f"{size(self.reduced_bytes)} of gradients reduced; at most "
+            f"{size(self.whole_peak_bytes)} of {size(self.whole_bytes)} whole at a time; sent "
+            f"{sent}; waited {self.waited_s:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
 class ModelUse:
     """A prepared model: where its bytes are, and what it cost that parameters were away.
 
@@ -136,6 +173,7 @@ class ModelUse:
     round_waited_s: float
     read_bytes_per_s: float | None  # of parameters, lately
     activations: ActivationUse | None = None  # None: they are not offloaded
+    shared: SharedUse | None = None  # None: all of it is here
 
     @property
     def memory_bytes(self) -> int:
@@ -167,9 +205,11 @@ class ModelUse:
         }
         plain = ("units", "param_bytes", "memory_bytes", "held_bytes", "hits", "misses")
         offloaded = self.activations.to_dict() if self.activations else {}
+        shared = self.shared.to_dict() if self.shared else {}
         return {
             **{name: getattr(self, name) for name in (*plain, "host_bytes", "disk_bytes")},
             **{f"activations/{name}": value for name, value in offloaded.items()},
+            **{f"ranks/{name}": value for name, value in shared.items()},
             "prefetch_depth": self.depth,
             "waited_seconds": self.waited_s,
             **{name: value for name, value in known.items() if value is not None},
@@ -196,9 +236,30 @@ class ModelUse:
             notes.append(("last iteration", f"{self.round_s:.3f} s, model waited {share.strip()}"))
         if self.activations is not None:
             notes.append(("activations", str(self.activations)))
+        if self.shared is not None:
+            notes.append(("ranks", str(self.shared)))
         notes.append(("host memory, taken", self.shares.taken))
         notes.append(("disk, in use", size(self.disk_bytes)))
         return notes
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """An optimizer whose state is shared over ranks. sent_bytes: of this rank, by kind, since it
+    was wrapped: `gather` for new parameters (and whole states), `reduce` for gradients, `control`
+    for what ranks tell one another.
+    """
+
+    share: RankShare
+    sent_bytes: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, int]:
+        plain = {name: getattr(self.share, name) for name in ("stage", "rank", "count")}
+        return {**plain, **{f"sent_bytes/{kind}": n for kind, n in self.sent_bytes.items()}}
+
+    def notes(self) -> list[tuple[str, str]]:
+        each = ", ".join(f"{kind} {format_size(n)}" for kind, n in self.sent_bytes.items())
+        return [("ranks", str(self.share)), ("sent over the network", each or "nothing")]
 
 
 @dataclass(frozen=True)
@@ -220,6 +281,7 @@ class Report:
     host_peak_bytes: int
     events: list[Event] = field(repr=False)
     model: ModelUse | None = None  # None: the model is not prepared
+    ranks: RankUse | None = None  # None: the state is not shared over ranks
     # The order in which the model's units run, as far as it is known: no snapshot, it goes on.
     trace: Trace | None = field(default=None, repr=False, compare=False)
 
@@ -257,6 +319,7 @@ class Report:
             **{f"count/{name}": n for name, n in self.counts.items() if name not in told},
             **{name: value for name, value in speeds.items() if value is not None},
             **{f"model/{k}": v for k, v in (self.model.to_dict() if self.model else {}).items()},
+            **{f"ranks/{k}": v for k, v in (self.ranks.to_dict() if self.ranks else {}).items()},
             "state_bytes": self.plan.state_bytes,
             "state_bytes_in_host_memory": self.plan.resident_bytes,
             "state_bytes_on_disk": self.plan.disk_bytes,
@@ -318,6 +381,7 @@ class Report:
         if plan.predicted_step_s is not None:
             notes.append(("predicted step()", f"{plan.predicted_step_s:.3f} s at best"))
         notes += self.model.notes() if self.model is not None else []
+        notes += self.ranks.notes() if self.ranks is not None else []
         state = f"{size(plan.resident_bytes)} in host memory, {size(plan.disk_bytes)} on disk"
         notes.append(("state", state))
         notes.append(("host memory, peak", size(self.host_peak_bytes)))

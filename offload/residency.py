@@ -54,7 +54,7 @@ class Residency:
 
     def __init__(self, parts: Parts) -> None:
         metrics = parts.metrics
-        self.blocks = [Block(unit) for unit in parts.units]
+        self.blocks = self._make_blocks(parts.units)
         self.device = parts.owner.device
         self.trace = parts.trace
         self._sizes = [block.nbytes for block in self.blocks]
@@ -68,6 +68,9 @@ class Residency:
         self._lock = threading.RLock()
         self.has_room_for_all = False  # nothing ever goes
         self._edits = Edits(self.backing.settle)
+
+    def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
+        return [Block(unit) for unit in units]
 
     @property
     def never_drops(self) -> bool:
@@ -119,8 +122,8 @@ class Residency:
                 self.wake()
 
     @contextmanager
-    def in_host(self, units: Sequence[Unit]) -> Iterator[None]:
-        """All these at once, with their parameters in host memory."""
+    def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
+        """All these at once, with their parameters in host memory. only_looks: not to change."""
         with self.using(units):
             yield
 
@@ -160,6 +163,9 @@ class Residency:
         with self._lock:
             self._arrive(block)
             self.backing.settle(block)
+
+    def updating(self, blocks: Sequence[Block]) -> None:
+        """All these will be updated, on all ranks if there are some."""
 
     def end(self, block: Block, has_changed: bool) -> None:
         """It need not be kept any more; new values go to the store unless there is room for all."""
@@ -405,8 +411,15 @@ class Residency:
 
     # --- beginning and end ------------------------------------------------------------------------
 
-    def take_in(self, block: Block, fill: Callable[[Tensor], None] | None = None) -> None:
-        """Make the parameters' present values the block's own, or what `fill` puts there."""
+    def take_in(
+        self,
+        block: Block,
+        fill: Callable[[Tensor], None] | None = None,
+        fills_span: bool = False,
+    ) -> None:
+        """Make the parameters' present values the block's own, or what `fill` puts there.
+        fills_span: it wants memory of the block's `span` only.
+        """
         with self._lock:
             memory = self._room_for(block, may_drop=True)
             if fill is not None:
@@ -442,6 +455,13 @@ class Residency:
         """Never let it go."""
         with self._lock:
             pin([block])
+
+    def commit(self) -> None:
+        """The start has come to a good end, on all ranks if there are some."""
+
+    def in_order_of_return(self) -> list[Block]:
+        """What is there makes room for the rest."""
+        return sorted(self.blocks, key=lambda block: block.memory is None)
 
     def give_back(self, block: Block, make: Callable[[Tensor], Tensor]) -> None:
         """Leave the parameters with values of their own, in memory like theirs that `make` gives.

@@ -86,9 +86,9 @@ class Services:
         if keep_vars:
             original(destination, prefix, keep_vars)
             return
-        with self._residency.in_host(self._units(module)):
+        with self._residency.in_host(self._units(module), only_looks=True):
             original(destination, prefix, keep_vars)
-            if self._residency.has_room_for_all and self._device.type == "cpu":
+            if self._residency.never_drops:
                 return
             for name, param in module._parameters.items():
                 if param is not None and prefix + name in destination:

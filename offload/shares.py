@@ -8,7 +8,7 @@ be offloaded have a part of the budget to themselves, and half of what nobody el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.config import format_size
@@ -35,6 +35,7 @@ class Shares:
     activations: int = 0  # for those that are offloaded
     gradients_on_disk: int = 0  # beside those in memory
     spilled: tuple[int, ...] = ()  # numbers of the gradients there
+    whole: int = 0  # for whole blocks and gradients, where ranks have slices
 
     def __str__(self) -> str:
         text = f"host memory taken: {self.taken}"
@@ -49,7 +50,8 @@ class Shares:
     def parts(self) -> dict[str, int]:
         """By what they are for; activations only where they are offloaded."""
         parts = {"parameters": self.params, "gradients": self.gradients, "state": self.state}
-        return parts | ({"activations": self.activations} if self.activations else {})
+        parts |= {"activations": self.activations} if self.activations else {}
+        return parts | ({"gathered from ranks": self.whole} if self.whole else {})
 
     @property
     def taken(self) -> str:
@@ -58,7 +60,7 @@ class Shares:
 
     @property
     def total(self) -> int:
-        return self.params + self.gradients + self.state + self.activations
+        return self.params + self.gradients + self.state + self.activations + self.whole
 
 
 def share_out(
@@ -70,13 +72,15 @@ def share_out(
     offloads_activations: bool = False,
     staging_bytes: int = 0,
     least_state_bytes: int = 0,
+    nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes,
 ) -> Shares:
     """Shares of the budget; None is no limit. gradients: bytes of each. staging_bytes: for those on
-    their way from a device. least_state_bytes: with which optimizer state can pass through. Raises
+    their way from a device. least_state_bytes: with which optimizer state can pass through.
+    nbytes_of: what of a unit is in host memory. Raises
     `CapacityError` with the arithmetic where not even one unit at a time works, or not all fits and
     there is no disk.
     """
-    params = sum(_page_up(unit.nbytes) for unit in units)
+    params = sum(_page_up(nbytes_of(unit)) for unit in units)
     staging = _page_up(staging_bytes)
     grads, state = _page_up(sum(gradients)) + staging, _page_up(state_bytes)
     if budget_bytes is None:
@@ -99,7 +103,7 @@ def share_out(
             "fast drive for the rest"
         )
     return _share_out_least(
-        units, gradients, state, least_state, budget, offloads_activations, staging
+        units, gradients, state, least_state, budget, offloads_activations, staging, nbytes_of
     )
 
 
@@ -111,12 +115,13 @@ def _share_out_least(
     budget: int,
     offloads_activations: bool,
     staging: int,
+    nbytes_of: Callable[[Unit], int],
 ) -> Shares:
     """Not all fits: gradients in memory if one unit at a time has room beside them, parameters in
     what is left.
     """
     buffers, activations = _reserved(budget, state, least_state, offloads_activations)
-    least = least_bytes(units) + staging
+    least = least_bytes(units, nbytes_of) + staging
     if least + buffers + activations > budget:
         works = _least_that_works(least, state, least_state, offloads_activations)
         raise CapacityError(
@@ -128,7 +133,7 @@ def _share_out_least(
     spilled = _spill(gradients, budget - least - buffers - activations)
     on_disk = sum(gradients[number] for number in spilled)
     grads = _page_up(sum(gradients) - on_disk) + staging
-    params = sum(_page_up(unit.nbytes) for unit in units)
+    params = sum(_page_up(nbytes_of(unit)) for unit in units)
     blocks = min(params, budget - grads - buffers - activations)
     left = budget - grads - blocks - activations
     return Shares(
@@ -166,10 +171,12 @@ def _spill(gradients: Sequence[int], room: int) -> list[int]:
     return sorted(spilled)
 
 
-def least_bytes(units: Sequence[Unit]) -> int:
+def least_bytes(
+    units: Sequence[Unit], nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes
+) -> int:
     """For blocks, when one unit at a time is in memory, beside those that hold others."""
     kept = enclosing(units)
-    pages = [_page_up(unit.nbytes) for unit in units]
+    pages = [_page_up(nbytes_of(unit)) for unit in units]
     most = max((sum(pages[n] for n in u.needs if n not in kept) for u in units), default=0)
     return sum(pages[number] for number in kept) + most
 

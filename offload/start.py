@@ -102,6 +102,10 @@ class Start:
                 "register them after prepare"
             )
 
+    def gives(self, param: Tensor) -> bool:
+        """Whether the parameter's values come from the weights."""
+        return param in self._match.places
+
     # --- for whoever asks for a parameter before the model is ready -------------------------------
 
     def name_of(self, param: Tensor) -> str:
@@ -199,12 +203,16 @@ class Start:
 
     def _adopt(self, residency: Residency, block: Block) -> None:
         assert self._files is not None
-        pieces = [self._piece(member) for member in block.unit.members]
+        each = [self._piece(member, *block.span) for member in block.unit.members]
+        pieces = [piece for piece in each if piece.nbytes]
         residency.adopt(block, partial(self._files.original, pieces=pieces))
         self._taken.add(block.number)
 
     def _fill_now(self, residency: Residency, block: Block) -> None:
-        residency.take_in(block, partial(self._fill, block))
+        if block.slices is not None and self._comes_as_it_is(block):
+            residency.take_in(block, partial(self._read_span, block), fills_span=True)
+        else:
+            residency.take_in(block, partial(self._fill, block))
         self._taken.add(block.number)
         self._done_bytes += block.nbytes
         tenths = 10 * self._done_bytes // max(1, self._total_bytes)
@@ -212,6 +220,20 @@ class Start:
             self._tenths = tenths
             done, total = format_size(self._done_bytes), format_size(self._total_bytes)
             LOG.info("start: %s of %s of parameters are there (%s)", done, total, block.name)
+
+    def _comes_as_it_is(self, block: Block) -> bool:
+        """Whether all of it is in the files, of the same type."""
+        places = [self._match.places.get(member.param) for member in block.unit.members]
+        types = [member.dtype for member in block.unit.members]
+        return all(p is not None and p.entry.dtype == t for p, t in zip(places, types, strict=True))
+
+    def _read_span(self, block: Block, memory: Tensor) -> None:
+        """Only what lies in the block's span."""
+        each = [self._piece(member, *block.span) for member in block.unit.members]
+        pieces = [piece for piece in each if piece.nbytes]
+        if pieces:
+            assert self._files is not None
+            self._files.original(block.name, pieces).read(memory).wait()
 
     def _fill(self, block: Block, memory: Tensor) -> None:
         """Values for all parameters of a block, in its memory."""
@@ -223,16 +245,18 @@ class Start:
             elif place is None:
                 values.copy_(member.param.detach())
             elif place.entry.dtype == values.dtype:
-                whole.append(self._piece(member))
+                whole.append(self._piece(member, 0, block.unit.nbytes))
             else:
                 self._read(place, values)
         if whole:
             assert self._files is not None
             self._files.original(block.name, whole).read(memory).wait()
 
-    def _piece(self, member: Member) -> Piece:
+    def _piece(self, member: Member, begin: int, end: int) -> Piece:
+        """What of a parameter lies in the bytes [begin, end) of its block, for memory of those."""
         file, entry = self._match.places[member.param]
-        return Piece(file, entry.offset, member.begin, entry.nbytes)
+        first, last = max(begin, member.begin), min(end, member.begin + entry.nbytes)
+        return Piece(file, entry.offset + first - member.begin, first - begin, max(0, last - first))
 
     def _read(self, place: Place, values: Tensor) -> None:
         """One tensor, through a small buffer, cast on the way."""

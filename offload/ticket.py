@@ -379,3 +379,27 @@ def _first_of(errors: list[BaseException]) -> BaseException:
         if id(error) not in known:
             last.__context__ = error
     return first
+
+
+def split(ticket: Ticket[T]) -> tuple[Ticket[T], Ticket[T]]:
+    """Two tickets that end as this one does, for two who wait."""
+    both: tuple[Ticket[T], Ticket[T]] = (
+        Ticket(ticket.what, ticket._describe),
+        Ticket(ticket.what, ticket._describe),
+    )
+    ticket._claim()
+    for one in both:
+        one._behind = (ticket,)
+
+    def pass_on() -> None:
+        try:
+            result = ticket._collect()
+        except BaseException as error:
+            for one in both:
+                one.fail(error)
+        else:
+            for one in both:
+                one.finish(result)
+
+    ticket._call_at_end(pass_on)
+    return both

@@ -75,6 +75,11 @@ class Trace:
                 self._note_pace(self._history[-1], since_last_s)
         self._learn(token)
 
+    @property
+    def last(self) -> Use | None:
+        """The present use."""
+        return self._use(self._history[-1]) if self._history else None
+
     def _learn(self, token: int) -> None:
         self._history.append(token)
         self._match = self._find()

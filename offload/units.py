@@ -85,17 +85,20 @@ class _Draft:
         return sum(distinct.values())
 
 
-def find_units(model: nn.Module, choice: Choice | None = None) -> list[Unit]:
+def find_units(
+    model: nn.Module, choice: Choice | None = None, splits_types: bool = False
+) -> list[Unit]:
     """All units of a model, in the order of its structure. Every parameter has exactly one owner.
 
-    choice: None finds the layers by itself. Raises `ConfigError` for what cannot be moved.
+    choice: None finds the layers by itself. splits_types: no unit has parameters of two types.
+    Raises `ConfigError` for what cannot be moved.
     """
     names = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():
         _check_movable(name, param)
     chosen = _repeated if choice is None else _by(choice)
     drafts = _gather(_walk("", model, chosen))
-    return _settle(drafts, names)
+    return _settle(drafts, names, splits_types)
 
 
 def enclosing(units: Sequence[Unit]) -> set[int]:
@@ -177,29 +180,48 @@ def _gather(drafts: Iterable[_Draft]) -> list[_Draft]:
     return found
 
 
-def _settle(drafts: Sequence[_Draft], names: dict[nn.Parameter, str]) -> list[Unit]:
+def _settle(
+    drafts: Sequence[_Draft], names: dict[nn.Parameter, str], splits_types: bool
+) -> list[Unit]:
     """Give every parameter to the first that has it. Frozen ones beside trained ones are a unit of
-    their own, without modules: its block is never written, whatever the others become.
+    their own, without modules: its block is never written, whatever the others become. So are those
+    of another type, if that is asked for.
     """
     owner: dict[nn.Parameter, int] = {}
     units: list[Unit] = []
     for draft in drafts:
         number = len(units)
         used = dict.fromkeys(param for _, param in draft.params())
-        own = [param for param in used if param not in owner]
-        trained = [param for param in own if param.requires_grad]
-        frozen = [param for param in own if not param.requires_grad] if trained else []
-        owner |= dict.fromkeys(trained or own, number) | dict.fromkeys(frozen, number + 1)
+        groups = _group([param for param in used if param not in owner], splits_types)
+        for offset, (_, params) in enumerate(groups):
+            owner |= dict.fromkeys(params, number + offset)
         needs = tuple(sorted({owner[param] for param in used}))
         name = draft.name or "the model"
         if len(draft.modules) > 1:
             name += f" and {len(draft.modules) - 1} more"
-        members = _members(trained or own, names)
+        members = _members(groups[0][1], names)
         units.append(Unit(number, name, tuple(draft.modules), members, needs))
-        if frozen:
-            members = _members(frozen, names)
-            units.append(Unit(number + 1, f"{name}, frozen", (), members, (number + 1,)))
+        for kind, params in groups[1:]:
+            here, members = len(units), _members(params, names)
+            units.append(Unit(here, f"{name}, {kind}", (), members, (here,)))
     return units
+
+
+def _group(
+    own: Sequence[nn.Parameter], splits_types: bool
+) -> list[tuple[str, Sequence[nn.Parameter]]]:
+    """What a draft owns as it is put into units: trained ones first, and what the others are."""
+    found: dict[tuple[bool, str], list[nn.Parameter]] = {}
+    for param in own:
+        dtype = str(param.dtype).removeprefix("torch.") if splits_types else ""
+        found.setdefault((not param.requires_grad, dtype), []).append(param)
+    if not found:
+        return [("", own)]
+    ordered = sorted(found.items(), key=lambda item: item[0][0])  # keeps the order of types
+    return [
+        (" ".join(filter(None, ("frozen" if is_frozen else "", dtype))), params)
+        for (is_frozen, dtype), params in ordered
+    ]
 
 
 def _members(params: Iterable[nn.Parameter], names: dict[nn.Parameter, str]) -> tuple[Member, ...]:

@@ -39,7 +39,8 @@ class _Arrival:
 
 class Workbench:
     """Desks of a prepared model. places: of each parameter by number, its block and the bytes of it
-    there. done_with: is told of the part of a gradient that the update has read.
+    there. done_with: is told of the part of a gradient that the update has read. firsts: elements
+    at which gradients begin, where they are not whole.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class Workbench:
         residency: Residency,
         places: Mapping[int, tuple[Block, int, torch.dtype]],
         done_with: Callable[[Tensor], None],
+        firsts: Mapping[int, int] | None = None,
     ) -> None:
         self._residency = residency
         self._done_with = done_with
         self._places = places
+        self._firsts = firsts or {}
         self._grads: Mapping[int, Tensor] = {}
         self._begun: dict[int, Block] = {}
         self._left: Counter[int] = Counter()  # chunks of each block that are not done
@@ -60,6 +63,7 @@ class Workbench:
         self._grads = grads
         self.break_off()
         self._residency.wake()
+        self._residency.updating(list({self._places[number][0] for number in grads}))
 
     def end_step(self) -> None:
         assert not self._begun, "every block that was begun has been ended"
@@ -109,7 +113,9 @@ class Workbench:
                 begin += part.begin * dtype.itemsize
                 end = begin + (part.end - part.begin) * dtype.itemsize
                 param = block.memory[begin:end].view(dtype)
-                desk.slices[part] = param, self._grads[part.param][part.begin : part.end]
+                first = self._firsts.get(part.param, 0)
+                grad = self._grads[part.param][part.begin - first : part.end - first]
+                desk.slices[part] = param, grad
         return desk
 
     def values(self, part: Slice) -> Tensor:

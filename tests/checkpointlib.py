@@ -47,10 +47,16 @@ def fill(writer: CheckpointWriter, contents: Contents) -> None:
             shard.write(name, 0, data)
 
 
-def save(path: Path | str, contents: Contents, keep: int | None = None, **options: Any) -> Path:
+def save(
+    path: Path | str,
+    contents: Contents,
+    keep: int | None = None,
+    fingerprint: str = "abc123",
+    **options: Any,
+) -> Path:
     with CheckpointWriter(path, **options) as writer:
         fill(writer, contents)
-        return writer.commit({"extra": 7}, "abc123", keep=keep)
+        return writer.commit({"extra": 7}, fingerprint, keep=keep)
 
 
 def read(path: Path) -> dict[str, dict[str, Bytes]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.budget import Budget
+from offload.budget import HOST, Budget
 
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 
@@ -28,6 +28,8 @@ def little_to_collect() -> None:
     """
     gc.collect()
     gc.freeze()
+    if HOST.used_bytes == 0:  # the last limit of a module before is not this one's
+        HOST.limit(None)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,17 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(torchs)
     if kernels.native_error() is None:
         kernels.set_num_threads(ours)
+
+
+@pytest.fixture(autouse=True)
+def sizes_as_before() -> Iterator[None]:
+    """Tests make chunks and units small; one that leaves them so would fail others, far away."""
+    from offload import planner, units
+
+    places = ((planner, "CHUNK_NUMEL"), (planner, "LEAST_CHUNK_NUMEL"), (units, "LARGE_BYTES"))
+    before = [getattr(module, name) for module, name in places]
+    yield
+    assert [getattr(module, name) for module, name in places] == before
 
 
 @pytest.fixture

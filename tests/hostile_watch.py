@@ -9,6 +9,7 @@ import os
 import resource
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,8 @@ def find_this(path: Path) -> None:
 
 def warm_up(path: Path) -> None:
     """Everything that is imported and compiled late, before the watch begins."""
+    # To show a warning Python opens the file that it comes from.
+    warnings.filterwarnings("ignore", r"checkpoint .* is passed over")
     assert set(judge(path).values()) == {"ok"}, judge(path)
     outcome(lambda: verify(path / "none"))
     outcome(lambda: verify(path / MANIFEST))

@@ -51,6 +51,14 @@ def test_keep_counts_this_one(tmp_path: Path) -> None:
     assert number_of(tmp_path / "0") == 7
 
 
+def test_keep_counts_those_of_the_same_model_alone(tmp_path: Path) -> None:
+    for step in range(3):
+        for fingerprint in ("aaaa", "bbbb"):
+            path = tmp_path / f"{fingerprint}-{step}"
+            save(path, contents_of(step), keep=2, fingerprint=fingerprint)
+    assert names(tmp_path) == ["aaaa-1", "aaaa-2", "bbbb-1", "bbbb-2"]
+
+
 def test_others_are_never_touched(tmp_path: Path) -> None:
     """Files, links, directories and damaged checkpoints beside the new one stay as they are."""
     for step in (1, 2, 3):
@@ -327,7 +335,7 @@ def test_parents_may_be_missing_or_links(tmp_path: Path, monkeypatch: pytest.Mon
     with CheckpointWriter("a/e") as writer:
         fill(writer, CONTENTS)
         monkeypatch.chdir("/")  # a path is what it was when it was given
-        writer.commit({}, "00", keep=1)
+        writer.commit({}, "abc123", keep=1)
     assert names(tmp_path / "a") == ["b", "e"]
 
 

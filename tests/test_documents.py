@@ -92,6 +92,7 @@ def test_benchmarks_write_results_of_good_sessions_only(
     (tmp_path / "checkpoint_results.py").write_text(
         "CheckpointResults = str\ndef write_checkpoint(): ...\n"
     )
+    (tmp_path / "ranks_results.py").write_text("RankRow = str\ndef write_ranks(): ...\n")
     (tmp_path / "large_results.py").write_text("LargeRun = str\ndef write_large(): ...\n")
     (tmp_path / "model_results.py").write_text("def write_model(): ...\n")
     (tmp_path / "wrap_contest.py").write_text("Sitting = str\n")

@@ -16,6 +16,7 @@ from preparelib import Gpt, batch, loss_of
 import offload
 from offload import planner, units
 from offload.checkpoint import exporting
+from offload.checkpoint.optimizer import OptimizerContents
 from offload.cli import main
 from offload.errors import StoreError
 
@@ -74,6 +75,73 @@ def test_a_plain_training_goes_on_from_an_export(kind: str, tmp_path: Path) -> N
     own.load_state_dict(torch.load(file, weights_only=True))
     assert train(plain, own, 3, 8) == expected
     assert not [name for name in os.listdir(tmp_path) if name.startswith((".", "tmp"))]
+
+
+def conv(seed: int) -> tuple[Any, Any]:
+    """Parameters in several orders of memory."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Conv3d(2, 3, 2))
+    model[0].to(memory_format=torch.channels_last)
+    model.turned = torch.nn.Parameter(torch.randn(5, 7).t())
+    model[1].weight.data = (
+        model[1].weight.data.permute(4, 0, 2, 1, 3).contiguous().permute(1, 3, 2, 4, 0)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def step_of_conv(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        noise = torch.randn(param.shape)
+        param.grad = torch.empty_strided(param.shape, param.stride()).copy_(noise)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrap"])
+def test_moments_are_exported_in_their_parameters_order_of_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused steps of torch's go by memory alone."""
+    monkeypatch.setattr(exporting, "PIECE_BYTES", 64)
+    model, optimizer = conv(0)
+    if kind == "wrap":
+        offload.wrap(optimizer, host_memory="1MiB", nvme=tmp_path)
+    for _ in range(2):
+        step_of_conv(model, optimizer)
+    offload.save(tmp_path / "c", model, optimizer)
+    file = tmp_path / "o.pt"
+    out = [str(tmp_path / "c"), str(tmp_path / "out"), "--optimizer", str(file)]
+    assert main(["export", *out]) == 0
+    plain, own = conv(1)
+    plain.load_state_dict(model.state_dict())
+    own.load_state_dict(torch.load(file, weights_only=True))
+    for each in (model, optimizer), (plain, own):
+        torch.manual_seed(5)
+        step_of_conv(*each)
+    for name, param in plain.named_parameters():
+        assert torch.equal(param, model.get_parameter(name)), name
+    offload.close(optimizer)
+
+
+def test_an_old_checkpoint_without_orders_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = conv(0)
+    step_of_conv(model, optimizer)
+    offload.save(tmp_path / "new", model, optimizer)
+    own = OptimizerContents.look
+
+    def look(self: OptimizerContents, team: Any) -> Any:
+        fields, values = own(self, team)
+        del values["orders"]
+        return fields, values
+
+    monkeypatch.setattr(OptimizerContents, "look", look)
+    offload.save(tmp_path / "old", model, optimizer)
+    for name in ("new", "old"):
+        offload.load(tmp_path / name, model, optimizer)
+        out = [str(tmp_path / name), str(tmp_path / f"{name}-out")]
+        assert main(["export", *out, "--optimizer", str(tmp_path / f"{name}.pt")]) == 0
+        assert ("0.weight and others" in capsys.readouterr().err) == (name == "old")
 
 
 def test_shards_have_an_index_and_the_same_bits(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import struct
 import subprocess
 import sys
+import warnings
 from collections import Counter, OrderedDict, namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -491,26 +493,57 @@ def test_a_link_that_comes_between_look_and_open_is_not_followed(
         directory.open("good")
 
 
-def test_the_newest_whole_checkpoint_is_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, number in {"c": 1, "a": 2, "b": 3, "d": 5, "e": 6, "f": 7, ".g": 9}.items():
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    for name, number in {"c": 1, "a": 2, "b": 3, "d": 5, "e": 6, "f": 7, "h": 8, ".g": 9}.items():
         write_checkpoint(tmp_path / name, number)
     (tmp_path / "d" / "model-00002.safetensors").unlink()
     os.truncate(tmp_path / "e" / "other-00001.safetensors", 4096)
     with (tmp_path / "f" / MANIFEST).open("r+b") as file:
         file.seek(1000)
         file.write(b"#")
+    with (tmp_path / "h" / MANIFEST).open("r+b") as file:  # it claims no number any more
+        file.write(b"[")
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "bare").mkdir()
     write_checkpoint(tmp_path / ".elsewhere" / "x", 20)
     (tmp_path / "link").symlink_to(tmp_path / ".elsewhere" / "x")
     assert list_numbers(tmp_path) == {"a": 2, "b": 3, "c": 1, "d": 5, "e": 6, "f": 7}
-    assert find_newest(tmp_path) == tmp_path / "b"
+    with pytest.warns(UserWarning, match="passed over") as warned:
+        assert find_newest(tmp_path) == tmp_path / "b"
     assert find_newest(tmp_path / "c") == tmp_path / "c"
     assert find_newest(tmp_path / "link") == tmp_path / "link", "the caller's own link"
-    said = "\n".join(caplog.messages)
-    assert all(f"/{name}/" in said for name in "def") and said.count("passed over") == 3
+    said = [str(each.message) for each in warned]
+    assert len(said) == 4 and all(any(f"/{n}/" in text for text in said) for n in "defh")
+
+
+def test_what_the_system_refuses_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the newest, and another would be taken in its place."""
+    for name, number in {"a": 1, "b": 2}.items():
+        write_checkpoint(tmp_path / name, number)
+    own_open, own_pread = os.open, os.pread
+    for code in (errno.EACCES, errno.EIO, errno.EMFILE):
+        for name in ("b", MANIFEST, "pread"):
+
+            def refuse(
+                path: Any, *args: Any, of: str = name, number: int = code, **more: Any
+            ) -> int:
+                if str(path) == of and more.get("dir_fd") is not None:
+                    raise OSError(number, os.strerror(number))
+                return own_open(path, *args, **more)
+
+            def pread(*args: Any, number: int = code) -> bytes:
+                raise OSError(number, os.strerror(number))
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "open", refuse)
+                if name == "pread":
+                    patched.setattr(os, "pread", pread)
+                with pytest.raises(StoreError, match="see that it is there") as caught:
+                    find_newest(tmp_path)
+            assert caught.value.errno == code
+    assert os.pread is own_pread and find_newest(tmp_path) == tmp_path / "b"
 
 
 def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
@@ -522,7 +555,8 @@ def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a")
     (tmp_path / "a" / "model-00002.safetensors").unlink()
     for path in (tmp_path, tmp_path / "a"):
-        with pytest.raises(FormatError, match="model-00002"):
+        with warnings.catch_warnings(), pytest.raises(FormatError, match="model-00002"):
+            warnings.simplefilter("ignore")
             find_newest(path)
 
 

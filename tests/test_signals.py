@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import random
 import signal
@@ -9,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -220,3 +223,175 @@ def test_handlers_are_as_before_and_mistakes_are_told(tmp_path: Path) -> None:
     for wrong in ({"limit_s": 0}, {"limit_s": True}, {"signals": ()}, {"signals": (9,)}):
         with pytest.raises(ConfigError, match=r"expected"):
             offload.save_on_signal(tmp_path / "b", model, optimizer, **wrong)  # type: ignore[arg-type]
+
+
+# --- one process, forked for each case ------------------------------------------------------------
+
+
+def in_child(work: Callable[[], None]) -> tuple[int, str]:
+    """Exit code and stderr of a process that does it."""
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.dup2(into, 2)
+            work()
+            code = 0
+        except SystemExit as end:
+            code = int(str(end.code))
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    os.close(into)
+    told = b""
+    while some := os.read(out, 4096):
+        told += some
+    os.close(out)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), told.decode()
+
+
+def small() -> tuple[nn.Module, Any]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
+def test_a_signal_to_a_forked_child_is_not_the_trainings(tmp_path: Path) -> None:
+    def train(fork: Callable[[], int], code: int) -> None:
+        model, optimizer = small()
+        with offload.save_on_signal(tmp_path / "a", model, optimizer, limit_s=0.3):
+            pid = fork()
+            if pid == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+            time.sleep(0.6)
+            step(model, optimizer)
+
+    # The second one is forked past Python, as a library may: no hook of ours has run in it.
+    for fork, code in ((os.fork, -signal.SIGTERM), (ctypes.PyDLL(None).fork, 143)):
+        assert in_child(functools.partial(train, fork, code)) == (0, "")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_live_child_does_not_keep_close_waiting(tmp_path: Path) -> None:
+    def train() -> None:
+        ready, begun = os.pipe()
+        with offload.save_on_signal(tmp_path / "a", *small()):
+            pid = os.fork()
+            if pid == 0:
+                os.write(begun, b"1")
+                time.sleep(60)
+        os.read(ready, 1)  # a signal in the middle of the fork would be nobody's
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    assert in_child(train) == (0, "")
+
+
+def test_what_goes_wrong_is_told_on_stderr(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def fails() -> None:
+        model, optimizer = small()
+        with offload.save_on_signal(tmp_path / "file" / "a", model, optimizer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            step(model, optimizer)
+
+    def never_steps() -> None:
+        with offload.save_on_signal(tmp_path / "a", *small(), limit_s=0.3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    code, told = in_child(fails)
+    assert code == 143 and told.startswith("offload: SIGTERM: nothing was saved: "), told
+    code, told = in_child(never_steps)
+    assert code == 143 and "SIGTERM: no safe point or no save within 0.3 s" in told
+    assert told.count("\n") == 1
+
+
+def test_a_signal_after_the_last_step_is_answered_where_with_ends(tmp_path: Path) -> None:
+    def after_the_step() -> None:
+        model, optimizer = small()
+        with offload.save_on_signal(tmp_path / "a", model, optimizer):
+            step(model, optimizer)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def in_an_iteration() -> None:
+        model, optimizer = small()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        saver = offload.save_on_signal(tmp_path / "b", model, optimizer, scheduler=scheduler)
+        with saver:
+            step(model, optimizer)
+            scheduler.step()
+            saver.point()
+            os.kill(os.getpid(), signal.SIGTERM)
+            step(model, optimizer)  # and no scheduler.step()
+
+    def with_an_error() -> None:
+        with offload.save_on_signal(tmp_path / "c", *small()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise SystemExit(7)
+
+    assert in_child(after_the_step) == (143, "")
+    assert verify(tmp_path / "a").is_whole
+    code, told = in_child(in_an_iteration)
+    assert code == 143 and "a step came after the last point()" in told
+    assert in_child(with_an_error) == (7, "")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_one_saver_at_a_time(tmp_path: Path) -> None:
+    with offload.save_on_signal(tmp_path / "a", *small()):
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(StateError, match=r"there is one already.*by name"):
+            offload.save_on_signal(tmp_path / "b", *small())
+        assert signal.getsignal(signal.SIGTERM) == before
+    offload.save_on_signal(tmp_path / "b", *small()).close()
+
+
+def test_training_goes_on_after_a_save_that_it_did_not_need(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGUSR1, and the disk is full, say."""
+    model, optimizer = small()
+    offload.wrap(optimizer, host_memory="1MiB")
+    (tmp_path / "file").touch()
+    paths = iter([tmp_path / "file" / "a", tmp_path / "b"])
+    with offload.save_on_signal(lambda: next(paths), model, optimizer):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            step(model, optimizer)
+    assert capfd.readouterr().err.startswith("offload: SIGUSR1: nothing was saved: ")
+    assert "save on SIGUSR1" in str(offload.report(optimizer))
+    assert verify(tmp_path / "b").is_whole
+    optimizer.close()
+
+
+def test_a_save_on_signal_is_made_though_an_earlier_one_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small()
+    offload.wrap(optimizer, host_memory="1MiB")
+    with offload.save_on_signal(tmp_path / "a", model, optimizer):
+        with monkeypatch.context() as patched:
+
+            def refuse(self: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            patched.setattr("offload.checkpoint.writer.CheckpointWriter.commit", refuse)
+            ticket = offload.save(tmp_path / "own", model, optimizer, background=True)
+            while not ticket.done:
+                time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        step(model, optimizer)
+    assert "background save" in capfd.readouterr().err
+    assert verify(tmp_path / "a").is_whole
+    optimizer.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from offload.errors import StateError, StoreError, StoreTimeout
-from offload.ticket import MOVES, Ticket, TicketState, gather, in_follow_up
+from offload.ticket import MOVES, Ticket, TicketState, gather, in_follow_up, split
 
 
 def failed(error: BaseException) -> Ticket[int]:
@@ -517,3 +517,24 @@ def test_what_has_ended_refers_to_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
                 ticket.wait()
     finally:
         gc.enable()
+
+
+def test_a_ticket_that_is_split_ends_for_both() -> None:
+    whole: Ticket[int] = Ticket("an act")
+    urged: list[int] = []
+    whole.urge = lambda: urged.append(1)
+    first, second = split(whole)
+    assert not first.done and not second.done
+    with pytest.raises(StoreTimeout):
+        second.wait(0.0)
+    assert urged  # whoever waits for one hurries the act
+    with pytest.raises(StateError, match="already"):
+        whole.wait()
+    whole.finish(7)
+    assert (first.wait(), second.wait()) == (7, 7)
+    failing: Ticket[int] = Ticket("another")
+    first, second = split(failing)
+    failing.fail(ValueError("no"))
+    for one in (first, second):
+        with pytest.raises(ValueError, match="no"):
+            one.wait()

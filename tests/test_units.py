@@ -142,3 +142,17 @@ def test_frozen_parameters_beside_trained_ones_are_a_unit_of_their_own() -> None
     assert [unit.needs for unit in found[:4]] == [(0, 1), (1,), (2, 3), (3,)]
     assert enclosing(found) == {0, 1}
     assert len(find_units(model.requires_grad_(False))) == 4
+
+
+def test_types_are_units_of_their_own_where_that_is_asked_for() -> None:
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16)) for _ in range(2)
+    )
+    layers[1][0].requires_grad_(False)
+    together, apart = find_units(layers), find_units(layers, splits_types=True)
+    assert [len(unit.members) for unit in together] == [4, 2, 2]
+    assert [len(unit.members) for unit in apart] == [2, 2, 2, 2]
+    assert [unit.needs for unit in apart] == [(0, 1), (1,), (2, 3), (3,)]
+    for unit in apart:
+        assert len({(m.dtype, m.param.requires_grad) for m in unit.members}) == 1
+    assert [unit.name for unit in apart] == ["0", "0, bfloat16", "1", "1, frozen float32"]

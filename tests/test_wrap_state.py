@@ -227,7 +227,7 @@ def test_an_interrupted_state_dict_leaves_everything_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         wrapped.state_dict()
     handle.remove()
-    assert not wrapped.state
+    assert len(wrapped.state) == 0
     assert_same_state(plain, wrapped)
     train(here, plain, 2)
     train(there, wrapped, 2)
@@ -413,3 +413,30 @@ def test_an_interrupted_load_is_refused_or_has_changed_nothing() -> None:
             (len(params), {7.0}, 0.5),
         ], instruction
     optimizer.close()
+
+
+def test_a_distributed_checkpoint_takes_no_step() -> None:
+    """torch takes one, with gradients of zero, where an optimizer seems to have no state."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    models = [nn.Linear(5, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [AdamW(model.parameters(), fused=True) for model in models]
+    ours, theirs = offload.wrap(optimizers[0]), optimizers[1]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = ours.state_dict()
+    found = get_optimizer_state_dict(models[0], ours)
+    assert_same_state(ours, theirs)
+    set_optimizer_state_dict(models[0], ours, optim_state_dict=found)
+    assert_same_state(ours, theirs)
+    assert ours.state and len(ours.state) == 0
+    ours.load_state_dict({**expected, "state": {}})
+    assert not ours.state
+    ours.close()
+    assert type(ours.state) is type(theirs.state)

@@ -39,6 +39,8 @@ POINTS = (
     "old one hidden",
     "old one removed",
 )
+# Those of a rank that is not the first.
+GUEST_POINTS = ("joined", "data written", "files synced", "verified")
 _RENAME_NOREPLACE = 1
 
 
@@ -46,7 +48,7 @@ class Disk:
     """The system's own calls. Any thread."""
 
     def hook(self, point: str) -> None:
-        """A save has come to `point`, one of `POINTS`."""
+        """A save has come to `point`, one of `POINTS` or `GUEST_POINTS`."""
 
     def mkdir(self, dir_fd: int, name: str) -> None:
         os.mkdir(name, 0o700, dir_fd=dir_fd)
@@ -55,6 +57,10 @@ class Disk:
         """A new file for reading and writing. The caller closes it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=dir_fd)
+
+    def open_again(self, dir_fd: int, name: str) -> int:
+        """A file that is there, for reading and writing. The caller closes it."""
+        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
     def chmod(self, fd: int, mode: int) -> None:
         """Whatever the umask or the parent's rules have left of it."""
@@ -77,6 +83,12 @@ class Disk:
         if hasattr(os, "O_DIRECT"):
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         return 1
+
+    def join_direct(self, fd: int) -> None:
+        """Switch a file, of which another process has found that it works, to I/O past the page
+        cache.
+        """
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def open_engine(self, metrics: Metrics) -> Engine:
         """What moves the tensors' bytes."""
@@ -114,6 +126,16 @@ class Disk:
 
     def rmdir(self, dir_fd: int, name: str) -> None:
         os.rmdir(name, dir_fd=dir_fd)
+
+
+def write_whole(disk: Disk, fd: int, data: Any, offset: int) -> None:
+    """All of `data`, however many calls that takes."""
+    view, at = memoryview(data), 0
+    while at < len(view):
+        moved = disk.write(fd, view[at:], offset + at)
+        if moved <= 0:  # never seen; but then it would go on for ever
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        at += moved
 
 
 def _is_there(dir_fd: int, name: str) -> bool:
@@ -164,6 +186,8 @@ def _remedy(operation: str, code: int) -> str:
     remedies = {
         errno.ENOSPC: "make room, or save to another drive",
         errno.EDQUOT: "your quota is used up: raise it, or save elsewhere",
+        errno.EFBIG: "raise the limit of your shell (`ulimit -f`), or save on a file system that "
+        "has files of that size",
         errno.EROFS: "mount it for writing",
         errno.EACCES: "let your user write there",
         errno.EPERM: "let your user write there",

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.disk import told
-from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.orders import parse_orders, viewed
+from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.saving import MODEL, OPTIMIZER
 from offload.checkpoint.tensors import PIECE_BYTES
 from offload.checkpoint.trees import decoded, unpacked
@@ -89,7 +90,7 @@ def _write_shards(
 def _write_shard(reader: CheckpointReader, path: Path, tensors: Sequence[SavedTensor]) -> None:
     specs = [TensorSpec(tensor.key, tensor.dtype, tensor.shape) for tensor in tensors]
     header, _ = build_header(specs, {"format": "pt"}, align=8)
-    memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
     with told("write", path), open(path, "xb") as file:
         file.write(header)
         for tensor in tensors:  # in the order of the header
@@ -122,7 +123,8 @@ def _sync(folder: Path) -> None:
 
 def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
     """A state_dict as the optimizer's own class has it. Fields are tensors on unnamed files in
-    `folder`. Masters of 16-bit parameters, which torch's optimizers do not have, are left out.
+    `folder`, in their parameters' order of memory. Masters of 16-bit parameters, which torch's
+    optimizers do not have, are left out.
     """
     if OPTIMIZER not in reader.manifest.values:
         raise ConfigError(f"{reader.path}: has no optimizer in it")
@@ -138,10 +140,12 @@ def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
             {**group["settings"], "params": [index[name] for name in group["params"]]}
             for group in tree["groups"]
         ]
+        orders = parse_orders(tree) or {}
         for saved in reader.manifest.tensors.values():
             name, _, field = saved.key.rpartition("/")
             if saved.section == OPTIMIZER and field != MASTER:
-                state.setdefault(index[name], {})[field] = _mapped(reader, saved.name, folder)
+                found = _mapped(reader, saved.name, folder, orders.get(name))
+                state.setdefault(index[name], {})[field] = found
     except (AttributeError, KeyError, TypeError) as error:
         raise FormatError(f"{reader.path}: its optimizer is none: {error}") from error
     return {"state": dict(sorted(state.items())), "param_groups": groups}
@@ -154,17 +158,48 @@ def has_masters(reader: CheckpointReader) -> bool:
     )
 
 
-def _mapped(reader: CheckpointReader, name: str, folder: Path) -> Tensor:
-    """The tensor on a file of its own, which has no name any more."""
+def of_unknown_order(reader: CheckpointReader) -> list[str]:
+    """Parameters that may have been channels_last: checkpoints of old versions do not say."""
+    tree = decoded(reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0))
+    if not isinstance(tree, Mapping) or parse_orders(tree) is not None:
+        return []
+    fields = [t for t in reader.manifest.tensors.values() if t.section == OPTIMIZER]
+    return sorted({t.key.rpartition("/")[0] for t in fields if len(t.shape) > 2})
+
+
+def _mapped(
+    reader: CheckpointReader, name: str, folder: Path, order: Sequence[int] | None = None
+) -> Tensor:
+    """The tensor on a file of its own, which has no name any more. order: of its dimensions in
+    memory, if it has as many.
+    """
     source = reader.tensor(name)
     dtype, shape = DTYPES[source.dtype], tuple(source.shape)
     numel = torch.Size(shape).numel()
     if numel == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     with told("map a file", folder), tempfile.NamedTemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
         found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+    if order is not None and len(order) == len(shape):
+        found = viewed(found, shape, order)
+        _fill(found, source, 0)
+        return found
     whole = as_bytes(found)
     for begin in range(0, whole.numel(), PIECE_BYTES):
         source.read_into(begin, whole[begin : begin + PIECE_BYTES])
     return found.view(shape)
+
+
+def _fill(target: Tensor, source: SavedTensorSource, begin: int) -> None:
+    """Of any order of memory, with the bytes from `begin` on, some rows at a time."""
+    row_bytes = target[0].nbytes if target.dim() else target.nbytes
+    if row_bytes > PIECE_BYTES:
+        for number, row in enumerate(target):
+            _fill(row, source, begin + number * row_bytes)
+        return
+    for some in torch.split(target, PIECE_BYTES // row_bytes) if target.dim() else (target,):
+        read = torch.empty(some.shape, dtype=some.dtype, device="cpu")
+        source.read_into(begin, as_bytes(read))
+        some.copy_(read)
+        begin += read.nbytes

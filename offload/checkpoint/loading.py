@@ -1,10 +1,17 @@
-"""Loading: everything is looked at first, to the last byte; then it is read in, piece by piece."""
+"""Loading: everything is looked at first, to the last byte; then it is read in, piece by piece.
+
+Ranks that load together share the looking out: each compares its part of the bytes, and nobody
+changes anything before all have said that what they saw is right. Then each reads what it needs.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +23,21 @@ from offload.checkpoint.model import Keeper, ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.rng import check_random_states, set_random_states
-from offload.checkpoint.saving import MODEL, OPTIMIZER, OWN, check_arguments
+from offload.checkpoint.saving import (
+    MODEL,
+    OPTIMIZER,
+    OWN,
+    RNG,
+    RNG_RANKS,
+    check_arguments,
+    process_group_of,
+)
+from offload.checkpoint.team import Team
 from offload.checkpoint.tensors import whole
 from offload.checkpoint.trees import decoded
-from offload.errors import FormatError
-from offload.format.directory import find_newest
+from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
+from offload.format.directory import find_newest, pass_over
+from offload.format.manifest import Manifest
 from offload.log import LOG
 from offload.optim.soundness import CHECKPOINT
 from offload.optim.source import Source
@@ -50,12 +67,14 @@ class Load:
         optimizer: torch.optim.Optimizer | None,
         keeper: Keeper | None,
         stateful: Mapping[str, Any],
+        team: Team | None = None,
     ) -> None:
         self._reader = reader
+        self._team = team or Team(f"load of {reader.path}", None)
         self._model = ModelContents(model, keeper)
         self._optimizer: OptimizerContents | None = None
         if optimizer is not None:
-            self._optimizer = OptimizerContents(optimizer, self._model.names)
+            self._optimizer = OptimizerContents(optimizer, self._model.names, stateful)
         self._stateful = stateful
         self._trees: dict[str, Any] = {}
         self._sources: dict[str, Source] = {}
@@ -71,7 +90,7 @@ class Load:
     def check(self) -> None:
         """Refuse what does not fit, and what is damaged."""
         self._check_sections()
-        self._reader.check()
+        self._reader.check(share=(self._team.rank, self._team.count))
         values = self._reader.manifest.values
         self._trees = {name: decoded(tree, self._read_whole) for name, tree in values.items()}
         differences = Differences(f"{self._reader.path} and what it is loaded into")
@@ -83,14 +102,15 @@ class Load:
         differences.check()
         if self._optimizer is not None:
             self._optimizer.check(self._state_dict)
-        check_random_states(self._trees["rng"])
+        for states in (self._trees[RNG], *self._trees.get(RNG_RANKS, ())):
+            check_random_states(states)
 
     def _check_sections(self) -> None:
         """What was saved is asked for, and the other way round."""
         saved = dict(self._reader.manifest.values)
         differences = Differences(f"{self._reader.path} and what it is loaded into")
         for name in OWN:
-            if name not in saved and name != OPTIMIZER:
+            if name not in saved and name not in (OPTIMIZER, RNG_RANKS):
                 raise FormatError(f"{self._reader.path}: expected {name} in it")
         wanted = {*self._stateful, *([OPTIMIZER] if self._optimizer is not None else [])}
         for name in wanted - saved.keys():
@@ -118,20 +138,73 @@ class Load:
 
     # --- changing ---------------------------------------------------------------------------------
 
-    def read(self) -> Any:
-        """Make all of it the objects' own; returns `extra`."""
+    def read_together(self, nbytes: int) -> Any:
+        """Make all of it the objects' own, on all ranks; returns `extra`. Where one rank fails in
+        the middle, the others have read something that nobody can go on with.
+        """
+        before: dict[str, Any] = {}
+        extra: list[Any] = []
         try:
-            self._model.read(self._sources, self._trees[MODEL]["additions"])
-            if self._optimizer is not None:
-                self._optimizer.read(self._state_dict)
-            for name, each in self._stateful.items():
-                each.load_state_dict(self._trees[name])
-            set_random_states(self._trees["rng"])
-        except BaseException as error:
-            self._lose(error)
+            self._team.together("named", lambda: before.update(self._load_stateful()))
+            try:
+                self._team.together("reading", lambda: extra.append(self._read()), nbytes)
+            except BaseException as error:
+                self._lose(error)
+                raise
+        except BaseException:
+            self._put_back(before)
             raise
         self._tell()
+        return extra[0]
+
+    def _read(self) -> Any:
+        self._model.read(self._sources, self._trees[MODEL]["additions"])
+        if self._optimizer is not None:
+            self._optimizer.read(self._state_dict)
+        self._set_random_states()
         return self._trees["extra"]
+
+    def _set_random_states(self) -> None:
+        """Each rank gets its own, if as many have saved. Otherwise the first alone gets its own."""
+        saved = [self._trees[RNG], *self._trees.get(RNG_RANKS, ())]
+        rank, count = self._team.rank, self._team.count
+        if rank == 0 or len(saved) == count:
+            set_random_states(saved[rank])
+        if len(saved) != count:
+            LOG.warning(
+                "%s: was saved by %d ranks and is loaded by %d: random numbers go on on rank 0 "
+                "alone; on others, if there are any, they are as they were",
+                self._reader.path,
+                len(saved),
+                count,
+            )
+
+    def _load_stateful(self) -> dict[str, Any]:
+        """First, because they alone may refuse for reasons of their own: nothing else has changed
+        then. Returns their states before.
+        """
+        before: dict[str, Any] = {}
+        for name, each in self._stateful.items():
+            with suppress(Exception):  # then it cannot be put back
+                before[name] = _state_of(each)
+            try:
+                each.load_state_dict(self._trees[name])
+            except BaseException as error:
+                self._put_back(before)
+                if isinstance(error, OffloadError) or not isinstance(error, Exception):
+                    raise
+                raise ConfigError(
+                    f"{name}: its load_state_dict does not take what was saved: "
+                    f"{type(error).__name__}: {error}; model and optimizer are as they were"
+                ) from error
+        return before
+
+    def _put_back(self, before: Mapping[str, Any]) -> None:
+        for name, state in before.items():
+            try:
+                self._stateful[name].load_state_dict(state)
+            except Exception as error:
+                LOG.error("load: %s could not be put back as it was: %s", name, error)
 
     def _lose(self, error: BaseException) -> None:
         if self._optimizer is not None and self._optimizer.session is not None:
@@ -142,6 +215,13 @@ class Load:
             self._optimizer.session.soundness.last_checkpoint = str(self._reader.path)
 
 
+def _state_of(each: Any) -> Any:
+    """A copy that a later `load_state_dict` does not change."""
+    state = each.state_dict()
+    # An optimizer takes other tensors then, and leaves these; copies may be larger than memory.
+    return state if isinstance(each, torch.optim.Optimizer) else copy.deepcopy(state)
+
+
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -150,13 +230,106 @@ def load(
     stateful: Mapping[str, Any],
 ) -> Any:
     """See `offload.load`."""
+    team = Team.gather(f"load of {path}", process_group_of(optimizer, keeper))
+    passed: dict[str, str] = {}
+
+    def find() -> str | None:
+        return _find(path, model, optimizer, stateful, team, passed)
+
+    try:
+        while True:
+            found = Path(team.together("arguments", find)[0])
+            try:
+                return _load_one(found, model, optimizer, keeper, stateful, team)
+            except _NotWhole as error:
+                assert error.__cause__ is not None
+                if found in (Path(path), Path.cwd() / path):
+                    raise error.__cause__ from None
+                pass_over(found.name, error.__cause__, passed)
+    finally:
+        team.leave()
+
+
+class _NotWhole(Exception):
+    """Nothing has been changed by then."""
+
+
+def _load_one(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    keeper: Keeper | None,
+    stateful: Mapping[str, Any],
+    team: Team,
+) -> Any:
+    with _whole_or_not():
+        reader = _open(path, team)
+    with reader:
+        made: list[Load] = []
+        nbytes = sum(reader.manifest.files.values())
+
+        def look() -> None:
+            made.append(Load(reader, model, optimizer, keeper, stateful, team))
+
+        team.together("a look at everything", look)
+        task = made[0]
+        with task.turn():
+            with _whole_or_not():
+                team.together("every byte", task.check, nbytes)
+            return task.read_together(nbytes)
+
+
+@contextmanager
+def _whole_or_not() -> Iterator[None]:
+    try:
+        yield
+    except (FormatError, CorruptionError) as error:
+        raise _NotWhole from error
+
+
+def _find(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    stateful: Mapping[str, Any],
+    team: Team,
+    passed: MutableMapping[str, str],
+) -> str | None:
+    """The first rank says which one it is."""
     check_arguments(path, model, stateful)
     background.settle([model] if optimizer is None else [model, innermost(optimizer)])
-    reader = CheckpointReader(find_newest(path))
+    if not team.is_first:
+        return None
+    found = find_newest(path, passed)
+    return str(found if team.count == 1 else Path.cwd() / found)
+
+
+def _open(path: Path, team: Team) -> CheckpointReader:
+    """The same one on all ranks."""
+    readers: list[CheckpointReader] = []
+
+    def open_one() -> str:
+        readers.append(CheckpointReader(path))
+        return _digest(readers[0].manifest) if team.count > 1 else ""
+
     try:
-        task = Load(reader, model, optimizer, keeper, stateful)
-        with task.turn():
-            task.check()
-            return task.read()
-    finally:
-        reader.close()
+        digests = team.together("the manifest", open_one)
+        if len(set(digests)) > 1:
+            raise StateError(
+                f"{path}: is not the same one on all ranks; all must be on one node, or see one "
+                "file system"
+            )
+    except BaseException:
+        for reader in readers:
+            reader.close()
+        raise
+    return readers[0]
+
+
+def _digest(manifest: Manifest) -> str:
+    """Of what tells one checkpoint from another, and of all checksums in it."""
+    head = [manifest.number, manifest.created_s, manifest.fingerprint, *manifest.files.items()]
+    found = hashlib.sha256(repr(head).encode())
+    for tensor in manifest.tensors.values():
+        found.update(repr([tensor.name, *((p.nbytes, p.crc32) for p in tensor.parts)]).encode())
+    return found.hexdigest()

@@ -7,25 +7,45 @@ Of a prepared model the parameters come to host memory unit by unit. Names that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.tensors import NAMES, fill, has_values_of, spec_of, write
+from offload.checkpoint.division import Holding
+from offload.checkpoint.tensors import (
+    NAMES,
+    Sink,
+    fill,
+    has_values_of,
+    holding_of,
+    sample,
+    spec_of,
+    write,
+)
+from offload.config import Config
 from offload.errors import ConfigError, FormatError
 from offload.format.safetensors import TensorSpec
 from offload.optim.source import Source
+from offload.shard import Ranks, is_sharded
 
 _EXTRA = "_extra_state"  # what torch calls the state that a module adds by itself
 
-Put = Callable[[str, int, Tensor], None]  # name, first byte, values
-
 
 class Keeper(Protocol):
-    """A prepared model: it has the parameters, and brings them."""
+    """A prepared model: it has the parameters, and brings them. ranks: that share them, and bring
+    them together, in the same order; None: they are here.
+    """
+
+    config: Config
+    ranks: Ranks | None
+
+    def own_of(self, param: Tensor) -> tuple[int, int] | None:
+        """Elements of a parameter that this rank has, where ranks share them; None: all are here,
+        or it is not one of its own.
+        """
 
     def unit_of(self, param: Tensor) -> int | None:
         """None: not one of its own."""
@@ -36,7 +56,7 @@ class Keeper(Protocol):
 
 class ModelContents:
     """Made from the model as it is now; no values are touched. tensors: by the first name. names:
-    of parameters, as the model calls them.
+    of the parameters among them, as the model calls them.
     """
 
     def __init__(self, model: nn.Module, keeper: Keeper | None = None) -> None:
@@ -61,12 +81,14 @@ class ModelContents:
             else:
                 first[id(value)] = name
                 self.tensors[name] = value
-        self.names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+        self.names: dict[Tensor, str] = {
+            param: name for name, param in model.named_parameters() if id(param) in first
+        }
 
     # --- saving -----------------------------------------------------------------------------------
 
     def specs(self) -> list[TensorSpec]:
-        return [spec_of(name, tensor) for name, tensor in self.tensors.items()]
+        return [spec_of(name, tensor, to_fill=True) for name, tensor in self.tensors.items()]
 
     def values(self) -> dict[str, Any]:
         return {"aliases": dict(self.aliases), "additions": self.additions}
@@ -80,12 +102,81 @@ class ModelContents:
             lines.append(f"{name} {NAMES.get(tensor.dtype)} {list(tensor.shape)}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def write(self, put: Put) -> None:
+    def holdings(self, is_first: bool) -> list[Holding]:
+        """All ranks have the same parameters, or their own parts of them. Buffers may differ
+        (running means of what each rank has seen): those of the first are saved.
+        """
+        self.specs()  # refuses what could not be loaded again
+        return [
+            self._kept(name, tensor)
+            or holding_of(name, tensor, None if isinstance(tensor, nn.Parameter) else is_first)
+            for name, tensor in self.tensors.items()
+        ]
+
+    def _kept(self, name: str, tensor: Tensor) -> Holding | None:
+        """Of a prepared model that ranks share: the elements that are ours."""
+        own = self._keeper.own_of(tensor) if self._keeper is not None else None
+        if own is None:
+            return None
+        spec, size = spec_of(name, tensor), tensor.element_size()
+        return Holding(spec, ((own[0] * size, own[1] * size),))
+
+    def samples(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Some checksums: of parameters that all ranks should have the same of, and of buffers.
+        Those that a prepared model has away are left out.
+        """
+        params: dict[str, str] = {}
+        buffers: dict[str, str] = {}
+        for name, tensor in self.tensors.items():
+            is_kept = self._keeper is not None and self._keeper.unit_of(tensor) is not None
+            if not is_kept and not is_sharded(tensor):
+                found = params if isinstance(tensor, nn.Parameter) else buffers
+                found[name] = f"{sample(tensor):08x}"
+        return params, buffers
+
+    def write(self, sink: Sink) -> None:
         """Hand all values over, as they are now."""
-        for number, names in self._by_unit().items():
-            with self._at_hand(number):
-                for name in names:
-                    write(name, self.tensors[name], put)
+
+        def act(names: Sequence[str]) -> None:
+            for name in names:
+                write(name, self.tensors[name], sink)
+
+        units = self._by_unit().items()
+        wanted = {
+            number: [name for name in names if sink.wants(name, 0, self._nbytes(name))]
+            for number, names in units
+        }
+        self._visit({n: names for n, names in wanted.items() if names or self._is_shared}, act)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether ranks share the parameters; then units come to all of them together, or not."""
+        return self._keeper is not None and self._keeper.ranks is not None
+
+    def _visit(
+        self,
+        units: Mapping[int | None, Sequence[str]],
+        act: Callable[[Sequence[str]], None],
+        to_change: bool = False,
+    ) -> None:
+        """Call `act` with the names of each unit, which is at hand. An error on one of the ranks
+        that share them does not keep the others from theirs: it is raised at the end.
+        """
+        error: Exception | None = None
+        for number, names in units.items():
+            with self._at_hand(number, to_change):
+                try:
+                    if error is None:
+                        act(names)
+                except Exception as caught:
+                    if not self._is_shared:
+                        raise
+                    error = caught
+        if error is not None:
+            raise error
+
+    def _nbytes(self, name: str) -> int:
+        return self.tensors[name].numel() * self.tensors[name].element_size()
 
     def _by_unit(self) -> dict[int | None, list[str]]:
         found: dict[int | None, list[str]] = {}
@@ -133,11 +224,22 @@ class ModelContents:
 
     def read(self, sources: Mapping[str, Source], additions: Mapping[str, Any]) -> None:
         """Make all these values the model's own."""
+
+        def act(names: Sequence[str]) -> None:
+            for name in names:
+                fill(self.tensors[name], sources[name])
+
+        error: Exception | None = None
         for number, names in self._by_unit().items():
-            if not self._has_already(number, names, sources):
-                with self._at_hand(number, to_change=True):
-                    for name in names:
-                        fill(self.tensors[name], sources[name])
+            try:
+                if not self._has_already(number, names, sources):
+                    self._visit({number: names}, act, to_change=True)
+            except Exception as caught:
+                if not self._is_shared:
+                    raise
+                error = error or caught
+        if error is not None:
+            raise error
         for name, value in additions.items():
             module = self._model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(value)

@@ -22,7 +22,7 @@ from offload.checkpoint.hidden import (
 )
 from offload.errors import FormatError, StoreError
 from offload.format.directory import Directory, list_numbers
-from offload.format.manifest import MANIFEST
+from offload.format.manifest import MANIFEST, Manifest
 from offload.metrics import Metrics
 
 
@@ -37,10 +37,12 @@ def next_number(parent: Directory) -> int:
 
 
 class Older:
-    """The checkpoints in `parent` that are older than the one with `number`."""
+    """The checkpoints in `parent` that are older than `newest`, and of the same model: with the
+    same names, types and shapes.
+    """
 
-    def __init__(self, parent: Directory, number: int, disk: Disk, metrics: Metrics) -> None:
-        self._parent, self._number = parent, number
+    def __init__(self, parent: Directory, newest: Manifest, disk: Disk, metrics: Metrics) -> None:
+        self._parent, self._newest = parent, newest
         self._disk, self._metrics = disk, metrics
         self._hidden: list[tuple[str, str, int, list[str]]] = []  # was, is, fd, files
 
@@ -70,15 +72,16 @@ class Older:
                 os.close(self._hidden.pop()[2])
 
     def _whole(self) -> list[tuple[str, list[str]]]:
-        """Name and files of each that is older and whole, the newest first."""
+        """Name and files of each, the newest first. Those that are not whole do not count."""
         numbers = list_numbers(self._parent.path)
-        older = [name for name, number in numbers.items() if number < self._number]
+        older = [name for name, number in numbers.items() if number < self._newest.number]
         found = []
         for name in sorted(older, key=lambda name: (numbers[name], name), reverse=True):
             with suppress(FormatError, StoreError), Directory(name, self._parent) as directory:
                 manifest = directory.read_manifest()
                 directory.check_files(manifest)
-                found.append((name, [*manifest.files, MANIFEST]))
+                if manifest.fingerprint == self._newest.fingerprint:
+                    found.append((name, [*manifest.files, MANIFEST]))
         return found
 
     def _hide(self, name: str, files: list[str]) -> None:

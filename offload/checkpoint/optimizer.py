@@ -7,26 +7,35 @@ counts) are in the values, fields in the shards as `<parameter>/<field>`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.tensors import spec_of, whole, write
+from offload.checkpoint.division import Holding, Range
+from offload.checkpoint.orders import order_of
+from offload.checkpoint.scattered import is_scattered
+from offload.checkpoint.team import Team
+from offload.checkpoint.tensors import Sink, holding_of, local_part, sample, whole, write
 from offload.checkpoint.trees import packed, unpacked
 from offload.errors import ConfigError, FormatError
 from offload.format.safetensors import SIZES, TensorSpec
-from offload.layout import MASTER
+from offload.layout import ELEMENT_BYTES, MASTER
 from offload.log import LOG
 from offload.optim import Session, is_wrapped
 from offload.optim.optimizer import session_of
+from offload.optim.recipe import Record
 from offload.optim.source import Source
 from offload.optim.updater import Held
+from offload.shard import is_sharded, like, local_of, rows_of
 from offload.store.safetensors_file import DTYPES
 
 _NOT_SETTINGS = ("params", "param_names")
+# How a step is computed, not what: each optimizer has its own way.
+_WAYS = ("fused", "foreach", "capturable", "differentiable")
 
 
 class OptimizerContents:
@@ -34,7 +43,15 @@ class OptimizerContents:
     parameters in the order of its groups.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model_names: Mapping[Tensor, str]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model_names: Mapping[Tensor, str],
+        stateful: Mapping[str, Any] | None = None,
+    ) -> None:
+        """stateful: what is saved beside them; modules among it may have parameters of the
+        optimizer. `ConfigError` for one whose value nobody would save.
+        """
         self.optimizer = innermost(optimizer)
         self.session: Session | None = (
             session_of(self.optimizer) if is_wrapped(self.optimizer) else None
@@ -42,8 +59,8 @@ class OptimizerContents:
         self.params: list[Tensor] = [
             param for group in self.optimizer.param_groups for param in group["params"]
         ]
-        self.names = _names(self.optimizer, model_names)
-        self._held: list[Held] = []
+        self.names = _names(self.optimizer, model_names, stateful or {})
+        self.held: list[Held] = []
         self._fields: dict[str, Tensor] = {}  # of a plain one
 
     @property
@@ -54,24 +71,35 @@ class OptimizerContents:
 
     # --- saving -----------------------------------------------------------------------------------
 
-    def look(self) -> tuple[list[TensorSpec], dict[str, Any]]:
+    def look(self, team: Team) -> tuple[list[Holding], dict[str, Any]]:
         """The fields that will come, and all the rest. Nothing may step before `Session` has begun
         to save them.
         """
         states: dict[str, dict[str, Any]] = {}
-        specs: list[TensorSpec] = []
+        found: list[Holding] = []
         if self.session is not None:
-            self._held = self.session.held()
-            for held in self._held:
+            self.held = self.session.held()
+            for held in self.held:
                 name = self.names[held.record.number]
-                shape = tuple(held.record.shape)
-                specs += [TensorSpec(f"{name}/{field}", "F32", shape) for field in held.fields]
+                shape = tuple(held.record.param.shape)  # of all of it, where ranks share it
+                specs = [TensorSpec(f"{name}/{field}", "F32", shape) for field in held.fields]
+                found += [Holding(spec, own_bytes(held.record, spec, team)) for spec in specs]
                 states[name] = {key: packed(value) for key, value in held.scalars.items()}
         else:
             states = self._look_at_plain()
-            specs = [spec_of(name, tensor) for name, tensor in self._fields.items()]
-            specs.sort(key=lambda spec: -SIZES[spec.dtype])
-        return specs, {"class": self.kind, "groups": self._groups(), "states": states}
+            found = [holding_of(name, tensor) for name, tensor in self._fields.items()]
+            found.sort(key=lambda each: -SIZES[each.spec.dtype])
+        return found, {
+            "class": self.kind,
+            "groups": self._groups(),
+            "states": states,
+            "orders": self._orders(),
+        }
+
+    def _orders(self) -> dict[str, list[int]]:
+        """Of parameters whose memory is in another order than their shape."""
+        found = {name: order_of(p) for name, p in zip(self.names, self.params, strict=True)}
+        return {name: order for name, order in found.items() if order is not None}
 
     def _look_at_plain(self) -> dict[str, dict[str, Any]]:
         numbers = {param: number for number, param in enumerate(self.params)}
@@ -100,10 +128,15 @@ class OptimizerContents:
             begin = end
         return found
 
-    def write_plain(self, put: Any) -> None:
+    def samples(self) -> dict[str, str]:
+        """Some checksums of what all ranks should have the same of."""
+        fields = {name: each for name, each in self._fields.items() if not is_sharded(each)}
+        return {name: f"{sample(tensor):08x}" for name, tensor in fields.items()}
+
+    def write_plain(self, sink: Sink) -> None:
         """Hand over the fields that are in memory."""
         for name, tensor in self._fields.items():
-            write(name, tensor, put)
+            write(name, tensor, sink)
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -168,31 +201,44 @@ class OptimizerContents:
                 )
 
     def _as_groups(self, settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """As a `state_dict` has them, with the parameters in our order."""
+        """As a `state_dict` has them, with the parameters in our order and our own ways."""
         found, begin = [], 0
         for own, saved in zip(self.optimizer.param_groups, settings, strict=False):
             end = begin + len(own["params"])
-            found.append({**saved, "params": list(range(begin, end))})
+            ways = {way: own[way] for way in _WAYS if way in own}
+            found.append({**saved, **ways, "params": list(range(begin, end))})
             begin = end
         return found
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse what the optimizer itself would refuse. Changes nothing."""
         if self.session is not None:
-            self.session.check_incoming(state_dict)
+            self.session.check_incoming(self._own_parts(state_dict))
 
     def read(self, state_dict: Mapping[str, Any]) -> None:
         """Make it the optimizer's own. The parameters have been loaded."""
         if self.session is not None:
-            self.optimizer.load_state_dict(dict(state_dict))
+            self.optimizer.load_state_dict(self._own_parts(state_dict))
             return
-        states = _in_memory(state_dict["state"], self.params)
-        self.optimizer.load_state_dict({**state_dict, "state": states})
+        with torch.inference_mode(False):  # steps will change what is made here
+            states = _in_memory(state_dict["state"], self.params)
+            self.optimizer.load_state_dict({**state_dict, "state": states})
         for number, state in states.items():  # torch has rounded numbers to the parameter's type
             kept = self.optimizer.state[self.params[number]]
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() == 0 and self.params[number].dim():
                     kept[key] = value.to(kept[key].device)
+
+    def _own_parts(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """With the rows that are here of parameters that are spread over ranks."""
+        states = {
+            number: {
+                key: local_part(value, self.params[number]) if isinstance(value, Source) else value
+                for key, value in state.items()
+            }
+            for number, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
 
 
 class _Parsed(NamedTuple):
@@ -244,10 +290,12 @@ def _in_memory(
 
 def _like(source: Source, param: Tensor) -> Tensor:
     """In the parameter's order of memory: fused steps go by memory alone."""
+    if is_sharded(param) and tuple(source.shape) == tuple(param.shape):
+        return like(param, whole(local_part(source, param)))
     found = whole(source)
     if found.shape != param.shape or found.stride() == param.stride():
         return found
-    there = torch.empty_strided(param.shape, param.stride(), dtype=found.dtype)
+    there = torch.empty_strided(param.shape, param.stride(), dtype=found.dtype, device="cpu")
     return there.copy_(found)
 
 
@@ -267,16 +315,55 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return session_of(found).optimizer if is_wrapped(found) else found
 
 
-def _names(optimizer: torch.optim.Optimizer, model_names: Mapping[Tensor, str]) -> list[str]:
-    """The model's names; `<group>.<index>` for parameters that the model does not have."""
+def _names(
+    optimizer: torch.optim.Optimizer, model_names: Mapping[Tensor, str], stateful: Mapping[str, Any]
+) -> list[str]:
+    """The model's names; `<group>.<index>` for parameters of other modules."""
     taken = set(model_names.values())
+    modules = [each for each in stateful.values() if isinstance(each, nn.Module)]
+    others = {param for module in modules for param in module.parameters()}
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             name = model_names.get(param)
             if name is None:
+                if param not in others:
+                    raise _stranger(group, number, index)
                 name = f"{number}.{index}"
                 while name in taken:  # a model may call one of its own so
                     name = f"#{name}"
             found.append(name)
     return found
+
+
+def own_bytes(record: Record, spec: TensorSpec, team: Team) -> tuple[Range, ...] | None:
+    """Of each field of a parameter's state: those that this rank writes. None: all ranks have all.
+    Fields have elements of 4 bytes, whatever the parameter has.
+    """
+    if is_sharded(record.param):
+        rows = rows_of(record.name, record.param)
+        begin, numel = first_byte(record.param), local_of(record.param).numel()
+        return ((begin, begin + numel * ELEMENT_BYTES),) if rows.is_first_holder else ()
+    own = record.own
+    if own is None:
+        return None
+    if is_scattered(record):
+        return ((0, spec.nbytes),) if record.number % team.count == team.rank else ()
+    return ((own[0] * ELEMENT_BYTES, own[1] * ELEMENT_BYTES),)
+
+
+def first_byte(param: Tensor) -> int:
+    """Of a field, as the whole has it: that which the first element here belongs to."""
+    if not is_sharded(param):
+        return 0
+    return rows_of("", param).begin * math.prod(param.shape[1:]) * ELEMENT_BYTES
+
+
+def _stranger(group: Mapping[str, Any], number: int, index: int) -> ConfigError:
+    param = group["params"][index]
+    called = f" ({group['param_names'][index]})" if "param_names" in group else ""
+    return ConfigError(
+        f"optimizer.param_groups[{number}]['params'][{index}]{called} of shape "
+        f"{tuple(param.shape)}: the model's state_dict() does not have it, so that its value would "
+        "be lost: put it into the module, or pass its module by name, as loss=loss"
+    )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.checkpoint.disk import BLOCK_BYTES, Disk
+from offload.checkpoint.disk import BLOCK_BYTES, Disk, told, write_whole
 from offload.checkpoint.rooms import Room, Rooms
 from offload.errors import ConfigError, OffloadError, StateError, StoreTimeout
 from offload.metrics import Metrics
@@ -27,12 +29,14 @@ _BLOCKS_OUT = 256  # writes of single blocks under way
 @dataclass(frozen=True)
 class OutputFile:
     """An open file to be written. align: of addresses, offsets and lengths; 1: the page cache is in
-    between. block_bytes: what is written at once at least.
+    between. block_bytes: what is written at once at least. cached_fd: the same file through the
+    page cache, where several ranks write it.
     """
 
     fd: int
     align: int
     label: str
+    cached_fd: int = -1
 
     @property
     def block_bytes(self) -> int:
@@ -61,6 +65,7 @@ class Output:
                 f"buffer_bytes: expected {_ROOMS * BLOCK_BYTES} or more, got {buffer_bytes}"
             )
         self.room_bytes = room_bytes
+        self._disk = disk
         self.written_bytes = 0
         self.rooms = Rooms(room_bytes, buffer_bytes // room_bytes - 1)
         self._blocks: dict[int, Rooms] = {}
@@ -69,6 +74,7 @@ class Output:
         self._blocks_under_way = 0
         self._error: BaseException | None = None
         self.engine = disk.open_engine(metrics)
+        weakref.finalize(self, self.engine.close)  # its thread would keep it for ever
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -117,6 +123,31 @@ class Output:
         """The same, for one that `take_block` gave."""
         nbytes = file.block_bytes
         self._submit(name, file, offset, block, self._blocks[nbytes], nbytes)
+
+    def put_ranges(
+        self,
+        name: str,
+        file: OutputFile,
+        offset: int,
+        block: Room,
+        ranges: Sequence[tuple[int, int]],
+    ) -> None:
+        """Write only these bytes of the file, out of a block that lies at `offset`, through the
+        page cache; when this returns, they are in it. The block is given back.
+        """
+        try:
+            self.check()
+            for begin, end in ranges:
+                part = block.view[begin - offset : end - offset]
+                with told("write", file.label):
+                    write_whole(self._disk, file.cached_fd, part, begin)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._blocks[file.block_bytes].give_back(block)
+                self.written_bytes += sum(end - begin for begin, end in ranges)
 
     def _submit(
         self, name: str, file: OutputFile, offset: int, room: Room, rooms: Rooms, nbytes: int

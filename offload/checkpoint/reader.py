@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.checkpoint.disk import BLOCK_BYTES
+from offload.checkpoint.division import share_of
 from offload.checkpoint.hidden import try_lock
 from offload.checkpoint.rooms import Room, Rooms
 from offload.errors import (
@@ -146,7 +147,7 @@ class CheckpointReader:
             if engine is None:
                 engine = self._own_engine = open_engine([], metrics=self._metrics)
         except BaseException:
-            _close(os.getpid(), None, self._fds, self._directory)
+            _close(os.getpid(), self._own_engine, self._fds, self._directory)
             raise
         self._engine = engine
         self._finish = weakref.finalize(
@@ -163,22 +164,33 @@ class CheckpointReader:
     # --- everything -------------------------------------------------------------------------------
 
     def check(
-        self, rooms: Rooms | None = None, before_part: Callable[[], None] | None = None
+        self,
+        rooms: Rooms | None = None,
+        before_part: Callable[[], None] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Compare every byte with its checksum, and every header with the manifest.
 
         Raises `CorruptionError` or `FormatError` for the first thing that is wrong. rooms: memory
-        to read through, 32 MiB of its own otherwise. before_part: may end it by an error.
+        to read through, 32 MiB of its own otherwise. before_part: may end it by an error. share: a
+        rank and their count: what it leaves out is the others' to check.
         """
         rooms = rooms or Rooms(_ROOM_BYTES, _ROOMS)
         tensors: dict[str, list[SavedTensor]] = {name: [] for name in self._files}
         for tensor in self.manifest.tensors.values():
             tensors[tensor.parts[0].file].append(tensor)
+        for each in tensors.values():
+            each.sort(key=lambda tensor: (tensor.parts[0].offset, tensor.nbytes))
+        sizes = [p.nbytes for each in tensors.values() for tensor in each for p in tensor.parts]
+        mine, before = share_of(sizes, *share), 0
         for name, file in self._files.items():
-            tensors[name].sort(key=lambda tensor: (tensor.parts[0].offset, tensor.nbytes))
+            parts = [(tensor, part) for tensor in tensors[name] for part in tensor.parts]
+            own = parts[max(0, mine.start - before) : max(0, mine.stop - before)]
+            before += len(parts)
             file.drop_cache()
-            self._check_header(file, tensors[name])
-            self._check_data(file, tensors[name], rooms, before_part or (lambda: None))
+            if own or share[0] == 0:
+                self._check_header(file, tensors[name])
+                self._check_data(file, own, rooms, before_part or (lambda: None))
 
     def _check_header(self, file: _File, tensors: list[SavedTensor]) -> None:
         """It is, byte for byte, what these tensors ask for."""
@@ -198,12 +210,13 @@ class CheckpointReader:
     def _check_data(
         self,
         file: _File,
-        tensors: list[SavedTensor],
+        parts: list[tuple[SavedTensor, Part]],
         rooms: Rooms,
         before_part: Callable[[], None],
     ) -> None:
-        parts = [(tensor, part) for tensor in tensors for part in tensor.parts]
-        stream = _Stream(file, parts[0][1].offset if parts else file.nbytes, self._engine, rooms)
+        begin = parts[0][1].offset if parts else file.nbytes
+        nbytes = sum(part.nbytes for _, part in parts)
+        stream = _Stream(file, begin, begin + nbytes, self._engine, rooms)
         try:
             for tensor, part in parts:
                 before_part()
@@ -215,7 +228,7 @@ class CheckpointReader:
         finally:
             stream.close()
         file.check_unchanged(file.name)
-        self._metrics.count("checkpoint_checked_bytes", file.nbytes)
+        self._metrics.count("checkpoint_checked_bytes", nbytes)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -283,11 +296,11 @@ class SavedTensorSource:
 
 
 class _Stream:
-    """The bytes of a file in their order, some reads ahead."""
+    """The bytes of a file from `offset` to `end` in their order, some reads ahead."""
 
-    def __init__(self, file: _File, offset: int, engine: Engine, rooms: Rooms) -> None:
+    def __init__(self, file: _File, offset: int, end: int, engine: Engine, rooms: Rooms) -> None:
         self._file, self._engine, self._rooms = file, engine, rooms
-        self._next = offset  # to be asked for
+        self._next, self._end = offset, end  # to be asked for
         self._ahead: deque[tuple[Ticket[None], Room, int]] = deque()
         self._view: memoryview = memoryview(b"")
         self._room: Room | None = None
@@ -306,7 +319,7 @@ class _Stream:
         if self._room is not None:
             self._rooms.give_back(self._room)
             self._room = None
-        while self._next < self._file.nbytes:
+        while self._next < self._end:
             room = self._rooms.take()
             if room is None:
                 break
@@ -318,7 +331,7 @@ class _Stream:
     def _start(self, room: Room) -> None:
         """A read up to the next multiple of the room, so that later ones begin at blocks."""
         size = self._rooms.room_bytes
-        nbytes = min(size - self._next % size, self._file.nbytes - self._next)
+        nbytes = min(size - self._next % size, self._end - self._next)
         memory = room.buffer(nbytes)
         ticket: Ticket[None] = Ticket(f"read of {self._file.path}", self._engine.describe)
         transfers = []

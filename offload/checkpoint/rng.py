@@ -32,7 +32,7 @@ def check_random_states(states: Any) -> None:
     """Try them on generators that nobody has. Raises `FormatError`."""
     try:
         random.Random().setstate(states["python"])
-        torch.Generator().set_state(_tensor(states["torch"]))
+        torch.Generator("cpu").set_state(_tensor(states["torch"]))
         if any(not isinstance(each, bytes) for each in states["devices"]):
             raise TypeError("expected bytes for devices")
         if "numpy" in states:

@@ -7,7 +7,10 @@ in the background if asked for, while training goes on; what is saved is the mom
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import socket
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,25 +21,34 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint import background
+from offload.checkpoint.division import Holding, within
+from offload.checkpoint.guest import GuestWriter, sweep
 from offload.checkpoint.model import Keeper, ModelContents
-from offload.checkpoint.optimizer import OptimizerContents
+from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
 from offload.checkpoint.rng import random_states
+from offload.checkpoint.scattered import Scattered
 from offload.checkpoint.shard import Shard
+from offload.checkpoint.team import Team
 from offload.checkpoint.trees import OTHER, Leaves
 from offload.checkpoint.writer import CheckpointWriter
 from offload.errors import ConfigError
-from offload.format.safetensors import TensorSpec
+from offload.log import LOG
+from offload.optim import Session, is_wrapped
+from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
+from offload.optim.source import as_bytes
 from offload.ticket import Ticket
 
-MODEL, OPTIMIZER = "model", "optimizer"
-OWN = (MODEL, OPTIMIZER, "rng", "extra")  # sections of a checkpoint that are no object's name
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+RNG_RANKS = "rng_ranks"  # of all ranks but the first, where several have saved
+# Sections of a checkpoint that are no object's name.
+OWN = (MODEL, OPTIMIZER, RNG, RNG_RANKS, "extra")
 _MOST_SHARD_BYTES = 4 << 30
 
 
 class Save:
-    """One save. Looks at everything when it is made, and changes nothing on the disk before
-    `begin`.
+    """One save, of one process or of all ranks of a team. Looks at everything when it begins, and
+    changes nothing on the disk before that.
     """
 
     def __init__(
@@ -48,90 +60,190 @@ class Save:
         extra: Any,
         keep: int | None,
         stateful: Mapping[str, Any],
+        team: Team | None = None,
     ) -> None:
         check_arguments(path, model, stateful)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep: expected a number of checkpoints from 1 on, got {keep!r}")
         self.path = Path(path)
         self.owners: list[Any] = [model]
+        self._team = team or Team(f"save of {self.path}", None)
         self._keep = keep
         self._model = ModelContents(model, keeper)
         self._optimizer: OptimizerContents | None = None
         if optimizer is not None:
-            self._optimizer = OptimizerContents(optimizer, self._model.names)
+            self._optimizer = OptimizerContents(optimizer, self._model.names, stateful)
             self.owners.append(self._optimizer.optimizer)
         self._extra = extra
         self._stateful = stateful
         self._leaves = Leaves()
-        self._writer: CheckpointWriter | None = None
+        self._holdings: dict[str, list[Holding]] = {}
+        self._writer: CheckpointWriter | GuestWriter | None = None
+        self._shards: dict[str, _Shards] = {}
         self._saver: Saver | None = None
+        self._scattered: Scattered | None = None
         self._values: dict[str, Any] = {}
         self._cancelled: BaseException | None = None
 
+    @property
+    def _session(self) -> Session | None:
+        return self._optimizer.session if self._optimizer is not None else None
+
     def turn(self) -> AbstractContextManager[None]:
         """Keeps steps out while it is inside."""
-        if self._optimizer is None or self._optimizer.session is None:
-            return nullcontext()
-        return self._optimizer.session.turn.act("save")
+        return nullcontext() if self._session is None else self._session.turn.act("save")
 
     def begin(self) -> None:
         """Write all that may change when this has returned. In the turn."""
-        fields = self._look()
-        session = self._optimizer.session if self._optimizer is not None else None
-        metrics = session.metrics if session is not None else None
-        self._writer = CheckpointWriter(self.path, metrics=metrics)
-        _UNDER_WAY.add(self)
+        team = self._team
         try:
-            if self._cancelled is not None:
-                raise self._cancelled
-            model = _Shards(self._writer, MODEL, self._model.specs())
-            other = _Shards(self._writer, OTHER, self._leaves.specs())
-            state = _Shards(self._writer, OPTIMIZER, fields)
-            if self._optimizer is not None and session is not None:
-                names = self._optimizer.names
-
-                def sink(number: int, field: str, begin: int, values: Tensor) -> None:
-                    state.write(f"{names[number]}/{field}", begin, values)
-
-                self._saver = session.begin_saving(sink)
-            self._model.write(model.write)
-            self._leaves.write(other.write)
-            self._leaves.tensors.clear()
-            if self._optimizer is not None and session is None:
-                self._optimizer.write_plain(state.write)
+            states = team.together("a look at everything", self._look)
+            if team.count > 1:
+                self._settle_differences()
+                self._values[RNG_RANKS] = states[1:]
+            invitation = team.together("files", self._make)[0]
+            nbytes = sum(each.spec.nbytes for some in self._holdings.values() for each in some)
+            team.together("what may change", lambda: self._write(invitation), nbytes)
         except BaseException as error:
             self.give_up(error)
             raise
 
-    def _look(self) -> Sequence[TensorSpec]:
+    def _look(self) -> Any:
         """Everything that is no tensor of the model or field of the optimizer goes to the values.
-        Refuses what cannot be saved.
+        Refuses what cannot be saved. Returns this rank's random state.
         """
+        is_first = self._team.is_first
         trees: dict[str, Any] = {MODEL: self._model.values()}
-        fields: Sequence[TensorSpec] = ()
+        fields: list[Holding] = []
         if self._optimizer is not None:
-            fields, trees[OPTIMIZER] = self._optimizer.look()
-        trees |= {"rng": random_states(), "extra": self._extra}
+            fields, trees[OPTIMIZER] = self._optimizer.look(self._team)
+        trees |= {RNG: random_states(), "extra": self._extra}
         trees |= {name: each.state_dict() for name, each in self._stateful.items()}
         self._values = {name: self._leaves.encode(name, tree) for name, tree in trees.items()}
-        return fields
+        self._holdings = {
+            MODEL: self._model.holdings(is_first),
+            OTHER: self._leaves.holdings() if is_first else [],
+            OPTIMIZER: fields,
+        }
+        return None if is_first else self._values[RNG]
+
+    def _settle_differences(self) -> None:
+        """What all ranks must have the same of; what the first rank alone decides is told."""
+        team = self._team
+        team.agree("what is saved", self._described(), "save the same things on every rank")
+        params, buffers = self._model.samples()
+        if self._optimizer is not None:
+            params |= self._optimizer.samples()
+        team.agree(
+            "values that all ranks have",
+            params,
+            "all ranks train one model, so that its values are the same on all: give them the same "
+            "gradients (DistributedDataParallel), or wrap with process_group=False",
+        )
+        names = ("extra", *self._stateful)
+        found = {name: self._leaves.digest(name, self._values[name]) for name in names}
+        found |= {f"buffer {name}": crc for name, crc in buffers.items()}
+        differing = [
+            (name, rank)
+            for rank, theirs in enumerate(team.together("values of the first rank", lambda: found))
+            for name in found
+            if theirs.get(name) != found[name]
+        ]
+        if differing and team.is_first:
+            LOG.warning(
+                "%s: rank 0's is saved, others have another: %s",
+                team.what,
+                ", ".join(f"{name} (rank {rank})" for name, rank in differing[:20]),
+            )
+
+    def _described(self) -> dict[str, str]:
+        """Names, types and shapes of all tensors that all ranks must know; settings and counts."""
+        found = {
+            f"{section}/{each.spec.name}": f"{each.spec.dtype} {list(each.spec.shape)}"
+            for section in (MODEL, OPTIMIZER)
+            for each in self._holdings[section]
+        }
+        for section in (MODEL, OPTIMIZER):
+            if section in self._values:
+                text = json.dumps(self._values[section], sort_keys=True)
+                found[f"the {section}'s settings"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found |= {"keep": str(self._keep), "path": str(Path.cwd() / self.path)}
+        return found | {"the node": node_id()}
+
+    def _make(self) -> dict[str, Any] | None:
+        """The first rank makes directory and files."""
+        if not self._team.is_first:
+            _UNDER_WAY.add(self)
+            return None
+        metrics = self._session.metrics if self._session is not None else None
+        self._writer = CheckpointWriter(self.path, metrics=metrics, team=self._team)
+        _UNDER_WAY.add(self)
+        if self._cancelled is not None:
+            raise self._cancelled
+        self._open_shards()
+        return self._writer.invitation()
+
+    def _open_shards(self) -> None:
+        assert self._writer is not None
+        for section, holdings in self._holdings.items():
+            self._shards[section] = _Shards(self._writer, section, holdings)
+
+    def _write(self, invitation: Mapping[str, Any]) -> None:
+        if not self._team.is_first:
+            metrics = self._session.metrics if self._session is not None else None
+            path = Path.cwd() / self.path
+            self._writer = GuestWriter(path, invitation, self._team, metrics=metrics)
+            if self._cancelled is not None:
+                raise self._cancelled
+            self._open_shards()
+        if self._optimizer is not None and self._session is not None:
+            names, state = self._optimizer.names, self._shards[OPTIMIZER]
+            first = [first_byte(param) for param in self._optimizer.params]
+
+            scattered = self._scattered = Scattered(self._optimizer.held)
+
+            def sink(number: int, field: str, begin: int, values: Tensor) -> None:
+                if scattered.takes(number, field):
+                    scattered.add(number, field, begin, values)
+                    return
+                state.write(f"{names[number]}/{field}", first[number] + begin, values)
+
+            self._saver = self._session.begin_saving(sink)
+        self._model.write(self._shards[MODEL])
+        if self._team.is_first:
+            self._leaves.write(self._shards[OTHER])
+        self._leaves.tensors.clear()
+        if self._optimizer is not None and self._session is None:
+            self._optimizer.write_plain(self._shards[OPTIMIZER])
 
     def finish(self) -> Path:
         """Write the rest, and make it a checkpoint. Any thread."""
         assert self._writer is not None
         try:
-            if self._saver is not None:
-                self._saver.run()
+            self._team.together("the optimizer's state", self._run_saver)
+            self._write_scattered()
             path = self._writer.commit(self._values, self._model.fingerprint, keep=self._keep)
         except BaseException as error:
             self.give_up(error)
             raise
-        self._tell(str(path))
+        self._team.leave()
+        if self._session is not None:
+            self._session.soundness.last_checkpoint = str(path)
         return path
 
-    def _tell(self, path: str) -> None:
-        if self._optimizer is not None and self._optimizer.session is not None:
-            self._optimizer.session.soundness.last_checkpoint = path
+    def _run_saver(self) -> None:
+        if self._saver is not None:
+            self._saver.run()
+
+    def _write_scattered(self) -> None:
+        if self._scattered is None or self._optimizer is None:
+            return
+        names, state = self._optimizer.names, self._shards[OPTIMIZER]
+
+        def put(number: int, field: str, values: Tensor) -> None:
+            state.write(f"{names[number]}/{field}", 0, values)
+
+        self._scattered.write(self._team, put)
 
     def give_up(self, error: BaseException) -> None:
         """Leave nothing behind. Idempotent."""
@@ -139,6 +251,9 @@ class Save:
             self._saver.give_up(error)
         if self._writer is not None:
             self._writer.abandon()
+        self._team.leave()
+        if self._writer is None and not self._team.is_first and self._holdings:
+            sweep(Path.cwd() / self.path)  # the first rank may have been lost
 
     def cancel(self, error: BaseException) -> None:
         """Whoever works on it gets `error` soon and gives up, unless it is saved by then. Any
@@ -149,12 +264,12 @@ class Save:
             self._saver.cancel(error)
         if self._writer is not None:
             self._writer.cancel(error)
+        self._team.cancel(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """In the report, in case nobody asks."""
-        session = self._optimizer.session if self._optimizer is not None else None
-        if session is not None:
-            session.metrics.note(f"background save of {self.path}", f"failed: {error}")
+        if self._session is not None:
+            self._session.metrics.note(f"background save of {self.path}", f"failed: {error}")
 
 
 # Those that have begun; ended ones go with their last user.
@@ -180,11 +295,41 @@ def save(
     stateful: Mapping[str, Any],
 ) -> Path | Ticket[Path]:
     """See `offload.save`."""
-    task = Save(path, model, optimizer, keeper, extra, keep, stateful)
-    background.settle(task.owners)
+    team = Team.gather(f"save of {path}", process_group_of(optimizer, keeper))
+    made: list[Save] = []
+
+    def prepare() -> None:
+        task = Save(path, model, optimizer, keeper, extra, keep, stateful, team)
+        background.settle(task.owners)
+        made.append(task)
+
+    try:
+        team.together("arguments", prepare)
+    except BaseException:
+        team.leave()
+        raise
+    (task,) = made
     with task.turn():
         task.begin()
         return background.start(task) if in_background else task.finish()
+
+
+def process_group_of(optimizer: Any, keeper: Any) -> Any:
+    """As it was said to `wrap` or `prepare`; None, for all ranks, where nothing was."""
+    if keeper is not None:
+        return keeper.config.process_group
+    found = innermost(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    if found is None or not is_wrapped(found):
+        return None
+    return session_of(found).config.process_group
+
+
+def node_id() -> str:
+    """The machine, as it has been running since it was started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def check_arguments(
@@ -208,26 +353,39 @@ def check_arguments(
 
 class _Shards:
     """The files of one section: as many as are needed to keep each of a size that is easy to move
-    about. A tensor lies in one.
+    about. A tensor lies in one. What is not this rank's to write is left out.
     """
 
-    def __init__(self, writer: CheckpointWriter, section: str, specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, writer: CheckpointWriter | GuestWriter, section: str, holdings: Sequence[Holding]
+    ) -> None:
         self._shard_of: dict[str, Shard] = {}
-        for some in _cut(specs):
-            shard = writer.open_shard(section, some)
-            self._shard_of |= {spec.name: shard for spec in some}
+        for some in _cut(holdings):
+            own = {each.spec.name: each.own for each in some}
+            shard = writer.open_shard(section, [each.spec for each in some], own)
+            self._shard_of |= {name: shard for name in own}
 
-    def write(self, name: str, begin: int, values: Tensor) -> None:
-        self._shard_of[name].write(name, begin, values)
+    def write(self, name: str, begin_bytes: int, values: Tensor) -> None:
+        shard = self._shard_of[name]
+        if shard.own is None:
+            shard.write(name, begin_bytes, values)
+            return
+        data = as_bytes(values)
+        for begin, end in within(shard.own[name], begin_bytes, begin_bytes + data.numel()):
+            shard.write(name, begin, data[begin - begin_bytes : end - begin_bytes])
+
+    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
+        own = self._shard_of[name].own
+        return own is None or bool(within(own[name], begin_bytes, end_bytes))
 
 
-def _cut(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    found: list[list[TensorSpec]] = []
+def _cut(holdings: Iterable[Holding]) -> list[list[Holding]]:
+    found: list[list[Holding]] = []
     nbytes = 0
-    for spec in specs:
-        if not found or nbytes + spec.nbytes > _MOST_SHARD_BYTES:
+    for each in holdings:
+        if not found or nbytes + each.spec.nbytes > _MOST_SHARD_BYTES:
             found.append([])
             nbytes = 0
-        found[-1].append(spec)
-        nbytes += spec.nbytes
+        found[-1].append(each)
+        nbytes += each.spec.nbytes
     return found

@@ -5,6 +5,10 @@ which is seldom at a block of the disk. Whole blocks in it are written from room
 block that it shares with other pieces is kept until they have come, too, and then written once. So
 nothing is ever read to be written again, and all of it goes past the page cache.
 
+Where several ranks write one file, each has bytes of its own. A block in which others have bytes,
+too, goes through the page cache, byte for byte: the kernel puts it together. No such block is ever
+written past the cache.
+
 A piece, or each PART_BYTES of a long one, becomes a part of the manifest with its own checksum,
 taken of the very bytes that are given to the disk.
 """
@@ -15,10 +19,11 @@ import bisect
 import ctypes
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload.checkpoint.division import Range, joined, within
 from offload.checkpoint.output import Output, OutputFile
 from offload.checkpoint.rooms import Room
 from offload.errors import ConfigError, StateError
@@ -48,17 +53,32 @@ class _Block:
 
 
 class Shard:
-    """A file of `section`. `write` may be called in any thread."""
+    """A file of `section`. `write` may be called in any thread.
 
-    def __init__(self, output: Output, file: OutputFile, name: str, header: ShardHeader) -> None:
+    own: the bytes of each tensor that are written here, where ranks write it together; the header
+    is written by `is_first`. None: everything is.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        file: OutputFile,
+        name: str,
+        header: ShardHeader,
+        own: Mapping[str, Sequence[Range]] | None = None,
+        is_first: bool = True,
+    ) -> None:
         self.file, self.name, self.nbytes = file, name, header.nbytes
         self._output = output
         self.section, self._places = header.section, header.places
+        self.own = {name: list(own[name]) for name in self._places} if own is not None else None
+        self._own_in_file = [(0, self.nbytes)] if own is None else header.extents(own, is_first)
         self._pieces: dict[str, list[_Piece]] = {name: [] for name in header.places}
         self._blocks: dict[int, _Block] = {}
         self._lock = threading.Lock()
-        text = Buffer.of(f"header of {name}", header.text, writable=False)
-        self._put(f"header of {name}", text, 0)
+        if is_first:
+            text = Buffer.of(f"header of {name}", header.text, writable=False)
+            self._put(f"header of {name}", text, 0)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -79,16 +99,31 @@ class Shard:
                 f"{name}: expected at most {place.nbytes} bytes, as {place.dtype} of shape "
                 f"{list(place.shape)} has; got {source.nbytes} from {begin_bytes} on"
             )
+        self._check_own(name, begin_bytes, begin_bytes + source.nbytes)
         self._output.wait_for_blocks()
         label = f"{self.section}/{name}"
         for piece in self._claim(name, begin_bytes, begin_bytes + source.nbytes):
             part = source.part(piece.begin - begin_bytes, piece.end - piece.begin)
             piece.crc32 = self._put(label, part, place.offset + piece.begin)
 
+    def _check_own(self, name: str, begin: int, end: int) -> None:
+        if (
+            self.own is not None
+            and begin < end
+            and within(self.own[name], begin, end) != [(begin, end)]
+        ):
+            raise StateError(
+                f"{self.section}/{name}: bytes {begin} to {end} are another rank's to write, at "
+                f"least some of them; here are {self.own[name]}"
+            )
+
     def _claim(self, name: str, begin: int, end: int) -> list[_Piece]:
         """The bytes become the caller's to write."""
         bounds = [*range(begin, end, PART_BYTES), end]
         fresh = [_Piece(a, b) for a, b in itertools.pairwise(bounds)]
+        return self._add(name, begin, end, fresh)
+
+    def _add(self, name: str, begin: int, end: int, fresh: list[_Piece]) -> list[_Piece]:
         with self._lock:
             pieces = self._pieces[name]
             at = bisect.bisect_left(pieces, begin, key=_begin_of)
@@ -136,17 +171,49 @@ class Shard:
                 block = self._blocks[number] = _Block(self._output.take_block(block_bytes))
         ctypes.memmove(block.room.address + begin, source.address, source.nbytes)
         crc = crc32(block.room.view[begin : begin + source.nbytes], crc)
-        needed = min(block_bytes, self.nbytes - number * block_bytes)
+        first = number * block_bytes
+        own = within(self._own_in_file, first, first + block_bytes)
+        needed = sum(last - begin for begin, last in own)
         with self._lock:
             block.nbytes += source.nbytes
             is_whole = block.nbytes == needed
             if is_whole:
                 del self._blocks[number]
-        if is_whole:  # the file's last block is cut again at the end
-            self._output.start_block(label, self.file, number * block_bytes, block.room)
+        if not is_whole:
+            return crc
+        if needed == min(block_bytes, self.nbytes - first):
+            # The file's last block is cut again at the end.
+            self._output.start_block(label, self.file, first, block.room)
+        else:  # others have bytes in it, too
+            self._output.put_ranges(label, self.file, first, block.room, own)
         return crc
 
     # --- the end ----------------------------------------------------------------------------------
+
+    def pieces(self) -> dict[str, list[list[int]]]:
+        """What was written here: begin, end and CRC-32 of each piece, by tensor. Raises
+        `StateError` while bytes of our own are missing.
+        """
+        with self._lock:
+            found: dict[str, list[list[int]]] = {}
+            for name, pieces in self._pieces.items():
+                done = [each for each in pieces if each.crc32 is not None]
+                found[name] = [[each.begin, each.end, each.crc32 or 0] for each in done]
+                wanted = (
+                    self.own[name] if self.own is not None else [(0, self._places[name].nbytes)]
+                )
+                if joined((each.begin, each.end) for each in done) != joined(wanted):
+                    raise StateError(
+                        f"{self.section}/{name}: expected the bytes {joined(wanted)} from this "
+                        f"rank, {sum(e.end - e.begin for e in done)} have been written"
+                    )
+            return {name: pieces for name, pieces in found.items() if pieces}
+
+    def take_in(self, pieces: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """What another rank has written. Raises `StateError` where a byte was written before."""
+        for name, each in pieces.items():
+            for begin, end, crc in each:
+                self._add(name, begin, end, [_Piece(begin, end, crc)])
 
     def saved(self) -> list[SavedTensor]:
         """The tensors as the manifest has them. Raises `StateError` while bytes are missing."""
@@ -179,6 +246,13 @@ class ShardHeader:
     text: bytes
     places: dict[str, Place]
     nbytes: int
+
+    def extents(self, own: Mapping[str, Sequence[Range]], is_first: bool) -> list[Range]:
+        """The bytes of tensors, and of the header, as bytes of the file."""
+        found = [(0, len(self.text))] if is_first else []
+        for name, place in self.places.items():
+            found += [(place.offset + begin, place.offset + end) for begin, end in own[name]]
+        return joined(found)
 
     @classmethod
     def of(cls, section: str, tensors: Sequence[TensorSpec]) -> ShardHeader:

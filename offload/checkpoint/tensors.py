@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from offload.checkpoint.division import Holding, Range
 from offload.errors import ConfigError
+from offload.format.crc import crc32
 from offload.format.safetensors import TensorSpec
 from offload.optim.source import Source, as_bytes
+from offload.shard import is_sharded, local_of, rows_of
 from offload.store.safetensors_file import DTYPES
 
 PIECE_BYTES = 16 << 20
+_SAMPLE_BYTES = 64 << 10
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Refuses what has no bytes of its own, or a type that safetensors files cannot have."""
-    is_several = is_traceable_wrapper_subclass(tensor)  # a DTensor, a quantised weight
+def spec_of(name: str, tensor: Tensor, to_fill: bool = False) -> TensorSpec:
+    """Refuses what has no bytes of its own, or a type that safetensors files cannot have. One that
+    is spread over ranks is as all of it is. to_fill: a load will write into it, so that each
+    element has its own place.
+    """
+    if is_lazy(tensor):
+        raise ConfigError(f"{name}: is lazy and has no shape yet; run one batch through the model")
+    if is_sharded(tensor):
+        rows_of(name, tensor)
+        spec_of(name, local_of(tensor), to_fill)
+        return TensorSpec(name, NAMES[tensor.dtype], tuple(tensor.shape))
+    is_several = is_traceable_wrapper_subclass(tensor)  # a quantised weight
     if tensor.layout != torch.strided or tensor.is_quantized or is_several:
         raise ConfigError(
             f"{name}: expected an ordinary dense tensor, got {type(tensor).__name__} with layout "
@@ -34,29 +50,89 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
             f"{name}: {tensor.dtype} cannot be in a safetensors file; expected one of "
             f"{', '.join(str(dtype) for dtype in NAMES)}"
         )
+    if to_fill and any(
+        n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ConfigError(
+            f"{name}: several elements share one place in memory (strides {tensor.stride()} for "
+            f"shape {tuple(tensor.shape)}), so that it could not be loaded; register .contiguous()"
+        )
     return TensorSpec(name, NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def each_piece(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+def each_piece(
+    tensor: Tensor, wants: Callable[[int, int], bool] = lambda begin, end: True
+) -> Iterator[tuple[int, Tensor]]:
     """The tensor's bytes, piece by piece: where each begins, and itself, in host memory. Whole
-    copies are made only of those whose memory is in another order than their shape.
+    copies are made only of those whose memory is in another order than their shape. wants: whether
+    anything in [begin, end) is asked for; what is not stays where it is.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     if not values.is_contiguous():
         values = values.cpu().contiguous()
     whole = as_bytes(values)
     for begin in range(0, whole.numel(), PIECE_BYTES):
-        yield begin, whole[begin : begin + PIECE_BYTES].cpu()
+        if wants(begin, min(begin + PIECE_BYTES, whole.numel())):
+            yield begin, whole[begin : begin + PIECE_BYTES].cpu()
 
 
-def write(name: str, tensor: Tensor, put: Callable[[str, int, Tensor], None]) -> None:
-    """Hand the tensor's bytes over, piece by piece. No view of it is left."""
-    for begin, piece in each_piece(tensor):
-        put(name, begin, piece)
+class Sink(Protocol):
+    """Takes the bytes of tensors; those that it does not want, it leaves out."""
+
+    def write(self, name: str, begin_bytes: int, values: Tensor) -> None: ...
+
+    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool: ...
+
+
+def write(name: str, tensor: Tensor, sink: Sink) -> None:
+    """Hand the tensor's bytes over, those that are here, piece by piece. No view of it is left."""
+    (first, end), here = bytes_here(name, tensor), local_of(tensor)
+    if first < end and sink.wants(name, first, end):
+        for begin, piece in each_piece(here, lambda a, b: sink.wants(name, first + a, first + b)):
+            sink.write(name, first + begin, piece)
+
+
+def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> Holding:
+    """Who writes it: all ranks together what is the same on all; each its own part of what is
+    spread over them; the first (`is_first`: whether this is it) what may differ.
+    """
+    spec = spec_of(name, tensor)
+    if is_sharded(tensor):
+        is_ours = rows_of(name, tensor).is_first_holder
+        return Holding(spec, (bytes_here(name, tensor),) if is_ours else ())
+    if is_first is None:
+        return Holding(spec)
+    return Holding(spec, ((0, spec.nbytes),) if is_first else ())
+
+
+def bytes_here(name: str, tensor: Tensor) -> Range:
+    """The bytes of the whole tensor that this process has."""
+    if not is_sharded(tensor):
+        return 0, tensor.numel() * tensor.element_size()
+    rows = rows_of(name, tensor)
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    return rows.begin * row_bytes, rows.end * row_bytes
+
+
+def sample(tensor: Tensor) -> int:
+    """A checksum of some of its bytes: the first, the last, and some between."""
+    flat = tensor.detach().reshape(-1)
+    size = max(1, _SAMPLE_BYTES // tensor.element_size())
+    crc = 0
+    for begin in sorted({0, max(0, flat.numel() // 2 - size // 2), max(0, flat.numel() - size)}):
+        for _, piece in each_piece(flat[begin : begin + size]):
+            crc = crc32(piece.numpy(), crc)
+    return crc
 
 
 def fill(target: Tensor, source: Source) -> None:
-    """Read the tensor's values, of the same type and shape, into it."""
+    """Read the tensor's values, of the same type and shape, into it; of one that is spread over
+    ranks, those that are here.
+    """
+    if is_sharded(target):
+        fill(local_of(target.detach()), local_part(source, target))
+        increment_version(target)
+        return
     values = target.detach()
     if values.is_contiguous() and values.is_cpu:
         source.read_into(0, as_bytes(values))
@@ -73,9 +149,30 @@ def fill(target: Tensor, source: Source) -> None:
 
 def whole(source: Source) -> Tensor:
     """All of it, in memory."""
-    found = torch.empty(source.shape, dtype=source.dtype)
+    with torch.inference_mode(False):  # whoever gets it may change it later
+        found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
     source.read_into(0, as_bytes(found))
     return found
+
+
+class _Part:
+    """Some rows of a source, as a source."""
+
+    def __init__(self, source: Source, first: int, like: Tensor) -> None:
+        self._source, self._first = source, first
+        self.dtype, self.shape = source.dtype, tuple(like.shape)
+
+    def read_into(self, begin_bytes: int, target: Tensor) -> None:
+        self._source.read_into(self._first + begin_bytes, target)
+
+
+def local_part(source: Source, like_tensor: Tensor) -> Source:
+    """Of a whole tensor the rows that a tensor of that shape has here."""
+    if not is_sharded(like_tensor):
+        return source
+    row_bytes = math.prod(like_tensor.shape[1:]) * source.dtype.itemsize
+    first = rows_of("", like_tensor).begin * row_bytes
+    return _Part(source, first, local_of(like_tensor))
 
 
 def has_values_of(target: Tensor, source: Source) -> bool:
@@ -87,6 +184,6 @@ def has_values_of(target: Tensor, source: Source) -> bool:
 
 
 def _read(source: Source, begin: int, nbytes: int) -> Tensor:
-    read = torch.empty(nbytes, dtype=torch.uint8)
+    read = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     source.read_into(begin, read)
     return read

@@ -5,6 +5,8 @@ Their tensors lie in shards of their own (`OTHER`); the tree has their names in 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.checkpoint.tensors import NAMES, each_piece, spec_of, write
+from offload.checkpoint.division import Holding
+from offload.checkpoint.tensors import NAMES, Sink, each_piece, spec_of, write
 from offload.errors import ConfigError, FormatError
+from offload.format.limits import MOST_TREE_DEPTH
 from offload.format.safetensors import SIZES, TensorSpec
 from offload.format.values import decode, encode
 
@@ -44,14 +48,27 @@ class Leaves:
         except ConfigError as error:
             raise ConfigError(f"save: {section}: {error}") from error
 
+    def digest(self, section: str, encoded: Any) -> str:
+        """Of a tree that was encoded, with its tensors' values."""
+        found = hashlib.sha256(json.dumps(encoded).encode())
+        for name, tensor in self.tensors.items():
+            if name.startswith(f"{section}."):
+                for _, piece in each_piece(tensor):
+                    found.update(piece.numpy().tobytes())
+        return found.hexdigest()[:16]
+
     def specs(self) -> list[TensorSpec]:
         """The widest types first, so that each begins at a multiple of its size."""
         specs = [spec_of(name, tensor) for name, tensor in self.tensors.items()]
         return sorted(specs, key=lambda spec: -SIZES[spec.dtype])
 
-    def write(self, put: Callable[[str, int, Tensor], None]) -> None:
+    def holdings(self) -> list[Holding]:
+        """They are the first rank's to write."""
+        return [Holding(spec, ((0, spec.nbytes),)) for spec in self.specs()]
+
+    def write(self, sink: Sink) -> None:
         for name, tensor in self.tensors.items():
-            write(name, tensor, put)
+            write(name, tensor, sink)
 
 
 def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
@@ -73,17 +90,19 @@ def without_numpy(tree: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return tree
-    return _converted(tree, numpy.generic)
+    return _converted(tree, numpy.generic, MOST_TREE_DEPTH)
 
 
-def _converted(tree: Any, scalar: type[Any]) -> Any:
+def _converted(tree: Any, scalar: type[Any], depth: int) -> Any:
     if isinstance(tree, scalar):
         return tree.item()
+    if depth == 0:  # `encode` refuses it: it may hold itself
+        return tree
     if type(tree) in (list, tuple):
-        return type(tree)(_converted(item, scalar) for item in tree)
+        return type(tree)(_converted(item, scalar, depth - 1) for item in tree)
     if isinstance(tree, dict) and any(_has_scalar(value, scalar) for value in tree.values()):
         same = type(tree)() if type(tree) is not dict else {}
-        same.update({key: _converted(value, scalar) for key, value in tree.items()})
+        same.update({key: _converted(value, scalar, depth - 1) for key, value in tree.items()})
         return same
     return tree
 
@@ -112,4 +131,5 @@ def unpacked(held: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
     dtype, bits = dtypes.get(str(held.get("tensor"))), held.get("bits")
     if dtype is None or not isinstance(bits, bytes) or len(bits) != dtype.itemsize:
         raise FormatError(f"checkpoint: expected a number of a state, got {str(held)[:200]}")
-    return torch.frombuffer(bytearray(bits), dtype=dtype).reshape(())
+    with torch.inference_mode(False):
+        return torch.frombuffer(bytearray(bits), dtype=dtype).reshape(())

@@ -9,6 +9,10 @@ All work is done in a hidden directory beside `path`. `commit` makes the files d
 the manifest behind them, then the directory, and then gives it its name, which is one step for
 everybody else. Whatever fails before that, or with it, removes everything. A failed fsync is final:
 the system may have dropped the bytes, and a second one would not say so.
+
+Several ranks save together (`team`): the first has this writer, the others a `GuestWriter` each, by
+an `invitation`. All write their own bytes; the first alone writes the manifest and gives the name,
+when it has heard from all that their bytes are durable.
 """
 
 from __future__ import annotations
@@ -23,17 +27,22 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.disk import Disk, refusal, told
+from offload.checkpoint.disk import Disk, refusal, told, write_whole
+from offload.checkpoint.division import Range, divide
 from offload.checkpoint.draft import Draft, check_path
 from offload.checkpoint.older import Older, next_number
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.shard import Shard, ShardHeader
+from offload.checkpoint.team import Team
 from offload.config import format_size
-from offload.errors import ConfigError, CorruptionError, FormatError, StateError
+from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.format.manifest import MANIFEST, SHARD_NAME, Manifest
 from offload.format.safetensors import TensorSpec
 from offload.metrics import Metrics
+
+# The phases of a commit, which all ranks come to.
+WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"
 
 
 class WriterState(Enum):
@@ -88,22 +97,33 @@ class CheckpointWriter:
         disk: Disk | None = None,
         metrics: Metrics | None = None,
         buffer_bytes: int = BUFFER_BYTES,
+        team: Team | None = None,
     ) -> None:
-        """Missing parents are made. buffer_bytes: of all shards together."""
+        """Missing parents are made. buffer_bytes: of all shards together. team: whose first rank
+        this is.
+        """
         self.path = check_path(path)
+        self._team = team or Team(f"save of {path}", None)
         self._disk, self._metrics = disk or Disk(), metrics or Metrics()
         self._lock = threading.RLock()
         self._state = WriterState.OPEN
         self._shards: list[Shard] = []
         self._names: set[str] = set()
+        self._manifest: Manifest | None = None
         self._work = _Work(self.path, self._disk, self._metrics, buffer_bytes)
         self._discard = weakref.finalize(self, self._work.discard)
         self._disk.hook("created")
 
     # --- shards -----------------------------------------------------------------------------------
 
-    def open_shard(self, section: str, tensors: Sequence[TensorSpec]) -> Shard:
-        """A new file for these tensors of `section`, with room for all of their bytes.
+    def open_shard(
+        self,
+        section: str,
+        tensors: Sequence[TensorSpec],
+        own: Mapping[str, Sequence[Range] | None] | None = None,
+    ) -> Shard:
+        """A new file for these tensors of `section`, with room for all of their bytes. own: of each
+        tensor, as a `Holding` has it; for a team.
 
         A full disk is told here: a `StoreError` with the numbers. It may be that of the whole save,
         which has failed then.
@@ -117,7 +137,9 @@ class CheckpointWriter:
                 raise ConfigError(f"section: expected small letters and digits, got {section!r}")
             header = self._header(section, tensors)
             try:
-                shard = Shard(self._work.output, self._open_file(name, header.nbytes), name, header)
+                file = self._open_file(name, header.nbytes)
+                bytes_of = share(header, own, self._team)
+                shard = Shard(self._work.output, file, name, header, bytes_of)
             except BaseException as error:
                 self._work.output.fail(error)
                 raise
@@ -147,7 +169,8 @@ class CheckpointWriter:
             more = f": {format_size(nbytes)} ({nbytes} bytes) are needed, {format_size(free)} free"
             raise refusal("allocate", path, error, more) from error
         with told("open past the page cache", path):
-            file = OutputFile(fd, self._disk.go_direct(fd), str(path))
+            align = self._disk.go_direct(fd)
+        file = OutputFile(fd, align, str(path), self._open_again(name))
         if file.align == 1:
             self._metrics.fall_back(
                 f"checkpoints in {self.path.parent}",
@@ -160,6 +183,26 @@ class CheckpointWriter:
             )
         return file
 
+    def _open_again(self, name: str) -> int:
+        """For blocks in which other ranks have bytes, too."""
+        if self._team.count == 1:
+            return -1
+        with told("open", self.path / name):
+            self._work.fds.append(self._disk.open_again(self._work.draft.fd, name))
+        return self._work.fds[-1]
+
+    def invitation(self) -> dict[str, Any]:
+        """What the other ranks must know to write with us, when all shards are open."""
+        draft = self._work.draft
+        return {
+            "directory": str(draft.parent.path / draft.hidden),
+            "identity": identity_of(draft.fd),
+            "files": {
+                shard.name: [shard.file.align, *identity_of(shard.file.fd)]
+                for shard in self._shards
+            },
+        }
+
     # --- commit -----------------------------------------------------------------------------------
 
     def commit(
@@ -168,35 +211,58 @@ class CheckpointWriter:
         """Make it durable and give it its name; returns its path.
 
         values: by section, as `format.values.encode` made them. keep: how many checkpoints of this
-        directory stay, this one included. Then all of it is read back past the page cache and
-        compared first, and older ones beyond that number are removed. On any error nothing is left
-        of it, and nothing older has gone.
+        directory with this fingerprint stay, this one included. Then all of it is read back past
+        the page cache and compared first, and older ones beyond that number are removed. On any
+        error nothing is left of it, and nothing older has gone. But where another rank is lost
+        after it has its name, it stays, and the error says so.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep: expected None, or 1 or more, got {keep!r}")
         with self._lock:
             self._check_open()
             self._move_to(WriterState.COMMITTING)
+        team = self._team
+        nbytes = sum(shard.nbytes for shard in self._shards)
         try:
-            manifest = self._write_all(values, fingerprint)
+            self._take_in(team.together(WRITTEN, self._flush, nbytes))
+            team.together(DESCRIBED, lambda: self._write_all(values, fingerprint), nbytes)
             if keep is not None:
-                self._verify(manifest)
+                team.together(VERIFIED, self._verify, nbytes)
                 self._disk.hook("verified")
             self._work.output.check()
-            self._work.draft.publish()
-            self._move_to(WriterState.DONE)
-        except BaseException:
+            team.together(PUBLISHED, lambda: self._publish(keep))
+        except BaseException as error:
             self.abandon()
+            is_about_others = isinstance(error, OffloadError) and team.count > 1
+            if self._state is WriterState.DONE and is_about_others:
+                raise StateError(f"checkpoint {self.path}: is saved, but then: {error}") from error
             raise
-        self._end(manifest.number, keep)
         return self.path
 
-    def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> Manifest:
+    def _flush(self) -> dict[str, Any]:
+        """All that is written here is with the disk."""
+        if self._team.count == 1:
+            for shard in self._shards:
+                shard.saved()  # before we wait for anything
+        self._work.output.flush()
+        self._disk.hook("data written")
+        return {}
+
+    def _take_in(self, pieces: Sequence[Mapping[str, Any]]) -> None:
+        """What the other ranks have written."""
+        for theirs in pieces[1:]:
+            for shard in self._shards:
+                shard.take_in(theirs[shard.name])
+
+    def _publish(self, keep: int | None) -> None:
+        self._work.draft.publish()
+        self._move_to(WriterState.DONE)
+        self._end(keep)
+
+    def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> None:
         """Everything, durable under its hidden name."""
         output, draft = self._work.output, self._work.draft
         saved = [tensor for shard in self._shards for tensor in shard.saved()]
-        output.flush()
-        self._disk.hook("data written")
         for shard in self._shards:
             output.check()
             with told("truncate", shard.file.label):
@@ -204,7 +270,7 @@ class CheckpointWriter:
             with told("fsync", shard.file.label):
                 self._disk.fsync(shard.file.fd)
         self._disk.hook("files synced")
-        manifest = Manifest(
+        self._manifest = manifest = Manifest(
             number=next_number(draft.parent),
             created_s=int(time.time()),
             fingerprint=fingerprint,
@@ -216,19 +282,13 @@ class CheckpointWriter:
         with told("fsync of directory", draft.parent.path / draft.hidden):
             self._disk.fsync_dir(draft.fd)
         self._disk.hook("manifest synced")
-        return manifest
 
     def _write_manifest(self, text: bytes) -> None:
         path = self.path / MANIFEST
         fd = self._work.draft.open_new(MANIFEST)
         try:
-            at = 0
             with told("write", path):
-                while at < len(text):
-                    moved = self._disk.write(fd, memoryview(text)[at:], at)
-                    if moved <= 0:  # never seen; but then it would go on for ever
-                        raise OSError(errno.EIO, os.strerror(errno.EIO))
-                    at += moved
+                write_whole(self._disk, fd, text, 0)
             self._disk.hook("manifest written")
             with told("fsync", path):
                 self._disk.fsync(fd)
@@ -236,32 +296,27 @@ class CheckpointWriter:
         finally:
             os.close(fd)
 
-    def _verify(self, manifest: Manifest) -> None:
-        """Read everything back from the disk."""
+    def _verify(self) -> None:
+        """Read everything back from the disk, or our share of it."""
         draft, output = self._work.draft, self._work.output
         hidden = draft.parent.path / draft.hidden
         try:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
-                if reader.manifest != manifest:
+                if reader.manifest != self._manifest:
                     raise FormatError(f"{hidden / MANIFEST}: it is another one")
-                reader.check(output.rooms, output.check)
+                reader.check(output.rooms, output.check, (0, self._team.count))
         except FormatError as error:  # it was right when it was written
-            raise CorruptionError(
-                f"checkpoint {self.path}: what came back from the disk is not what was written "
-                f"({error}); the drive, its cable or the memory is faulty: use another drive",
-                errno=errno.EBADMSG,
-                operation="verify",
-                file=str(self.path),
-            ) from error
+            raise not_what_was_written(self.path, error) from error
 
-    def _end(self, number: int, keep: int | None) -> None:
+    def _end(self, keep: int | None) -> None:
         """It is saved. What is left to do changes nothing about that."""
         work = self._work
+        assert self._manifest is not None
         try:
             work.close_files(StateError(f"checkpoint {self.path}: is saved; open another writer"))
             self._metrics.count("checkpoint_written_bytes", work.output.written_bytes)
             if keep is not None:
-                older = Older(work.draft.parent, number, self._disk, self._metrics)
+                older = Older(work.draft.parent, self._manifest, self._disk, self._metrics)
                 older.remove_all_but(keep - 1)
         finally:
             self._discard.detach()
@@ -302,3 +357,29 @@ class CheckpointWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.abandon()
+
+
+def share(
+    header: ShardHeader, own: Mapping[str, Sequence[Range] | None] | None, team: Team
+) -> dict[str, list[Range]] | None:
+    """The bytes of a file's tensors that this rank writes; None: all."""
+    if team.count == 1:
+        return None
+    assert own is not None
+    return divide(header.places, own, team.rank, team.count)
+
+
+def identity_of(fd: int) -> list[int]:
+    """By which another process knows that it has opened the same."""
+    found = os.fstat(fd)
+    return [found.st_dev, found.st_ino]
+
+
+def not_what_was_written(path: Path, error: FormatError) -> CorruptionError:
+    return CorruptionError(
+        f"checkpoint {path}: what came back from the disk is not what was written "
+        f"({error}); the drive, its cable or the memory is faulty: use another drive",
+        errno=errno.EBADMSG,
+        operation="verify",
+        file=str(path),
+    )

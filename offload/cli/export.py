@@ -71,12 +71,19 @@ def _export_optimizer(reader: CheckpointReader, file: Path) -> None:
     """The one place that writes what torch.load reads. Nothing of ours reads such files."""
     import torch
 
-    from offload.checkpoint.exporting import has_masters, optimizer_state
+    from offload.checkpoint.exporting import has_masters, of_unknown_order, optimizer_state
 
     if has_masters(reader):
         complain(
             "the fp32 masters of 16-bit parameters are left out: torch's optimizers have none, "
             "and go on from the rounded parameters"
+        )
+    unknown = of_unknown_order(reader)
+    if unknown:
+        complain(
+            "an old version has saved this checkpoint, without the order of memory: if "
+            f"{unknown[0]} and others of three dimensions or more were channels_last, their "
+            "moments must be made so after load_state_dict, for fused steps go by memory"
         )
     part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     try:

@@ -36,6 +36,11 @@ def _choose() -> tuple[ModuleType | None, str]:
     except ImportError:
         native, known = None, ["reference"]
     else:
+        if not hasattr(_native, "crc32"):
+            raise ConfigError(
+                f"the native core {_native.__file__} was built by another version of offload: it "
+                "has no crc32; build it again: pip install --force-reinstall offload, or make setup"
+            )
         native, known = _native, [*_native.isas(), "reference"]
     if asked and asked not in known:
         raise ConfigError(

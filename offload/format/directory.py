@@ -12,17 +12,23 @@ import errno
 import os
 import re
 import stat
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from offload.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.format.limits import MOST_FILE_NAME_CHARS, MOST_MANIFEST_BYTES, MOST_NAMES
-from offload.format.manifest import MANIFEST, Manifest, claimed_number, claimed_version
+from offload.format.manifest import (
+    MANIFEST,
+    SHARD_NAME,
+    Manifest,
+    claimed_number,
+    claimed_version,
+)
 from offload.format.strict_json import printable, shown
-from offload.log import LOG
 
 _NAME: Final = re.compile(rf"(?=[^.])[A-Za-z0-9._-]{{1,{MOST_FILE_NAME_CHARS}}}", re.ASCII)
 _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -31,6 +37,7 @@ _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 _BEGIN_BYTES: Final = 256
+_NOBODYS: Final = "lost+found"  # of a file system; nobody may look into it
 
 
 class Directory:
@@ -126,19 +133,41 @@ class Directory:
                     "another checkpoint"
                 )
 
-    def claimed_number(self) -> int | None:
-        """What its manifest says is its number, without a look at the rest; None: it has none."""
-        return claimed_number(self._begin())
+    def claimed_number(self, *, strict: bool = False) -> int | None:
+        """What its manifest says is its number, without a look at the rest; None: it has none, or
+        it cannot be read. strict: what the system refuses is raised.
+        """
+        return claimed_number(self._begin(strict))
+
+    def refuse_damaged_begin(self) -> None:
+        """`CorruptionError` where the manifest does not begin as one, but belongs to shards."""
+        names = self.names()
+        if MANIFEST in names and any(SHARD_NAME.fullmatch(name) for name in names):
+            path = self.path / MANIFEST
+            raise CorruptionError(
+                f"{printable(path)}: does not begin as a manifest of ours, but stands beside files "
+                "of a checkpoint: it is not what was written",
+                operation="verify",
+                file=str(path),
+            )
 
     def claimed_version(self) -> int | None:
         """The same for the version of the format."""
         return claimed_version(self._begin())
 
-    def _begin(self) -> bytes:
+    def _begin(self, strict: bool = False) -> bytes:
         try:
             with self.opened(MANIFEST) as fd:
                 return os.pread(fd, _BEGIN_BYTES, 0)
-        except (FormatError, StoreError, OSError):
+        except FormatError:
+            return b""
+        except StoreError:
+            if strict:
+                raise
+            return b""
+        except OSError as error:
+            if strict:
+                raise _refusal(self.path / MANIFEST, "read", error, below=True) from error
             return b""
 
     def close(self) -> None:
@@ -204,31 +233,52 @@ def list_numbers(path: str | os.PathLike[str]) -> dict[str, int]:
         return _numbers_below(parent)
 
 
-def _numbers_below(parent: Directory) -> dict[str, int]:
+def _numbers_below(
+    parent: Directory, passed: MutableMapping[str, str] | None = None
+) -> dict[str, int]:
+    """passed: for `find_newest`, which must not miss the newest. So what the system refuses is
+    raised, and what was a checkpoint is told.
+    """
     found = {}
     for name in parent.names():
-        if name.startswith("."):
+        if name.startswith(".") or name == _NOBODYS:
             continue
-        with suppress(FormatError, StoreError), Directory(name, parent) as directory:
-            number = directory.claimed_number()
-            if number is not None:
-                found[name] = number
+        try:
+            with Directory(name, parent) as directory:
+                number = directory.claimed_number(strict=passed is not None)
+                if number is None and passed is not None and name not in passed:
+                    directory.refuse_damaged_begin()
+        except FormatError:
+            continue
+        except CorruptionError as error:
+            assert passed is not None
+            pass_over(name, error, passed)
+            continue
+        except StoreError:
+            if passed is not None:
+                raise
+            continue
+        if number is not None:
+            found[name] = number
     return found
 
 
-def find_newest(path: str | os.PathLike[str]) -> Path:
+def find_newest(
+    path: str | os.PathLike[str], passed: MutableMapping[str, str] | None = None
+) -> Path:
     """`path` itself if it is a checkpoint, else the newest whole one below it, by number.
 
     Whole: its manifest is right and its files are there with their sizes; their bytes are not read.
-    One that is not whole is passed over with a line in the log. `ConfigError` where there is none
-    at all, `FormatError` where none is whole.
+    One that is not whole, or of another version, is passed over with a warning. `ConfigError` where
+    there is none at all, `FormatError` where none is whole, `StoreError` where the system does not
+    let us see. passed: names of those that are passed over already, and why; grows.
     """
     try:
         with Directory(path) as directory:
             if MANIFEST in directory.names():
                 directory.check_files(directory.read_manifest())
                 return Path(path)
-            return _find_below(directory)
+            return _find_below(directory, {} if passed is None else passed)
     except StoreError as error:
         if isinstance(error, CorruptionError) or error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
@@ -237,19 +287,20 @@ def find_newest(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _find_below(parent: Directory) -> Path:
-    numbers = _numbers_below(parent)
-    wrong: list[str] = []
+def _find_below(parent: Directory, passed: MutableMapping[str, str]) -> Path:
+    numbers = _numbers_below(parent, passed)
     for name in sorted(numbers, key=lambda name: (numbers[name], name), reverse=True):
+        if name in passed:
+            continue
         try:
             with Directory(name, parent) as directory:
                 directory.check_files(directory.read_manifest())
-        except (FormatError, StoreError) as error:
-            LOG.warning("checkpoint passed over: %s", error)
-            wrong.append(str(error))
+        except (FormatError, CorruptionError) as error:
+            pass_over(name, error, passed)
         else:
             return parent.path / name
-    if wrong:
+    if passed:
+        wrong = list(passed.values())
         raise FormatError(
             f"{printable(parent.path)}: no checkpoint there is whole: {'; '.join(wrong[:3])}"
         )
@@ -257,6 +308,12 @@ def _find_below(parent: Directory) -> Path:
         f"{printable(parent.path)}: is no checkpoint (it has no {MANIFEST}), and has none below; "
         "give the directory that a save has made, or the one it is in"
     )
+
+
+def pass_over(name: str, error: BaseException, passed: MutableMapping[str, str]) -> None:
+    """Tell it: who goes on from an older one should know."""
+    passed[name] = str(error)
+    warnings.warn(f"checkpoint {printable(name)} is passed over: {error}", stacklevel=2)
 
 
 # --- refusals -------------------------------------------------------------------------------------

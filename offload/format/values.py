@@ -55,7 +55,7 @@ class _Encoder:
     def encode(self, value: Any, path: tuple[Any, ...], depth: int) -> Any:
         self._left -= 1
         if self._left < 0:
-            self._refuse(path, f"expected a tree of at most {MOST_TREE_NODES} values")
+            self._refuse(path, f"expected a tree of at most {MOST_TREE_NODES} values; use a tensor")
         if value is None or isinstance(value, bool | str | int | float | bytes):
             return self._encode_plain(value, path)
         if isinstance(value, dict | list | tuple):

@@ -51,7 +51,9 @@ class Assembly:
         with self._lock:
             field = self._fields.get(key)
             if field is None:
-                whole = torch.empty_strided(record.shape, record.stride, dtype=values.dtype)
+                whole = torch.empty_strided(
+                    record.shape, record.stride, dtype=values.dtype, device="cpu"
+                )
                 field = self._fields[key] = _Field(whole, whole.numel())
         flat(field.whole)[part.begin : part.end].copy_(values)
         with self._lock:

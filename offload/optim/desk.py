@@ -128,7 +128,7 @@ class Desks:
         return bool(self._transfers) and any(self._is_moved(part) for part in chunk.slices)
 
     def _is_moved(self, part: Slice) -> bool:
-        return part.param in self._grads and not self._records[part.param].param.is_cpu
+        return part.param in self._grads and not self._records[part.param].local.is_cpu
 
     @property
     def has_free(self) -> bool:
@@ -200,7 +200,7 @@ class Desks:
         """Nothing: desks come back by themselves."""
 
     def _param(self, part: Slice) -> Tensor:
-        return flat(self._records[part.param].param)[part.begin : part.end]
+        return flat(self._records[part.param].local)[part.begin : part.end]
 
     def _widths(self) -> list[int]:
         return [record.device_bytes for record in self._records]

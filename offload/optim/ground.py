@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,15 @@ from offload.pool import Pool
 from offload.store import DiskStore
 from offload.transfer import DeviceTransfer
 
+T = TypeVar("T")
+
 # Has the function called with the number of each parameter whose gradient has come; what it returns
 # is to be removed.
 Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
+
+
+# The same, and a function that is called when a backward pass with such gradients has ended.
+WatchPasses = Callable[[Mapping[int, Tensor], Callable[[int], None], Callable[[], None]], list[Any]]
 
 
 class Ground(Protocol):
@@ -48,6 +55,27 @@ class Host(Protocol):
 
     def home_of(self, param: Tensor) -> torch.device:
         """Where the parameter will be when the model is an ordinary one again."""
+
+    def own_of(self, param: Tensor) -> tuple[int, int] | None:
+        """The elements of it that are this rank's; None: all."""
+
+    def together(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
+        """What `look` returns, if it raises on no rank, and what `tell` says of it is the same on
+        all.
+        """
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Of all ranks' values; its own where there are no others."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients are not averaged over ranks inside."""
+
+    def complete(self, records: Sequence[Record], states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Fill in what other ranks have of these states."""
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether others have a part of everything and cannot be asked any more."""
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would go wrong."""

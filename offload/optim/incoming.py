@@ -12,6 +12,7 @@ from offload.errors import ConfigError
 from offload.layout import MASTER
 from offload.optim.recipe import Recipe, Record
 from offload.optim.source import Source
+from offload.shard import local_of, part_of, placing_of
 
 
 def check_states(
@@ -24,6 +25,8 @@ def check_states(
             continue
         for field in (*record.fields, *([MASTER] if MASTER in state else [])):
             value = state.get(field)
+            if isinstance(value, Tensor):
+                value = own_part(record, value, field)
             if not isinstance(value, Tensor | Source) or not _is_plain(value, record.shape):
                 got = tuple(value.shape) if isinstance(value, Tensor | Source) else value
                 raise ConfigError(
@@ -31,6 +34,41 @@ def check_states(
                     f"{tuple(record.param.shape)}, got {got}"
                 )
         recipe.check_scalars(record, state)
+
+
+def own_part(record: Record, value: Tensor, field: str = "a field") -> Tensor:
+    """What belongs to this process of a DTensor that is placed as the parameter, or of an ordinary
+    tensor; shares its memory. Raises `ConfigError` where that cannot be told.
+    """
+    placing = placing_of(value)
+    if placing == record.placing:
+        return local_of(value)
+    if placing is None:
+        part = part_of(record.param, value)
+        if part is not None:
+            return part
+    raise ConfigError(
+        f"state of {record.name}: expected {field} that is {record.placing or 'an ordinary tensor'}"
+        f", got {placing or f'an ordinary tensor of shape {tuple(value.shape)}'}; load a "
+        "distributed checkpoint into what get_optimizer_state_dict(model, optimizer) gives, which "
+        "cuts it anew"
+        + ("" if placing is None else ", or redistribute() it, or take its full_tensor()")
+    )
+
+
+def check_groups(
+    records: Sequence[Record], recipe: Recipe, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse groups that come where they need other state than ours have room for."""
+    each = [group for group in groups for _ in group["params"]]
+    for record, group in zip(records, each, strict=True):
+        fields = recipe.fields(dict(group))
+        if fields != record.fields:
+            raise ConfigError(
+                f"{record.name}: its group in the state_dict needs the state "
+                f"{fields or 'nothing'}, the plan was made for {record.fields or 'nothing'}; "
+                "close(), load into the plain optimizer, and wrap that"
+            )
 
 
 def is_there(record: Record, state: Mapping[str, Any]) -> bool:

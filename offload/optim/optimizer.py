@@ -8,19 +8,39 @@ its state.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Any
 from weakref import ref
 
 import torch
 
-from offload.errors import StateError
+from offload.errors import ConfigError, StateError
 from offload.log import LOG
 from offload.optim.session import Session
 from offload.optim.soundness import LOAD
 
 _SESSION = "_offload_session"
+
+
+class Elsewhere(defaultdict[Any, Any]):
+    """`state` of a wrapped optimizer: it is empty, but not false where there is state. For a
+    distributed checkpoint torch asks for that, and takes a step with gradients of zero where there
+    seems to be none.
+    """
+
+    def __init__(self, session: Session, plain: defaultdict[Any, Any]) -> None:
+        super().__init__(dict)
+        self._session = session
+        self.plain = plain  # what the plain optimizer had, and gets back
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 or self._session.has_state
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -34,6 +54,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
+        if session_of(self).reduces:
+            self._refuse_scaler()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -42,9 +64,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             session.step()
         return loss
 
+    def _refuse_scaler(self) -> None:
+        """A GradScaler leaves these to optimizers that unscale by themselves; see `attach`."""
+        left = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
+        for name in left:
+            delattr(self, name)
+        if left:
+            raise ConfigError(
+                "GradScaler: with release_grads=True among ranks it finds no gradients to unscale: "
+                "they are averaged and kept by the optimizer; train in bfloat16 without a scaler, "
+                "or use DistributedDataParallel and leave release_grads out"
+            )
+
     # What torch does to `step` when an optimizer is made: hooks and profiler ranges around it.
     step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[assignment, arg-type]
     step.hooked = True  # type: ignore[attr-defined]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside the block gradients stay with their parameters; they are averaged over ranks
+        with those of the next backward pass outside of it, once. Nothing where there are no ranks.
+        """
+        return session_of(self).no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the plain optimizer's; also for gradients that `release_grads` has moved away."""
@@ -54,6 +94,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
         copies; state that does not fit in host memory is on memory-mapped files without a name.
+        Among ranks all of them call it, and each gets the whole.
         """
         session = session_of(self)
         with session.turn.act("state_dict"):
@@ -91,8 +132,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             super().__setstate__(state)
             return
         with session.turn.act("load_state_dict"):
+            held = self.state
             try:
-                super().__setstate__(state)
+                try:
+                    super().__setstate__(state)
+                finally:
+                    self.state = held
                 session.take_in(session.incoming)
             except (KeyboardInterrupt, SystemExit) as error:  # new groups with the old state
                 session.soundness.lose(LOAD, error)
@@ -104,18 +149,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]  # may be a generator, which can be looked at only once
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-        session.check_addable(param_group)
+        before = len(self.param_groups)
+
+        def add() -> None:
+            session.check_addable(param_group)
+            super(OffloadOptimizer, self).add_param_group(param_group)
+            session.reopen()
+
         with session.turn.act("add_param_group"):
-            super().add_param_group(param_group)
             try:
-                session.reopen()
+                session.add(param_group, add)
             except BaseException:
-                self.param_groups.pop()
+                del self.param_groups[before:]
                 raise
 
     def close(self) -> None:
         """Give everything back; this is a plain optimizer again, with its state as torch would have
-        it: in the parameters' dtype, on their device, without masters. Idempotent.
+        it: in the parameters' dtype, on their device, without masters. Idempotent. Among ranks all
+        of them call it, and each gets the whole state; after a step that broke off, none.
         """
         session: Session | None = getattr(self, _SESSION, None)
         if session is not None:
@@ -128,8 +179,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        if isinstance(self, OffloadOptimizer):
-            self.close()
+        if not isinstance(self, OffloadOptimizer):
+            return
+        session = session_of(self)
+        if kind is not None and session.ranks is not None:
+            session.ranks.close()  # the others need not be here: nobody waits for them
+        self.close()
 
     def __deepcopy__(self, memo: object) -> Any:
         raise StateError(
@@ -161,9 +216,11 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Change the optimizer's class; its state is in the session already."""
     setattr(optimizer, _SESSION, session)
     optimizer.state.clear()
+    optimizer.state = Elsewhere(session, optimizer.state)
     # A GradScaler then unscales by itself and skips the step; ours reads no scale on the side.
     session.supported_scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    # Where it would find no gradients it gets to `step`, which refuses it.
+    optimizer._step_supports_amp_scaling = session.reduces  # type: ignore[attr-defined]
     if vars(optimizer).get("close") is _nothing_to_close:
         del optimizer.close  # type: ignore[attr-defined]
     base: Any = type(optimizer)
@@ -174,10 +231,15 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
     """Change the class back, with the state where torch expects it."""
     session = session_of(optimizer)
     state = session.export_plain()  # if it raises, nothing is lost: still wrapped
-    optimizer.state.update(state)
+    held: Any = optimizer.state
+    held.update(state)
     try:
         session.close()
+        if session.ranks is not None:
+            session.ranks.close()
     finally:
+        optimizer.state = getattr(held, "plain", held)  # unless somebody has set another
+        optimizer.state.update(held)
         _change_class(optimizer, type(optimizer).__mro__[2])
         delattr(optimizer, _SESSION)
         if not hasattr(optimizer, "close"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from offload.config import format_size
 from offload.layout import ELEMENT_BYTES, MASTER
 from offload.optim.recipe import Record
+from offload.shard import like, local_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in state.items():
         if name in record.fields:
-            found[name] = _like(value, record.param, record.home or record.param.device)
+            value = _like(local_of(value), record.local, record.home or record.local.device)
+            found[name] = like(record.param, value)
         elif name != MASTER:
             found[name] = _number(value, record)
     return found
@@ -39,7 +41,7 @@ def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:
 def _number(value: Any, record: Record) -> Any:
     """A step count and the like is on the device only for steps that run there."""
     there = record.group.get("capturable") or record.group.get("fused")
-    device = record.home or record.param.device
+    device = record.home or record.local.device
     return value.to(device) if there and isinstance(value, Tensor) else value
 
 
@@ -47,7 +49,7 @@ def tell_what_is_lost(records: Mapping[Tensor, Record]) -> None:
     """In the log: a plain optimizer keeps no master, and moments in the parameter's precision."""
     half = [record for record in records.values() if record.is_half]
     if half:
-        nbytes = sum(record.param.numel() for record in half) * ELEMENT_BYTES
+        nbytes = sum(record.local.numel() for record in half) * ELEMENT_BYTES
         _LOG.warning(
             "close(): %d parameters are %s: their fp32 master (%s) is gone and their moments are "
             "rounded, as a plain optimizer has them; state_dict() before close() keeps all of it",

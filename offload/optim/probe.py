@@ -75,7 +75,7 @@ class _Noise:
     """Fills chunks: drives may write zeros faster than anything else."""
 
     def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(1)  # torch's own must not move
+        self._generator = torch.Generator("cpu").manual_seed(1)  # torch's own must not move
 
     def __call__(self, piece: Piece, desk: Desk | None) -> bool:
         piece.memory.view(torch.int32).random_(generator=self._generator)
@@ -89,7 +89,9 @@ def _nothing_to_do(piece: Piece, desk: Desk | None) -> bool:
 def _update_bytes_per_s(plan: Plan) -> float:
     tensors = 2 + len(_FIELDS)  # parameter and gradient
     numel = max(1, min(_UPDATE_NUMEL, plan.numel, plan.arena_bytes // (tensors * ELEMENT_BYTES)))
-    memory = [torch.ones(numel) for _ in range(tensors)]  # written to: empty pages would be one
+    memory = [
+        torch.ones(numel, device="cpu") for _ in range(tensors)
+    ]  # written to: empty pages would be one
     each_s = sorted(_update_s(memory) for _ in range(_UPDATES))
     return ParamSpec("probe", numel, _FIELDS).touched_bytes() / each_s[_UPDATES // 2]
 

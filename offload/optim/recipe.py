@@ -16,6 +16,7 @@ from torch import Tensor
 
 from offload import kernels, rules
 from offload.errors import ConfigError
+from offload.shard import local_of, placing_of
 
 Group = dict[str, Any]  # a param_group of torch's
 
@@ -35,28 +36,37 @@ class Record:
     scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
     home: torch.device | None = None  # of a prepared model: where it goes at close; its gradient
     # is in host memory
+    own: tuple[int, int] | None = None  # elements whose state is ours among ranks; None: all
 
     def __post_init__(self) -> None:
         # As the plan was made for it; `model.to(...)` may change them under our feet.
-        self.dtype, self.device, self.shape = self.param.dtype, self.param.device, self.param.shape
-        self.stride = self.param.stride()  # chunks have the elements in the order of memory
+        local = self.local
+        self.dtype, self.device, self.shape = local.dtype, local.device, local.shape
+        self.stride = local.stride()  # chunks have the elements in the order of memory
+        self.placing = placing_of(self.param)  # None: all of it is here
+
+    @property
+    def local(self) -> Tensor:
+        """The parameter, or what this rank has of a DTensor. Not to be kept: FSDP2 exchanges it."""
+        return local_of(self.param)
 
     @property
     def has_moved(self) -> bool:
         """Whether the parameter is of another type, elsewhere, or in another order of memory than
         the plan was made for.
         """
-        now = self.param.dtype, self.param.device, self.param.stride()
+        local = self.local
+        now = local.dtype, local.device, local.stride()
         return now != (self.dtype, self.device, self.stride)
 
     @property
     def device_bytes(self) -> int:
         """Of an element on a device; its gradient has the same type."""
-        return 0 if self.param.is_cpu or self.is_frozen else self.param.element_size()
+        return 0 if self.local.is_cpu or self.is_frozen else self.local.element_size()
 
     @property
     def is_half(self) -> bool:
-        return self.param.dtype != torch.float32
+        return self.local.dtype != torch.float32
 
 
 @dataclass(frozen=True)
@@ -146,11 +156,11 @@ class NativeRecipe:
                 maximize=maximize,
                 adopt=True,
                 offset=work.begin,
-                numel=record.param.numel(),
+                numel=record.local.numel(),
             )
 
     def scalar_state(self, record: Record) -> dict[str, Any]:
-        return {"step": torch.tensor(record.step)} if self.counts_steps else {}
+        return {"step": torch.tensor(record.step, device="cpu")} if self.counts_steps else {}
 
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         if self.counts_steps:

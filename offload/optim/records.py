@@ -52,12 +52,20 @@ def each_param(
 
 def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
     """unit: of a prepared model."""
-    check_param(record.name, record.param, may_be_meta=unit is not None)
+    check_param(record.name, record.local, may_be_meta=unit is not None)
+    if record.placing is not None and record.placing.is_partial:
+        raise ConfigError(
+            f"{record.name}: expected a parameter of which each rank has its own elements, got "
+            f"{record.placing}; redistribute() it"
+        )
     if record.is_frozen:
-        return ParamSpec(record.name, record.param.numel(), ())  # nothing comes or goes
+        return ParamSpec(record.name, record.local.numel(), ())  # nothing comes or goes
     fields = ((MASTER,) if record.is_half else ()) + record.fields
     device_bytes = record.device_bytes if unit is None else 0  # a model brings it to the host
-    return ParamSpec(record.name, record.param.numel(), fields, device_bytes, unit)
+    # Foreach operations, as clipping uses them, leave the version of a DTensor as it was.
+    late = record.placing is not None
+    numel = record.local.numel()
+    return ParamSpec(record.name, numel, fields, device_bytes, unit, record.own, late)
 
 
 def check_param(name: str, param: Tensor, may_be_meta: bool = False) -> None:

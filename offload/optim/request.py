@@ -12,6 +12,7 @@ import torch
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.limits import check_directories, host_bytes, refuse_unbuilt, telling_of_the_budget
+from offload.optim.buckets import no_buckets, share_out, stage_of
 from offload.optim.choose import choose_recipe
 from offload.optim.incoming import check_states
 from offload.optim.optimizer import is_wrapped
@@ -27,7 +28,6 @@ _UNBUILT = (
     "state_dtype",
     "activations",
     "prefetch_depth",
-    "process_group",
     "profile",
 )
 
@@ -43,9 +43,15 @@ class Request:
 
     @staticmethod
     def of(
-        optimizer: torch.optim.Optimizer, config: Config, elementwise: bool, measured: bool = False
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        elementwise: bool,
+        measured: bool = False,
+        place: tuple[int, int] | None = None,
     ) -> Request:
-        """Refuses what cannot work. Changes nothing. measured: with speeds, which takes time."""
+        """Refuses what cannot work. Changes nothing. measured: with speeds, which takes time.
+        place: rank and count of ranks that share the state.
+        """
         check_wrappable(optimizer)
         refuse_unbuilt(config, _UNBUILT, "wrap")
         _check_device(optimizer, config)
@@ -53,6 +59,9 @@ class Request:
         recipe = choose_recipe(optimizer, elementwise)
         _refuse_strangers(optimizer)
         records = make_records(optimizer, recipe, optimizer.state)
+        if place is not None:
+            _refuse_devices(records)
+        buckets = place and share_out(no_buckets(place, config), records)
         specs = [spec_of(record) for record in records]
         states = states_of(optimizer, records, recipe)
         allowed_bytes, held_bytes = host_bytes(config)
@@ -63,7 +72,9 @@ class Request:
                 has_disk=bool(config.nvme),
                 needs_homes=config.release_grads,
                 held_bytes=held_bytes,
+                ranks=buckets.share(stage_of(config)) if buckets else None,
             )
+        _refuse_release(config, records)
         check_homes(config, plan)
         if measured:
             directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
@@ -111,6 +122,25 @@ def _check_device(optimizer: torch.optim.Optimizer, config: Config) -> None:
                     f"{param.device}, and wrap leaves parameters where they are; move the model "
                     "first, or leave device out"
                 )
+
+
+def _refuse_devices(records: Sequence[Record]) -> None:
+    for record in records:
+        if not record.param.is_cpu:
+            raise ConfigError(
+                f"{record.name}: is on {record.param.device}; to share the state of parameters "
+                "on a device over ranks is not built yet; give process_group=False, which keeps "
+                "all of it on each rank"
+            )
+
+
+def _refuse_release(config: Config, records: Sequence[Record]) -> None:
+    sharded = [record.name for record in records if record.placing is not None]
+    if config.release_grads and sharded:
+        raise ConfigError(
+            f"release_grads: {sharded[0]} is a DTensor, whose gradients are FSDP2's own business; "
+            "leave it out (fully_shard has a CPUOffloadPolicy)"
+        )
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer) -> None:

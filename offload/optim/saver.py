@@ -33,8 +33,9 @@ READS = 2  # one comes while the other is written
 _PAGE_BYTES = 4096
 _CAUSE = "checkpoint"
 
-# Takes values of a parameter's field, flat: number, field, the first one's byte, the values. They
-# may change as soon as it has returned. Any thread.
+# Takes values of a parameter's field, flat: number, field, the first one's byte, the values, in the
+# order of the parameter's shape; but in that of its memory where ranks share it. They may change as
+# soon as it has returned. Any thread.
 Sink = Callable[[int, str, int, Tensor], None]
 
 
@@ -152,7 +153,7 @@ class Saver:
                 self._move(chunk.number, Saving.READ)
 
     def _make_memory(self) -> Tensor:
-        whole = torch.empty(self._buffer_bytes + _PAGE_BYTES, dtype=torch.uint8)
+        whole = torch.empty(self._buffer_bytes + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
         begin = -whole.data_ptr() % _PAGE_BYTES  # direct I/O wants it
         return whole[begin : begin + self._buffer_bytes].view(torch.float32)
 
@@ -232,7 +233,8 @@ class Saver:
     def _write(self, piece: Piece) -> None:
         for part in self._parts[piece.chunk.number]:
             record = self._records[part.param]
-            is_plain = is_row_major(record.shape, record.stride)
+            # Where ranks share it, nobody has all of it: whoever takes it puts it together.
+            is_plain = record.own is not None or is_row_major(record.shape, record.stride)
             for field, values in piece.fields(part).items():
                 if is_plain:
                     self._sink(part.param, field, part.begin * ELEMENT_BYTES, values)

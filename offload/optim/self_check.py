@@ -31,7 +31,7 @@ def checked(work: Work, rule: rules.Rule, scale: float) -> Iterator[None]:
     yield
     states = [again[name] for name in rule.states]
     state0, state1, *_ = [*states, None, None]
-    tail = work.record.param.numel() // kernels.TORCH_WIDTH * kernels.TORCH_WIDTH
+    tail = work.record.local.numel() // kernels.TORCH_WIDTH * kernels.TORCH_WIDTH
     tensors = again["parameter"], grad, state0, state1, again.get("16-bit parameter")
     tail_begin = min(max(tail - work.begin - last.start, 0), grad.numel())
     buffers = reference.Buffers.of(tensors, scale, tail_begin, adopt=work.out is not None)

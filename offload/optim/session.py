@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,16 @@ from offload.budget import HOST
 from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.layout import MASTER
+from offload.log import LOG
 from offload.metrics import Metrics
-from offload.optim.ground import Ground, Host, OwnGround, Watch
-from offload.optim.incoming import check_states
+from offload.optim.agreement import settings_sum
+from offload.optim.begun import Begun
+from offload.optim.buckets import Buckets, share_out, stage_of
+from offload.optim.ground import Ground, Host, OwnGround, Watch, WatchPasses
+from offload.optim.incoming import check_groups, check_states
+from offload.optim.joint import Joint
 from offload.optim.ledger import Ledger
+from offload.optim.norm import GlobalNorm
 from offload.optim.plain import plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
@@ -34,6 +40,7 @@ from offload.optim.turn import Turn
 from offload.optim.updater import Held, Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
+from offload.shard import Ranks, is_sharded, local_of, placing_of
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
 
@@ -42,6 +49,14 @@ _KEPT = (
     "the state is kept aside and nothing is lost: make room and go on, or close() for the plain "
     "optimizer with its state"
 )
+
+
+class Drawn(NamedTuple):
+    """What is to be opened."""
+
+    records: list[Record]
+    plan: Plan
+    buckets: Buckets | None  # None: nothing is shared with other ranks
 
 
 class Session:
@@ -57,6 +72,8 @@ class Session:
         chunk_numel: int | None = None,
         speeds: Speeds = UNKNOWN,
         host: Host | None = None,
+        ranks: Ranks | None = None,
+        watch_passes: WatchPasses | None = None,
     ) -> None:
         # Not held: what holds us would be held by us, and its memory until garbage is collected.
         self._optimizer = weakref.ref(optimizer)
@@ -77,6 +94,8 @@ class Session:
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
+        # With ranks that share the state; None: all of it is ours.
+        self.joint = Joint(ranks, config, self.metrics, watch_passes) if ranks else None
         self._open(*self._draw_up(optimizer.state))
 
     @property
@@ -90,11 +109,13 @@ class Session:
         assert optimizer is not None, "whoever calls has it"
         return optimizer
 
-    def _draw_up(self, with_state: Container[Tensor]) -> tuple[list[Record], Plan]:
+    def _draw_up(self, with_state: Container[Tensor]) -> Drawn:
         """Records and plan for the optimizer as it is now. Changes nothing."""
         records = make_records(self.optimizer, self._recipe, with_state)
         for record in records:
             record.home = self.host.home_of(record.param) if self.host else None
+            record.own = self.host.own_of(record.param) if self.host else None
+        buckets = share_out(self.joint.buckets, records) if self.joint else None
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
             [spec_of(r, self.host.unit_of(r.param) if self.host else None) for r in records],
@@ -104,11 +125,12 @@ class Session:
             needs_homes=self.config.release_grads,
             held_bytes=held_bytes,
             speeds=self.ledger.speeds,
+            ranks=buckets.share(stage_of(self.config)) if buckets else None,
         )
         check_homes(self.config, plan)
         if self.host is not None:
             self.host.check(records, plan)
-        return records, plan
+        return Drawn(records, plan, buckets)
 
     def _allowed(self) -> tuple[int | None, int]:
         """Host bytes that we may take: what was granted, unless others have taken of it since. And
@@ -130,16 +152,18 @@ class Session:
     def store(self) -> DiskStore | None:
         return self._ground.store if self._ground else None
 
-    def _open(self, records: list[Record], plan: Plan) -> None:
+    def _open(self, records: list[Record], plan: Plan, buckets: Buckets | None) -> None:
         self.plan = plan
         try:
-            ground = self._make_ground(records, plan)
+            self._ground = ground = self._make_ground(records, plan)
+            company = self.joint and buckets and self.joint.open(records, plan, buckets, self.pool)
         except BaseException as error:
             self.close()
             clear_frames(error)
             raise
-        self._ground = ground
-        self.updater = Updater(records, self._recipe, ground, self.metrics, self.soundness)
+        self.updater = Updater(
+            records, self._recipe, ground, self.metrics, self.soundness, company or None
+        )
 
     def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
         if self.host is not None:
@@ -157,15 +181,64 @@ class Session:
         if self.host is not None:
             self.host.check_step(self.optimizer)
         with self.ledger.step():
-            self._look_again()
-            self._watch(self.metrics.snapshot().counts.get("steps", 0))
-            self.updater.step(self.config.max_grad_norm)
+            self._leave_ranks_if_sharded()
+            begun = self._begin_step()
+            self.updater.carry_out(begun, self.config.max_grad_norm)
             self.grad_norm = self.updater.grad_norm
+
+    def _leave_ranks_if_sharded(self) -> None:
+        """Whole parameters that were exchanged for DTensors since, as accelerate does it: others
+        share them out now.
+        """
+        if self.joint is None or not any(is_sharded(p) for p, _, _ in each_param(self.optimizer)):
+            return
+        if self.updater is None or any(record.has_state for record in self.updater.records):
+            raise StateError(
+                "optimizer: its parameters have become DTensors, and it has state for the whole "
+                "ones; shard the model first (fully_shard), then wrap its optimizer"
+            )
+        self.close()
+        self.joint.ranks.close()
+        self.joint = None
+        self._open_if_closed()
+
+    def _begin_step(self) -> Begun:
+        if self.joint is not None:
+            return self.joint.begin_step(self._look, self._begin, self._steps_done)
+        if self.host is not None:
+            begun = self._begin(self.host.together(self._look, self._facts))
+            begun.complete(self.host.sum_over_ranks)
+            return begun
+        norm = GlobalNorm(self.optimizer, self.config.max_grad_norm)
+        with norm.agreed():
+            begun = self._begin(self._look())
+            norm.complete(begun)
+        return begun
+
+    def _begin(self, grads: dict[int, Tensor]) -> Begun:
+        return self.updater.begin(grads, self.config.max_grad_norm is not None)
+
+    @property
+    def _steps_done(self) -> int:
+        return self.metrics.snapshot().counts.get("steps", 0)
+
+    def _look(self) -> dict[int, Tensor]:
+        """The gradients for a step, if nothing stands in its way."""
+        self._look_again()
+        self._watch(self._steps_done)
+        return self.updater.gradients()
+
+    def _facts(self, grads: Mapping[int, Tensor]) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
+            "hyper-parameters": settings_sum(self.updater.records),
+            "parameters with gradients": list(grads),
+        }
 
     def _look_again(self) -> None:
         """Make the plan anew where somebody has exchanged, thawed, moved or cast a parameter."""
         self.soundness.check()
-        if self.optimizer.state:
+        if len(self.optimizer.state):
             raise StateError(
                 "optimizer.state: something was put there, but the state of a wrapped optimizer is "
                 "elsewhere; use load_state_dict, or close() first"
@@ -185,10 +258,17 @@ class Session:
 
     def _check_shapes(self) -> None:
         for record in self.updater.records:
-            if record.param.shape != record.shape:
+            local, placing = record.local, placing_of(record.param)
+            if local.shape != record.shape:
                 raise ConfigError(
                     f"{record.name}: expected the shape {tuple(record.shape)} that it had when it "
-                    f"was wrapped, got {tuple(record.param.shape)}; its state does not fit any more"
+                    f"was wrapped, got {tuple(local.shape)}; its state does not fit any more"
+                )
+            if placing != record.placing:
+                raise ConfigError(
+                    f"{record.name}: expected {record.placing or 'an ordinary tensor'} as when it "
+                    f"was wrapped, got {placing or 'an ordinary tensor'}; its state does not fit "
+                    "any more"
                 )
 
     def _watch(self, steps_done: int) -> None:
@@ -201,27 +281,70 @@ class Session:
         """For gradients that are in host memory only."""
         if self._ground is not None and self._ground.homes is not None:
             self._ground.homes.zero_grad(set_to_none)
+        if self.joint is not None:
+            self.joint.zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside of it gradients are not averaged over ranks."""
+        whose = self.joint if self.host is None else self.host
+        return whose.no_sync() if whose is not None else nullcontext()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are averaged over ranks here."""
+        return self.joint is not None and bool(self.config.release_grads)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that share the state."""
+        return self.joint.ranks if self.joint is not None else None
 
     # --- state ------------------------------------------------------------------------------------
 
     def export(self, make: Callable[[Record], Tensor] | None = None) -> States:
         """The state by parameter, in fp32, with masters. make: gives memory for one field."""
+        if self.joint is not None:
+            self.joint.meet(self._numbers_held)
         self.soundness.check()
         if self.updater is None:
             return {param: dict(state) for param, state in (self._aside or {}).items()}
         self._check_shapes()
         states = self.updater.export(make or (self._allocate if self.store is None else self._map))
+        if self.host is not None:
+            self.host.complete(self.updater.records, states)
         return {self.updater.records[number].param: state for number, state in states.items()}
+
+    def _numbers_held(self) -> list[int]:
+        """Of parameters that have state, as all of it must be here to be put together."""
+        self.soundness.check()
+        self._open_if_closed()  # what is kept aside is our own part only
+        self._check_shapes()
+        return [held.record.number for held in self.updater.held()]
 
     def export_plain(self) -> States:
         """The state as the plain optimizer keeps it; none when it is of two ages."""
         if self.soundness.is_lost:
             return {}
+        is_alone = self.host is not None and self.host.has_lost_ranks
+        if is_alone or (self.ranks is not None and self.ranks.is_broken):
+            LOG.warning(
+                "close(): the other ranks are out of reach, and so is their part of the state"
+            )
+            return {}
         states = self.export()
         records = {record.param: record for record in self._records()}
+        if self.joint is not None:
+            self.joint.give_back()
         states = {p: plain_state(records[p], s) for p, s in states.items() if p in records}
         tell_what_is_lost({param: records[param] for param in states})
         return {param: state for param, state in states.items() if state}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any parameter has some."""
+        if self.updater is None:
+            return bool(self._aside)
+        return any(record.has_state for record in self.updater.records)
 
     def note_handed_out(self) -> None:
         """The state has left us whole; an error later on can name it."""
@@ -235,10 +358,13 @@ class Session:
 
     def _allocate(self, record: Record) -> Tensor:
         """Memory for one field of a parameter's state that leaves us; it is not in our budget."""
-        return torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
+        return torch.empty_strided(record.shape, record.stride, dtype=torch.float32, device="cpu")
 
     def _map(self, record: Record) -> Tensor:
         return mapped_tensor(self._directories[0], record.shape, record.stride)
+
+    def _map_flat(self, numel: int) -> Tensor:
+        return mapped_tensor(self._directories[0], torch.Size([numel]), (1,))
 
     def held(self) -> list[Held]:
         """What there is to save, by the parameters of today; an error where it is mixed."""
@@ -279,21 +405,9 @@ class Session:
             numbers[key]: state for key, state in state_dict["state"].items() if key in numbers
         }
         if len(saved) == len(self.updater.records):  # torch says what is wrong otherwise
-            self._check_groups(groups)
+            check_groups(self.updater.records, self._recipe, groups)
             check_states(self.updater.records, self._recipe, states)
         return states
-
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The groups that come need the state that ours have room for."""
-        each = [group for group in groups for _ in group["params"]]
-        for record, group in zip(self.updater.records, each, strict=True):
-            fields = self._recipe.fields(dict(group))
-            if fields != record.fields:
-                raise ConfigError(
-                    f"{record.name}: its group in the state_dict needs the state "
-                    f"{fields or 'nothing'}, the plan was made for {record.fields or 'nothing'}; "
-                    "close(), load into the plain optimizer, and wrap that"
-                )
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Make the states of a `state_dict` our own. The groups are those of it already."""
@@ -323,7 +437,8 @@ class Session:
             self._open_if_closed()
             return
         fresh = self._draw_up({r.param for r in self.updater.records if r.has_state})
-        self._aside = self._keep_aside(fresh[1])  # until here, whatever is refused changes nothing
+        # Until here, whatever is refused changes nothing.
+        self._aside = self._keep_aside(fresh.plan)
         self.close()
         self._open_if_closed(fresh)
 
@@ -331,6 +446,10 @@ class Session:
         """Copies of the state for the time between the plan that stands and `plan`. Where they do
         not fit beside them they are on mapped files, or their excess is told.
         """
+        if self.joint is not None:
+            make = torch.empty if self.store is None else self._map_flat
+            own = self.updater.export_own(make)
+            return {self.updater.records[number].param: state for number, state in own.items()}
         allowed_bytes, _ = self._allowed()
         taken_bytes = self.plan.state_bytes + max(self.plan.arena_bytes, plan.arena_bytes)
         if self.store is not None or allowed_bytes is None or taken_bytes <= allowed_bytes:
@@ -344,7 +463,7 @@ class Session:
         )
         return self.export()
 
-    def _open_if_closed(self, fresh: tuple[list[Record], Plan] | None = None) -> None:
+    def _open_if_closed(self, fresh: Drawn | None = None) -> None:
         """Open with the state that was kept aside, if an opening has failed."""
         if self.updater is not None:
             return
@@ -363,17 +482,26 @@ class Session:
             raise
         self._aside = None
 
+    def add(self, group: Mapping[str, Any], add: Callable[[], None]) -> None:
+        """Call `add`, which makes the plan anew with another group; among ranks, all or none do."""
+        if self.joint is None:
+            add()
+        else:
+            self.joint.add(group, add, lambda: self.updater.records)
+
     def check_addable(self, group: Mapping[str, Any]) -> None:
         params = group["params"]
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
             if isinstance(tensor, Tensor):
-                check_param("a parameter of the new group", tensor)
+                check_param("a parameter of the new group", local_of(tensor))
 
     def close(self) -> None:
         """Give memory and disk back. Idempotent."""
         if self.updater is not None:
             self.updater.settle()
+        if self.joint is not None:
+            self.joint.leave()
         updater, self.updater = self.updater, None  # type: ignore[assignment]
         self.soundness.let_go()
         del updater  # it holds the memory
@@ -383,7 +511,7 @@ class Session:
 
 
 def check_homes(config: Config, plan: Plan) -> None:
-    if config.release_grads and not plan.has_homes:
+    if config.release_grads and not plan.has_homes and plan.ranks is None:
         raise ConfigError(
             "release_grads: all parameters are in host memory, where their gradients are used in "
             "place; leave it out"

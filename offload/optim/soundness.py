@@ -19,6 +19,7 @@ from offload.errors import StateError
 from offload.guard import is_guarded
 from offload.log import LOG
 from offload.optim.recipe import Record
+from offload.shard import local_of
 
 STEP, LOAD = "step", "load_state_dict"
 CHECKPOINT = "load of a checkpoint"
@@ -30,17 +31,21 @@ class _Touched:
 
     name: str
     param: Tensor
-    address: int
-    version: int
+    likeness: tuple[int, ...]
 
     @staticmethod
     def of(record: Record) -> _Touched:
-        param = record.param
-        return _Touched(record.name, param, param.data_ptr(), param._version)
+        return _Touched(record.name, record.param, _likeness(record.param))
 
     @property
     def is_as_it_was(self) -> bool:
-        return (self.param.data_ptr(), self.param._version) == (self.address, self.version)
+        return _likeness(self.param) == self.likeness
+
+
+def _likeness(param: Tensor) -> tuple[int, ...]:
+    """Address and versions: what is done to a DTensor leaves that of its part as it was."""
+    local = local_of(param)
+    return local.data_ptr(), local._version, param._version
 
 
 def clear_frames(error: BaseException | None) -> None:

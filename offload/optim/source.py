@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,17 @@ class Source(Protocol):
         """Fill `target`, bytes in host memory, with those from `begin_bytes` on."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A field of the elements that are ours, from `begin` on, in the order of memory."""
+
+    begin: int
+    values: Tensor
+
+    def of(self, part: Slice) -> Tensor:
+        return self.values[part.begin - self.begin : part.end - self.begin]
+
+
 class Wholes:
     """The field that was read last of a parameter whose memory is in another order than its shape:
     it is read whole, and its slices are taken from there. Each field of one parameter at a time.
@@ -40,9 +52,9 @@ class Wholes:
         if record.number != self._number:
             self._number, self._fields = record.number, {}
         if id(source) not in self._fields:
-            whole = torch.empty(source.shape, dtype=source.dtype)
+            whole = torch.empty(source.shape, dtype=source.dtype, device="cpu")
             source.read_into(0, as_bytes(whole))
-            self._fields[id(source)] = in_order_of(whole, record.param)
+            self._fields[id(source)] = in_order_of(whole, record.local)
         return self._fields[id(source)]
 
 
@@ -60,6 +72,6 @@ def read_slice(source: Source, record: Record, part: Slice, target: Tensor, whol
     else:
         for begin in range(0, target.numel(), _PIECE_NUMEL):
             some = target[begin : begin + _PIECE_NUMEL]
-            read = torch.empty(some.numel(), dtype=source.dtype)
+            read = torch.empty(some.numel(), dtype=source.dtype, device="cpu")
             source.read_into((part.begin + begin) * read.element_size(), as_bytes(read))
             some.copy_(read)

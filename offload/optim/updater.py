@@ -7,6 +7,7 @@ so to `Soundness`, and refuses to step and to export.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,18 +19,20 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
+from offload.optim.begun import Begun
+from offload.optim.company import Company
 from offload.optim.desk import Desk, Places
 from offload.optim.flat import flat, in_order_of
+from offload.optim.gradient import gradient_of
 from offload.optim.ground import Ground
-from offload.optim.incoming import is_there
+from offload.optim.incoming import is_there, own_part
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
 from offload.optim.saver import Saver, Sink
 from offload.optim.soundness import LOAD, STEP, Soundness
-from offload.optim.source import Wholes, read_slice
+from offload.optim.source import Part, Wholes, read_slice
 from offload.optim.tiers import Piece
-
-GRADS = (torch.float32, torch.bfloat16, torch.float16)
+from offload.shard import like
 
 
 class Held(NamedTuple):
@@ -41,6 +44,8 @@ class Held(NamedTuple):
 
 
 class Updater:
+    """company: other ranks that have a part of the state; None: all of it is here."""
+
     def __init__(
         self,
         records: Sequence[Record],
@@ -48,6 +53,7 @@ class Updater:
         ground: Ground,
         metrics: Metrics,
         soundness: Soundness,
+        company: Company | None = None,
     ) -> None:
         self.records = records
         self.metrics = metrics
@@ -55,57 +61,89 @@ class Updater:
         self._recipe = recipe
         self._tiers, self._desks, self._homes = ground.tiers, ground.desks, ground.homes
         self._soundness = soundness
+        self.company = company
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def step(self, max_grad_norm: float | None) -> None:
-        """Update every parameter that has a gradient."""
+    def gradients(self) -> dict[int, Tensor]:
+        """Of every parameter that has one, flat; a refusal where one cannot be used."""
         self._soundness.check()
-        grads = {r.number: _gradient(r) for r in self.records if r.param.grad is not None}
+        if self._reduces:
+            return {}  # they come when all ranks have agreed
+        grads = {r.number: gradient_of(r) for r in self.records if r.param.grad is not None}
         if self._homes is not None:
             grads = dict(sorted((grads | self._homes.held()).items()))
+        return grads
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients are reduced over ranks here; then they are of our own elements only."""
+        return self.company is not None and self.company.reducer is not None
+
+    def begin(self, grads: dict[int, Tensor], needs_norm: bool) -> Begun:
+        """Whatever may be refused is refused here; nothing has changed then."""
         for number in grads:
             self._check_fields(self.records[number])
+        squares = None
         with self.metrics.span("gradient norm"):
-            scale = self._clip_scale(grads, max_grad_norm)
+            if needs_norm:
+                squares = self._squares(grads)
         if self._homes is not None:
             self._homes.fetch(grads)
-        fresh = {number for number in grads if not self.records[number].has_state}
         stepping = [self.records[number] for number in grads]
-        before = [record.step for record in stepping]
+        begun = Begun(
+            grads=grads,
+            fresh={record.number for record in stepping if not record.has_state},
+            stepping=stepping,
+            before=[record.step for record in stepping],
+            squares=squares,
+        )
         try:
-            for record, step in zip(stepping, before, strict=True):
-                record.step = step + 1.0
+            begun.count_steps()
             self._recipe.begin_step(stepping)  # may refuse a hyper-parameter
         except BaseException:
-            for record, step in zip(stepping, before, strict=True):
-                record.step = step
+            begun.undo()
             raise
-        try:
-            for record in stepping:
-                record.has_state = True
-            for number in grads:
-                self._update_without_chunk(number, grads[number], fresh, scale)
-            if self._desks is not None:
-                self._desks.begin_step(grads, self._homes.by_number if self._homes else {})
-            act = partial(self._update, grads, fresh, scale)
-            self._pass_over(grads, act, "update", self._desks)
-            if self._desks is not None:
-                self._desks.end_step()
-            for number in grads:
-                self._recipe.end_step(self.records[number])
-            if self._homes is not None:
-                self._homes.end_step()
-        except BaseException as error:
-            self._soundness.lose(STEP, error, stepping)
-            self._break_off()
-            raise
-        self._count(grads)
+        return begun
 
-    def _break_off(self) -> None:
+    def carry_out(self, begun: Begun, max_norm: float | None) -> None:
+        """Update every parameter that has a gradient."""
+        scale = self._clip_scale(begun.sum_squares, max_norm)
+        try:
+            for record in begun.stepping:
+                record.has_state = True
+            self._update_all(begun, scale)
+        except BaseException as error:
+            self._soundness.lose(STEP, error, begun.stepping)
+            self._break_off(error)
+            raise
+        self._count(begun.grads)
+
+    def _update_all(self, begun: Begun, scale: float) -> None:
+        grads = begun.grads
+        if self.company is not None:
+            self.company.begin_update(grads)
+        for number in grads:
+            self._update_without_chunk(number, grads[number], begun.fresh, scale)
+        if self._desks is not None:
+            self._desks.begin_step(grads, self._homes.by_number if self._homes else {})
+        act = partial(self._update, grads, begun.fresh, scale)
+        self._pass_over(grads, act, "update", self._desks)
+        if self._desks is not None:
+            self._desks.end_step()
+        for number in grads:
+            self._recipe.end_step(self.records[number])
+        if self._homes is not None:
+            self._homes.end_step()
+        if self.company is not None:
+            self.company.end_update()
+
+    def _break_off(self, error: BaseException) -> None:
         try:
             if self._desks is not None:
                 self._desks.break_off()
+            if self.company is not None:
+                self.company.break_off(error)
         except Exception:  # the first error is the one to tell
             self.metrics.count("errors_after_an_error")
 
@@ -123,22 +161,46 @@ class Updater:
                 f"made for {record.fields or 'nothing'}; close() and wrap the optimizer again"
             )
 
-    def _clip_scale(self, grads: Mapping[int, Tensor], max_norm: float | None) -> float:
-        if max_norm is None:
-            return 1.0
-        here = [kernels.grad_stats(self._in_host(n, grads[n])) for n in grads if grads[n].is_cpu]
-        sums = [partial_sum for one in here for partial_sum in one.block_sums]
-        there: dict[torch.device, list[Tensor]] = {}
-        for grad in grads.values():
-            if not grad.is_cpu:
+    def _squares(self, grads: Mapping[int, Tensor]) -> dict[int, Sequence[float]]:
+        """Sums of squares of parts of each gradient that are ours, by parameter."""
+        sums: dict[int, Sequence[float]] = {}
+        there: dict[torch.device, dict[int, Tensor]] = {}
+        for number, grad in grads.items():
+            if grad.is_cpu:
+                own = self._own(number, self._in_host(number, grad))
+                sums[number] = kernels.grad_stats(own).block_sums
+            else:
                 norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-                there.setdefault(grad.device, []).append(norm)
+                there.setdefault(grad.device, {})[number] = norm
         for norms in there.values():
-            sums += torch.stack(norms).square().tolist()  # the CPU waits for the device here
-        total = kernels.GradStats.of(sums)
-        self.grad_norm = total.norm
-        scale = max_norm / (total.norm + 1e-6)
+            squares = torch.stack(list(norms.values())).square()
+            # The CPU waits for the device here.
+            sums.update({n: (one,) for n, one in zip(norms, squares.tolist(), strict=True)})
+        return sums
+
+    def _clip_scale(self, sum_squares: float | None, max_norm: float | None) -> float:
+        """What the gradients, whose squares add up to that over all ranks, are multiplied with."""
+        if sum_squares is None or max_norm is None:
+            return 1.0
+        self.grad_norm = math.sqrt(sum_squares)
+        scale = max_norm / (self.grad_norm + 1e-6)
         return 1.0 if scale >= 1.0 else scale  # also NaN, which torch hands on as well
+
+    def _begins_at(self, record: Record) -> int:
+        """The element that a gradient begins with: our first one, where it is of ours only."""
+        is_ours_only = self._reduces or record.home is not None  # the latter in a prepared model
+        return record.own[0] if record.own and is_ours_only else 0
+
+    def _own(self, number: int, values: Tensor) -> Tensor:
+        """The elements of a gradient that are ours."""
+        record = self.records[number]
+        first, (begin, end) = self._begins_at(record), record.own or (0, values.numel())
+        return values[begin - first : end - first]
+
+    def _of_grad(self, grad: Tensor, part: Slice) -> Tensor:
+        """The elements of a gradient that belong to a slice."""
+        first = self._begins_at(self.records[part.param])
+        return grad[part.begin - first : part.end - first]
 
     def _in_host(self, number: int, grad: Tensor) -> Tensor:
         """The same gradient in host memory, once it is there."""
@@ -177,22 +239,28 @@ class Updater:
                 if desk is not None and part in desk.slices:
                     param, grad = desk.slices[part]
                 else:
-                    param = flat(record.param)[part.begin : part.end]
-                    grad = grads[part.param][part.begin : part.end]
+                    param = flat(record.local)[part.begin : part.end]
+                    grad = self._of_grad(grads[part.param], part)
                 fields = piece.fields(part)
                 self._update_slice(record, part, param, grad, fields, record.number in fresh, scale)
+        if self.company is not None:
+            self.company.advance()
         return True
 
     def _update_without_chunk(
         self, number: int, grad: Tensor, fresh: set[int], scale: float
     ) -> None:
-        """A parameter without elements, or in host memory and without elementwise state."""
+        """A parameter without elements of ours, whose numbers change all the same; or one in host
+        memory and without elementwise state.
+        """
         spec, record = self._tiers.plan.params[number], self.records[number]
-        if not spec.numel or not (spec.fields or spec.has_desk):
-            nothing = {field: torch.empty(0) for field in spec.fields}
-            whole = Slice(number, 0, spec.numel, 0)
-            here = flat(record.param) if spec.numel else torch.empty(0, dtype=record.dtype)
-            grad = self._in_host(number, grad)  # itself, or nothing
+        if not spec.own_numel or not (spec.fields or spec.has_desk):
+            nothing = {field: torch.empty(0, device="cpu") for field in spec.fields}
+            begin, end = spec.own or (0, spec.numel)
+            whole = Slice(number, begin, end, 0)
+            none = torch.empty(0, dtype=record.dtype, device="cpu")
+            here = flat(record.local)[begin:end] if end else none
+            grad = self._of_grad(self._in_host(number, grad), whole)  # of itself, or nothing
             self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
 
     def _update_slice(
@@ -223,20 +291,25 @@ class Updater:
                 scale=scale,
             )
         )
+        if self.company is not None:
+            self.company.updated(record.number, part.end - part.begin)
 
     # --- state in and out -------------------------------------------------------------------------
 
     def export(self, make: Callable[[Record], Tensor]) -> dict[int, dict[str, Any]]:
         """The state of every parameter that has some, by number, shaped as torch's own. make: gives
-        the memory of one field, with shape and strides of the parameter.
+        the memory of one field, with shape and strides of the parameter; of a DTensor's part, which
+        goes out in a DTensor. Among ranks that share the state all of them call it, and get all of
+        it.
         """
         self._soundness.check()
         found: dict[int, dict[str, Any]] = {}
         targets: dict[int, dict[str, Tensor]] = {}
         for held in self.held():
             number = held.record.number
-            targets[number] = {field: make(held.record) for field in held.fields}
-            found[number] = {**held.scalars, **targets[number]}
+            targets[number] = fields = {field: make(held.record) for field in held.fields}
+            placed = {field: like(held.record.param, one) for field, one in fields.items()}
+            found[number] = {**held.scalars, **placed}
 
         def copy_out(piece: Piece, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
@@ -246,6 +319,29 @@ class Updater:
             return False
 
         self._pass_over(targets, copy_out, "state out", only_looks=True)
+        if self.company is not None:
+            names = dict.fromkeys(field for fields in targets.values() for field in fields)
+            self.company.complete(targets, list(names))
+        return found
+
+    def export_own(self, make: Callable[[int], Tensor]) -> dict[int, dict[str, Any]]:
+        """The state that is here, for another plan in which the same elements are ours. make: gives
+        memory for so many elements.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for held in self.held():
+            begin, end = held.record.own or (0, held.record.local.numel())
+            parts = {field: Part(begin, make(end - begin)) for field in held.fields}
+            found[held.record.number] = {**held.scalars, **parts}
+
+        def copy_out(piece: Piece, _: Desk | None) -> bool:
+            for part in piece.chunk.slices:
+                for field, values in piece.fields(part).items():
+                    if part.param in found:
+                        found[part.param][field].of(part).copy_(values)
+            return False
+
+        self._pass_over(found, copy_out, "state out", only_looks=True)
         return found
 
     def held(self) -> list[Held]:
@@ -309,30 +405,15 @@ class Updater:
         for field, target in piece.fields(part).items():
             if field == MASTER and field not in state:
                 target.copy_(self._values(record, part))
+            elif isinstance(state[field], Part):
+                target.copy_(state[field].of(part))
             elif isinstance(state[field], Tensor):
-                target.copy_(in_order_of(state[field], record.param)[part.begin : part.end])
+                own = own_part(record, state[field])
+                target.copy_(in_order_of(own, record.local)[part.begin : part.end])
             else:
                 read_slice(state[field], record, part, target, wholes)
 
     def _values(self, record: Record, part: Slice) -> Tensor:
         if self._desks is not None:
             return self._desks.values(part)
-        return flat(record.param)[part.begin : part.end]
-
-
-def _gradient(record: Record) -> Tensor:
-    grad = record.param.grad
-    assert grad is not None
-    if grad.layout != torch.strided:
-        raise ConfigError(
-            f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
-            "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
-        )
-    place = record.param.device if record.home is None else torch.device("cpu")
-    allowed = GRADS if place.type == "cpu" else (record.dtype,)
-    if grad.device != place or grad.dtype not in allowed:
-        raise ConfigError(
-            f"{record.name}: expected a gradient of {' or '.join(map(str, allowed))} on "
-            f"{place}, got {grad.dtype} on {grad.device}"
-        )
-    return in_order_of(grad.resolve_neg(), record.param)
+        return flat(record.local)[part.begin : part.end]

@@ -9,20 +9,22 @@ from collections.abc import Callable, Sequence
 
 from offload.errors import ConfigError
 from offload.metrics import Metrics
+from offload.neighbours import current
 from offload.store.buffers import Buffer
 from offload.store.engine import DEPTH, MOST_DEPTH, PIECE_BYTES, TIMEOUT_S, Engine
 from offload.store.files import BLOCK_BYTES
 from offload.store.native_engine import open_io_uring, open_threads
 from offload.store.python_engine import PythonEngine
 
+LEAST_DEPTH = 4  # however many processes share the drives
 ENGINES = ("io_uring", "threads", "aiofiles")  # best first
 
 
-def check_numbers(timeout_s: float, depth: int, piece_bytes: int) -> None:
+def check_numbers(timeout_s: float, depth: int | None, piece_bytes: int) -> None:
     """Whether an engine can be asked for with these."""
     if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
         raise ConfigError(f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}")
-    if not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH:
+    if depth is not None and (not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH):
         raise ConfigError(f"depth: expected 1 to {MOST_DEPTH}, got {depth!r}")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ConfigError(
@@ -37,21 +39,23 @@ def open_engine(
     metrics: Metrics,
     name: str | None = None,
     timeout_s: float = TIMEOUT_S,
-    depth: int = DEPTH,
+    depth: int | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> Engine:
     """The best engine that this system has, or the one of `name` or `OFFLOAD_IO`.
 
     Whatever is lesser than asked for is a fall-back in `metrics`. A forced engine that is not to be
-    had is a `ConfigError`.
+    had is a `ConfigError`. depth: operations in flight at once; None: this process's part of what a
+    drive does best with.
     """
+    in_flight = current().part_of(DEPTH, LEAST_DEPTH) if depth is None else depth
     forced = name or os.environ.get("OFFLOAD_IO")
     if forced and forced not in ENGINES:
         raise ConfigError(f"OFFLOAD_IO: expected {' or '.join(ENGINES)}, got {forced!r}")
     openers: dict[str, Callable[[], Engine]] = {
-        "io_uring": lambda: open_io_uring(files, memory, timeout_s, depth, piece_bytes),
-        "threads": lambda: open_threads(timeout_s, depth, piece_bytes),
-        "aiofiles": lambda: PythonEngine(timeout_s, depth, piece_bytes),
+        "io_uring": lambda: open_io_uring(files, memory, timeout_s, in_flight, piece_bytes),
+        "threads": lambda: open_threads(timeout_s, in_flight, piece_bytes),
+        "aiofiles": lambda: PythonEngine(timeout_s, in_flight, piece_bytes),
     }
     for candidate in (forced,) if forced else ENGINES:
         try:

@@ -29,7 +29,6 @@ from offload.store.buffers import Buffer
 from offload.store.choose import check_numbers, open_engine
 from offload.store.contract import DirectoryStats, StoreStats, check_request
 from offload.store.engine import (
-    DEPTH,
     PIECE_BYTES,
     TIMEOUT_S,
     Engine,
@@ -71,7 +70,8 @@ class DiskStore:
     writes that are under way. Each write goes to the directory with the shortest queue. engine:
     "io_uring", "threads" or "aiofiles" instead of the best one. memory: arenas to register with
     io_uring (`pool.buffer()`, tensors), held until the store is closed. piece_bytes: of one
-    operation and its checksum, whole blocks. depth: operations in flight at once.
+    operation and its checksum, whole blocks. depth: operations in flight at once; None: what
+    this process has of a drive.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DiskStore:
         engine: str | None = None,
         memory: Sequence[Any] = (),
         timeout_s: float = TIMEOUT_S,
-        depth: int = DEPTH,
+        depth: int | None = None,
         piece_bytes: int = PIECE_BYTES,
         system: System | None = None,
     ) -> None:

@@ -106,7 +106,7 @@ class NativeEngine(Engine):
     def _stop(self) -> None:
         self._stopped = True
         ended = self._native.stop(self.timeout_s)
-        if threading.current_thread() is not self._pump:
+        if threading.current_thread() is not self._pump and self._pump.ident is not None:
             self._pump.join(self.timeout_s + 1.0)
         if not self._pump.is_alive():
             self._take_in_once(0.0)  # what has come back late
@@ -121,7 +121,7 @@ def open_threads(
 ) -> NativeEngine:
     from offload import _native
 
-    return NativeEngine("threads", _native.thread_engine(depth, piece_bytes), (), timeout_s)
+    return _opened("threads", _native.thread_engine(depth, piece_bytes), (), timeout_s)
 
 
 def open_io_uring(
@@ -136,7 +136,26 @@ def open_io_uring(
 
     regions = [(each.address, each.nbytes) for each in memory]
     native, notes = _native.uring_engine(depth, piece_bytes, regions, list(files))
-    return NativeEngine("io_uring", native, notes, timeout_s, tuple(memory))
+    return _opened("io_uring", native, notes, timeout_s, tuple(memory))
+
+
+def _opened(
+    name: str,
+    native: Any,
+    notes: Sequence[str],
+    timeout_s: float,
+    memory: Sequence[Buffer] = (),
+) -> NativeEngine:
+    try:
+        return NativeEngine(name, native, notes, timeout_s, memory)
+    except BaseException:  # Ctrl-C: its thread may run already, and nobody has it
+        for engine in list(_OPEN):
+            if engine._native is native:
+                engine.close()
+                break
+        else:
+            native.stop(timeout_s)
+        raise
 
 
 @atexit.register

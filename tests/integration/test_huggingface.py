@@ -6,6 +6,8 @@ run of the plain optimizer: losses, gradient norms, parameters and state, bit fo
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from integrationlib import (
     moved_bytes,
     texts,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
@@ -218,6 +220,19 @@ def test_accelerate_trains_saves_and_resumes(
     resumed.bare.close()
 
 
+def test_a_signal_saves_accelerates_optimizer(accelerator: Any, tmp_path: Path) -> None:
+    """It has no hooks of its own."""
+    model: Any = nn.Linear(3, 3)
+    bare: Any = offload.wrap(torch.optim.AdamW(model.parameters()), host_memory="1MiB")
+    model, optimizer = accelerator.prepare(model, bare)
+    with offload.save_on_signal(tmp_path / "saved", model, optimizer):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        accelerator.backward(model(torch.ones(3)).sum())
+        optimizer.step()
+    assert offload.load(tmp_path / "saved", model, optimizer) is None
+    bare.close()
+
+
 def test_the_state_round_trip_of_prepare_moves_nothing(accelerator: Any, tmp_path: Path) -> None:
     """`prepare` puts the state on accelerate's device by `state_dict` and `load_state_dict`."""
     model = llama()
@@ -225,7 +240,7 @@ def test_the_state_round_trip_of_prepare_moves_nothing(accelerator: Any, tmp_pat
     prepared = accelerator.prepare(optimizer)
     assert prepared.optimizer is optimizer
     assert moved_bytes(optimizer) == 0
-    assert not prepared.state and not optimizer.state
+    assert len(prepared.state) == len(optimizer.state) == 0
     model(**batch(0)).loss.backward()
     prepared.step()
     assert offload.report(optimizer).counts["steps"] == 1

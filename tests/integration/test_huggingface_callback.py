@@ -129,6 +129,46 @@ def test_the_best_one_comes_back_and_older_ones_go(tmp_path: Path) -> None:
     run.close()
 
 
+@pytest.mark.parametrize("state", ["whole", "torn"])
+def test_a_step_that_has_a_checkpoint_is_saved_again(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed from an older one. The old one is there until the new one is whole."""
+    run = Run(tmp_path / "run", "wrap", tmp_path)
+    offload.TrainerCallback(run.trainer)
+    run.trainer.train()
+    run.close()
+    first, last = (tmp_path / "run" / f"checkpoint-{step}" for step in (SAVE_AT, STEPS))
+    before = (last / "offload" / "manifest.json").read_bytes()
+    if state == "torn":
+        os.truncate(last / "offload" / "model-00001.safetensors", 100)
+
+    def resumed() -> Run:
+        again = Run(tmp_path / "run", "wrap", tmp_path)
+        offload.TrainerCallback(again.trainer)
+        try:
+            again.trainer.train(resume_from_checkpoint=str(first))
+        finally:
+            again.close()
+        return again
+
+    with monkeypatch.context() as patched:
+
+        def refuse(self: object) -> None:
+            raise OSError(5, "Input/output error")
+
+        patched.setattr("offload.checkpoint.writer.CheckpointWriter._verify", refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            resumed()
+    assert (last / "offload" / "manifest.json").read_bytes() == before
+    again = resumed()
+    assert [path.name for path in last.glob("*offload*")] == ["offload"]
+    assert (last / "offload" / "manifest.json").read_bytes() != before
+    model = llama()
+    offload.load(last, model)
+    assert_same(model, again.model)
+
+
 def test_checkpoints_of_the_trainers_own_are_resumed(tmp_path: Path) -> None:
     plain = Run(tmp_path / "run", "plain", tmp_path)
     plain.trainer.train()

@@ -1,0 +1,110 @@
+"""Which rank writes which bytes of a checkpoint. Pure numbers: every rank finds the same.
+
+A tensor that all ranks have, with the same values, is shared out: all such tensors of a file, one
+behind the other, are cut into as many equal lengths as there are ranks, at blocks of the file, so
+that hardly any block has two writers. Of every other tensor each rank says itself which bytes are
+its own. The same cut tells which rank checks which bytes when a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from offload.checkpoint.disk import BLOCK_BYTES
+from offload.format.safetensors import Place, TensorSpec
+
+Range = tuple[int, int]  # of bytes: begin, end
+
+
+class Holding(NamedTuple):
+    """A tensor to be saved. own: the bytes of it that this rank writes, and no other; None: all
+    ranks have it, and each writes a share.
+    """
+
+    spec: TensorSpec
+    own: tuple[Range, ...] | None = None
+
+
+def divide(
+    places: Mapping[str, Place],
+    own: Mapping[str, Sequence[Range] | None],
+    rank: int,
+    count: int,
+) -> dict[str, list[Range]]:
+    """The bytes of each tensor of one file that `rank` of `count` writes. own: as `Holding`s."""
+    shared = sorted((p.offset, p.nbytes, name) for name, p in places.items() if own[name] is None)
+    found = {name: joined(ranges) for name, ranges in own.items() if ranges is not None}
+    found |= {name: [] for _, _, name in shared}
+    extents = [(offset, nbytes) for offset, nbytes, _ in shared]
+    for at, begin, end in cut(extents, rank, count):
+        offset, _, name = shared[at]
+        found[name] = [(begin - offset, end - offset)]
+    return found
+
+
+def cut(extents: Sequence[Range], rank: int, count: int) -> list[tuple[int, int, int]]:
+    """The share of `rank` in `extents` of a file (offset, nbytes), which come in order: the number
+    of each that it has a part of, with begin and end in the file.
+    """
+    ends = list(itertools.accumulate(nbytes for _, nbytes in extents))
+    total = ends[-1] if ends else 0
+    begin, end = (_bound(extents, ends, total * k // count, total) for k in (rank, rank + 1))
+    found = []
+    for number in range(bisect.bisect_right(ends, begin), len(extents)):
+        offset, nbytes = extents[number]
+        before = ends[number] - nbytes
+        first, last = max(begin, before), min(end, ends[number])
+        if before >= end:
+            break
+        if last > first:
+            found.append((number, offset + first - before, offset + last - before))
+    return found
+
+
+def _bound(extents: Sequence[Range], ends: Sequence[int], at: int, total: int) -> int:
+    """`at`, as bytes of all extents together, moved up to where a block of the file begins."""
+    if at in (0, total):
+        return at
+    number = bisect.bisect_right(ends, at)
+    offset, nbytes = extents[number]
+    place = offset + at - (ends[number] - nbytes)
+    place = -(-place // BLOCK_BYTES) * BLOCK_BYTES
+    number = bisect.bisect_right(extents, (place, place)) - 1  # the last that begins before it
+    offset, nbytes = extents[number]
+    return ends[number] - nbytes + min(place - offset, nbytes)
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """In order; those that touch are one, empty ones are left out."""
+    found: list[Range] = []
+    for begin, end in sorted(each for each in ranges if each[0] < each[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
+    """What `ranges`, which are in order and apart, have of [begin, end)."""
+    at = max(0, bisect.bisect_right(ranges, (begin, begin)) - 1)
+    found = []
+    for first, last in ranges[at:]:
+        if first >= end:
+            break
+        if last > begin:
+            found.append((max(first, begin), min(last, end)))
+    return found
+
+
+def share_of(sizes: Sequence[int], rank: int, count: int) -> range:
+    """The numbers of the parts that `rank` of `count` takes, so that all take about the same number
+    of bytes, and each part is taken once.
+    """
+    total = sum(sizes)
+    ends = list(itertools.accumulate(sizes))
+    bounds = [bisect.bisect_left(ends, -(-total * k // count)) for k in (rank, rank + 1)]
+    return range(0 if rank == 0 else bounds[0], len(sizes) if rank == count - 1 else bounds[1])

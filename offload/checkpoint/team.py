@@ -1,0 +1,119 @@
+"""The ranks that save or load one checkpoint together, or one process by itself.
+
+They talk over a group of their own, made when the save begins and closed when it ends: what goes on
+in the background cannot get mixed up with training or with another save. Everything is done in
+phases. A phase ends on all ranks alike: well, or with an error of one kind, which the rank where it
+happened raises and the others tell. A rank that leaves takes the group with it, so that nobody
+waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from offload.circle import Circle, meet
+from offload.errors import ConfigError, StateError, kind_of
+
+ARRIVAL_S = 60.0  # until all ranks have come to the same save or load
+WORK_S = 600.0  # for a phase, and more where there are many bytes to move
+_LEAST_BYTES_S = 20 << 20  # a second; what moves fewer has stopped
+
+
+class Team:
+    """what: the save or load, for messages. circle: None for one process. One thread at a time;
+    `cancel` and `leave` in any.
+    """
+
+    def __init__(self, what: str, circle: Circle | None) -> None:
+        self.what, self._circle = what, circle
+        self.rank = circle.rank if circle is not None else 0
+        self.count = circle.count if circle is not None else 1
+        self.is_first = self.rank == 0
+
+    @classmethod
+    def gather(cls, what: str, process_group: Any) -> Team:
+        """Every rank comes here at the same point of its program, or a `StateError` says who has
+        not. process_group: as in a `Config`.
+        """
+        return cls(what, meet(what, process_group, ARRIVAL_S))
+
+    def together(self, phase: str, act: Callable[[], Any], nbytes: int = 0) -> list[Any]:
+        """Run `act` on every rank; returns what each has returned (JSON), by rank, when all have.
+        Where one fails, all raise. nbytes: that are moved, which takes its time.
+        """
+        if self._circle is None:
+            return [act()]
+        mine, error = None, None
+        try:
+            mine = act()
+        except BaseException as caught:
+            error = caught
+        here = f"{phase} of {self.what}"
+        said = {
+            "phase": here,
+            "value": mine,
+            "error": None if error is None else [type(error).__name__, str(error)],
+        }
+        try:
+            limit_s = WORK_S + nbytes / _LEAST_BYTES_S
+            heard = self._circle.exchange(said, self.what, limit_s)
+        except BaseException as lost:
+            if error is not None:
+                raise error from lost
+            raise
+        if error is not None:
+            raise error
+        self._check(here, heard)
+        return [each["value"] for each in heard]
+
+    def _check(self, phase: str, heard: list[Any]) -> None:
+        for rank, each in enumerate(heard):
+            if each["phase"] != phase:
+                raise StateError(
+                    f"{self.what}: rank {rank} is at {each['phase']}, rank {self.rank} at {phase}; "
+                    "do the same on every rank"
+                )
+        failed = [rank for rank, each in enumerate(heard) if each["error"] is not None]
+        if failed:
+            kind, text = heard[failed[0]]["error"]
+            raise kind_of(kind)(
+                f"{self.what}: rank {failed[0]} has failed, and so all ranks have: {kind}: {text}"
+            )
+
+    def agree(self, phase: str, entries: Mapping[str, str], remedy: str) -> None:
+        """Raise `ConfigError` on all ranks where their entries differ, with the first that does."""
+        if self.count == 1:
+            return
+        text = json.dumps(sorted(entries.items()))
+        digests = self.together(phase, lambda: hashlib.sha256(text.encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        each = self.together(f"{phase}, one by one,", lambda: dict(entries))
+        for rank, theirs in enumerate(each):
+            for name in sorted({*theirs, *each[0]}):
+                if theirs.get(name) != each[0].get(name):
+                    raise ConfigError(
+                        f"{self.what}: {name} is {theirs.get(name, 'not there')} on rank {rank}, "
+                        f"{each[0].get(name, 'not there')} on rank 0; {remedy}"
+                    )
+
+    def bring_together(self, mine: Tensor) -> list[Tensor]:
+        """The bytes that each rank has, by rank. All ranks come with theirs."""
+        if self._circle is None:
+            return [mine]
+        return self._circle.gather(mine, self.what, WORK_S)
+
+    def cancel(self, error: BaseException) -> None:
+        """Whoever waits for other ranks here gets `error`."""
+        if self._circle is not None:
+            self._circle.leave(error)
+
+    def leave(self) -> None:
+        """It is over for this rank. Idempotent. Who still waits for it hears that it has gone."""
+        if self._circle is not None:
+            self._circle.leave()

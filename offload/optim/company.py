@@ -1,0 +1,212 @@
+"""An optimizer among ranks that share its state: what they agree on, and what they send.
+
+Each rank keeps the state of its own elements and updates those. Stage 1: everybody has the same
+gradients, because somebody else has reduced them. Stage 2: they are reduced here, and everybody
+keeps the part that it needs (`reducer.py`). In both, new values are gathered while the update goes
+on. Before something changes all ranks agree that they can; so a refusal on one is one on all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload import kernels
+from offload.errors import StateError
+from offload.metrics import Metrics
+from offload.optim.agreement import differing, settings_sum
+from offload.optim.buckets import Bucket, Buckets
+from offload.optim.exchange import Exchange, Gathering
+from offload.optim.flat import flat
+from offload.optim.ground import WatchPasses
+from offload.optim.recipe import Record
+from offload.optim.reducer import HAVING, LEFT, Reducer
+from offload.pool import Pool
+from offload.rank_share import RankShare
+from offload.shard import Ranks
+
+_COMPARED_STEPS = 2  # in which all gradients are compared; later a sample of them
+_SAMPLE_BYTES = 1 << 20
+_REDUCE = (
+    "average gradients over the ranks before step(), as DistributedDataParallel does, or have it "
+    "done by wrap(..., release_grads=True), without DistributedDataParallel"
+)
+
+
+class Company:
+    """While one plan holds."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        buckets: Buckets,
+        share: RankShare,
+        records: Sequence[Record],
+        pool: Pool | None,
+        metrics: Metrics,
+        watch: WatchPasses | None,
+    ) -> None:
+        self.ranks, self.buckets, self.share = ranks, buckets, share
+        self._records = records
+        memory = [
+            _lease(pool, share.buffer_bytes, "a network buffer") for _ in range(share.buffers)
+        ]
+        self.exchange = Exchange(ranks, buckets, memory, metrics)
+        self.reducer: Reducer | None = None  # None: somebody else averages gradients
+        self._hooks: list[Any] = []
+        if share.grad_bytes and watch is not None:
+            memory_of_grads = _lease(pool, share.grad_bytes, "gradients of our own")
+            self.reducer = Reducer(self.exchange, records, memory_of_grads)
+            params = {number: records[number].param for number in buckets.numbers}
+            self._hooks = watch(params, self.reducer.arrived, self.reducer.ended)
+        self._gathering: Gathering | None = None
+        self._left: Counter[int] = Counter()  # own elements of each bucket that are not updated
+
+    # --- before a step ----------------------------------------------------------------------------
+
+    def look(self, grads: Mapping[int, Tensor], steps_done: int) -> dict[str, Any]:
+        """What this rank has to say about a step with these gradients, or with those that are
+        reduced here.
+        """
+        facts = {
+            "which parameters there are": self.buckets.digest,
+            "their hyper-parameters": settings_sum(self._records),
+        }
+        if self.reducer is not None:
+            return {**facts, **self.reducer.look()}
+        having = list(grads)
+        return {**facts, "which of them have gradients": having, **self._sums(grads, steps_done)}
+
+    def _sums(self, grads: Mapping[int, Tensor], steps_done: int) -> dict[str, int]:
+        """Of all gradients in the first steps, of another one each time later."""
+        numbers = list(grads)
+        if not numbers:
+            return {}
+        if steps_done >= _COMPARED_STEPS:
+            numbers = [numbers[steps_done % len(numbers)]]
+        found = {}
+        for number in numbers:
+            values = grads[number]
+            if steps_done >= _COMPARED_STEPS:
+                values = values[: _SAMPLE_BYTES // values.element_size()]
+            found[f"the gradient of {self._records[number].name}"] = kernels.checksum(values)
+        return found
+
+    def settle(
+        self, grads: dict[int, Tensor], said: Sequence[Mapping[str, Any]]
+    ) -> dict[int, Tensor]:
+        """The gradients for a step, after what all ranks have said."""
+        own = (HAVING, LEFT) if self.reducer is not None else ()  # which may differ
+        found = differing([{k: v for k, v in one.items() if k not in own} for one in said])
+        if found is not None:
+            name, rank = found
+            remedy = "every rank must make the same model and optimizer, and change them alike"
+            if "gradient" in name and self.reducer is None:
+                remedy = _REDUCE
+            raise StateError(f"step: rank {rank} and rank 0 differ in {name}; {remedy}")
+        return grads if self.reducer is None else self.reducer.settle(said)
+
+    # --- new values of parameters -----------------------------------------------------------------
+
+    def begin_update(self, numbers: Iterable[int]) -> None:
+        """These parameters are about to be updated, on all ranks."""
+        stepping = {n for n in numbers if self.buckets.own(n) is not None}
+        self._left.clear()
+        for number in stepping:
+            begin, end = self.buckets.own(number) or (0, 0)
+            self._left[self.buckets.bucket_of(number).number] += end - begin
+        wanted = {self.buckets.bucket_of(number).number for number in stepping}
+        self._gathering = Gathering(
+            self.exchange,
+            [b for b in self.buckets.in_order_of_update if b.number in wanted],
+            lambda bucket: bucket.dtype,
+            lambda number: flat(self._records[number].param) if number in stepping else None,
+            "the new values",
+            self._is_updated,
+        )
+
+    def _is_updated(self, bucket: Bucket) -> bool:
+        return not self._left[bucket.number]
+
+    def updated(self, number: int, numel: int) -> None:
+        """So many own elements of a parameter have their new values."""
+        if self.buckets.own(number) is not None:
+            self._left[self.buckets.bucket_of(number).number] -= numel
+
+    def advance(self) -> None:
+        """Send what is complete, unless all buffers are under way."""
+        if self._gathering is not None:
+            self._gathering.advance()
+
+    def end_update(self) -> None:
+        """Return when this rank has everybody's new values."""
+        assert self._gathering is not None, "begun before"
+        self._gathering.finish()
+        self._gathering = None
+        if self.reducer is not None:
+            self.reducer.used()
+
+    def break_off(self, error: BaseException) -> None:
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.break_off(error)
+
+    # --- gradients that are here only ------------------------------------------------------------
+
+    def give_back(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Let the parameters have their averaged gradients, whole: what all ranks have said of
+        theirs.
+        """
+        assert self.reducer is not None, "gradients are reduced here"
+        whole: dict[int, Tensor] = {}
+        for number, own in self.reducer.settle(said).items():
+            record = self._records[number]
+            record.param.grad = grad = torch.empty_like(record.param, requires_grad=False)
+            whole[number] = flat(grad)
+            first, end = self.buckets.own(number) or (0, 0)
+            whole[number][first:end].copy_(own)
+        wanted = {self.buckets.bucket_of(n).number for n in whole if self.buckets.own(n)}
+        Gathering(
+            self.exchange,
+            [bucket for bucket in self.buckets.each if bucket.number in wanted],
+            lambda bucket: bucket.dtype,
+            whole.get,
+            "the gradients",
+        ).finish()
+        self.reducer.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # --- whole states -----------------------------------------------------------------------------
+
+    def complete(self, states: Mapping[int, Mapping[str, Any]], fields: Sequence[str]) -> None:
+        """Fill in what others own: of these fields, by parameter, which have our own elements."""
+        if self.reducer is not None:
+            self.reducer.drain()
+        for field in fields:
+            having = {n for n, state in states.items() if isinstance(state.get(field), Tensor)}
+            having &= set(self.buckets.numbers)
+            wanted = {self.buckets.bucket_of(number).number for number in having}
+            Gathering(
+                self.exchange,
+                [bucket for bucket in self.buckets.each if bucket.number in wanted],
+                lambda _: torch.float32,
+                lambda n, field=field, having=having: (  # type: ignore[misc]
+                    flat(states[n][field]) if n in having else None
+                ),
+                f"{field} of the state",
+            ).finish()
+
+
+def _lease(pool: Pool | None, nbytes: int, what: str) -> Tensor:
+    assert pool is not None, "a plan that holds memory has a pool"
+    with pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
+        return lease.tensor()

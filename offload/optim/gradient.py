@@ -1,0 +1,50 @@
+"""The gradients that an update can use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+from offload.optim.flat import in_order_of
+from offload.optim.recipe import Record
+from offload.shard import local_of, placing_of
+from offload.sliced_gradient import SlicedGradient
+
+GRADS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def gradient_of(record: Record) -> Tensor:
+    """Flat, in the order of the parameter's memory; the parameter has one. Of a model that ranks
+    share, this rank's part of it.
+    """
+    given = record.param.grad
+    assert given is not None
+    if isinstance(given, SlicedGradient):
+        return given.own
+    placing = placing_of(given)
+    if placing != record.placing:
+        raise ConfigError(
+            f"{record.name}: expected a gradient that is {record.placing or 'an ordinary tensor'}, "
+            f"got {placing or 'an ordinary tensor'}; give it the parameter's own, by "
+            "p.grad = p.grad.redistribute(placements=p.placements), say"
+        )
+    grad = local_of(given)
+    if grad.layout != torch.strided:
+        raise ConfigError(
+            f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
+            "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
+        )
+    if grad.shape != record.shape:  # torch lets nobody set such a one, but may exchange it
+        raise ConfigError(
+            f"{record.name}: expected a gradient whose part here has the shape "
+            f"{tuple(record.shape)}, got {tuple(grad.shape)}"
+        )
+    place = record.local.device if record.home is None else torch.device("cpu")
+    allowed = GRADS if place.type == "cpu" else (record.dtype,)
+    if grad.device != place or grad.dtype not in allowed:
+        raise ConfigError(
+            f"{record.name}: expected a gradient of {' or '.join(map(str, allowed))} on "
+            f"{place}, got {grad.dtype} on {grad.device}"
+        )
+    return in_order_of(grad.resolve_neg(), record.local)

@@ -1,0 +1,172 @@
+"""What an optimizer does together with the ranks that share its state, from one plan to the next.
+
+Nothing begins before all ranks have said that they can: a refusal on one is a refusal on all. What
+a program easily calls on one rank only (`state_dict`, `close`) is given up after a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from offload.config import Config
+from offload.errors import StateError
+from offload.metrics import Metrics
+from offload.optim.agreement import check_alike, start_facts, together
+from offload.optim.begun import Begun
+from offload.optim.buckets import Buckets, no_buckets
+from offload.optim.company import Company
+from offload.optim.ground import WatchPasses
+from offload.optim.recipe import Record
+from offload.optim.reducer import Carried, Reducer
+from offload.planner import Plan
+from offload.pool import Pool
+from offload.shard import Ranks
+
+MEETING_S = 60.0
+_CALL_ON_ALL = (
+    "state_dict() and close() put the state of all ranks together: call them on every rank, or "
+    "save with offload.save"
+)
+
+# Gives the gradients for a step, if nothing stands in its way.
+Look = Callable[[], dict[int, Tensor]]
+Begin = Callable[[dict[int, Tensor]], Begun]
+
+
+class Joint:
+    """watch: for gradients that are averaged here."""
+
+    def __init__(
+        self, ranks: Ranks, config: Config, metrics: Metrics, watch: WatchPasses | None
+    ) -> None:
+        self.ranks = ranks
+        self.buckets: Buckets = no_buckets(ranks.place, config)
+        self.company: Company | None = None  # None: nothing is open
+        self._metrics = metrics
+        self._reduces = bool(config.release_grads)
+        self._watch = watch
+        self._carried: Carried | None = None  # gradients between two plans
+        self._is_syncing = True
+
+    def open(
+        self, records: Sequence[Record], plan: Plan, buckets: Buckets, pool: Pool | None
+    ) -> Company:
+        assert plan.ranks is not None, "made for ranks"
+        company = Company(
+            self.ranks, buckets, plan.ranks, records, pool, self._metrics, self._watch
+        )
+        if company.reducer is not None and self._carried is not None:
+            company.reducer.take_over(self._carried)
+        self.buckets, self.company, self._carried = buckets, company, None
+        self._tell_syncing()
+        return company
+
+    def leave(self) -> None:
+        """The plan ends; gradients that are here only are kept for the next."""
+        company, self.company = self.company, None
+        if company is not None:
+            company.close()
+            if company.reducer is not None and not self.ranks.is_broken:
+                self._carried = company.reducer.carry()
+
+    @property
+    def _reducer(self) -> Reducer | None:
+        return self.company.reducer if self.company is not None else None
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def begin_step(self, look: Look, begin: Begin, steps_done: int) -> Begun:
+        """One that no rank refuses, with the norm of everybody's gradients."""
+        looked: list[dict[int, Tensor]] = []
+        begun: list[Begun] = []
+
+        def say_what_is_here() -> dict[str, Any]:
+            looked.append(look())
+            return self._open_company.look(looked[0], steps_done)
+
+        def say_squares() -> str | None:
+            begun.append(begin(grads))
+            return begun[0].squares_text
+
+        try:
+            said = together(self.ranks, "step", say_what_is_here, self._metrics)
+            grads = self._open_company.settle(looked[0], said)
+            squares = together(self.ranks, "step and norm", say_squares, self._metrics)
+        except BaseException:
+            for one in begun:
+                one.undo()
+            raise
+        begun[0].take_squares(squares)
+        return begun[0]
+
+    @property
+    def _open_company(self) -> Company:
+        assert self.company is not None, "something is open"
+        return self.company
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are not averaged over ranks meanwhile."""
+        if not self._reduces:
+            raise StateError(
+                "no_sync: gradients are averaged by others here; use the no_sync() of "
+                "DistributedDataParallel, or wrap(..., release_grads=True) without it"
+            )
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            self._tell_syncing()
+            yield
+        finally:
+            self._is_syncing = before
+            self._tell_syncing()
+
+    def _tell_syncing(self) -> None:
+        if self._reducer is not None:
+            self._reducer.is_syncing = self._is_syncing
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """For gradients that the parameters do not have."""
+        self._carried = None
+        if self._reducer is not None:
+            self._reducer.zero_grad(set_to_none)
+
+    def give_back(self) -> None:
+        """All ranks let the parameters have their gradients."""
+        if self._reducer is not None:
+            self._open_company.give_back(self._meet("close", self._reducer.look))
+
+    # --- other meetings ---------------------------------------------------------------------------
+
+    def meet(self, numbers: Callable[[], list[int]]) -> None:
+        """All ranks are here to put the state together: that of parameters with these numbers."""
+        said = self._meet("state_dict", numbers)
+        if any(one != said[0] for one in said):
+            raise StateError("state_dict: ranks have state of different parameters; load it again")
+
+    def _meet(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        deadline_s = min(MEETING_S, self.ranks.deadline_s)
+        return together(self.ranks, what, act, self._metrics, _CALL_ON_ALL, deadline_s)
+
+    def add(
+        self, group: Mapping[str, Any], add: Callable[[], None], records: Callable[[], Any]
+    ) -> None:
+        """Another group of parameters, on all ranks or on none. records: those that are there."""
+        before = self.buckets
+
+        def say_what_is_new() -> dict[str, Any]:
+            add()
+            new = {id(param) for param in group["params"]}
+            return start_facts([record for record in records() if id(record.param) in new])
+
+        try:
+            said = together(self.ranks, "add_param_group", say_what_is_new, self._metrics)
+            check_alike("add_param_group", said)
+        except BaseException:
+            self.buckets = before  # of which all ranks make the same again
+            raise

@@ -1,0 +1,82 @@
+"""The way from a plain optimizer to what a wrapped one holds; among ranks, on all or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offload.budget import HOST
+from offload.config import Config
+from offload.limits import limited
+from offload.optim.agreement import check_alike, start_facts, together
+from offload.optim.buckets import stage_of
+from offload.optim.ground import Watch, WatchPasses
+from offload.optim.request import Request
+from offload.optim.session import Session
+from offload.shard import Ranks
+
+
+def open_session(
+    optimizer: torch.optim.Optimizer,
+    configure: Callable[[], Config],
+    elementwise: bool,
+    measured: bool,
+    watch: Watch,
+    watch_passes: WatchPasses,
+    ranks: Ranks | None,
+) -> Session:
+    """With the state that the optimizer has. Nothing is left when it raises. configure: gives the
+    settings, or refuses them.
+    """
+    opened: list[Session] = []
+    limit_before = HOST.limit_bytes
+
+    def open_here() -> Session:
+        config = configure()
+        place = ranks.place if ranks is not None else None
+        request = Request.of(optimizer, config, elementwise, measured, place)
+        with limited(config):
+            session = Session(
+                optimizer,
+                request.recipe,
+                config,
+                request.host_bytes,
+                watch,
+                speeds=request.plan.speeds,
+                ranks=ranks,
+                watch_passes=watch_passes,
+            )
+            opened.append(session)
+            session.updater.take_in(request.states)
+        return session
+
+    try:
+        if ranks is None:
+            return open_here()
+        return _open_together(open_here, ranks)
+    except BaseException:
+        for session in opened:
+            session.close()
+        if ranks is not None:
+            ranks.close()
+            HOST.put_back_limit(limit_before)
+        raise
+
+
+def _open_together(open_here: Callable[[], Session], ranks: Ranks) -> Session:
+    opened: list[Session] = []
+
+    def act() -> dict[str, Any]:
+        opened.append(open_here())
+        config = opened[0].config
+        return {
+            "release_grads (the stage)": stage_of(config),
+            "max_grad_norm": config.max_grad_norm,
+            "host_memory": None if config.host_memory is None else int(config.host_memory),
+            **start_facts(opened[0].updater.records),
+        }
+
+    check_alike("wrap", together(ranks, "wrap", act))
+    return opened[0]

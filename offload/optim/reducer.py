@@ -1,0 +1,308 @@
+"""Gradients that are averaged over ranks while backward runs: stage 2.
+
+When all gradients of a bucket have come, each rank gets the mean of its own slice, and the
+parameters' gradients become None. Buckets go in their order, on all ranks alike: one that is
+complete waits for those before it, and at the end of the pass the rest goes, with zeros for what
+has not come. Of several passes the means are added up. In `no_sync` gradients stay with their
+parameters, are added up by autograd, and go with the next pass, or at the step.
+
+Autograd calls `arrived` and `ended`, while nobody steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError, OffloadError, StateError
+from offload.optim.buckets import Bucket
+from offload.optim.exchange import Buffer, Exchange, Round
+from offload.optim.flat import in_order_of
+from offload.optim.recipe import Record
+from offload.ticket import Ticket
+
+HAVING, LEFT = "having", "left"
+REDUCED = "which gradients were reduced"
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A round on the network. to_add: its mean comes to the buffer, and is added to the rest."""
+
+    step: Round
+    buffer: Buffer
+    ticket: Ticket[None]
+    to_add: bool
+
+
+@dataclass
+class Carried:
+    """What was there under another plan. Buckets keep their numbers."""
+
+    slices: dict[int, Tensor]
+    filled: set[int]
+    params: dict[str, list[Tensor]]
+
+
+@dataclass
+class _Gone:
+    """Numbers of parameters since the last step, or `zero_grad`."""
+
+    having: set[int] = field(default_factory=set)  # have a gradient on this rank
+    taken: set[int] = field(default_factory=set)  # theirs has left them
+    kept: set[int] = field(default_factory=set)  # autograd has added to theirs, which is there
+    released: set[int] = field(default_factory=set)  # would have one without us, used up or not
+
+
+class Reducer:
+    """memory: this rank's slices of all buckets, bytes."""
+
+    def __init__(self, exchange: Exchange, records: Sequence[Record], memory: Tensor) -> None:
+        self._exchange = exchange
+        self._records = records
+        self._buckets = exchange.buckets
+        self._slices: dict[int, Tensor] = {}
+        begin = 0
+        for bucket in self._buckets.each:
+            end = begin + bucket.partition.slice_bytes
+            self._slices[bucket.number] = memory[begin:end].view(bucket.dtype)
+            begin = end
+        # What has no elements is in no bucket, and steps all the same.
+        self._empty = [r for r in records if not r.is_frozen and not r.param.numel()]
+        self._filled: set[int] = set()  # buckets whose slices have something since the last step
+        self._of = _Gone()
+        self._flying: deque[_Flight] = deque()
+        self._lock = threading.RLock()
+        self.is_syncing = True  # False: in `no_sync`
+        self._begin_pass()
+
+    # --- during backward --------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        self._next = 0  # the bucket to go next
+        self._come: set[int] = set()
+        self._missing = Counter(
+            {
+                bucket.number: sum(place.number is not None for place in bucket.places)
+                for bucket in self._buckets.each
+            }
+        )
+
+    def arrived(self, number: int) -> None:
+        """Autograd has added to a parameter's gradient."""
+        with self._lock:
+            self._of.having.add(number)
+            self._of.kept.add(number)
+            if not self.is_syncing or number in self._come:
+                return
+            self._come.add(number)
+            self._missing[self._buckets.bucket_of(number).number] -= 1
+            while self._next < len(self._buckets.each) and not self._missing[self._next]:
+                self._send_next()
+
+    def ended(self) -> None:
+        """The backward pass is over."""
+        with self._lock:
+            if self.is_syncing:
+                while self._next < len(self._buckets.each):
+                    self._send_next()
+                self._take_empty()
+                self._begin_pass()
+
+    def _take_empty(self) -> None:
+        for record in self._empty:
+            if record.param.grad is not None:
+                record.param.grad = None
+                self._of.having.add(record.number)
+
+    def _send_next(self) -> None:
+        self._send(self._buckets.each[self._next])
+        self._next += 1
+
+    def _send(self, bucket: Bucket) -> None:
+        """Start the reduction of what the bucket's parameters have; they have none then."""
+        grads = {
+            place.number: self._gradient_of(self._records[place.number])
+            for place in bucket.places
+            if place.number is not None
+        }
+        is_filled = bucket.number in self._filled
+        for step in self._exchange.rounds(bucket, bucket.dtype):
+            self._send_round(step, grads, is_filled)
+        self._filled.add(bucket.number)
+        for number, grad in grads.items():
+            if grad is not None:
+                self._records[number].param.grad = None
+                self._of.kept.discard(number)
+                self._of.having.add(number)
+                self._of.taken.add(number)
+                self._of.released.add(number)
+
+    def _gradient_of(self, record: Record) -> Tensor | None:
+        grad = record.param.grad
+        if grad is None:
+            return None
+        if grad.layout != torch.strided or grad.dtype != record.dtype or not grad.is_cpu:
+            raise ConfigError(
+                f"{record.name}: expected a dense gradient of {record.dtype} on the CPU, got "
+                f"{grad.dtype} on {grad.device}, {grad.layout}; sparse ones are not supported: "
+                "nn.Embedding(..., sparse=False)"
+            )
+        return in_order_of(grad.detach().resolve_neg(), record.param)
+
+    def _send_round(self, step: Round, grads: Mapping[int, Tensor | None], to_add: bool) -> None:
+        while not self._exchange.free:
+            self._land()
+        exchange, bucket = self._exchange, step.bucket
+        buffer = exchange.free.pop()
+        whole = exchange.whole(buffer, step, bucket.dtype)
+        for rank in range(exchange.ranks.count):
+            for span in bucket.spans(rank, step.begin, step.end):
+                there = whole[rank, span.at : span.at + span.end - span.first]
+                grad = grads[span.number]
+                if grad is None:
+                    there.zero_()
+                else:
+                    there.copy_(grad[span.first : span.end])
+        own = self._part(buffer, step) if to_add else self._slice(step)
+        ticket = exchange.ranks.reduce_scatter(own, whole, f"the gradients of {bucket.name}")
+        self._flying.append(_Flight(step, buffer, ticket, to_add))
+
+    def _part(self, buffer: Buffer, step: Round) -> Tensor:
+        return buffer.part[: step.numel * step.bucket.dtype.itemsize].view(step.bucket.dtype)
+
+    def _slice(self, step: Round) -> Tensor:
+        return self._slices[step.bucket.number][step.begin : step.end]
+
+    def _land(self) -> None:
+        flight = self._flying[0]
+        try:
+            self._exchange.wait(flight.ticket)
+        except Exception:  # its buffer may still be written to
+            self._flying.popleft()
+            raise
+        self._flying.popleft()
+        if flight.to_add:
+            self._slice(flight.step).add_(self._part(flight.buffer, flight.step))
+        self._exchange.free.append(flight.buffer)
+
+    def drain(self) -> None:
+        """Return when nothing is on the network any more; buffers are free then."""
+        while self._flying:
+            self._land()
+
+    # --- at the step ------------------------------------------------------------------------------
+
+    def look(self) -> dict[str, Any]:
+        """What this rank has to say before a step: which parameters have a gradient, as bits, and
+        which buckets have some that were not reduced.
+        """
+        self._begin_pass()
+        self._refuse_foreign()
+        self._take_empty()
+        left = {
+            self._buckets.bucket_of(number).number
+            for number in self._buckets.numbers
+            if self._records[number].param.grad is not None
+        }
+        having = self._of.having | {
+            number
+            for number in self._buckets.numbers
+            if self._records[number].param.grad is not None
+        }
+        bits = sum(1 << number for number in having)
+        filled = zlib.crc32(repr(sorted(self._filled)).encode())
+        return {HAVING: f"{bits:x}", LEFT: sorted(left), REDUCED: filled}
+
+    def _refuse_foreign(self) -> None:
+        for number in self._of.taken - self._of.kept:
+            if self._records[number].param.grad is not None:
+                raise StateError(
+                    f"{self._records[number].name}: its gradient was taken away in backward to be "
+                    "averaged over ranks, and now it has one again; with release_grads=True the "
+                    "model must not be in DistributedDataParallel, which averages gradients itself"
+                )
+
+    def settle(self, said: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+        """Reduce what is left on any rank. This rank's part of the gradients that any has."""
+        for number in sorted({number for one in said for number in one[LEFT]}):
+            self._send(self._buckets.each[number])
+        self.drain()
+        bits = 0
+        for one in said:
+            bits |= int(one[HAVING], 16)
+        numbers = [*self._buckets.numbers, *(record.number for record in self._empty)]
+        return {n: self._own(n) for n in sorted(numbers) if bits >> n & 1}
+
+    def _own(self, number: int) -> Tensor:
+        """This rank's part of a parameter's gradient."""
+        first, end = self._buckets.own(number) or (0, 0)
+        if first == end:
+            return torch.empty(0, dtype=self._records[number].dtype, device="cpu")
+        bucket, place = self._buckets.place_of(number)
+        begin = place.begin + first - self._buckets.rank * bucket.slice_numel
+        return self._slices[bucket.number][begin : begin + end - first]
+
+    def used(self) -> None:
+        """The step has used all gradients up."""
+        self._filled.clear()
+        self._of = _Gone(released=self._of.released)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """What the optimizer's `zero_grad` does to gradients that the parameters do not have: it
+        drops them, or makes them zero, those too that a step has used up.
+        """
+        with self._lock:
+            self._drop()
+            self._begin_pass()
+            self.used()
+            if set_to_none:
+                self._of = _Gone()
+                return
+            for number in self._of.released:
+                bucket = self._buckets.bucket_of(number)
+                self._slices[bucket.number].zero_()
+                self._filled.add(bucket.number)
+            self._of.having |= self._of.released
+
+    def _drop(self) -> None:
+        """Nothing of what is on the network counts any more, nor what went wrong there: whoever
+        wants something from other ranks next is told.
+        """
+        while self._flying:
+            with suppress(OffloadError):
+                self._land()
+
+    # --- from one plan to the next ----------------------------------------------------------------
+
+    def carry(self) -> Carried:
+        """Copies of what is here."""
+        with self._lock:
+            self.drain()
+            return Carried(
+                {number: self._slices[number].clone() for number in self._filled},
+                set(self._filled),
+                {
+                    name: [self._records[number].param for number in numbers]
+                    for name, numbers in vars(self._of).items()
+                },
+            )
+
+    def take_over(self, carried: Carried) -> None:
+        numbers = {record.param: record.number for record in self._records}
+        self._filled = carried.filled
+        for number, values in carried.slices.items():
+            self._slices[number].copy_(values)
+        self._of = _Gone(**{k: _known(params, numbers) for k, params in carried.params.items()})
+
+
+def _known(params: Iterable[Tensor], numbers: Mapping[Tensor, int]) -> set[int]:
+    return {numbers[param] for param in params if param in numbers}

@@ -1,0 +1,45 @@
+"""Ranks, by `torch.distributed`, which nothing outside of this package imports."""
+
+from offload.shard.group import (
+    Members,
+    Speakers,
+    default_store,
+    is_connected,
+    members_of,
+    place_of,
+    speakers_of,
+)
+from offload.shard.placing import (
+    Placing,
+    Rows,
+    is_sharded,
+    like,
+    local_of,
+    part_of,
+    placing_of,
+    rows_of,
+    sum_over_meshes,
+)
+from offload.shard.ranks import DEADLINE_S, Ranks, ranks_of
+
+__all__ = [
+    "DEADLINE_S",
+    "Members",
+    "Placing",
+    "Ranks",
+    "Rows",
+    "Speakers",
+    "default_store",
+    "is_connected",
+    "is_sharded",
+    "like",
+    "local_of",
+    "members_of",
+    "part_of",
+    "place_of",
+    "placing_of",
+    "ranks_of",
+    "rows_of",
+    "speakers_of",
+    "sum_over_meshes",
+]

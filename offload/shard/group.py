@@ -1,0 +1,84 @@
+"""Which ranks this process belongs to, and connections between them for small things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.errors import ConfigError
+
+
+def is_connected() -> bool:
+    """Whether this process belongs to a group of several."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return dist.get_world_size() > 1
+
+
+def place_of(process_group: Any) -> tuple[int, int] | None:
+    """Rank and count of those to share with; None: as in `ranks_of`. Asks nobody else."""
+    if process_group is False or not is_connected():
+        if process_group:
+            raise ConfigError(
+                "process_group: torch.distributed is not initialised, or has one process; call "
+                "init_process_group, or leave it out"
+            )
+        return None
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group: expected a group of torch.distributed, False for none, or None for "
+            f"the default one, got {type(process_group).__name__}"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ConfigError("process_group: this rank is not in it; give each rank its own group")
+    count = dist.get_world_size(process_group)
+    return None if count == 1 else (dist.get_rank(process_group), count)
+
+
+class Members(NamedTuple):
+    """rank: of this process among `ranks`, which are numbers in the default group."""
+
+    rank: int
+    ranks: list[int]
+
+
+def members_of(process_group: Any) -> Members | None:
+    """Who belongs to it (None: all there are). None: this process is alone, or it says False."""
+    if process_group is False or not is_connected():
+        return None
+    ranks = dist.get_process_group_ranks(process_group)
+    rank = dist.get_rank(process_group)
+    return Members(rank, ranks) if len(ranks) > 1 and rank >= 0 else None
+
+
+def default_store() -> Any:
+    """What all ranks can read and write: small texts by name."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def speakers_of(name: str, members: Members, deadline_s: float) -> Speakers:
+    """New connections between members, who all call it with the same `name`, used once."""
+    store = dist.distributed_c10d.PrefixStore(name, default_store())
+    limit = timedelta(seconds=deadline_s)
+    return Speakers(dist.ProcessGroupGloo(store, members.rank, len(members.ranks), limit))
+
+
+class Speakers:
+    """Connections for small things, outside of the groups that `torch.distributed` counts."""
+
+    def __init__(self, group: Any) -> None:
+        self._group: Any = group
+
+    def gather(self, found: Sequence[Tensor], mine: Tensor, deadline_s: float) -> Any:
+        """Start to fill `found` with everybody's; returns torch's work."""
+        options = torch._C._distributed_c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=deadline_s)
+        return self._group.allgather([list(found)], [mine], options)
+
+    def close(self) -> None:
+        self._group = None

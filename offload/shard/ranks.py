@@ -1,0 +1,426 @@
+"""Ranks: the processes that share one training, by `torch.distributed`.
+
+`Ranks` moves bytes between them: it gathers slices to whole blocks and takes the mean of blocks in
+slices. Everything happens in the order of the calls, which must be that of all ranks, in a thread
+of its own, over groups of its own: what the loop does with `torch.distributed` is not in its way.
+Before each act the ranks tell one another what they are about to do, so that ranks that have parted
+ways end with an error that says so, and not with other bytes.
+
+On the CPU it is made of gloo's sends and receives. Its own all-gather copies everything twice more,
+and its reduce-scatter moves twice the bytes; measured in benchmarks/LOG.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import struct
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.errors import ConfigError, StateError
+from offload.machine import ROOT, read_text
+from offload.neighbours import settle
+from offload.shard.group import place_of
+from offload.ticket import Ticket
+
+T = TypeVar("T")
+DEADLINE_S = 600.0
+_PART_BYTES = 4 << 20  # of what one rank sends to another at a time, when sums are taken
+_HEADER = struct.Struct("<BIQ")  # kind, number, bytes
+_HEADER_BYTES = 192
+_GATHER, _REDUCE, _EXCHANGE, _FAILED = range(4)
+_DOING = ("gathers", "reduces", "exchanges", "has failed before")
+
+
+def ranks_of(process_group: Any, deadline_s: float = DEADLINE_S) -> Ranks | None:
+    """The ranks to share with; None: this process is alone, or `process_group` is False. All ranks
+    of the group call it.
+    """
+    if place_of(process_group) is None:
+        return None
+    ranks = Ranks(dist.get_process_group_ranks(process_group), deadline_s)
+    here = ranks.on_this_machine()
+    settle(here.index(ranks.rank), len(here))
+    return ranks
+
+
+class _Header(NamedTuple):
+    """What a rank is about to do."""
+
+    kind: int
+    number: int
+    nbytes: int
+    what: str
+
+    def packed(self) -> Tensor:
+        text = self.what.encode()[: _HEADER_BYTES - _HEADER.size]
+        packed = _HEADER.pack(self.kind, self.number, self.nbytes) + text
+        return torch.frombuffer(bytearray(packed.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, packed: Tensor) -> _Header:
+        data = packed.numpy().tobytes()
+        text = data[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
+        kind, number, nbytes = _HEADER.unpack_from(data)
+        return cls(kind, number, nbytes, text)
+
+    def matches(self, other: _Header) -> bool:
+        same = (self.kind, self.number, self.what) == (other.kind, other.number, other.what)
+        return same and (self.nbytes == other.nbytes or self.kind == _EXCHANGE)
+
+    def __str__(self) -> str:
+        return f"{_DOING[self.kind]} {self.what} ({self.nbytes} bytes, act {self.number})"
+
+
+class Ranks:
+    """This process among others. One order of calls for all of them; any thread."""
+
+    def __init__(self, members: Sequence[int], deadline_s: float = DEADLINE_S) -> None:
+        self._members = list(members)
+        self.rank = self._members.index(dist.get_rank())
+        self.count = len(self._members)
+        self.deadline_s = deadline_s
+        self.sent_bytes: Counter[str] = Counter()  # by kind, what this rank has put on the network
+        self._group: Any = dist.new_group(
+            self._members,
+            timeout=timedelta(seconds=deadline_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        self._number = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._broken: StateError | None = None
+        self._unsettled: list[object] = []  # what the network may still write to, after an error
+        self._scratch: list[Tensor] = []
+        self._queue: queue.SimpleQueue[Callable[[], Callable[[], None]] | None]
+        self._queue = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self._queue,), name="ranks", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and count."""
+        return self.rank, self.count
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be asked of the others any more."""
+        return self._broken is not None
+
+    def another(self) -> Ranks:
+        """The same ranks with an order of their own, for what happens beside. All call it."""
+        return Ranks(self._members, self.deadline_s)
+
+    # --- what all do together ---------------------------------------------------------------------
+
+    def gather(
+        self, whole: Tensor, own: Tensor, what: str, after: Ticket[Any] | None = None
+    ) -> Ticket[None]:
+        """Fill `whole` with everybody's `own`, in the order of ranks; `own` may lie in its place
+        there. after: ends when `own` has its values.
+        """
+        _check_bytes(whole, own, self.count, what)
+        act = lambda: self._gather(_flat(whole), _flat(own))  # noqa: E731
+        return self._start(_GATHER, own.nbytes, what, act, after)
+
+    def reduce_scatter(
+        self, own: Tensor, whole: Tensor, what: str, after: Ticket[Any] | None = None
+    ) -> Ticket[None]:
+        """Make `own` the mean of everybody's part of `whole` that is this rank's. Each is divided
+        by the count, then they are added in the order of ranks; 16-bit ones in fp32, and rounded
+        once.
+        """
+        _check_bytes(whole, own, self.count, what)
+        if own.dtype != whole.dtype or not own.is_floating_point():
+            raise ConfigError(
+                f"{what}: expected floats of one type, got {own.dtype}, {whole.dtype}"
+            )
+        act = lambda: self._reduce(own.view(-1), whole.view(-1))  # noqa: E731
+        return self._start(_REDUCE, own.nbytes, what, act, after)
+
+    def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
+        """What every rank has to say, by rank: something that JSON can express."""
+        data = json.dumps(value).encode()
+        found: list[Any] = []
+
+        def act(headers: Sequence[_Header]) -> None:
+            found.extend(self._exchange(data, [header.nbytes for header in headers]))
+
+        self._start_with_headers(_EXCHANGE, len(data), what, act, None, deadline_s).wait()
+        return [json.loads(one) for one in found]
+
+    def sum(self, values: Sequence[float], what: str) -> list[float]:
+        """Of everybody's, each in double and rounded once: the same on all ranks."""
+        each = self.exchange([value.hex() for value in values], what)
+        if len({len(one) for one in each}) > 1:
+            lengths = [len(one) for one in each]
+            raise StateError(f"{what}: expected as many numbers from each rank, got {lengths}")
+        columns = zip(*([float.fromhex(text) for text in one] for one in each), strict=True)
+        return [_sum(column) for column in columns]
+
+    def check_equal(self, what: str, value: Any, remedy: str) -> None:
+        """Raise `ConfigError` on all ranks where one says something else than rank 0."""
+        each = self.exchange(value, what)
+        for rank, one in enumerate(each):
+            if one != each[0]:
+                raise ConfigError(
+                    f"{what}: rank {rank} has {_short(one)}, rank 0 has {_short(each[0])}; {remedy}"
+                )
+
+    def agree(self, error: BaseException | None, what: str) -> None:
+        """Before something that all do: raise this rank's error, or say which rank has one."""
+        each = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(each):
+            if text is not None:
+                raise StateError(f"{what}: rank {rank} cannot go on, and so no rank does: {text}")
+
+    def on_this_machine(self) -> list[int]:
+        """The ranks that share this one's machine, itself among them."""
+        each = self.exchange(_machine(), "which machine they are on")
+        return [rank for rank, one in enumerate(each) if one == each[self.rank]]
+
+    def close(self) -> None:
+        """Let go of the network, when everything that was asked for has ended. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._queue.put(None)
+
+    # --- one act ----------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        kind: int,
+        nbytes: int,
+        what: str,
+        act: Callable[[], None],
+        after: Ticket[Any] | None,
+    ) -> Ticket[None]:
+        return self._start_with_headers(kind, nbytes, what, lambda _: act(), after, None)
+
+    def _start_with_headers(
+        self,
+        kind: int,
+        nbytes: int,
+        what: str,
+        act: Callable[[Sequence[_Header]], None],
+        after: Ticket[Any] | None,
+        deadline_s: float | None,
+    ) -> Ticket[None]:
+        ticket: Ticket[None] = Ticket(f"{_DOING[kind]} {what} over {self.count} ranks")
+        with self._lock:
+            if self._is_closed:
+                ticket.fail(StateError(f"{what}: the ranks have been closed"))
+                return ticket
+            self._number += 1
+            header = _Header(kind, self._number, nbytes, what[: _HEADER_BYTES - _HEADER.size])
+            self._queue.put(lambda: self._run(header, act, after, deadline_s, ticket))
+        return ticket
+
+    def _run(
+        self,
+        header: _Header,
+        act: Callable[[Sequence[_Header]], None],
+        after: Ticket[Any] | None,
+        deadline_s: float | None,
+        ticket: Ticket[None],
+    ) -> Callable[[], None]:
+        """In the thread of ours. What it returns ends the ticket."""
+        try:
+            if self._broken is not None:
+                raise StateError(f"{header.what}: an earlier error stands: {self._broken}")
+            if after is not None:
+                self._await(after, header)
+            act(self._agree_on(header, deadline_s))
+        except BaseException as error:
+            return partial(ticket.fail, self._as_ours(error, header))
+        return partial(ticket.finish, None)
+
+    def _await(self, after: Ticket[Any], header: _Header) -> None:
+        try:
+            after.wait()
+        except BaseException as error:
+            failed = header._replace(kind=_FAILED, what=f"{header.what}: {error}")
+            self._swap_headers(failed, None)  # the others need not wait for the deadline
+            self._broken = StateError(f"{header.what}: {error}")
+            raise
+
+    def _agree_on(self, header: _Header, deadline_s: float | None) -> list[_Header]:
+        headers = self._swap_headers(header, deadline_s)
+        others = [(rank, one) for rank, one in enumerate(headers) if not one.matches(header)]
+        if others:
+            rank, one = others[0]
+            raise StateError(
+                f"ranks have parted ways: rank {self.rank} {header}, rank {rank} {one}; every rank "
+                "must run the same layers in the same order, and call save, state_dict and the like"
+            )
+        return headers
+
+    def _swap_headers(self, header: _Header, deadline_s: float | None) -> list[_Header]:
+        found = [torch.empty(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self.count)]
+        work = dist.all_gather(found, header.packed(), group=self._group, async_op=True)
+        self._finish([work], found, deadline_s)
+        self.sent_bytes["control"] += (self.count - 1) * _HEADER_BYTES
+        return [_Header.of(one) for one in found]
+
+    def _finish(
+        self, works: Sequence[Any], touched: Sequence[Tensor], deadline_s: float | None = None
+    ) -> None:
+        limit = timedelta(seconds=deadline_s or self.deadline_s)
+        try:
+            for work in works:
+                work.wait(limit)
+        except BaseException:
+            self._unsettled += [*touched, *works]
+            raise
+
+    def _as_ours(self, error: BaseException, header: _Header) -> BaseException:
+        if isinstance(error, RuntimeError):  # of gloo's
+            error = StateError(
+                f"{header.what}: the ranks could not {_DOING[header.kind].rstrip('s')} it: another "
+                f"rank has gone, or was not there within {self.deadline_s:g} s; look at what the "
+                f"other ranks have said, and start all of them again ({_first_line(error)})"
+            )
+        if self._broken is None and isinstance(error, StateError):
+            self._broken = error
+        return error
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def _others(self) -> list[int]:
+        """Everybody else, each rank in another order: nobody gets everything at once."""
+        return [(self.rank + step) % self.count for step in range(1, self.count)]
+
+    def _gather(self, whole: Tensor, own: Tensor) -> None:
+        nbytes = own.nbytes
+        parts = [whole[rank * nbytes : (rank + 1) * nbytes] for rank in range(self.count)]
+        if nbytes:
+            works = [self._receive(parts[rank], rank) for rank in self._others()]
+            works += [self._send(own, rank, "gather") for rank in self._others()]
+            if parts[self.rank].data_ptr() != own.data_ptr():
+                parts[self.rank].copy_(own)
+            self._finish(works, [whole, own])
+
+    def _reduce(self, own: Tensor, whole: Tensor) -> None:
+        step = _PART_BYTES // own.element_size()
+        spans = [(at, min(at + step, own.numel())) for at in range(0, own.numel(), step)]
+        under_way: list[tuple[tuple[int, int], list[Tensor], list[Any]]] = []
+        for turn, span in enumerate(spans):
+            under_way.append(self._begin_part(own, whole, span, turn % 2))
+            if len(under_way) == 2:
+                self._add_part(own, *under_way.pop(0))
+        for part in under_way:
+            self._add_part(own, *part)
+
+    def _begin_part(
+        self, own: Tensor, whole: Tensor, span: tuple[int, int], turn: int
+    ) -> tuple[tuple[int, int], list[Tensor], list[Any]]:
+        """Send everybody his, and receive mine."""
+        numel, (begin, end) = own.numel(), span
+        places = self._places(own.dtype, end - begin, turn)
+        mine = [
+            whole[self.rank * numel + begin : self.rank * numel + end] if rank == self.rank else one
+            for rank, one in enumerate(places)
+        ]
+        works = [self._receive(mine[rank], rank) for rank in self._others()]
+        for rank in self._others():
+            part = whole[rank * numel + begin : rank * numel + end]
+            works.append(self._send(part, rank, "reduce"))
+        return span, mine, works
+
+    def _places(self, dtype: torch.dtype, numel: int, turn: int) -> list[Tensor]:
+        """Memory for what the others send; made once."""
+        if not self._scratch:
+            nbytes = 2 * self.count * _PART_BYTES
+            self._scratch = list(torch.empty(nbytes, dtype=torch.uint8).view(-1, _PART_BYTES))
+        some = self._scratch[turn * self.count : (turn + 1) * self.count]
+        return [one[: numel * dtype.itemsize].view(dtype) for one in some]
+
+    def _add_part(
+        self, own: Tensor, span: tuple[int, int], mine: list[Tensor], works: list[Any]
+    ) -> None:
+        self._finish(works, [own, *mine, *self._scratch])
+        total: Tensor | None = None
+        for one in mine:
+            share = one.float().div(self.count) if one.element_size() < 4 else one.div(self.count)
+            total = share if total is None else total.add_(share)
+        assert total is not None
+        own[slice(*span)].copy_(total)
+
+    def _exchange(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        most = max(1, *lengths)
+        mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+        found = [torch.empty(most, dtype=torch.uint8) for _ in range(self.count)]
+        self._finish([dist.all_gather(found, mine, group=self._group, async_op=True)], found)
+        self.sent_bytes["control"] += (self.count - 1) * most
+        return [one.numpy().tobytes()[:n] for one, n in zip(found, lengths, strict=True)]
+
+    def _send(self, part: Tensor, rank: int, kind: str) -> Any:
+        self.sent_bytes[kind] += part.nbytes
+        return dist.isend(part, group=self._group, group_dst=rank)
+
+    def _receive(self, part: Tensor, rank: int) -> Any:
+        return dist.irecv(part, group=self._group, group_src=rank)
+
+
+def _work(acts: queue.SimpleQueue[Callable[[], Callable[[], None]] | None]) -> None:
+    while True:
+        act = acts.get()
+        if act is None:
+            return
+        end = act()
+        del act  # it holds tensors, whose memory may be wanted as soon as it is over
+        end()
+        del end
+
+
+def _check_bytes(whole: Tensor, own: Tensor, count: int, what: str) -> None:
+    for tensor in (whole, own):
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            raise ConfigError(f"{what}: expected contiguous host memory, got {tensor.device}")
+    if whole.nbytes != count * own.nbytes:
+        raise ConfigError(
+            f"{what}: expected {count} slices of {own.nbytes} bytes, got {whole.nbytes} bytes"
+        )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _machine() -> str:
+    """Names the machine that this process runs on, until it is started again."""
+    return f"{read_text(ROOT / 'proc/sys/kernel/random/boot_id')} {os.uname().nodename}"
+
+
+def _sum(values: Sequence[float]) -> float:
+    if all(map(math.isfinite, values)):
+        return math.fsum(values)
+    return sum(values)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+# --- DTensors, as FSDP2 models have them ----------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Processes that train together, for tests: `run(2, function, ...)` calls the function in each of
+two, with gloo between them, and returns what each has returned.
+
+They are forked from a server that has torch and offload imported already, which saves seconds a
+process. A function must be found by name in a module that can be imported; what it returns must be
+picklable. All are killed when the deadline has passed, and whenever the test ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "torch.distributed", "offload", "offload.api", "launch"])
+
+
+@dataclass
+class Outcome:
+    """How one process has ended. error: its traceback, if it raised. exit_code: negative for a
+    signal, None where it was killed at the deadline.
+    """
+
+    result: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+    ended_s: float | None = None  # after the beginning
+
+
+def run(count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 150) -> list[Any]:
+    """The results of all, by rank; raises with the tracebacks where one has failed."""
+    found = outcomes(count, function, *args, deadline_s=deadline_s)
+    bad = [
+        f"--- rank {rank} (exit code {one.exit_code}):\n{one.error or 'said nothing'}"
+        for rank, one in enumerate(found)
+        if one.error is not None or one.exit_code != 0
+    ]
+    assert not bad, "\n".join(bad)
+    return [one.result for one in found]
+
+
+def outcomes(
+    count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 150
+) -> list[Outcome]:
+    """How each has ended, whatever it was. `function(rank, *args)` runs in each."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        pipes, processes = [], []
+        try:
+            for rank in range(count):
+                ours, theirs = _FORKS.Pipe(duplex=False)
+                process = _FORKS.Process(
+                    target=_main, args=(theirs, rank, count, store, function, args), daemon=True
+                )
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            return _collect(pipes, processes, deadline_s)
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, signal.SIGKILL) if process.is_alive() else None
+                process.join()
+
+
+def _collect(pipes: list[Connection], processes: list[Any], deadline_s: float) -> list[Outcome]:
+    found, begin = [Outcome() for _ in processes], time.monotonic()
+    left = dict(enumerate(pipes))
+    while left and (remaining := begin + deadline_s - time.monotonic()) > 0:
+        for pipe in wait(list(left.values()), remaining):
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                said = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                found[rank].result, found[rank].error = said
+            except EOFError:  # has ended
+                del left[rank]
+                processes[rank].join()
+                found[rank].exit_code = processes[rank].exitcode
+                found[rank].ended_s = time.monotonic() - begin
+    for rank in left:
+        found[rank].error = f"{found[rank].error or ''}\nwas still there after {deadline_s} s"
+    return found
+
+
+def _main(
+    pipe: Connection,
+    rank: int,
+    count: int,
+    store: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=30),
+        )
+        result = function(rank, *args)
+        dist.destroy_process_group()
+    except BaseException:
+        _say(pipe, None, traceback.format_exc())
+        os._exit(1)  # the others must find out by themselves
+    _say(pipe, result, None)
+    pipe.close()
+
+
+def _say(pipe: Connection, result: Any, error: str | None) -> None:
+    """By value: a pipe's own way hands over shared memory of tensors, which ends with us."""
+    pipe.send_bytes(pickle.dumps((result, error)))
