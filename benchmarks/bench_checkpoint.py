@@ -208,7 +208,7 @@ def test_save(benchmark: Any, checkpoint_results: CheckpointResults, training: T
 
 
 def test_background_save(checkpoint_results: CheckpointResults, training: Training) -> None:
-    """Steps alone, then steps that a background save overlaps, in turn."""
+    """Steps alone, steps that a background save overlaps, and a save alone, in turn."""
     for _ in range(rounds(5)):
         moved = _moved_bytes()
         alone = [training.step_s() for _ in range(ALONE)]
@@ -225,6 +225,10 @@ def test_background_save(checkpoint_results: CheckpointResults, training: Traini
         save_s = time.perf_counter() - begin
         shutil.rmtree(path)
         assert overlapped, "the save ended before any step: take a larger state"
+        begin, path = time.perf_counter(), training.next_path()
+        offload.save(path, training.model, training.optimizer)
+        foreground_s = time.perf_counter() - begin
+        shutil.rmtree(path)
         checkpoint_results.background.append(
             BackgroundRow(
                 statistics.mean(alone),
@@ -232,6 +236,7 @@ def test_background_save(checkpoint_results: CheckpointResults, training: Traini
                 len(overlapped),
                 held_s,
                 save_s,
+                foreground_s,
                 moved / (len(overlapped) * step_bytes),
             )
         )

@@ -41,8 +41,9 @@ class SaveRow:
 
 @dataclass
 class BackgroundRow:
-    """One background save, and the steps it overlapped. held_s: until the call returned. fair: what
-    the drive moved during those steps / what it moves for as many steps alone.
+    """One background save, and the steps it overlapped. held_s: until the call returned.
+    foreground_s: of the same save with nothing beside it. by_bytes: what the drive moved during
+    those steps / what it moves for as many steps alone.
     """
 
     alone_s: float
@@ -50,11 +51,18 @@ class BackgroundRow:
     steps: int
     held_s: float
     save_s: float
-    fair: float
+    foreground_s: float
+    by_bytes: float
 
     @property
     def slowdown(self) -> float:
         return self.with_save_s / self.alone_s
+
+    @property
+    def by_time(self) -> float:
+        """As if the drive had done one after the other."""
+        alone_s = self.steps * self.alone_s
+        return (alone_s + self.foreground_s) / alone_s
 
 
 @dataclass
@@ -97,15 +105,24 @@ def _background(results: CheckpointResults) -> list[str]:
         return []
     lines = [
         "",
-        "Background saves. Slower: time of a step that one overlapped / of a step alone; fair: all "
-        "bytes that the drive moved meanwhile / those of as many steps alone.",
+        "Background saves. Slower: time of a step that one overlapped / of a step alone. Its share "
+        "of the drive by time: (steps alone + the same save in the foreground) / steps alone; by "
+        "bytes: all that the drive moved meanwhile / that of as many steps alone. The two differ "
+        "because a step writes over blocks that a file has, a save writes new ones: the drive and "
+        "its file system take longer for those (see LOG).",
         "",
-        "| call s | save s | steps | step alone s | step with it s | slower | fair |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        "| call s | save s | in the foreground s | steps | step alone s | step with it s | slower "
+        "| by time | by bytes |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in results.background:
         lines.append(
-            f"| {row.held_s:.2f} | {row.save_s:.2f} | {row.steps} | {row.alone_s:.2f} "
-            f"| {row.with_save_s:.2f} | {row.slowdown:.2f} | {row.fair:.2f} |"
+            f"| {row.held_s:.2f} | {row.save_s:.2f} | {row.foreground_s:.2f} | {row.steps} "
+            f"| {row.alone_s:.2f} | {row.with_save_s:.2f} | {row.slowdown:.2f} "
+            f"| {row.by_time:.2f} | {row.by_bytes:.2f} |"
         )
+    rows = results.background
+    by_time = statistics.median(row.slowdown / row.by_time for row in rows)
+    by_bytes = statistics.median(row.slowdown / row.by_bytes for row in rows)
+    lines += ["", f"Slower / share, medians: {by_time:.2f} by time, {by_bytes:.2f} by bytes."]
     return lines

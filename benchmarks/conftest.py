@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))  # their GPT is 
 from checkpoint_results import CheckpointResults, write_checkpoint
 from large_results import LargeRun, write_large
 from model_results import write_model
+from ranks_results import RankRow, write_ranks
 from results import Row, write
 from store_results import StoreRow, write_store
 from wrap_contest import Sitting
@@ -25,6 +26,7 @@ SITTINGS = pytest.StashKey[list[Sitting]]()
 MODEL_SITTINGS = pytest.StashKey[list[Sitting]]()
 PREFETCH_SITTINGS = pytest.StashKey[list[Sitting]]()
 LARGE_RUNS = pytest.StashKey[list[LargeRun]]()
+RANK_ROWS = pytest.StashKey[list[RankRow]]()
 CHECKPOINT = pytest.StashKey[CheckpointResults]()
 
 
@@ -57,6 +59,11 @@ def prefetch_table(pytestconfig: pytest.Config) -> list[Sitting]:
 @pytest.fixture(scope="session")
 def large_table(pytestconfig: pytest.Config) -> list[LargeRun]:
     return pytestconfig.stash.setdefault(LARGE_RUNS, [])
+
+
+@pytest.fixture(scope="session")
+def ranks_table(pytestconfig: pytest.Config) -> list[RankRow]:
+    return pytestconfig.stash.setdefault(RANK_ROWS, [])
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +107,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     checkpoint = stash.get(CHECKPOINT, None)
     if checkpoint is not None and checkpoint.saves:
         report_file(session.config, write_checkpoint("make bench ONLY=checkpoint", checkpoint))
+    if rank_rows := stash.get(RANK_ROWS, []):
+        report_file(session.config, write_ranks("make bench ONLY=ranks", rank_rows))
     for run in stash.get(LARGE_RUNS, []):
         report_file(session.config, write_large("make bench", run))
 
