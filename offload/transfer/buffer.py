@@ -19,11 +19,14 @@ from offload.transfer.checks import on
 
 ALIGN = 512  # torch's allocators round up to it
 
-# Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these streams;
+# Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these events;
 # calls back, before any later copy, with the event that ends it.
 Lift = Callable[
-    [Tensor, Tensor, str, list[torch.Stream], Callable[[torch.Event], None]], Ticket[None]
+    [Tensor, Tensor, str, list[torch.Event], Callable[[torch.Event], None]], Ticket[None]
 ]
+# Calls a function whose work goes to the stream between devices, after these events, and returns
+# the event that ends it.
+Across = Callable[[Callable[[], None], list[torch.Event]], torch.Event]
 
 
 class DeviceMemory:
@@ -90,12 +93,14 @@ class DeviceMemory:
 
 @dataclass
 class _Loan:
-    """Memory of the pool of `up`, and the other streams that have used it. Apart from the buffer,
-    so that the memory of a buffer that is forgotten goes back in order, too.
+    """Memory of the pool of `up`, the event that ends what has filled it, and the other streams
+    that have used it. Apart from the buffer, so that the memory of a buffer that is forgotten goes
+    back in order, too.
     """
 
     memory: Tensor | None
     up: torch.Stream
+    filled: torch.Event
     users: list[torch.Stream] = field(default_factory=list)
 
     def give_back(self) -> bool:
@@ -106,6 +111,7 @@ class _Loan:
         if memory is None:
             return True
         escaped = holders(memory) > 1
+        self.up.wait_event(self.filled)  # other devices may have filled it, and nobody used it
         for stream in self.users:
             self.up.wait_event(stream.record_event())
             if escaped:
@@ -119,13 +125,14 @@ class DeviceBuffer:
     Filling may happen in any thread. `use` and `release` belong to the threads that compute.
     """
 
-    def __init__(self, memory: Tensor, up: torch.Stream, lift: Lift, what: str) -> None:
+    def __init__(
+        self, memory: Tensor, up: torch.Stream, lift: Lift, across: Across, what: str
+    ) -> None:
         self.what = what
         self.nbytes = memory.nbytes
-        self._loan = _Loan(memory, up)
-        self._lift = lift
         # Also what was there before must be over: fills of the memory's last holder.
-        self._filled = up.record_event()
+        self._loan = _Loan(memory, up, up.record_event())
+        self._lift, self._across = lift, across
         weakref.finalize(self, self._loan.give_back).atexit = False
 
     def fill(self, host: Tensor, offset_bytes: int = 0) -> Ticket[None]:
@@ -142,16 +149,27 @@ class DeviceBuffer:
         if not host.is_contiguous():
             raise ConfigError(f"{self.what}: expected a contiguous host tensor to copy from")
         flat = host.detach().view(-1).view(torch.uint8)
-        target, users = memory[offset_bytes:end], list(self._loan.users)
-        return self._lift(flat, target, self.what, users, self._note_filled)
+        target = memory[offset_bytes:end]
+        return self._lift(flat, target, self.what, self._busy(), self._note_filled)
+
+    def spread(self, act: Callable[[Tensor], None]) -> None:
+        """Have `act` fill the buffer's bytes, or some of them, from other devices: its work goes to
+        the stream between devices, after all fills and uses so far. Never blocks.
+        """
+        memory = self._memory()
+        self._note_filled(self._across(lambda: act(memory), self._busy()))
+
+    def _busy(self) -> list[torch.Event]:
+        """What must be over before the bytes are written again."""
+        return [self._loan.filled, *(stream.record_event() for stream in self._loan.users)]
 
     def _note_filled(self, event: torch.Event) -> None:
-        self._filled = event
+        self._loan.filled = event
 
     @property
     def arrived(self) -> bool:
         """Whether what was filled so far is there already."""
-        return self._filled.query()
+        return self._loan.filled.query()
 
     @property
     def views(self) -> int:
@@ -168,7 +186,7 @@ class DeviceBuffer:
         """
         memory = self._memory()
         stream = torch.accelerator.current_stream(memory.device)
-        stream.wait_event(self._filled)
+        stream.wait_event(self._loan.filled)
         if stream not in self._loan.users:
             self._loan.users.append(stream)
         return memory.detach()  # a tensor of its own, so that `release` can tell who still has it

@@ -1,4 +1,6 @@
-"""Copies to and from one accelerator, on two streams of their own."""
+"""Copies to and from one accelerator, on two streams of their own, and a third one for what happens
+between devices.
+"""
 
 from __future__ import annotations
 
@@ -119,6 +121,8 @@ class DeviceTransfer:
         self._reads_in_flight_bytes = reads_in_flight_bytes
         self._up = torch.Stream(self.device)
         self._down = torch.Stream(self.device)
+        self._between: torch.Stream | None = None  # most have one device
+        self._between_lock = threading.Lock()
         self.memory = DeviceMemory(self.device, self._up, budget_bytes)
         self._upward = _Flights(self._up, TO_DEVICE, self.metrics)
         self._downward = _Flights(self._down, TO_HOST, self.metrics)
@@ -135,7 +139,8 @@ class DeviceTransfer:
         """
         self._check_open()
         self.poll()
-        return DeviceBuffer(self.memory.allocate(nbytes, what), self._up, self._fill, what)
+        memory = self.memory.allocate(nbytes, what)
+        return DeviceBuffer(memory, self._up, self._fill, self._across, what)
 
     def fetch(self, host: Tensor, what: str = "a block") -> DeviceBuffer:
         """A device buffer with the bytes of `host`, which is held until they are there."""
@@ -148,13 +153,12 @@ class DeviceTransfer:
         host: Tensor,
         target: Tensor,
         what: str,
-        users: list[torch.Stream],
+        after: list[torch.Event],
         note: Callable[[torch.Event], None],
     ) -> Ticket[None]:
         self._check_open()
         self._check_pair(host, target, what)
         self.poll()
-        after = [stream.record_event() for stream in users]
         # The target is not held: its memory is given back in the order of `up`, as this copy runs.
         return self._lift(host, target, what, after, None, (host,), note)
 
@@ -203,6 +207,35 @@ class DeviceTransfer:
         """Let this thread's current stream wait for all copies to the device so far."""
         current = torch.accelerator.current_stream(self.device)
         current.wait_event(self._up.record_event())
+
+    # --- between devices --------------------------------------------------------------------------
+
+    def across(self, act: Callable[[], None], after: Mark) -> Mark:
+        """Call `act`, whose work goes to the stream between devices, once everything before `after`
+        is done. Returns the place behind it. What it touches must be held until then. Never blocks.
+        """
+        return Mark(self._stream_between, self._across(act, [after.event]))
+
+    def _across(self, act: Callable[[], None], after: list[torch.Event]) -> torch.Event:
+        self._check_open()
+        stream = self._stream_between
+        with self._between_lock:
+            for event in after:
+                stream.wait_event(event)
+            with on(stream):
+                act()
+            return stream.record_event()
+
+    @property
+    def _stream_between(self) -> torch.Stream:
+        with self._between_lock:
+            if self._between is None:
+                self._between = torch.Stream(self.device)
+            return self._between
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let this thread's current stream wait for everything before `mark`."""
+        torch.accelerator.current_stream(self.device).wait_event(mark.event)
 
     # --- to the host ------------------------------------------------------------------------------
 

@@ -373,6 +373,67 @@ def memory_let_go_by_another_stream(module: ModuleType | None) -> list[Tensor]:
         return results
 
 
+def filled_by_other_devices(module: ModuleType | None) -> list[Tensor]:
+    """The first half of a block comes from the host, the second from elsewhere, which is made of
+    the first here. It is filled and used again, or given up before anybody has used it.
+    """
+    half = WIDTH * WIDTH // 2
+    with bench(module, budget_bytes=SIZE) as b:
+        owns = [b.random(half) for _ in range(6)]
+        other = b.random(2 * half)
+        if module is None:
+            found = []
+            for number, own in enumerate(owns):
+                found += [] if number % 2 else [other + 1]
+                found += [torch.cat([own, own * 2]) + 1, torch.cat([own, own * 2]) * 3]
+            return found
+        found = []
+
+        def double(memory: Tensor) -> None:
+            values = memory.view(torch.float32)
+            values[half:].copy_(values[:half] * 2)
+
+        for turn in range(0, len(owns), 2):
+            unused = b.transfer.allocate(SIZE)
+            unused.fill(owns[turn + 1])
+            unused.spread(double)
+            unused.release()
+            buffer = b.transfer.fetch(other)
+            values = buffer.use().view(torch.float32)
+            b.transfer.wait_for(b.transfer.across(lambda: None, b.transfer.mark()))
+            found.append(values + 1)
+            del values
+            for own in owns[turn : turn + 2]:
+                buffer.fill(own)
+                buffer.spread(double)
+                b.busy()
+                found.append(buffer.use().view(torch.float32) + 1)
+                values = buffer.use().view(torch.float32)
+                spread = b.transfer.across(lambda values=values: values.mul_(3), b.transfer.mark())
+                b.transfer.wait_for(spread)
+                found.append(values + 0)
+                del values
+            buffer.spread(lambda memory: memory.zero_())
+            buffer.fill(owns[turn])
+            buffer.release()
+        return [one.cpu() for one in found]
+
+
+def sums_over_devices(module: ModuleType | None) -> list[Tensor]:
+    """What the device has made goes across, and from there to the host."""
+    with bench(module) as b:
+        found = []
+        for number in range(3):
+            grad = b.busy() * (number + 1)
+            if module is None:
+                found.append(grad / 2)
+                continue
+            target = b.host(WIDTH, WIDTH)
+            there = b.transfer.across(lambda grad=grad: grad.div_(2), b.transfer.mark())
+            found.append(b.transfer.read(grad, target, after=there).wait(WAIT_S).clone())
+        return found
+
+
 def a_kernel_that_fails(module: ModuleType | None) -> list[Tensor]:
     """Whoever waits for what depends on it hears of it."""
     if module is None:
@@ -406,6 +467,8 @@ CASES = [
     a_forgotten_transfer,
     memory_let_go_in_order,
     memory_let_go_by_another_stream,
+    filled_by_other_devices,
+    sums_over_devices,
     a_kernel_that_fails,
 ]
 
