@@ -42,7 +42,7 @@ ROWS = [
         "format",
     },
     {"transfer", "pool", "store", "shard"},
-    {"scheduler", "trace", "matching", "allowance", "outside", "circle"},
+    {"scheduler", "trace", "matching", "allowance", "outside", "circle", "device_network"},
     {"pace", "backing", "edits"},
     {
         "hooks",

@@ -357,6 +357,7 @@ def test_one_saver_at_a_time(tmp_path: Path) -> None:
     offload.save_on_signal(tmp_path / "b", *small()).close()
 
 
+@pytest.mark.usefixtures("own_budget")
 def test_training_goes_on_after_a_save_that_it_did_not_need(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +376,7 @@ def test_training_goes_on_after_a_save_that_it_did_not_need(
     optimizer.close()
 
 
+@pytest.mark.usefixtures("own_budget")
 def test_a_save_on_signal_is_made_though_an_earlier_one_failed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from offload.shard.group import (
     place_of,
     speakers_of,
 )
+from offload.shard.link import DeviceLink
 from offload.shard.placing import (
     Placing,
     Rows,
@@ -24,6 +25,7 @@ from offload.shard.ranks import DEADLINE_S, Ranks, ranks_of
 
 __all__ = [
     "DEADLINE_S",
+    "DeviceLink",
     "Members",
     "Placing",
     "Ranks",

@@ -33,6 +33,7 @@ from offload.errors import ConfigError, StateError
 from offload.machine import ROOT, read_text
 from offload.neighbours import settle
 from offload.shard.group import place_of
+from offload.shard.link import DeviceLink, backend_of
 from offload.ticket import Ticket
 
 T = TypeVar("T")
@@ -152,6 +153,41 @@ class Ranks:
         act = lambda: self._reduce(own.view(-1), whole.view(-1))  # noqa: E731
         return self._start(_REDUCE, own.nbytes, what, act, after)
 
+    def gather_by(
+        self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
+    ) -> Ticket[T]:
+        """As `gather`, of so many bytes a rank, which `act` does: it is called when all ranks are
+        about to do the same, in our thread, and starts a collective of a `DeviceLink`.
+        """
+        return self._start(_GATHER, nbytes, what, self._counted("gather", nbytes, act), after)
+
+    def reduce_by(
+        self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
+    ) -> Ticket[T]:
+        """As `reduce_scatter`, in the same way."""
+        return self._start(_REDUCE, nbytes, what, self._counted("reduce", nbytes, act), after)
+
+    def _counted(self, kind: str, nbytes: int, act: Callable[[], T]) -> Callable[[], T]:
+        def act_and_count() -> T:
+            result = act()
+            self.sent_bytes[kind] += (self.count - 1) * nbytes
+            return result
+
+        return act_and_count
+
+    def link(self, device: torch.device) -> DeviceLink:
+        """Collectives between the devices of all ranks, who all call it. Refused on all where one
+        has none.
+        """
+        error = None
+        try:
+            backend = backend_of(device)
+        except ConfigError as refused:
+            error, backend = refused, ""
+        self.agree(error, "device")
+        self.check_equal("device", [device.type, backend], "give all ranks devices of one kind")
+        return DeviceLink(self._members, backend, self.deadline_s)
+
     def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
         """What every rank has to say, by rank: something that JSON can express."""
         data = json.dumps(value).encode()
@@ -208,9 +244,9 @@ class Ranks:
         kind: int,
         nbytes: int,
         what: str,
-        act: Callable[[], None],
+        act: Callable[[], T],
         after: Ticket[Any] | None,
-    ) -> Ticket[None]:
+    ) -> Ticket[T]:
         return self._start_with_headers(kind, nbytes, what, lambda _: act(), after, None)
 
     def _start_with_headers(
@@ -218,11 +254,11 @@ class Ranks:
         kind: int,
         nbytes: int,
         what: str,
-        act: Callable[[Sequence[_Header]], None],
+        act: Callable[[Sequence[_Header]], T],
         after: Ticket[Any] | None,
         deadline_s: float | None,
-    ) -> Ticket[None]:
-        ticket: Ticket[None] = Ticket(f"{_DOING[kind]} {what} over {self.count} ranks")
+    ) -> Ticket[T]:
+        ticket: Ticket[T] = Ticket(f"{_DOING[kind]} {what} over {self.count} ranks")
         with self._lock:
             if self._is_closed:
                 ticket.fail(StateError(f"{what}: the ranks have been closed"))
@@ -235,10 +271,10 @@ class Ranks:
     def _run(
         self,
         header: _Header,
-        act: Callable[[Sequence[_Header]], None],
+        act: Callable[[Sequence[_Header]], T],
         after: Ticket[Any] | None,
         deadline_s: float | None,
-        ticket: Ticket[None],
+        ticket: Ticket[T],
     ) -> Callable[[], None]:
         """In the thread of ours. What it returns ends the ticket."""
         try:
@@ -246,10 +282,10 @@ class Ranks:
                 raise StateError(f"{header.what}: an earlier error stands: {self._broken}")
             if after is not None:
                 self._await(after, header)
-            act(self._agree_on(header, deadline_s))
+            result = act(self._agree_on(header, deadline_s))
         except BaseException as error:
             return partial(ticket.fail, self._as_ours(error, header))
-        return partial(ticket.finish, None)
+        return partial(ticket.finish, result)
 
     def _await(self, after: Ticket[Any], header: _Header) -> None:
         try:
@@ -421,6 +457,3 @@ def _short(value: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
-
-
-# --- DTensors, as FSDP2 models have them ----------------------------------------------------------

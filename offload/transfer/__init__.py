@@ -1,8 +1,8 @@
 """Copies between host memory and a device: the only owner of streams and events.
 
-Two side streams: `up` carries copies to the device, `down` copies to the host; a third, made when it
-is needed, carries what happens between the devices of several ranks. All run beside the
-stream that computes, which is whatever stream is current in the thread that calls. The CPU does not
+Two side streams: `up` carries copies to the device, `down` copies to the host; a third, made when
+it is needed, carries what happens between the devices of several ranks. All run beside the stream
+that computes, which is whatever stream is current in the thread that calls. The CPU does not
 wait here: streams wait for one another, and only `Ticket.wait` and `close` block. What a copy reads
 and writes is held until the copy is over: a lease cannot return to its pool, nor device memory to
 its allocator, while bytes are under way.
