@@ -20,8 +20,8 @@ def backend_of(device: torch.device) -> str:
     except ValueError as error:
         raise ConfigError(
             f"process_group: torch.distributed has no backend for {device.type}, so that what is "
-            "on such devices cannot be shared out over ranks; use a build of torch that has one (NCCL "
-            "for cuda), or give process_group=False, which shares nothing"
+            "on such devices cannot be shared out over ranks; use a build of torch that has one "
+            "(NCCL for cuda), or give process_group=False, which shares nothing"
         ) from error
 
 
