@@ -44,8 +44,9 @@ test: setup  ## all tests
 test-device: setup  ## the tests of the device code alone, on a fake accelerator, under every schedule
 	$(PYTEST) -m device
 
-kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) and 100 SIGTERMs in a training that saves; `make test` has fewer
+kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) and 100 SIGTERMs in a training that saves, 100 of one rank; `make test` has fewer
 	OFFLOAD_KILLS=$(or $(OFFLOAD_KILLS),3000) OFFLOAD_ENDS=100 $(PYTEST) -s tests/test_kill.py tests/test_signals.py
+	OFFLOAD_RANK_KILLS=100 $(PYTEST) -s tests/ranks/test_rank_kills.py
 
 lint: setup  ## ruff and mypy
 	"$(PY)" -m ruff check .
