@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -23,11 +24,18 @@ def received_bytes() -> int:
     """Over all connections of this process so far, as the kernel counts them."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                found += int.from_bytes(info[128:136], "little")  # tcpi_bytes_received
+        with suppress(OSError):  # gone by now
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found += _received_by(int(name))
     return found
+
+
+def _received_by(number: int) -> int:
+    with socket.socket(fileno=os.dup(number)) as one:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+            return 0
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return int.from_bytes(info[128:136], "little")  # tcpi_bytes_received
 
 
 class WithLoss(nn.Module):
@@ -73,7 +81,7 @@ class Loop:
             nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     def state_bytes(self) -> int:
         if not self.is_plain:
@@ -104,7 +112,7 @@ class DeepSpeed:
         loss = self.engine(batch)
         self.engine.backward(loss)
         self.engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     def state_bytes(self) -> int | None:
         return None
