@@ -21,10 +21,9 @@ from offload.shard.placing import (
     rows_of,
     sum_over_meshes,
 )
-from offload.shard.ranks import DEADLINE_S, Ranks, ranks_of
+from offload.shard.ranks import Ranks, ranks_of
 
 __all__ = [
-    "DEADLINE_S",
     "DeviceLink",
     "Members",
     "Placing",

@@ -40,6 +40,19 @@ def place_of(process_group: Any) -> tuple[int, int] | None:
     return None if count == 1 else (dist.get_rank(process_group), count)
 
 
+def deadline_of(process_group: Any) -> float:
+    """Seconds that a group lets its members wait for one another (the `timeout=` of
+    `init_process_group`), the default group's for None.
+    """
+    group = process_group or dist.distributed_c10d._get_default_group()
+    limits = [
+        backend.options._timeout.total_seconds()
+        for device in group._device_types
+        if hasattr(backend := group._get_backend(device), "options")
+    ]
+    return min(limits, default=dist.distributed_c10d.default_pg_timeout.total_seconds())
+
+
 class Members(NamedTuple):
     """rank: of this process among `ranks`, which are numbers in the default group."""
 

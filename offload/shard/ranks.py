@@ -32,12 +32,11 @@ from torch import Tensor
 from offload.errors import ConfigError, StateError
 from offload.machine import ROOT, read_text
 from offload.neighbours import settle
-from offload.shard.group import place_of
+from offload.shard.group import deadline_of, place_of
 from offload.shard.link import DeviceLink, backend_of
 from offload.ticket import Ticket
 
 T = TypeVar("T")
-DEADLINE_S = 600.0
 _PART_BYTES = 4 << 20  # of what one rank sends to another at a time, when sums are taken
 _HEADER = struct.Struct("<BIQ")  # kind, number, bytes
 _HEADER_BYTES = 192
@@ -45,13 +44,14 @@ _GATHER, _REDUCE, _EXCHANGE, _FAILED = range(4)
 _DOING = ("gathers", "reduces", "exchanges", "has failed before")
 
 
-def ranks_of(process_group: Any, deadline_s: float = DEADLINE_S) -> Ranks | None:
+def ranks_of(process_group: Any, deadline_s: float | None = None) -> Ranks | None:
     """The ranks to share with; None: this process is alone, or `process_group` is False. All ranks
-    of the group call it.
+    of the group call it. deadline_s: for every wait for others; None is the group's own.
     """
     if place_of(process_group) is None:
         return None
-    ranks = Ranks(dist.get_process_group_ranks(process_group), deadline_s)
+    limit_s = deadline_of(process_group) if deadline_s is None else deadline_s
+    ranks = Ranks(dist.get_process_group_ranks(process_group), limit_s)
     here = ranks.on_this_machine()
     settle(here.index(ranks.rank), len(here))
     return ranks
@@ -88,7 +88,7 @@ class _Header(NamedTuple):
 class Ranks:
     """This process among others. One order of calls for all of them; any thread."""
 
-    def __init__(self, members: Sequence[int], deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, members: Sequence[int], deadline_s: float) -> None:
         self._members = list(members)
         self.rank = self._members.index(dist.get_rank())
         self.count = len(self._members)

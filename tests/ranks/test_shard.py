@@ -8,11 +8,13 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import SEED, outcomes, run
 
 from offload import kernels, neighbours
@@ -234,6 +236,16 @@ def test_a_rank_that_is_missing_is_told_by_the_deadline(how: str) -> None:
         assert found[rank].result
     if how == "die":
         assert found[1].exit_code == -signal.SIGKILL
+
+
+def the_groups_limit(rank: int) -> tuple[float | None, float | None]:
+    some = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+    found = [ranks_of(group) for group in (None, some)]
+    return tuple(one.deadline_s for one in found if one is not None)  # type: ignore[return-value]
+
+
+def test_waits_are_as_long_as_those_of_the_group() -> None:
+    assert run(2, the_groups_limit) == [(30.0, 7.0)] * 2
 
 
 # --- one machine ----------------------------------------------------------------------------------
