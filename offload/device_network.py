@@ -1,5 +1,5 @@
-"""Blocks of several ranks on their devices: gathered from slices in host memory, and summed up to
-such slices.
+"""Blocks of several ranks on their devices: gathered from slices in host memory or on the device,
+and summed up to slices in host memory.
 
 Each rank moves only its own slice between its host memory and its device; the devices do the rest
 among themselves, on a stream of their own. The order is that of `Ranks`: the ranks tell one another
@@ -8,22 +8,25 @@ what comes next, and only then the device is given its work. Nothing here blocks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.shard import Ranks
+from offload.shard import DeviceLink, Ranks
 from offload.ticket import Ticket
-from offload.transfer import DeviceBuffer, DeviceTransfer
+from offload.transfer import DeviceBuffer, DeviceTransfer, Mark
 
 
 class DeviceNetwork:
-    """Of one device among those of `ranks`, who all make one."""
+    """Of one device among those of `ranks`, who all make one. link: None makes one."""
 
-    def __init__(self, ranks: Ranks, transfer: DeviceTransfer) -> None:
+    def __init__(
+        self, ranks: Ranks, transfer: DeviceTransfer, link: DeviceLink | None = None
+    ) -> None:
         self.ranks, self.transfer = ranks, transfer
-        self._link = ranks.link(transfer.device)
+        self._link = link or ranks.link(transfer.device)
 
     def gather(
         self, buffer: DeviceBuffer, own: Tensor, what: str, after: Ticket[Any] | None = None
@@ -42,6 +45,26 @@ class DeviceNetwork:
 
         return self.ranks.gather_by(act, own.nbytes, what, after)
 
+    def gather_there(
+        self, whole: Tensor, load: Callable[[], None], store: Callable[[], None], what: str
+    ) -> Ticket[Mark]:
+        """Fill `whole`, device memory with a row for each rank, with everybody's own. `load` fills
+        our row and `store` uses all of them: their work goes to the stream between devices, behind
+        what this thread's current stream has been given so far. Ends when the device has been told.
+        Its result is the place behind `store`; until then all that they touch must be held.
+        """
+        mark = self.transfer.mark()
+
+        def work() -> None:
+            load()
+            self._link.gather(whole)
+            store()
+
+        def act() -> Mark:
+            return self.transfer.across(work, after=mark)
+
+        return self.ranks.gather_by(act, whole.nbytes // self.ranks.count, what)
+
     def reduce_scatter(
         self, buffer: DeviceBuffer, dtype: torch.dtype, target: Tensor, what: str
     ) -> Ticket[Tensor]:
@@ -49,15 +72,18 @@ class DeviceNetwork:
         rank's. What this thread's current stream has been given so far fills the buffer, which is
         used up, and must not be released before the end.
         """
-        begin = self.ranks.rank * target.nbytes
-        assert buffer.nbytes == self.ranks.count * target.nbytes, what
-        whole, mark = buffer.use(), self.transfer.mark()
+        return self.reduce_there(buffer.use().view(dtype), target, what)
+
+    def reduce_there(self, whole: Tensor, target: Tensor, what: str) -> Ticket[Tensor]:
+        """The same for device memory with a part for each rank, which must be held until the end,
+        and not be filled again.
+        """
+        assert whole.nbytes == self.ranks.count * target.nbytes, what
+        mark = self.transfer.mark()
 
         def act() -> Ticket[Tensor]:
-            there = self.transfer.across(
-                lambda: self._link.reduce_scatter(whole.view(dtype)), after=mark
-            )
-            mine = whole[begin : begin + target.nbytes].view(dtype)
+            there = self.transfer.across(lambda: self._link.reduce_scatter(whole), after=mark)
+            mine = whole.view(self.ranks.count, -1)[self.ranks.rank]
             return self.transfer.read(mine.view(target.shape), target, what, after=there)
 
         return self.ranks.reduce_by(act, target.nbytes, what).then(lambda reading: reading)

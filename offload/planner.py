@@ -97,7 +97,14 @@ class Plan:
     @property
     def desk_bytes(self) -> int:
         """Of one desk: what comes from a device for the largest chunk."""
-        return largest_desk(self.chunks, self.params, self.has_homes)
+        return largest_desk(self.chunks, self.params, self.grads_are_here)
+
+    @property
+    def grads_are_here(self) -> bool:
+        """Whether gradients from devices need no desk: they have homes, or are averaged over ranks
+        to host memory of their own.
+        """
+        return self.has_homes or (self.ranks is not None and self.ranks.grad_bytes > 0)
 
     @property
     def homes_bytes(self) -> int:
@@ -220,6 +227,8 @@ class Plan:
         if not self.desks:
             return []
         homes = "at step()"
+        if self.grads_are_here:
+            homes = "while backward runs, averaged over ranks"
         if self.has_homes:
             homes = f"while backward runs, to {format_size(self.homes_bytes)} of their own"
         return [
@@ -293,7 +302,7 @@ def make_plan(
     chunks, free = lay_out(params, numel), host_memory_bytes - whole.homes_bytes
     free -= whole.shared_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
-        desk = largest_desk(chunks, params, whole.has_homes)
+        desk = largest_desk(chunks, params, whole.grads_are_here)
         if BUFFERS * _largest(chunks) + whole.desks * desk <= free:
             break
         numel //= 2
@@ -317,7 +326,9 @@ def _keep_all(
         resident=frozenset(chunk.number for chunk in chunks),
         buffers=0,
         desks=DESKS if largest_desk(chunks, params, has_homes) else 0,
+        # Ranks need their own part of gradients only, when all of those have been averaged.
         has_homes=has_homes
+        and ranks is None
         and any(param.device_bytes for param in params)
         and not any(param.comes_late for param in params),
         host_memory_bytes=budget,
@@ -327,26 +338,26 @@ def _keep_all(
 
 
 def desk_spans(
-    chunk: Chunk, device_bytes: Sequence[int], has_homes: bool
+    chunk: Chunk, device_bytes: Sequence[int], has_no_grads: bool
 ) -> dict[Slice, tuple[int, int, int]]:
     """Where the slices of a chunk lie on a desk: a parameter's bytes from the first number on, its
-    gradient's, unless they have a home, from the second, both ending at the third. device_bytes: of
+    gradient's, unless they have none, from the second, both ending at the third. device_bytes: of
     each parameter, an element.
     """
     spans, at = {}, 0
     for part in chunk.slices:
         nbytes = _round_up((part.end - part.begin) * device_bytes[part.param], _LINE)
         middle = at + nbytes
-        end = middle if has_homes else middle + nbytes
+        end = middle if has_no_grads else middle + nbytes
         spans[part] = (at, middle, end)
         at = end
     return spans
 
 
-def largest_desk(chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_homes: bool) -> int:
+def largest_desk(chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_no_grads: bool) -> int:
     """Bytes that the slices of any chunk take on a desk; something where a device takes part."""
     widths = [param.device_bytes for param in params]
-    ends = [max(e for _, _, e in desk_spans(c, widths, has_homes).values()) for c in chunks]
+    ends = [max(e for _, _, e in desk_spans(c, widths, has_no_grads).values()) for c in chunks]
     return _round_up(max([*ends, int(any(widths))]), _PAGE)
 
 
@@ -376,7 +387,7 @@ def _and_device_copies(plan: Plan) -> str:
 
 
 def _and_network(plan: Plan) -> str:
-    if plan.ranks is None:
+    if not plan.shared_bytes or plan.ranks is None:
         return ""
     text = f" and {plan.ranks.buffers} buffers for the network {format_size(plan.shared_bytes)}"
     return text + (" with gradients" if plan.ranks.grad_bytes else "")
@@ -404,7 +415,7 @@ def _others(budget: int, held_bytes: int) -> str:
 def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Plan:
     """Homes, desks and buffers first, then as many resident chunks as fit."""
     desks, homes = whole.desks, whole.homes_bytes
-    largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.has_homes)
+    largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.grads_are_here)
     fixed = desks * desk + homes + whole.shared_bytes
     buffers = min(BUFFERS, (budget - fixed) // largest) if largest else 0
     if buffers < LEAST_BUFFERS and (largest or fixed > budget):

@@ -10,8 +10,10 @@ from offload.config import format_size
 @dataclass(frozen=True)
 class RankShare:
     """One rank's part where several share the state (stage 1) and the gradients, too (stage 2).
-    Buffers are for values on their way over the network. grad_bytes: of the gradients that stay
-    here. param_bytes: of all parameters that are shared, and gathered after each update.
+    Buffers are for values on their way over the network; buffer_bytes is what each takes in host
+    memory, device_buffer_bytes on the device, where parameters are on one. grad_bytes: of the
+    gradients that stay here. param_bytes: of all parameters that are shared, and gathered after
+    each update.
     """
 
     stage: int
@@ -21,6 +23,7 @@ class RankShare:
     buffer_bytes: int
     grad_bytes: int
     param_bytes: int
+    device_buffer_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -38,5 +41,11 @@ class RankShare:
         return (
             f"rank {self.rank} of {self.count}, stage {self.stage}: 1/{self.count} of {kept} here; "
             f"{format_size(self.step_sent_bytes)} sent each step, through {self.buffers} buffers "
-            f"of {format_size(self.buffer_bytes)}"
+            f"of {self._size_of_buffers()}"
         )
+
+    def _size_of_buffers(self) -> str:
+        if not self.device_buffer_bytes:
+            return format_size(self.buffer_bytes)
+        also = f" and {format_size(self.buffer_bytes)} in host memory" if self.buffer_bytes else ""
+        return f"{format_size(self.device_buffer_bytes)} on the device{also}"

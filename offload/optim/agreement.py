@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from offload import kernels
 from offload.errors import ConfigError, OffloadError, kind_of
 from offload.metrics import Metrics
 from offload.optim.exchange import NETWORK
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
+from offload.optim.sums import checksums
 from offload.shard import Ranks
 
 
@@ -93,6 +93,7 @@ def start_facts(records: Sequence[Record]) -> dict[str, Any]:
     for record in records:
         kind = [list(record.shape), str(record.dtype), list(record.stride), record.is_frozen]
         found[f"shape, type or requires_grad of {record.name}"] = kind
-    for record in records:
-        found[f"the values of {record.name}"] = kernels.checksum(flat(record.param))
+    sums = checksums([flat(record.param) for record in records])
+    for record, one in zip(records, sums, strict=True):
+        found[f"the values of {record.name}"] = one
     return found

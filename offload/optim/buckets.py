@@ -29,6 +29,7 @@ from offload.rank_share import RankShare
 
 BUCKET_BYTES = 32 << 20
 LEAST_BUCKET_BYTES = 64 << 10
+HOST = torch.device("cpu")
 BUFFERS = 2  # one is filled or emptied while the other is on the network
 _OF_THE_BUDGET = 16  # two buffers take an eighth of a small one
 _ROUND_ALIGN = 16  # elements
@@ -54,11 +55,28 @@ def stage_of(config: Config) -> int:
 
 
 def share_out(buckets: Buckets, records: Sequence[Record]) -> Buckets:
-    """Buckets for these parameters; each is told which elements are ours."""
+    """Buckets for these parameters; each is told which elements are ours. Refused where they are
+    not all in one place.
+    """
+    place_of(records)
     found = buckets.of(records)
     for record in records:
         record.own = found.own(record.number)
     return found
+
+
+def place_of(records: Sequence[Record]) -> torch.device:
+    """Where the parameters are that are shared: all on one device, or all in host memory."""
+    shared = [record for record in records if not record.is_frozen]
+    for record in shared:
+        if record.device != shared[0].device:
+            raise ConfigError(
+                f"{record.name}: is on {record.device}, and {shared[0].name} on "
+                f"{shared[0].device}; ranks share parameters that are all on one device, or all on "
+                "the CPU: move them, make an optimizer for each place, or give "
+                "process_group=False, which keeps all of the state on each rank"
+            )
+    return shared[0].device if shared else HOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,10 +238,13 @@ class Buckets:
         """Of this rank's slices of all buckets."""
         return sum(bucket.partition.slice_bytes for bucket in self.each)
 
-    def share(self, stage: int) -> RankShare:
-        """A buffer holds a round; with gradients also a part that is added to another."""
-        is_reduced = stage == 2
-        buffer_bytes = _up(self.whole_bytes, ALIGN_BYTES) + is_reduced * self.part_bytes
+    def share(self, stage: int, place: torch.device = HOST) -> RankShare:
+        """A buffer holds a round, where the parameters are; with gradients also a part that is
+        added to another, in host memory.
+        """
+        is_reduced, is_in_host = stage == 2, place == HOST
+        whole_bytes = _up(self.whole_bytes, ALIGN_BYTES)
+        buffer_bytes = is_in_host * whole_bytes + is_reduced * self.part_bytes
         return RankShare(
             stage=stage,
             rank=self.rank,
@@ -232,6 +253,7 @@ class Buckets:
             buffer_bytes=_up(buffer_bytes, _PAGE),
             grad_bytes=_up(self.slices_bytes, _PAGE) if is_reduced else 0,
             param_bytes=sum(bucket.partition.padded_bytes for bucket in self.each),
+            device_buffer_bytes=0 if is_in_host else whole_bytes,
         )
 
     @property

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload import kernels
+from offload.device_network import DeviceNetwork
 from offload.errors import StateError
 from offload.metrics import Metrics
 from offload.optim.agreement import differing, settings_sum
 from offload.optim.buckets import Bucket, Buckets
-from offload.optim.exchange import Exchange, Gathering
+from offload.optim.device_exchange import DeviceExchange
+from offload.optim.exchange import Buffer, Exchange, Gathering
 from offload.optim.flat import flat
 from offload.optim.ground import WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
+from offload.optim.sums import checksums
 from offload.pool import Pool
 from offload.rank_share import RankShare
 from offload.shard import Ranks
@@ -38,7 +40,9 @@ _REDUCE = (
 
 
 class Company:
-    """While one plan holds."""
+    """While one plan holds. network: between the devices that parameters are on; None: they are in
+    host memory.
+    """
 
     def __init__(
         self,
@@ -49,13 +53,18 @@ class Company:
         pool: Pool | None,
         metrics: Metrics,
         watch: WatchPasses | None,
+        network: DeviceNetwork | None = None,
     ) -> None:
         self.ranks, self.buckets, self.share = ranks, buckets, share
-        self._records = records
+        self._records, self._metrics = records, metrics
         memory = [
             _lease(pool, share.buffer_bytes, "a network buffer") for _ in range(share.buffers)
         ]
-        self.exchange = Exchange(ranks, buckets, memory, metrics)
+        self._is_in_host = network is None
+        if network is None:
+            self.exchange = self._in_host(memory)
+        else:
+            self.exchange = DeviceExchange(network, buckets, memory, metrics)
         self.reducer: Reducer | None = None  # None: somebody else averages gradients
         self._hooks: list[Any] = []
         if share.grad_bytes and watch is not None:
@@ -65,6 +74,10 @@ class Company:
             self._hooks = watch(params, self.reducer.arrived, self.reducer.ended)
         self._gathering: Gathering | None = None
         self._left: Counter[int] = Counter()  # own elements of each bucket that are not updated
+
+    def _in_host(self, memory: Sequence[Tensor]) -> Exchange:
+        buffers = [Buffer.in_host(one, self.buckets) for one in memory]
+        return Exchange(self.ranks, self.buckets, buffers, self._metrics)
 
     # --- before a step ----------------------------------------------------------------------------
 
@@ -88,13 +101,11 @@ class Company:
             return {}
         if steps_done >= _COMPARED_STEPS:
             numbers = [numbers[steps_done % len(numbers)]]
-        found = {}
-        for number in numbers:
-            values = grads[number]
-            if steps_done >= _COMPARED_STEPS:
-                values = values[: _SAMPLE_BYTES // values.element_size()]
-            found[f"the gradient of {self._records[number].name}"] = kernels.checksum(values)
-        return found
+        values = [grads[number] for number in numbers]
+        if steps_done >= _COMPARED_STEPS:
+            values = [one[: _SAMPLE_BYTES // one.element_size()] for one in values]
+        names = [f"the gradient of {self._records[number].name}" for number in numbers]
+        return dict(zip(names, checksums(values), strict=True))
 
     def settle(
         self, grads: dict[int, Tensor], said: Sequence[Mapping[str, Any]]
@@ -133,7 +144,9 @@ class Company:
         return not self._left[bucket.number]
 
     def updated(self, number: int, numel: int) -> None:
-        """So many own elements of a parameter have their new values."""
+        """So many own elements of a parameter have their new values, or will have them on their
+        device before anything that `advance` starts.
+        """
         if self.buckets.own(number) is not None:
             self._left[self.buckets.bucket_of(number).number] -= numel
 
@@ -188,15 +201,22 @@ class Company:
     # --- whole states -----------------------------------------------------------------------------
 
     def complete(self, states: Mapping[int, Mapping[str, Any]], fields: Sequence[str]) -> None:
-        """Fill in what others own: of these fields, by parameter, which have our own elements."""
+        """Fill in what others own: of these fields, by parameter, which have our own elements. All
+        of it is in host memory, and for nobody's budget.
+        """
         if self.reducer is not None:
             self.reducer.drain()
+        exchange = self.exchange
+        if not self._is_in_host:
+            size, count = self.buckets.whole_bytes, self.share.buffers
+            memory = torch.empty(count, size, dtype=torch.uint8, device="cpu")
+            exchange = self._in_host(list(memory))
         for field in fields:
             having = {n for n, state in states.items() if isinstance(state.get(field), Tensor)}
             having &= set(self.buckets.numbers)
             wanted = {self.buckets.bucket_of(number).number for number in having}
             Gathering(
-                self.exchange,
+                exchange,
                 [bucket for bucket in self.buckets.each if bucket.number in wanted],
                 lambda _: torch.float32,
                 lambda n, field=field, having=having: (  # type: ignore[misc]
@@ -207,6 +227,8 @@ class Company:
 
 
 def _lease(pool: Pool | None, nbytes: int, what: str) -> Tensor:
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     assert pool is not None, "a plan that holds memory has a pool"
     with pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
         return lease.tensor()

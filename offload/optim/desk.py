@@ -97,14 +97,14 @@ class Desks:
         records: Sequence[Record],
         memory: Sequence[Tensor],
         transfers: Mapping[torch.device, DeviceTransfer],
-        has_homes: bool,
+        has_no_grads: bool,
     ) -> None:
         self._records = records
         self._free = [Desk(one) for one in memory]
         self._away: deque[Desk] = deque()  # their parameters are on the way to the device
         self._transfers = transfers
         self._marks: dict[torch.device, Mark] = {}
-        self._has_homes = has_homes
+        self._has_no_grads = has_no_grads  # gradients have host memory of their own
         self._grads: Mapping[int, Tensor] = {}
         self._homes: Mapping[int, Arriving] = {}
 
@@ -156,7 +156,7 @@ class Desks:
     def take(self, chunk: Chunk) -> Desk:
         """A desk with the chunk's slices on their way to it; waits for one if it must."""
         desk = self.borrow()
-        spans = desk_spans(chunk, self._widths(), self._has_homes)
+        spans = desk_spans(chunk, self._widths(), self._has_no_grads)
         for part, (begin, middle, end) in spans.items():
             if self._is_moved(part):
                 param = self._param(part)
@@ -172,10 +172,12 @@ class Desks:
         return here
 
     def _gradient(self, desk: Desk, part: Slice, memory: Tensor) -> Tensor:
-        home = self._homes.get(part.param)
+        home, grad = self._homes.get(part.param), self._grads[part.param]
+        if home is None and grad.is_cpu:  # averaged over ranks: of our own elements only
+            first, _ = self._records[part.param].own or (0, 0)
+            return grad[part.begin - first : part.end - first]
         if home is None:
-            grad = self._grads[part.param][part.begin : part.end]
-            return self._lower(desk, part, grad, memory)
+            return self._lower(desk, part, grad[part.begin : part.end], memory)
         # Chunks are worked on in the order in which they are taken: the first one's wait is enough.
         desk.tickets += home.take_ticket()
         return home.memory[part.begin : part.end]

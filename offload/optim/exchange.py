@@ -3,14 +3,16 @@
 A buffer holds one round: everybody's part of a bucket. `Gathering` brings values from those who own
 them to everybody, in one order of buckets on all ranks, while others are still being made; the
 reducer (`reducer.py`) uses the same buffers for gradients during backward, when nobody gathers. One
-thread at a time.
+thread at a time. `device_exchange.py` does the same for values on devices.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +24,26 @@ from offload.ticket import Ticket
 
 NETWORK = "network"  # the cause of waiting for other ranks
 
+# The elements of a parameter's values, or of what is like them, in the order of its memory. None:
+# they are as they should be.
+Values = Callable[[int], Tensor | None]
+
 
 @dataclass(eq=False)
 class Buffer:
-    """whole: bytes of a round. part: bytes of one rank's part, for what is added to another."""
+    """whole: gives the bytes of a round, to be used now. part: host bytes of one rank's part, for
+    what is added to another. release: gives the memory back.
+    """
 
-    whole: Tensor
+    whole: Callable[[], Tensor]
     part: Tensor
+    release: Callable[[], object] = lambda: None
+
+    @classmethod
+    def in_host(cls, memory: Tensor, buckets: Buckets) -> Buffer:
+        """Bytes for a round, and a part where there are more."""
+        whole = memory[: buckets.whole_bytes]
+        return cls(lambda: whole, memory[-buckets.part_bytes :])
 
 
 @dataclass(frozen=True)
@@ -43,47 +58,89 @@ class Round:
     def numel(self) -> int:
         return self.end - self.begin
 
+    def put_own(self, whole: Tensor, rank: int, values: Values) -> None:
+        """Copy a rank's elements to its row of `whole`."""
+        for span in self.bucket.spans(rank, self.begin, self.end):
+            given = values(span.number)
+            if given is not None:
+                there = whole[rank, span.at : span.at + span.end - span.first]
+                there.copy_(given[span.first : span.end])
+
+    def take_others(self, whole: Tensor, rank: int, values: Values) -> None:
+        """Copy all other ranks' elements from there."""
+        for other in range(len(whole)):
+            if other == rank:
+                continue
+            for span in self.bucket.spans(other, self.begin, self.end):
+                target = values(span.number)
+                if target is not None:
+                    here = whole[other, span.at : span.at + span.end - span.first]
+                    target[span.first : span.end].copy_(here)
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A round that is being gathered. store: is called with what its ticket brings."""
+
+    buffer: Buffer
+    ticket: Ticket[Any]
+    store: Callable[[Any], None]
+
 
 class Exchange:
-    """The buffers of one optimizer, and the ranks that it shares with."""
+    """The buffers of one optimizer, and the ranks that it shares with. Values are in host memory,
+    and so are the buffers.
+    """
 
     def __init__(
-        self, ranks: Ranks, buckets: Buckets, memory: Iterable[Tensor], metrics: Metrics
+        self, ranks: Ranks, buckets: Buckets, buffers: Sequence[Buffer], metrics: Metrics
     ) -> None:
         self.ranks, self.buckets, self.metrics = ranks, buckets, metrics
-        whole_bytes = self._whole_bytes = buckets.whole_bytes
-        self.free = [Buffer(one[:whole_bytes], one[-buckets.part_bytes :]) for one in memory]
+        self.free = list(buffers)
 
     def rounds(self, bucket: Bucket, dtype: torch.dtype) -> Iterator[Round]:
-        for begin, end in bucket.rounds(self._whole_bytes, dtype.itemsize):
+        for begin, end in bucket.rounds(self.buckets.whole_bytes, dtype.itemsize):
             yield Round(bucket, begin, end)
 
     def whole(self, buffer: Buffer, step: Round, dtype: torch.dtype) -> Tensor:
         """As rows: one part for each rank."""
         numel = self.ranks.count * step.numel
-        flat = buffer.whole[: numel * dtype.itemsize].view(dtype)
+        flat = buffer.whole()[: numel * dtype.itemsize].view(dtype)
         return flat.view(self.ranks.count, step.numel)
 
-    def wait(self, ticket: Ticket[None]) -> None:
+    def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> Flight:
+        """Start a round, in a buffer that is free: own values, which are there, go to all others.
+        `land` has to follow.
+        """
+        buffer, rank = self.free.pop(), self.ranks.rank
+        whole = self.whole(buffer, step, dtype)
+        step.put_own(whole, rank, values)
+        ticket = self.ranks.gather(whole, whole[rank], what)
+        return Flight(buffer, ticket, lambda _: step.take_others(whole, rank, values))
+
+    def land(self, flight: Flight) -> None:
+        """Return when the others' values are here, or may be counted on after `join`."""
+        flight.store(self.wait(flight.ticket))
+        self.free.append(flight.buffer)
+
+    def reduce(self, whole: Tensor, own: Tensor, what: str) -> Ticket[Any]:
+        """Make `own`, host memory, the mean of everybody's row of a buffer that is this rank's."""
+        return self.ranks.reduce_scatter(own, whole, what)
+
+    def join(self) -> None:
+        """What has landed can be used by whatever comes next."""
+
+    def wait(self, ticket: Ticket[Any]) -> Any:
         """For the network; the time is told."""
         if ticket.done:
-            ticket.wait()
-            return
+            return ticket.wait()
         with self.metrics.span(NETWORK, ticket.what):
-            ticket.wait()
+            return ticket.wait()
 
-
-# The elements of a parameter's values, or of what is like them, in the order of its memory. None:
-# they are as they should be.
-Values = Callable[[int], Tensor | None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Flight:
-    step: Round
-    buffer: Buffer
-    whole: Tensor
-    ticket: Ticket[None]
+    def close(self) -> None:
+        """Give the buffers back, but for those that are still under way after an error."""
+        while self.free:
+            self.free.pop().release()
 
 
 class Gathering:
@@ -106,7 +163,7 @@ class Gathering:
         self._left: deque[Round] = deque(
             step for bucket in buckets for step in exchange.rounds(bucket, dtype_of(bucket))
         )
-        self._flying: deque[_Flight] = deque()
+        self._flying: deque[Flight] = deque()
 
     def advance(self) -> None:
         """Start what is ready and land what has come. Never waits."""
@@ -116,12 +173,13 @@ class Gathering:
             self._start()
 
     def finish(self) -> None:
-        """Return when everybody's values are everywhere."""
+        """Return when everybody's values are everywhere, for whatever comes next."""
         self.advance()
         while self._flying:
             self._land()
             self.advance()
         assert not self._left, "everything is ready by now"
+        self._exchange.join()
 
     def break_off(self, error: BaseException) -> None:
         """After an error: tell the other ranks, and let nobody write to the buffers any more."""
@@ -130,49 +188,27 @@ class Gathering:
             ended.fail(error.with_traceback(None))
             own = torch.empty(0, dtype=torch.uint8, device="cpu")
             what = self._name(self._left[0])
-            self._settle(self._exchange.ranks.gather(own, own, what, after=ended))
+            self._settle(self._exchange.ranks.gather(own, own, what, after=ended).wait)
         while self._flying:
-            flight = self._flying.popleft()
-            if self._settle(flight.ticket):
-                self._exchange.free.append(flight.buffer)
+            # Where it has failed its buffer may still be written to, and is not free.
+            self._settle(partial(self._exchange.land, self._flying.popleft()))
+        self._settle(self._exchange.join)
 
-    def _settle(self, ticket: Ticket[None]) -> bool:
+    def _settle(self, act: Callable[[], object]) -> None:
         try:
-            ticket.wait()
+            act()
         except Exception:
             self._exchange.metrics.count("errors_after_an_error")
-            return False
-        return True
 
     def _name(self, step: Round) -> str:
         return f"{self._what} of {step.bucket.name}"
 
     def _start(self) -> None:
         step, exchange = self._left[0], self._exchange
-        buffer = exchange.free.pop()
-        whole = exchange.whole(buffer, step, self._dtype_of(step.bucket))
-        rank = exchange.ranks.rank
-        for span in step.bucket.spans(rank, step.begin, step.end):
-            values = self._values(span.number)
-            if values is not None:
-                whole[rank, span.at : span.at + span.end - span.first].copy_(
-                    values[span.first : span.end]
-                )
-        ticket = exchange.ranks.gather(whole, whole[rank], self._name(step))
+        dtype = self._dtype_of(step.bucket)
+        self._flying.append(exchange.gather(step, dtype, self._values, self._name(step)))
         self._left.popleft()
-        self._flying.append(_Flight(step, buffer, whole, ticket))
 
     def _land(self) -> None:
-        flight, exchange = self._flying[0], self._exchange
-        exchange.wait(flight.ticket)
-        for rank in range(exchange.ranks.count):
-            if rank == exchange.ranks.rank:
-                continue
-            for span in flight.step.bucket.spans(rank, flight.step.begin, flight.step.end):
-                values = self._values(span.number)
-                if values is not None:
-                    values[span.first : span.end].copy_(
-                        flight.whole[rank, span.at : span.at + span.end - span.first]
-                    )
+        self._exchange.land(self._flying[0])
         self._flying.popleft()
-        exchange.free.append(flight.buffer)

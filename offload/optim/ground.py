@@ -106,6 +106,7 @@ class OwnGround:
         self._hooks: list[Any] = []
         self.desks: Places | None = None
         self.homes: Homes | None = None
+        self.transfers: Mapping[torch.device, DeviceTransfer] = {}
         self.store: DiskStore | None = None
         self.pool = Pool(plan.arena_bytes, budget=HOST) if plan.arena_bytes else None
         try:
@@ -126,8 +127,8 @@ class OwnGround:
         if not devices:
             return
         memory = [self._lease(self._plan.desk_bytes, "a desk") for _ in range(self._plan.desks)]
-        transfers = {d: DeviceTransfer(d, metrics=self._metrics) for d in devices}
-        self.desks = desks = Desks(records, memory, transfers, self._plan.has_homes)
+        self.transfers = transfers = {d: DeviceTransfer(d, metrics=self._metrics) for d in devices}
+        self.desks = desks = Desks(records, memory, transfers, self._plan.grads_are_here)
         if self._plan.has_homes:
             places = {
                 r.number: self._home(r) for r in records if r.device_bytes and r.param.numel()
@@ -159,6 +160,7 @@ class OwnGround:
         if self.desks is not None:
             self.desks.close()
         self.desks = self.homes = self.store = None
+        self.transfers = {}
         self.tiers = None  # type: ignore[assignment]  # it holds memory
         if self.pool is not None:
             self.pool.close()

@@ -13,18 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from offload.config import Config
-from offload.errors import StateError
+from offload.device_network import DeviceNetwork
+from offload.errors import ConfigError, StateError
 from offload.metrics import Metrics
 from offload.optim.agreement import check_alike, start_facts, together
 from offload.optim.begun import Begun
-from offload.optim.buckets import Buckets, no_buckets
+from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
 from offload.optim.company import Company
-from offload.optim.ground import WatchPasses
+from offload.optim.ground import OwnGround, WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import Carried, Reducer
 from offload.planner import Plan
-from offload.pool import Pool
-from offload.shard import Ranks
+from offload.rank_share import RankShare
+from offload.shard import DeviceLink, Ranks
 
 MEETING_S = 60.0
 _CALL_ON_ALL = (
@@ -38,12 +39,20 @@ Begin = Callable[[dict[int, Tensor]], Begun]
 
 
 class Joint:
-    """watch: for gradients that are averaged here."""
+    """watch: for gradients that are averaged here. link: between the ranks' devices, where the
+    parameters are on some.
+    """
 
     def __init__(
-        self, ranks: Ranks, config: Config, metrics: Metrics, watch: WatchPasses | None
+        self,
+        ranks: Ranks,
+        config: Config,
+        metrics: Metrics,
+        watch: WatchPasses | None,
+        link: DeviceLink | None,
     ) -> None:
         self.ranks = ranks
+        self._stage, self._link = stage_of(config), link
         self.buckets: Buckets = no_buckets(ranks.place, config)
         self.company: Company | None = None  # None: nothing is open
         self._metrics = metrics
@@ -52,12 +61,33 @@ class Joint:
         self._carried: Carried | None = None  # gradients between two plans
         self._is_syncing = True
 
+    def share_out(self, records: Sequence[Record]) -> tuple[Buckets, RankShare]:
+        """For a new plan. Changes nothing but which elements each record has as our own."""
+        buckets, place = share_out(self.buckets, records), place_of(records)
+        if place != HOST and self._link is None:
+            raise ConfigError(
+                f"optimizer: its parameters are on {place} now, and were on the CPU when ranks "
+                "began to share them; close() it before they are moved, and wrap it again"
+            )
+        return buckets, buckets.share(self._stage, place)
+
     def open(
-        self, records: Sequence[Record], plan: Plan, buckets: Buckets, pool: Pool | None
+        self, records: Sequence[Record], plan: Plan, buckets: Buckets, ground: OwnGround
     ) -> Company:
         assert plan.ranks is not None, "made for ranks"
+        network = None
+        if ground.transfers:
+            (transfer,) = ground.transfers.values()
+            network = DeviceNetwork(self.ranks, transfer, self._link)
         company = Company(
-            self.ranks, buckets, plan.ranks, records, pool, self._metrics, self._watch
+            self.ranks,
+            buckets,
+            plan.ranks,
+            records,
+            ground.pool,
+            self._metrics,
+            self._watch,
+            network,
         )
         if company.reducer is not None and self._carried is not None:
             company.reducer.take_over(self._carried)
@@ -72,6 +102,7 @@ class Joint:
             company.close()
             if company.reducer is not None and not self.ranks.is_broken:
                 self._carried = company.reducer.carry()
+            company.exchange.close()
 
     @property
     def _reducer(self) -> Reducer | None:

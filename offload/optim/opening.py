@@ -15,7 +15,7 @@ from offload.optim.buckets import stage_of
 from offload.optim.ground import Watch, WatchPasses
 from offload.optim.request import Request
 from offload.optim.session import Session
-from offload.shard import Ranks
+from offload.shard import DeviceLink, Ranks
 
 
 def open_session(
@@ -33,7 +33,7 @@ def open_session(
     opened: list[Session] = []
     limit_before = HOST.limit_bytes
 
-    def open_here() -> Session:
+    def open_here(link: DeviceLink | None = None) -> Session:
         config = configure()
         place = ranks.place if ranks is not None else None
         request = Request.of(optimizer, config, elementwise, measured, place)
@@ -47,6 +47,7 @@ def open_session(
                 speeds=request.plan.speeds,
                 ranks=ranks,
                 watch_passes=watch_passes,
+                link=link,
             )
             opened.append(session)
             session.updater.take_in(request.states)
@@ -55,7 +56,8 @@ def open_session(
     try:
         if ranks is None:
             return open_here()
-        return _open_together(open_here, ranks)
+        link = _connect(optimizer, ranks)
+        return _open_together(lambda: open_here(link), ranks)
     except BaseException:
         for session in opened:
             session.close()
@@ -63,6 +65,18 @@ def open_session(
             ranks.close()
             HOST.put_back_limit(limit_before)
         raise
+
+
+def _connect(optimizer: torch.optim.Optimizer, ranks: Ranks) -> DeviceLink | None:
+    """Between the devices that the parameters are on; None: those are in host memory. Whatever else
+    may be wrong with the optimizer is refused later.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    params = [param for group in groups for param in group["params"]]
+    params.sort(key=lambda param: not param.requires_grad)  # frozen ones are not shared
+    device = params[0].device if params else torch.device("cpu")
+    ranks.check_equal("device", device.type, "give all ranks parameters on devices of one kind")
+    return None if device.type == "cpu" else ranks.link(device)
 
 
 def _open_together(open_here: Callable[[], Session], ranks: Ranks) -> Session:

@@ -39,7 +39,7 @@ class _Flight:
 
     step: Round
     buffer: Buffer
-    ticket: Ticket[None]
+    ticket: Ticket[Any]
     to_add: bool
 
 
@@ -150,9 +150,10 @@ class Reducer:
         grad = record.param.grad
         if grad is None:
             return None
-        if grad.layout != torch.strided or grad.dtype != record.dtype or not grad.is_cpu:
+        place, is_dense = record.param.device, grad.layout == torch.strided
+        if not is_dense or grad.dtype != record.dtype or grad.device != place:
             raise ConfigError(
-                f"{record.name}: expected a dense gradient of {record.dtype} on the CPU, got "
+                f"{record.name}: expected a dense gradient of {record.dtype} on {place}, got "
                 f"{grad.dtype} on {grad.device}, {grad.layout}; sparse ones are not supported: "
                 "nn.Embedding(..., sparse=False)"
             )
@@ -173,7 +174,7 @@ class Reducer:
                 else:
                     there.copy_(grad[span.first : span.end])
         own = self._part(buffer, step) if to_add else self._slice(step)
-        ticket = exchange.ranks.reduce_scatter(own, whole, f"the gradients of {bucket.name}")
+        ticket = exchange.reduce(whole, own, f"the gradients of {bucket.name}")
         self._flying.append(_Flight(step, buffer, ticket, to_add))
 
     def _part(self, buffer: Buffer, step: Round) -> Tensor:

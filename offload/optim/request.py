@@ -12,7 +12,7 @@ import torch
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.limits import check_directories, host_bytes, refuse_unbuilt, telling_of_the_budget
-from offload.optim.buckets import no_buckets, share_out, stage_of
+from offload.optim.buckets import no_buckets, place_of, share_out, stage_of
 from offload.optim.choose import choose_recipe
 from offload.optim.incoming import check_states
 from offload.optim.optimizer import is_wrapped
@@ -59,8 +59,6 @@ class Request:
         recipe = choose_recipe(optimizer, elementwise)
         _refuse_strangers(optimizer)
         records = make_records(optimizer, recipe, optimizer.state)
-        if place is not None:
-            _refuse_devices(records)
         buckets = place and share_out(no_buckets(place, config), records)
         specs = [spec_of(record) for record in records]
         states = states_of(optimizer, records, recipe)
@@ -72,7 +70,7 @@ class Request:
                 has_disk=bool(config.nvme),
                 needs_homes=config.release_grads,
                 held_bytes=held_bytes,
-                ranks=buckets.share(stage_of(config)) if buckets else None,
+                ranks=buckets.share(stage_of(config), place_of(records)) if buckets else None,
             )
         _refuse_release(config, records)
         check_homes(config, plan)
@@ -122,16 +120,6 @@ def _check_device(optimizer: torch.optim.Optimizer, config: Config) -> None:
                     f"{param.device}, and wrap leaves parameters where they are; move the model "
                     "first, or leave device out"
                 )
-
-
-def _refuse_devices(records: Sequence[Record]) -> None:
-    for record in records:
-        if not record.param.is_cpu:
-            raise ConfigError(
-                f"{record.name}: is on {record.param.device}; to share the state of parameters "
-                "on a device over ranks is not built yet; give process_group=False, which keeps "
-                "all of it on each rank"
-            )
 
 
 def _refuse_release(config: Config, records: Sequence[Record]) -> None:

@@ -24,7 +24,7 @@ from offload.log import LOG
 from offload.metrics import Metrics
 from offload.optim.agreement import settings_sum
 from offload.optim.begun import Begun
-from offload.optim.buckets import Buckets, share_out, stage_of
+from offload.optim.buckets import Buckets
 from offload.optim.ground import Ground, Host, OwnGround, Watch, WatchPasses
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.joint import Joint
@@ -40,7 +40,7 @@ from offload.optim.turn import Turn
 from offload.optim.updater import Held, Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
-from offload.shard import Ranks, is_sharded, local_of, placing_of
+from offload.shard import DeviceLink, Ranks, is_sharded, local_of, placing_of
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
 
@@ -74,6 +74,7 @@ class Session:
         host: Host | None = None,
         ranks: Ranks | None = None,
         watch_passes: WatchPasses | None = None,
+        link: DeviceLink | None = None,
     ) -> None:
         # Not held: what holds us would be held by us, and its memory until garbage is collected.
         self._optimizer = weakref.ref(optimizer)
@@ -95,7 +96,7 @@ class Session:
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
         # With ranks that share the state; None: all of it is ours.
-        self.joint = Joint(ranks, config, self.metrics, watch_passes) if ranks else None
+        self.joint = Joint(ranks, config, self.metrics, watch_passes, link) if ranks else None
         self._open(*self._draw_up(optimizer.state))
 
     @property
@@ -115,7 +116,7 @@ class Session:
         for record in records:
             record.home = self.host.home_of(record.param) if self.host else None
             record.own = self.host.own_of(record.param) if self.host else None
-        buckets = share_out(self.joint.buckets, records) if self.joint else None
+        buckets, share = self.joint.share_out(records) if self.joint else (None, None)
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
             [spec_of(r, self.host.unit_of(r.param) if self.host else None) for r in records],
@@ -125,7 +126,7 @@ class Session:
             needs_homes=self.config.release_grads,
             held_bytes=held_bytes,
             speeds=self.ledger.speeds,
-            ranks=buckets.share(stage_of(self.config)) if buckets else None,
+            ranks=share,
         )
         check_homes(self.config, plan)
         if self.host is not None:
@@ -156,14 +157,15 @@ class Session:
         self.plan = plan
         try:
             self._ground = ground = self._make_ground(records, plan)
-            company = self.joint and buckets and self.joint.open(records, plan, buckets, self.pool)
+            company = None
+            if self.joint is not None and buckets is not None:
+                assert isinstance(ground, OwnGround), "a prepared model has ranks of its own"
+                company = self.joint.open(records, plan, buckets, ground)
         except BaseException as error:
             self.close()
             clear_frames(error)
             raise
-        self.updater = Updater(
-            records, self._recipe, ground, self.metrics, self.soundness, company or None
-        )
+        self.updater = Updater(records, self._recipe, ground, self.metrics, self.soundness, company)
 
     def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
         if self.host is not None:

@@ -170,7 +170,7 @@ class Updater:
                 own = self._own(number, self._in_host(number, grad))
                 sums[number] = kernels.grad_stats(own).block_sums
             else:
-                norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+                norm = torch.linalg.vector_norm(self._own(number, grad), dtype=torch.float64)
                 there.setdefault(grad.device, {})[number] = norm
         for norms in there.values():
             squares = torch.stack(list(norms.values())).square()
@@ -233,6 +233,8 @@ class Updater:
         piece: Piece,
         desk: Desk | None,
     ) -> bool:
+        if self.company is not None:
+            self.company.advance()  # before: what the last chunk had is on its way to the device
         for part in piece.chunk.slices:
             if part.param in grads:
                 record = self.records[part.param]
@@ -243,8 +245,6 @@ class Updater:
                     grad = self._of_grad(grads[part.param], part)
                 fields = piece.fields(part)
                 self._update_slice(record, part, param, grad, fields, record.number in fresh, scale)
-        if self.company is not None:
-            self.company.advance()
         return True
 
     def _update_without_chunk(
@@ -260,7 +260,7 @@ class Updater:
             whole = Slice(number, begin, end, 0)
             none = torch.empty(0, dtype=record.dtype, device="cpu")
             here = flat(record.local)[begin:end] if end else none
-            grad = self._of_grad(self._in_host(number, grad), whole)  # of itself, or nothing
+            grad = self._of_grad(grad, whole) if end else none  # of itself, or nothing
             self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
 
     def _update_slice(
