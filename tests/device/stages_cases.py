@@ -1,0 +1,274 @@
+"""Optimizers of device parameters that ranks share, for test_stages_device.py: functions that take a
+rank run in every process. Beside each there is plain torch on the CPU, with gradients averaged by
+hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_accelerator import collectives, load
+from fake_accelerator.train_case import SCHEDULES
+from stageslib import reduce
+from torch import Tensor, nn
+from transfer_cases import register
+
+import offload
+from offload import planner
+from offload.optim import buckets, ground
+from offload.pool import Pool
+from offload.shard import Ranks, ranks_of
+
+# Streams in the order in which they are made: that of the collectives, up, down, between devices.
+# Each is early and late, beside each other one.
+ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15, 16, 21, 26, 31))]
+BUCKET_BYTES = 4 << 10  # so that there are several, and a parameter that is larger
+
+
+class Mixed(nn.Module):
+    """Of both types, of all sizes, unused, frozen, without elements, in another order of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 37)
+        self.large = nn.Linear(37, 71, bias=False).bfloat16()
+        self.last = nn.Linear(71, 3).bfloat16()
+        self.one = nn.Parameter(torch.tensor(0.3))
+        self.none = nn.Parameter(torch.empty(0, 5))
+        self.frozen = nn.Parameter(torch.ones(37), requires_grad=False)
+        self.turned = nn.Parameter(torch.randn(11, 13).t())
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) * self.frozen * self.one + self.none.sum()
+        hidden = self.last(self.large(hidden.bfloat16()).tanh()).float()
+        return hidden.square().mean() + (x @ self.turned).square().mean()
+
+
+class Wide(nn.Module):
+    """Large enough for what is rounded up not to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(13, 160), nn.Linear(160, 120), nn.Linear(120, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+class Reference:
+    """Plain torch on the CPU; 16-bit parameters have a master, which is updated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.params = list(model.parameters())
+        self.masters = [
+            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.params
+        ]
+        self.optimizer = torch.optim.AdamW(groups_of(self.masters), lr=1e-2, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param is not master:
+                master.grad = None if param.grad is None else param.grad.float()
+        self.optimizer.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)
+
+
+def reduce_all(model: nn.Module, ranks: Ranks) -> None:
+    """As DDP does it; `reduce` takes parameters of one type."""
+    for dtype in (torch.float32, torch.bfloat16):
+        some = nn.ParameterList(p for p in model.parameters() if p.dtype == dtype)
+        reduce(some, ranks)
+
+
+class Pair:
+    """A model on the device whose optimizer is shared, and the same on the CPU."""
+
+    def __init__(
+        self, ranks: Ranks, stage: int, make: Callable[[], nn.Module] = Mixed, **settings: Any
+    ) -> None:
+        self.ranks, self.stage, self.turn = ranks, stage, 0
+        torch.manual_seed(5)
+        self.plain = Reference(make())
+        torch.manual_seed(5)
+        self.model = make().to("fake")
+        optimizer = torch.optim.AdamW(groups_of(list(self.model.parameters())), lr=1e-2)
+        self.ours: Any = offload.wrap(optimizer, release_grads=stage == 2, **settings)
+
+    def input(self, micro: int) -> Tensor:
+        generator = torch.Generator().manual_seed(500 * self.ranks.rank + 10 * self.turn + micro)
+        return torch.randn(3 + self.ranks.rank, 13, generator=generator)
+
+    def backward(self, passes: int, micros: int) -> None:
+        """Passes are averaged each for itself, of micro-batches in each."""
+        self.turn += 1
+        sums: dict[Tensor, Tensor] = {}
+        for each in range(passes):
+            for micro in range(each * micros, (each + 1) * micros):
+                self.plain.model(self.input(micro)).backward()
+                if self.stage == 2:
+                    is_last = (micro + 1) % micros == 0
+                    with nullcontext() if is_last else self.ours.no_sync():
+                        self.model(self.input(micro).to("fake")).backward()
+            reduce_all(self.plain.model, self.ranks)
+            for p in self.plain.params:
+                if p.grad is not None:
+                    sums[p] = p.grad if p not in sums else sums[p] + p.grad
+                    p.grad = None
+        for p, q in zip(self.model.parameters(), self.plain.params, strict=True):
+            q.grad = sums.get(q)
+            if self.stage == 1:  # late work of the device
+                p.grad = None if q.grad is None else (q.grad.to("fake") + 0) * 1
+
+    def step(self, passes: int = 1, micros: int = 1) -> bool:
+        """Whether the device had the right parameters just before and just after."""
+        self.backward(passes, micros)
+        late, before = self.tripled(self.model), self.tripled(self.plain.model)
+        self.ours.step()
+        self.plain.step()
+        early, after = self.tripled(self.model), self.tripled(self.plain.model)
+        self.ours.zero_grad()
+        self.plain.model.zero_grad()
+        found = [one.cpu() for one in [*late, *early]]
+        return all(torch.equal(a, b) for a, b in zip(found, [*before, *after], strict=True))
+
+    def tripled(self, model: nn.Module) -> list[Tensor]:
+        return [p.detach() * 3 for p in model.parameters()]
+
+    def has_same_state(self) -> bool:
+        ours, theirs = self.ours.state_dict()["state"], self.plain.optimizer.state_dict()["state"]
+        return ours.keys() == theirs.keys() and all(
+            torch.equal(ours[number][name], value)
+            for number, state in theirs.items()
+            for name, value in state.items()
+        )
+
+
+def start() -> Ranks:
+    load("eager", 0)
+    collectives.register()
+    buckets.BUCKET_BYTES, planner.CHUNK_NUMEL = BUCKET_BYTES, 1024
+    ground.Pool = partial(Pool, register=register)  # type: ignore[misc, assignment]
+    ranks = ranks_of(None, deadline_s=30)
+    assert ranks is not None
+    return ranks
+
+
+def least_host_bytes(stage: int) -> int:
+    """With which some of the state has to go to the disk."""
+    made = torch.optim.AdamW(groups_of(list(Mixed().to("fake").parameters())), lr=1e-2)
+    plan = offload.plan(made, release_grads=stage == 2)
+    chunk = max(chunk.nbytes for chunk in plan.chunks)
+    return plan.desks * plan.desk_bytes + plan.shared_bytes + 2 * chunk
+
+
+def trains(pair: Pair) -> bool:
+    """Several steps, in stage 2 of several passes and micro-batches."""
+    turns = ((1, 1), (1, 3), (2, 2)) if pair.stage == 2 else ((1, 1), (1, 1), (1, 1))
+    return all([pair.step(*turn) for turn in turns])
+
+
+def the_same_bits(rank: int, stage: int, directory: str) -> dict[str, Any]:
+    """Under every schedule, in memory and on disk, with all device memory given back. Which
+    schedules went wrong.
+    """
+    ranks, wrong = start(), []
+    for schedule in ALL:
+        load(*schedule)
+        least = least_host_bytes(stage)
+        gc.collect()
+        held = torch.accelerator.memory_allocated()
+        for settings in ({}, {"host_memory": least, "nvme": directory}):
+            pair = Pair(ranks, stage, **settings)
+            if not trains(pair) or not pair.has_same_state():
+                wrong.append((*schedule, bool(settings)))
+            told = offload.report(pair.ours)
+            assert bool(told.plan.disk_bytes) is bool(settings) and not told.fallbacks
+            pair.ours.close()
+            del pair
+            gc.collect()
+            torch.accelerator.synchronize()
+            assert torch.accelerator.memory_allocated() == held, schedule
+    return {"wrong": wrong}
+
+
+def moved(rank: int, stage: int) -> dict[str, Any]:
+    """Bytes of a step against theory, in shares of it: over the network, and between host and
+    device as the transfer counts them.
+    """
+    ranks = start()
+    buckets.BUCKET_BYTES = 32 << 10
+    pair = Pair(ranks, stage, Wide)
+    nbytes = sum(p.nbytes for p in pair.model.parameters())
+    assert pair.step()
+    before, sent_before = offload.report(pair.ours).total.moved, sent(pair)
+    assert pair.step() and pair.step()
+    after, sent_after = offload.report(pair.ours).total.moved, sent(pair)
+    share = 2 * nbytes / ranks.count  # of two steps
+    found = {
+        "up": (after["host_to_device_bytes"] - before["host_to_device_bytes"]) / share,
+        "down": (after["device_to_host_bytes"] - before["device_to_host_bytes"]) / share,
+    }
+    theory = share * (ranks.count - 1)
+    found |= {kind: (sent_after[kind] - sent_before.get(kind, 0)) / theory for kind in sent_after}
+    plan = offload.report(pair.ours).plan
+    found["text"] = str(plan)
+    found["host_bytes"] = plan.shared_bytes
+    pair.ours.close()
+    return found
+
+
+def sent(pair: Pair) -> dict[str, int]:
+    return dict(pair.ours._offload_session.ranks.sent_bytes)
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def with_a_fault(rank: int, stage: int, module: str, old: str, new: str) -> bool:
+    """Whether some schedule shows that the text of a module was changed."""
+    mutate(module, old, new)
+    ranks = start()
+    for schedule in ALL:
+        load(*schedule)
+        pair = Pair(ranks, stage)
+        right = ranks.exchange(trains(pair), "what came out")
+        if not all(right):
+            return True
+        pair.ours.close()
+        del pair
+        gc.collect()
+        torch.accelerator.synchronize()
+    return False
+
+
+def mutate(name: str, old: str, new: str) -> None:
+    """Give the classes of a module the methods that its changed text makes."""
+    module = importlib.import_module(name)
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text()
+    assert text.count(old) == 1, (name, old)
+    made = dict(vars(module))
+    exec(compile(text.replace(old, new), module.__file__, "exec"), made)
+    for key, kind in vars(module).items():
+        if isinstance(kind, type) and kind.__module__ == name:
+            for method, function in vars(made[key]).items():
+                if callable(function) and method != "__init__":  # super() is another class there
+                    setattr(kind, method, function)
