@@ -1,5 +1,5 @@
-"""Optimizers of device parameters that ranks share, for test_stages_device.py: functions that take a
-rank run in every process. Beside each there is plain torch on the CPU, with gradients averaged by
+"""Optimizers of device parameters that ranks share, for test_stages_device.py: functions that take
+a rank run in every process. Beside each there is plain torch on the CPU, with gradients averaged by
 hand.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from transfer_cases import register
 
 import offload
 from offload import planner
+from offload.errors import CapacityError, ConfigError, StateError
 from offload.optim import buckets, ground
 from offload.pool import Pool
 from offload.shard import Ranks, ranks_of
@@ -119,6 +121,7 @@ class Pair:
     def backward(self, passes: int, micros: int) -> None:
         """Passes are averaged each for itself, of micro-batches in each."""
         self.turn += 1
+        self.plain.model.zero_grad()
         sums: dict[Tensor, Tensor] = {}
         for each in range(passes):
             for micro in range(each * micros, (each + 1) * micros):
@@ -136,6 +139,16 @@ class Pair:
             q.grad = sums.get(q)
             if self.stage == 1:  # late work of the device
                 p.grad = None if q.grad is None else (q.grad.to("fake") + 0) * 1
+        self.grads = [q.grad for q in self.plain.params]
+
+    def step_again(self) -> None:
+        """The last step once more, on the device, where the parameters are those before it."""
+        if self.stage == 2:
+            self.model(self.input(0).to("fake")).backward()
+        else:
+            for p, grad in zip(self.model.parameters(), self.grads, strict=True):
+                p.grad = None if grad is None else grad.to("fake")
+        self.ours.step()
 
     def step(self, passes: int = 1, micros: int = 1) -> bool:
         """Whether the device had the right parameters just before and just after."""
@@ -237,6 +250,204 @@ def moved(rank: int, stage: int) -> dict[str, Any]:
 
 def sent(pair: Pair) -> dict[str, int]:
     return dict(pair.ours._offload_session.ranks.sent_bytes)
+
+
+# --- what else a loop does ------------------------------------------------------------------------
+
+
+def otherwise(rank: int, stage: int, directory: str) -> None:
+    ranks = start()
+    for schedule in (("eager", 0), ("lazy", 0), ("seeded", 21)):
+        load(*schedule)
+        changes(Pair(ranks, stage))
+        saved(Pair(ranks, stage), f"{directory}/{schedule[0]}")
+        clips_in_the_update(Pair(ranks, stage, max_grad_norm=0.05))
+        if stage == 1:
+            clips_before(Pair(ranks, stage))
+            scales(Pair(ranks, stage))
+        else:
+            gives_gradients_back(Pair(ranks, stage))
+            refuses_a_scaler(Pair(ranks, stage))
+
+
+def changes(pair: Pair) -> None:
+    """Another group, a state that is loaded, zeros instead of no gradients, none at all."""
+    pair.step()
+    extra = nn.Linear(5, 40)
+    nn.init.constant_(extra.weight, 0.01)
+    nn.init.constant_(extra.bias, 0.02)
+    for model, optimizer in ((pair.model, pair.ours), (pair.plain.model, pair.plain.optimizer)):
+        model.extra = nn.Linear(5, 40)
+        model.extra.load_state_dict(extra.state_dict())
+        model.extra.to("fake" if model is pair.model else "cpu")
+        optimizer.add_param_group({"params": list(model.extra.parameters()), "lr": 3e-3})
+    pair.plain.params += pair.plain.model.extra.parameters()
+    pair.plain.masters += pair.plain.model.extra.parameters()
+    assert pair.step()
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    state = pair.ours.state_dict()
+    pair.step()
+    with torch.no_grad():
+        for param, value in zip(pair.model.parameters(), before, strict=True):
+            param.copy_(value)
+    pair.ours.load_state_dict(state)
+    pair.ours.step()  # without any gradient
+    for param, value in zip(pair.model.parameters(), before, strict=True):
+        assert torch.equal(param.detach().cpu(), value.cpu())
+    pair.step_again()
+    pair.ours.zero_grad(set_to_none=False)
+    assert all(
+        torch.equal(p.detach().cpu(), q.detach())
+        for p, q in zip(pair.model.parameters(), pair.plain.params, strict=True)
+    )
+    assert pair.has_same_state()
+    pair.ours.zero_grad()
+    pair.ours.close()
+    kept = pair.ours.state[pair.model.first.weight]["exp_avg"]
+    number = [id(p) for p in pair.plain.masters].index(id(pair.plain.model.first.weight))
+    theirs = pair.plain.optimizer.state[pair.plain.masters[number]]["exp_avg"]
+    assert kept.device.type == "fake" and torch.equal(kept.cpu(), theirs)
+
+
+def saved(pair: Pair, directory: str) -> None:
+    """A checkpoint that all ranks write and read."""
+    pair.step()
+    offload.save(directory, pair.model, pair.ours)
+    right = [p.detach().cpu() for p in pair.model.parameters()]
+    pair.step()
+    offload.load(directory, pair.model, pair.ours)
+    for param, value in zip(pair.model.parameters(), right, strict=True):
+        assert torch.equal(param.detach().cpu(), value)
+    pair.step_again()
+    for p, q in zip(pair.model.parameters(), pair.plain.params, strict=True):
+        assert torch.equal(p.detach().cpu(), q.detach())
+    assert pair.has_same_state()
+    pair.ours.close()
+
+
+def clips_before(pair: Pair) -> None:
+    for _ in range(3):
+        pair.backward(1, 1)
+        for model in (pair.model, pair.plain.model):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=False)
+        pair.ours.step()
+        pair.plain.step()
+        for p, q in zip(pair.model.parameters(), pair.plain.params, strict=True):
+            assert torch.equal(p.detach().cpu(), q.detach())
+    pair.ours.close()
+
+
+def clips_in_the_update(pair: Pair) -> None:
+    """With the norm of all ranks, the same on all."""
+    pair.backward(1, 1)
+    squares = [p.grad.double().square().sum() for p in pair.plain.params if p.grad is not None]
+    right = float(torch.stack(squares).sum().sqrt())
+    pair.ours.step()
+    assert abs(pair.ours.grad_norm / right - 1) < 1e-9 and right > 0.05
+    said = pair.ranks.exchange([float(pair.ours.grad_norm).hex(), sums(pair.model)], "the norm")
+    assert said[0] == said[1]
+    pair.ours.close()
+
+
+def sums(model: nn.Module) -> list[float]:
+    return [float(p.detach().cpu().double().sum()) for p in model.parameters()]
+
+
+def scales(pair: Pair) -> None:
+    """Where gradients are not finite all ranks skip the step."""
+    scaler = torch.amp.GradScaler("fake", init_scale=64.0)
+    scaler.scale(torch.ones((), device="fake"))  # makes it begin
+    for turn in range(3):
+        before = sums(pair.model)
+        pair.backward(1, 1)
+        for p in pair.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(scaler.get_scale() * (float("inf") if turn == 1 else 1.0))
+        scaler.step(pair.ours)
+        scaler.update()
+        assert (sums(pair.model) == before) is (turn == 1)
+        if turn != 1:
+            pair.plain.step()
+        for p, q in zip(pair.model.parameters(), pair.plain.params, strict=True):
+            assert torch.equal(p.detach().cpu(), q.detach())
+    assert scaler.get_scale() == 32.0
+    pair.ours.close()
+
+
+def refuses_a_scaler(pair: Pair) -> None:
+    scaler = torch.amp.GradScaler("fake", init_scale=64.0)
+    scaler.scale(pair.model(pair.input(0).to("fake"))).backward()
+    refused(ConfigError, "GradScaler: .*bfloat16", lambda: scaler.step(pair.ours))
+    pair.ours.zero_grad()
+    pair.ours.close()
+
+
+def gives_gradients_back(pair: Pair) -> None:
+    pair.step()
+    pair.backward(1, 1)
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.ours.close()
+    for p, q in zip(pair.model.parameters(), pair.plain.params, strict=True):
+        assert (p.grad is None) is (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad.cpu(), q.grad)
+
+
+def refused(kind: type[Exception], text: str, act: Callable[[], object]) -> None:
+    try:
+        act()
+    except kind as error:
+        assert re.search(text, str(error)), error
+        return
+    raise AssertionError(f"expected {kind.__name__}: {text}")
+
+
+def refusals(rank: int) -> None:
+    """Each on all ranks, and nobody waits for anybody."""
+    start()
+    for stage in (1, 2):
+        refuses_places(rank, partial(offload.wrap, release_grads=stage == 2))
+    params = ones("fake")
+    optimizer = offload.wrap(sgd(params))
+    params[0].grad = torch.full_like(params[0], 1.0 + rank)
+    refused(StateError, "differ in the gradient of group 0 param 0.*release", optimizer.step)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert params[0].detach().cpu().eq(0.9).all()
+    optimizer.close()
+
+
+def ones(*places: str) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(40, device=place)) for place in places]
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def refuses_places(rank: int, wrap: Callable[[Any], Any]) -> None:
+    """Parameters that are not where they should be, values that differ, no room."""
+    for places in (("fake", "cpu"), ("cpu", "fake"), ("fake:0", "fake:1")):
+        refused(ConfigError, "all on one device", partial(wrap, sgd(ones(*places))))
+    other = ones("fake" if rank else "cpu")
+    refused(ConfigError, "device: rank 1 has .fake.", partial(wrap, sgd(other)))
+    params = ones("fake")
+    params[0].data.add_(rank)
+    refused(ConfigError, "differ in the values of group 0 param 0", partial(wrap, sgd(params)))
+    optimizer = wrap(sgd(ones("fake")))
+    group = {"params": ones("cpu")}
+    refused(ConfigError, "all on one device", partial(optimizer.add_param_group, group))
+    optimizer.close()
+    params = ones("cpu")
+    optimizer = wrap(sgd(params))
+    params[0].data = params[0].data.to("fake")
+    refused(ConfigError, "were on the CPU when ranks began", optimizer.step)
+    params = ones("fake", "fake")
+    gc.collect()
+    torch.accelerator.empty_cache()
+    for_one_bytes = torch.accelerator.memory_allocated() + 512
+    torch.fake.set_budget(for_one_bytes)  # type: ignore[attr-defined]
+    refused(CapacityError, "network buffer", partial(wrap, sgd(params)))
+    torch.fake.set_budget(1 << 26)  # type: ignore[attr-defined]
 
 
 # --- faults ---------------------------------------------------------------------------------------
