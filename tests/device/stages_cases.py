@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import importlib
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from offload.shard import Ranks, ranks_of
 # Streams in the order in which they are made: that of the collectives, up, down, between devices.
 # Each is early and late, beside each other one.
 ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15, 16, 21, 26, 31))]
+SOME = [("eager", 0), ("lazy", 0), ("seeded", 11), ("seeded", 21)]
 BUCKET_BYTES = 4 << 10  # so that there are several, and a parameter that is larger
 
 
@@ -199,8 +201,8 @@ def trains(pair: Pair) -> bool:
 
 
 def the_same_bits(rank: int, stage: int, directory: str) -> dict[str, Any]:
-    """Under every schedule, in memory and on disk, with all device memory given back. Which
-    schedules went wrong.
+    """Under every schedule, under some also with state on disk; all device memory is given back.
+    Which schedules went wrong.
     """
     ranks, wrong = start(), []
     for schedule in ALL:
@@ -208,7 +210,8 @@ def the_same_bits(rank: int, stage: int, directory: str) -> dict[str, Any]:
         least = least_host_bytes(stage)
         gc.collect()
         held = torch.accelerator.memory_allocated()
-        for settings in ({}, {"host_memory": least, "nvme": directory}):
+        on_disk = {"host_memory": least, "nvme": directory}
+        for settings in ({}, on_disk) if schedule in SOME else ({},):
             pair = Pair(ranks, stage, **settings)
             if not trains(pair) or not pair.has_same_state():
                 wrong.append((*schedule, bool(settings)))
@@ -257,10 +260,10 @@ def sent(pair: Pair) -> dict[str, int]:
 
 def otherwise(rank: int, stage: int, directory: str) -> None:
     ranks = start()
-    for schedule in (("eager", 0), ("lazy", 0), ("seeded", 21)):
+    for schedule in SOME[1:]:
         load(*schedule)
         changes(Pair(ranks, stage))
-        saved(Pair(ranks, stage), f"{directory}/{schedule[0]}")
+        saved(Pair(ranks, stage), f"{directory}/{schedule}")
         clips_in_the_update(Pair(ranks, stage, max_grad_norm=0.05))
         if stage == 1:
             clips_before(Pair(ranks, stage))
@@ -450,36 +453,82 @@ def refuses_places(rank: int, wrap: Callable[[Any], Any]) -> None:
     torch.fake.set_budget(1 << 26)  # type: ignore[attr-defined]
 
 
+def three(rank: int) -> None:
+    """Some own nothing of small parameters; fp32 means are added in the order of ranks."""
+    ranks = start()
+    load("seeded", 21)
+    pair = Pair(ranks, 1)
+    assert trains(pair) and pair.has_same_state()
+    pair.ours.close()
+    pair = Pair(ranks, 2, Wide)
+    assert trains(pair) and pair.has_same_state()
+    pair.ours.close()
+
+
+def broken(rank: int, stage: int) -> str:
+    """An error in the middle of a step: on the other rank, too, and no step after it."""
+    pair = Pair(start(), stage, Wide)
+    held = torch.accelerator.memory_allocated()
+    for schedule in SOME[1:]:
+        load(*schedule)
+        pair = Pair(pair.ranks, stage, Wide)
+        pair.step()
+        pair.backward(1, 1)
+        if rank == 1:
+            recipe, turns = pair.ours._offload_session._recipe, iter(range(100))
+            update = recipe.update
+            recipe.update = lambda work, u=update, t=turns: u(work) if next(t) < 3 else 1 / 0
+        kind = ZeroDivisionError if rank else StateError
+        refused(kind, "division by zero", pair.ours.step)
+        refused(StateError, "two ages|cannot go on|earlier error", pair.ours.step)
+        pair.ours.close()
+        pair.model.zero_grad()
+        gc.collect()
+        torch.accelerator.synchronize()
+        assert torch.accelerator.memory_allocated() <= held, schedule
+    return "ended"
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def with_a_fault(rank: int, stage: int, module: str, old: str, new: str) -> bool:
-    """Whether some schedule shows that the text of a module was changed."""
-    mutate(module, old, new)
-    ranks = start()
-    for schedule in ALL:
-        load(*schedule)
-        pair = Pair(ranks, stage)
-        right = ranks.exchange(trains(pair), "what came out")
-        if not all(right):
-            return True
-        pair.ours.close()
-        del pair
-        gc.collect()
-        torch.accelerator.synchronize()
-    return False
+def with_faults(rank: int, stage: int, faults: list[tuple[str, str, str]]) -> list[bool]:
+    """For each whether some schedule shows that the text of a module was changed."""
+    ranks, found = start(), []
+    for fault in faults:
+        with mutated(*fault):
+            found.append(any(goes_wrong(ranks, stage, schedule) for schedule in ALL))
+    return found
 
 
-def mutate(name: str, old: str, new: str) -> None:
-    """Give the classes of a module the methods that its changed text makes."""
+def goes_wrong(ranks: Ranks, stage: int, schedule: tuple[str, int]) -> bool:
+    load(*schedule)
+    pair = Pair(ranks, stage)
+    right = ranks.exchange(trains(pair), "what came out")
+    pair.ours.close()
+    del pair
+    gc.collect()
+    torch.accelerator.synchronize()
+    return not all(right)
+
+
+@contextmanager
+def mutated(name: str, old: str, new: str) -> Iterator[None]:
+    """The classes of a module have the methods that its changed text makes."""
     module = importlib.import_module(name)
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
     assert text.count(old) == 1, (name, old)
-    made = dict(vars(module))
+    made, undo = dict(vars(module)), []
     exec(compile(text.replace(old, new), module.__file__, "exec"), made)
     for key, kind in vars(module).items():
         if isinstance(kind, type) and kind.__module__ == name:
             for method, function in vars(made[key]).items():
-                if callable(function) and method != "__init__":  # super() is another class there
+                if isinstance(function, FunctionType) and method != "__init__":  # it may say super
+                    undo.append((kind, method, vars(kind)[method]))
                     setattr(kind, method, function)
+    try:
+        yield
+    finally:
+        for each in undo:
+            setattr(*each)

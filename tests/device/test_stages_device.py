@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 import stages_cases as cases
+import torch
+from fake_accelerator import DeviceModule
 from launch import run
+
+from offload import kernels
+from offload.optim.sums import checksums
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -31,6 +36,31 @@ def test_each_rank_moves_its_part(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_else_a_loop_does(stage: int, tmp_path: Path) -> None:
     run(2, cases.otherwise, stage, str(tmp_path))
+
+
+def test_three_ranks() -> None:
+    run(3, cases.three)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_error_in_the_middle_reaches_all_ranks(stage: int) -> None:
+    assert run(2, cases.broken, stage, deadline_s=60) == ["ended", "ended"]
+
+
+def test_checksums_notice_every_change(fake: DeviceModule) -> None:
+    """Of values, of their places and of their signs; whatever the device, and in which order it
+    adds.
+    """
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.randn((1 << 20) + 3, generator=generator).to(dtype)
+        changed = [one.neg(), one.roll(1), one.flip(0)]
+        for at in (0, 1 << 19, (1 << 20) + 2):
+            changed.append(one.clone())
+            changed[-1][at] = one[at] + one[at].abs() / 64
+        same, *others = checksums([each.to("fake") for each in [one, *changed]])
+        assert checksums([one.to("fake"), one])[0] == same and same not in others
+    assert checksums([one[:0].to("fake"), one[:0]])[1] == kernels.checksum(one[:0])
 
 
 def test_refusals() -> None:
@@ -92,7 +122,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_every_wait_is_needed(name: str) -> None:
-    stage, module, old, new = FAULTS[name]
-    assert all(run(2, cases.with_a_fault, stage, f"offload.{module}", old, new))
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_wait_is_needed(stage: int) -> None:
+    names = [name for name in FAULTS if FAULTS[name][0] == stage]
+    faults = [(f"offload.{FAULTS[name][1]}", *FAULTS[name][2:]) for name in names]
+    for found in run(2, cases.with_faults, stage, faults):
+        assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, True)
