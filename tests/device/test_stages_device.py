@@ -27,6 +27,8 @@ def test_each_rank_moves_its_part(stage: int) -> None:
     """
     for found in run(2, cases.moved, stage):
         assert 0.98 <= found["up"] <= 1.02 and 1.96 <= found["down"] <= 2.04
+        in_the_step = 2 if stage == 1 else 1  # else gradients have come before
+        assert found["all up"] < 1.05 and found["all down"] < in_the_step + 0.05
         assert 1.0 <= found["gather"] <= 1.05
         assert ("reduce" in found) is (stage == 2) and 1.0 <= found.get("reduce", 1.0) <= 1.05
         assert "on the device" in found["text"]
