@@ -33,6 +33,7 @@ class DeviceExchange(Exchange):
         buffers = [Buffer(b.use, part, b.release) for b, part in zip(made, parts, strict=True)]
         super().__init__(network.ranks, buckets, buffers, metrics)
         self._last: Mark | None = None  # behind what has landed
+        self._makers: dict[object, Mark] = {}  # behind the last gradient of each stream
 
     def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> Flight:
         buffer, rank = self.free.pop(), self.ranks.rank
@@ -53,6 +54,17 @@ class DeviceExchange(Exchange):
 
     def reduce(self, whole: Tensor, own: Tensor, what: str) -> Ticket[Any]:
         return self._network.reduce_there(whole, own, what)
+
+    def note_maker(self) -> None:
+        mark = self._transfer.mark()
+        self._makers[mark.stream] = mark
+
+    def wait_for_makers(self) -> bool:
+        """Streams are meant; most programs compute on one."""
+        here = self._transfer.mark().stream
+        for mark in self._makers.values():
+            self._transfer.wait_for(mark)
+        return any(stream != here for stream in self._makers)
 
     def join(self) -> None:
         """This thread's current stream waits; the CPU does not."""

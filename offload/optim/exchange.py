@@ -127,6 +127,15 @@ class Exchange:
         """Make `own`, host memory, the mean of everybody's row of a buffer that is this rank's."""
         return self.ranks.reduce_scatter(own, whole, what)
 
+    def note_maker(self) -> None:
+        """Whoever calls has made a gradient."""
+
+    def wait_for_makers(self) -> bool:
+        """All of them come before what the caller does next. Whether there are others than the
+        caller: then gradients must be held until they have been reduced.
+        """
+        return False
+
     def join(self) -> None:
         """What has landed can be used by whatever comes next."""
 

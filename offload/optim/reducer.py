@@ -35,12 +35,15 @@ REDUCED = "which gradients were reduced"
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    """A round on the network. to_add: its mean comes to the buffer, and is added to the rest."""
+    """A round on the network. to_add: its mean comes to the buffer, and is added to the rest. held:
+    gradients whose memory must not be used again before.
+    """
 
     step: Round
     buffer: Buffer
     ticket: Ticket[Any]
     to_add: bool
+    held: Sequence[Tensor | None]
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Reducer:
         with self._lock:
             self._of.having.add(number)
             self._of.kept.add(number)
+            self._exchange.note_maker()
             if not self.is_syncing or number in self._come:
                 return
             self._come.add(number)
@@ -129,14 +133,13 @@ class Reducer:
 
     def _send(self, bucket: Bucket) -> None:
         """Start the reduction of what the bucket's parameters have; they have none then."""
-        grads = {
-            place.number: self._gradient_of(self._records[place.number])
-            for place in bucket.places
-            if place.number is not None
-        }
+        has_other_makers = self._exchange.wait_for_makers()
+        numbers = [place.number for place in bucket.places if place.number is not None]
+        grads = {number: self._gradient_of(self._records[number]) for number in numbers}
+        held = [self._records[n].param.grad for n in numbers] if has_other_makers else []
         is_filled = bucket.number in self._filled
         for step in self._exchange.rounds(bucket, bucket.dtype):
-            self._send_round(step, grads, is_filled)
+            self._send_round(step, grads, is_filled, held)
         self._filled.add(bucket.number)
         for number, grad in grads.items():
             if grad is not None:
@@ -159,7 +162,13 @@ class Reducer:
             )
         return in_order_of(grad.detach().resolve_neg(), record.param)
 
-    def _send_round(self, step: Round, grads: Mapping[int, Tensor | None], to_add: bool) -> None:
+    def _send_round(
+        self,
+        step: Round,
+        grads: Mapping[int, Tensor | None],
+        to_add: bool,
+        held: Sequence[Tensor | None],
+    ) -> None:
         while not self._exchange.free:
             self._land()
         exchange, bucket = self._exchange, step.bucket
@@ -175,7 +184,7 @@ class Reducer:
                     there.copy_(grad[span.first : span.end])
         own = self._part(buffer, step) if to_add else self._slice(step)
         ticket = exchange.reduce(whole, own, f"the gradients of {bucket.name}")
-        self._flying.append(_Flight(step, buffer, ticket, to_add))
+        self._flying.append(_Flight(step, buffer, ticket, to_add, held))
 
     def _part(self, buffer: Buffer, step: Round) -> Tensor:
         return buffer.part[: step.numel * step.bucket.dtype.itemsize].view(step.bucket.dtype)

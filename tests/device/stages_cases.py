@@ -56,6 +56,30 @@ class Mixed(nn.Module):
         return hidden.square().mean() + (x @ self.turned).square().mean()
 
 
+class Forked(nn.Module):
+    """Half of it runs on a stream of its own, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = (
+            nn.Sequential(*(nn.Linear(13, 13) for _ in range(3))) for _ in range(2)
+        )
+        self.side: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cpu:
+            return (self.here(x) * self.there(x)).square().mean()
+        main = torch.accelerator.current_stream()
+        self.side = self.side or torch.Stream(x.device)
+        self.side.wait_event(main.record_event())
+        x.record_stream(self.side)
+        with self.side:
+            there = self.there(x)
+        there.record_stream(main)
+        main.wait_event(self.side.record_event())
+        return (self.here(x) * there).square().mean()
+
+
 class Wide(nn.Module):
     """Large enough for what is rounded up not to count."""
 
@@ -223,6 +247,13 @@ def the_same_bits(rank: int, stage: int, directory: str) -> dict[str, Any]:
             torch.accelerator.synchronize()
             assert torch.accelerator.memory_allocated() == held, schedule
     return {"wrong": wrong}
+
+
+def several_streams(rank: int) -> list[tuple[str, int]]:
+    """Schedules under which a backward pass on two streams goes wrong."""
+    ranks = start()
+    seeds = [("seeded", seed) for seed in (0, 1, 7, 8, 15, 26)]
+    return [one for one in (("lazy", 0), *seeds) if goes_wrong(ranks, 2, Forked, one)]
 
 
 def moved(rank: int, stage: int) -> dict[str, Any]:
@@ -501,18 +532,22 @@ def broken(rank: int, stage: int) -> str:
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def with_faults(rank: int, stage: int, faults: list[tuple[str, str, str]]) -> list[bool]:
+def with_faults(
+    rank: int, stage: int, make: Callable[[], nn.Module], faults: list[tuple[str, str, str]]
+) -> list[bool]:
     """For each whether some schedule shows that the text of a module was changed."""
     ranks, found = start(), []
     for fault in faults:
         with mutated(*fault):
-            found.append(any(goes_wrong(ranks, stage, schedule) for schedule in ALL))
+            found.append(any(goes_wrong(ranks, stage, make, schedule) for schedule in ALL))
     return found
 
 
-def goes_wrong(ranks: Ranks, stage: int, schedule: tuple[str, int]) -> bool:
+def goes_wrong(
+    ranks: Ranks, stage: int, make: Callable[[], nn.Module], schedule: tuple[str, int]
+) -> bool:
     load(*schedule)
-    pair = Pair(ranks, stage)
+    pair = Pair(ranks, stage, make)
     right = ranks.exchange(trains(pair), "what came out")
     pair.ours.close()
     del pair

@@ -9,6 +9,7 @@ import stages_cases as cases
 import torch
 from fake_accelerator import DeviceModule
 from launch import run
+from torch import nn
 
 from offload import kernels
 from offload.optim.sums import checksums
@@ -18,6 +19,10 @@ from offload.optim.sums import checksums
 def test_the_bits_of_plain_torch(stage: int, tmp_path: Path) -> None:
     for found in run(2, cases.the_same_bits, stage, str(tmp_path)):
         assert not found["wrong"]
+
+
+def test_gradients_that_two_streams_make() -> None:
+    assert run(2, cases.several_streams) == [[], []]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -70,63 +75,75 @@ def test_refusals() -> None:
 
 
 IDLE = "mark = Mark(None, torch.Stream(self.transfer.device).record_event())"
-# Stage, module, text, text instead of it.
-FAULTS = {
+FLIGHT = "self._flying.append(_Flight(step, buffer, ticket, to_add, held))"
+# What is wrong: module, text, text instead of it.
+OF_STAGE_1 = {
     "gathered while the parameters were still in use": (
-        1,
         "device_network",
         "mark = self.transfer.mark()\n\n        def work",
         f"{IDLE}\n\n        def work",
     ),
-    "summed up before the gradients were there": (
-        2,
-        "device_network",
-        "mark = self.transfer.mark()\n\n        def act() -> Ticket[Tensor]",
-        f"{IDLE}\n\n        def act() -> Ticket[Tensor]",
-    ),
     "gathered before the own part was written": (
-        1,
         "optim.device_exchange",
         "        self._transfer.join()  # own",
         "        # own",
     ),
     "gathered before the last chunk was sent back": (
-        1,
         "optim.updater",
         "record.number in fresh, scale)\n        return True",
         "record.number in fresh, scale)\n        self.company.advance()\n        return True",
     ),
     "used before they were gathered": (
-        1,
         "optim.device_exchange",
         "self._transfer.wait_for(self._last)",
         "pass",
     ),
-    "the buffer of a sum filled again too early": (
-        2,
+}
+OF_STAGE_2 = {
+    "summed up before the gradients were there": (
+        "device_network",
+        "mark = self.transfer.mark()\n\n        def act() -> Ticket[Tensor]",
+        f"{IDLE}\n\n        def act() -> Ticket[Tensor]",
+    ),
+    "a buffer filled again too early": (
         "optim.reducer",
-        "self._flying.append(_Flight(step, buffer, ticket, to_add))",
-        "self._flying.append(_Flight(step, buffer, ticket, to_add)); exchange.free.append(buffer)",
+        FLIGHT,
+        f"{FLIGHT}; exchange.free.append(buffer)",
     ),
     "gradients dropped before they were copied": (
-        2,
         "optim.reducer",
         "there.copy_(grad[span.first : span.end])",
         "net = exchange._transfer; there, grad = there, grad[span.first : span.end]; "
         "net.across(lambda a=there, b=grad: a.copy_(b), after=net.mark())",
     ),
     "means used before they came": (
-        2,
         "optim.reducer",
         "            self._exchange.wait(flight.ticket)\n",
         "            flight.ticket\n",
     ),
 }
+OF_TWO_STREAMS = {
+    "gradients copied before they were made": (
+        "optim.device_exchange",
+        "            self._transfer.wait_for(mark)\n",
+        "            pass\n",
+    ),
+    "gradients not held": ("optim.reducer", "if has_other_makers else", "if 0 else"),
+}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_every_wait_is_needed(stage: int) -> None:
-    names = [name for name in FAULTS if FAULTS[name][0] == stage]
-    faults = [(f"offload.{FAULTS[name][1]}", *FAULTS[name][2:]) for name in names]
-    for found in run(2, cases.with_faults, stage, faults):
-        assert dict(zip(names, found, strict=True)) == dict.fromkeys(names, True)
+@pytest.mark.parametrize(
+    ("stage", "make", "faults"),
+    [
+        (1, cases.Mixed, OF_STAGE_1),
+        (2, cases.Mixed, OF_STAGE_2),
+        (2, cases.Forked, OF_TWO_STREAMS),
+    ],
+    ids=["stage 1", "stage 2", "two streams"],
+)
+def test_every_wait_is_needed(
+    stage: int, make: type[nn.Module], faults: dict[str, tuple[str, str, str]]
+) -> None:
+    texts = [(f"offload.{module}", old, new) for module, old, new in faults.values()]
+    for found in run(2, cases.with_faults, stage, make, texts):
+        assert dict(zip(faults, found, strict=True)) == dict.fromkeys(faults, True)
