@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.config import Config
 from offload.errors import ConfigError, StateError
 from offload.outline import Outline
 from offload.shard import Ranks, ranks_of
@@ -119,9 +118,7 @@ def _check_same(ranks: Ranks, outline: Outline) -> None:
         "every rank must prepare the same model, with the same optimizer groups and frozen "
         "parameters",
     )
-    ranks.check_equal(
-        "config", _facts(outline.config), "give every rank the same, apart from the budgets"
-    )
+    ranks.check_equal("config", _facts(outline), "give every rank the same, apart from the budgets")
     names = [m.name for unit in outline.units for m in unit.members]
     params = [m.param for unit in outline.units for m in unit.members]
     sums = together(ranks, "the first values", lambda: [_sum(outline, param) for param in params])
@@ -145,9 +142,11 @@ def _digest(outline: Outline) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _facts(config: Config) -> dict[str, object]:
+def _facts(outline: Outline) -> dict[str, object]:
     """What must be the same: all ranks do the same things then."""
+    config = outline.config
     return {
+        "device": outline.device.type,
         "nvme": config.nvme is not None,
         "prefetch_depth": config.prefetch_depth,
         "activations": config.activations,
@@ -161,7 +160,7 @@ def _sum(outline: Outline, param: Tensor) -> int | None:
     is_given = outline.start is not None and outline.start.gives(param)
     if param.is_meta or not param.numel() or is_given:
         return None
-    return kernels.checksum(param.detach())
+    return kernels.checksum(param.detach().cpu())
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from offload.allowance import Allowance
-from offload.block import Block, DevicePins, Presence
+from offload.block import Block, Presence
 from offload.config import format_size
+from offload.copies import Copies
 from offload.errors import CapacityError
-from offload.guard import Owner, guard_on_device, nowhere, unguard
+from offload.guard import Owner, unguard
 from offload.metrics import Metrics
 from offload.scheduler import Tier, look_ahead, make_room
 from offload.shares import on_device_bytes
@@ -31,7 +31,7 @@ from offload.transfer import DeviceBuffer, DeviceGauge, DeviceTransfer
 _TIERS: WeakSet[DeviceTier] = WeakSet()  # of all models; they make room for one another
 
 
-class DeviceTier(DevicePins):
+class DeviceTier(Copies):
     """Of one model's blocks. limit_bytes: for everything on the device. least_bytes: for blocks,
     until it is known what else there is. depth: blocks ahead that are fetched. take_back: is called
     with a block that was changed on the device, before its copy there goes. lock: whoever calls has
@@ -50,21 +50,14 @@ class DeviceTier(DevicePins):
         take_back: Callable[[Block], None],
         lock: threading.RLock,
     ) -> None:
+        super().__init__(transfer.device, owner, take_back, lock)
         self.transfer = transfer
         self.depth = depth
-        self.kept: set[int] = set()  # blocks that stay while they are good
         self._blocks = blocks
         self._sizes = [on_device_bytes(block.nbytes) for block in blocks]
-        self._owner = owner
         self._metrics = metrics
-        self._take_back = take_back
-        self._lock = lock
         self._buffers: dict[int, DeviceBuffer] = {}
         self._lifts: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
-        self._by_address: dict[int, Block] = {}
-        self._versions: dict[int, int] = {}  # of what is attached, when it was
-        self._current: frozenset[int] = frozenset()  # blocks of the latest use
-        self._nowhere: dict[torch.dtype, Tensor] = {}
         gauge = DeviceGauge(transfer.memory)
         self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks), self._reclaimable)
         _TIERS.add(self)
@@ -135,37 +128,8 @@ class DeviceTier(DevicePins):
             block.move_on_device(Presence.HERE)
         return memory
 
-    def attach(self, block: Block) -> None:
-        """Let the parameters be seen with their values, by the current stream."""
-        memory = self.memory_of(block)
-        if not block.is_attached:
-            for member, values in block.views(memory):
-                unguard(member.param, values)
-            self.note_seen(block)
-            block.is_attached = True
-
-    def detach(self, block: Block) -> None:
-        """Let the parameters be seen no more; the bytes stay where they are."""
-        if block.is_attached and (
-            _versions(block) != self._versions[block.number] or not self.is_in_place(block)
-        ):
-            self._take_back(block)
-        self.hide(block)
-        block.is_attached = False
-
-    def hide(self, block: Block) -> None:
-        for member in block.unit.members:
-            dtype = member.param.dtype
-            if dtype not in self._nowhere:
-                self._nowhere[dtype] = nowhere(dtype, self.transfer.device)
-            guard_on_device(member.param, self._owner, self._nowhere[dtype])
-
-    def block_of(self, tensor: Tensor) -> Block | None:
-        return self._by_address.get(tensor.untyped_storage().data_ptr())
-
-    def is_in_place(self, block: Block) -> bool:
-        """Whether all its parameters still lie where they were attached."""
-        return not block.strangers(self._buffers[block.number].address)
+    def address_of(self, block: Block) -> int:
+        return self._buffers[block.number].address
 
     # --- what will be needed ----------------------------------------------------------------------
 
@@ -284,19 +248,9 @@ class DeviceTier(DevicePins):
             unguard(member.param, values)
         self.note_seen(block)
 
-    def note_seen(self, block: Block) -> None:
-        """What was done to its parameters so far is known."""
-        self._versions[block.number] = _versions(block)
-
     def await_lift(self, block: Block) -> None:
         """Wait until nothing on the way to the device reads the block's host memory."""
         ticket = self._lifts.pop(block.number, None)
         if ticket is not None:
             with self._metrics.span("device copy"):
                 ticket.wait()
-
-
-def _versions(block: Block) -> int:
-    """Grows whenever somebody writes to a parameter in place."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return sum(member.param._version for member in block.unit.members)

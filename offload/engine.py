@@ -103,7 +103,7 @@ class Engine:
         self.gradients: Gradients | DeviceGradients | ShardedGradients
         self.residency: Residency
         if among is not None:
-            sharded = ShardedResidency(parts, among.ranks, among.sharding)
+            sharded = ShardedResidency(parts, among.ranks, among.sharding, among.wholes)
             self.residency = sharded
             self.gradients = ShardedGradients(
                 units, placed, among, pool, metrics, sharded.left_in_backward

@@ -10,6 +10,9 @@ zero on the others, one that has it on none stays without.
 Inside `no_sync` nothing is reduced: gradients of this rank add up, whole, in memory that is taken
 from the budget as it is needed, and the next backward outside of it reduces the sum once.
 
+Whole gradients are where the model computes; slices are in host memory. What comes from a device to
+be added to a slice, or is for a slice on disk, goes to a staging place first.
+
 Autograd calls `arrived` from its own thread.
 """
 
@@ -21,31 +24,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.budget import HOST, Share
 from offload.errors import ConfigError, StateError
 from offload.gathered_tier import NETWORK
 from offload.gradients import Places, Spill
 from offload.guard import own_grad, set_own_grad
 from offload.metrics import Metrics
-from offload.pool import Pool
+from offload.pool import PIECE_ALIGN, Pool
 from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.ticket import Ticket
 from offload.units import Member, Unit
+from offload.wholes import Claim, Whole, Wholes
+
+STAGING_PLACES = 2
+
+
+def staging_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
+    """Host memory for slices of the gradients of these on their way from a device."""
+    return STAGING_PLACES * (-(-_place_bytes(sharding, units) // PIECE_ALIGN) * PIECE_ALIGN)
+
+
+def _place_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
+    return max(map(sharding.slice_bytes, units), default=0) if sharding.on_device else 0
 
 
 @dataclass(frozen=True)
 class Among:
-    """Ranks that a model is shared out over. spill: numbers of the units whose gradients are on
-    disk, in these directories.
+    """Ranks that a model is shared out over. wholes: where blocks and gradients are whole. spill:
+    numbers of the units whose gradients are on disk, in these directories.
     """
 
     ranks: Ranks
     sharding: Sharding
+    wholes: Wholes
     spill: frozenset[int] = frozenset()
     directories: Sequence[Path] = ()
 
@@ -57,7 +73,7 @@ class UnitSum:
     unit: Unit
     members: dict[Tensor, Member]
     place: Tensor
-    whole: Tensor | None = None  # this rank's own, of all elements, not reduced yet
+    whole: Whole | None = None  # this rank's own, of all elements, not reduced yet
     arrived: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `whole`
     has: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `place`
     gone: set[Tensor] = field(default_factory=set)  # whose values there mean nothing any more
@@ -70,12 +86,15 @@ class UnitSum:
 
 @dataclass(eq=False)
 class _Flight:
-    """A reduction under way. target: the place itself, or memory for what is added to it."""
+    """A reduction under way. target: the place itself, or memory for what is added to it; slot: the
+    staging place that it is in, if there are some.
+    """
 
     sum: UnitSum
-    whole: Tensor
+    whole: Whole
     target: Tensor
-    ticket: Ticket[None]
+    slot: Tensor | None
+    ticket: Ticket[Any]
     is_first: bool
 
 
@@ -96,6 +115,7 @@ class MeanGradients:
         self._params = params
         self._ranks = among.ranks
         self._sharding = sharding = among.sharding
+        self._wholes = among.wholes
         self._metrics = metrics
         self._left = left
         trained = set(params.values())
@@ -127,8 +147,13 @@ class MeanGradients:
         self._proven: set[int] = set()  # units that nothing did
         self._local = 0  # how many `no_sync` are open
         self._is_pending = False  # there are gradients of one that are not reduced
-        self._local_shares: list[Share] = []  # of the budget, for what they keep
+        self._local_shares: list[Claim] = []  # of the budget, for what they keep
         self._lock = threading.RLock()
+        self._slots: list[Tensor] = []  # staging places that are free
+        size = _place_bytes(sharding, [units[number] for number in slices])
+        for _ in range(STAGING_PLACES if size else 0):
+            with pool.lease(size, what="slices of gradients on their way") as lease:
+                self._slots.append(lease.tensor())
 
     # --- during backward --------------------------------------------------------------------------
 
@@ -159,7 +184,7 @@ class MeanGradients:
         with self._lock:
             if one.whole is None:
                 one.whole = self._room_for(one)
-            place = part_of(one.members[param], one.whole)
+            place = part_of(one.members[param], one.whole.use())
             if param in one.arrived:
                 place.add_(grad)
             else:
@@ -167,26 +192,28 @@ class MeanGradients:
             one.arrived.add(param)
             self._arrived.add(number)
 
-    def _room_for(self, one: UnitSum) -> Tensor:
+    def _room_for(self, one: UnitSum) -> Whole:
         """Memory for all gradients of a unit; those under way are waited for if there is none."""
-        nbytes = self._sharding.slices(one.unit).padded_bytes
+        taken = self._sharding.whole_of(one.unit)
         if self._local or self._is_pending:
-            self._local_shares.append(HOST.take(nbytes, "whole gradients of no_sync()"))
+            self._local_shares.append(self._wholes.take(taken, "whole gradients of no_sync()"))
         else:
-            while self._flights and self._busy_bytes + nbytes > self._sharding.gradient_bytes:
-                self._finish_oldest()
-        whole = torch.empty(nbytes, dtype=torch.uint8)
-        begin = 0
-        for member in one.unit.members:  # what lies between them is sent, too
-            whole[begin : member.begin].zero_()
-            begin = member.begin + member.nbytes
-        whole[begin:].zero_()
-        return whole
+            self._await_room(taken)
+        return self._make(one)
+
+    def _await_room(self, nbytes: int) -> None:
+        while self._flights and self._busy_bytes + nbytes > self._sharding.gradient_bytes:
+            self._finish_oldest()
+
+    def _make(self, one: UnitSum) -> Whole:
+        """What lies between members is sent, too."""
+        parts = [(m.begin, m.begin + m.nbytes) for m in one.unit.members]
+        return self._wholes.make(self._sharding.slices(one.unit).padded_bytes, one.name, parts)
 
     @property
     def _busy_bytes(self) -> int:
-        held = sum(one.whole.nbytes for one in self._sums.values() if one.whole is not None)
-        return held + sum(flight.whole.nbytes for flight in self._flights)
+        held = sum(one.whole.taken_bytes for one in self._sums.values() if one.whole is not None)
+        return held + sum(flight.whole.taken_bytes for flight in self._flights)
 
     def visited(self, unit: Unit) -> None:
         """Backward has reached a unit. Reduce what is complete, as far as can be foreseen."""
@@ -201,13 +228,11 @@ class MeanGradients:
                     self._reduce(number)
             if self._is_pending:
                 return  # their memory was taken already
-            held = sum(
-                self._sharding.slices(self._sums[n].unit).padded_bytes for n in self._touched
-            )
+            held = sum(self._sharding.whole_of(self._sums[n].unit) for n in self._touched)
             for number in [n for n in self._touched if n not in unit.needs]:
                 if held <= self._sharding.gradient_bytes:
                     break
-                held -= self._sharding.slices(self._sums[number].unit).padded_bytes
+                held -= self._sharding.whole_of(self._sums[number].unit)
                 self._reduce(number)
 
     def _may_be_early(self, number: int) -> bool:
@@ -227,24 +252,36 @@ class MeanGradients:
         one = self._sums[number]
         self._touched.pop(number, None)
         whole, one.whole = one.whole, None
-        if whole is None:
-            whole = torch.zeros(self._sharding.slices(one.unit).padded_bytes, dtype=torch.uint8)
-        else:
-            for member in one.unit.members:
-                if member.param not in one.arrived:
-                    part_of(member, whole).zero_()
+        if whole is None:  # nothing has come on this rank
+            self._await_room(self._sharding.whole_of(one.unit))
+            whole = self._make(one)
+        for member in one.unit.members:
+            if member.param not in one.arrived:
+                part_of(member, whole.use()).zero_()
         one.arrived.clear()
         direct = one.is_empty and number not in self._on_disk
-        target = one.place if direct else torch.empty_like(one.place)
-        ticket = self._ranks.reduce_scatter(target, whole.view(target.dtype), one.name)
-        self._flights.append(_Flight(one, whole, target, ticket, one.is_empty))
+        slot = None if direct else self._take_slot()
+        target = one.place if direct else _like(one.place, slot)
+        ticket = self._wholes.reduce(whole, target, one.name)
+        self._flights.append(_Flight(one, whole, target, slot, ticket, one.is_empty))
         one.is_empty = False
-        self._metrics.count("reduced_bytes", whole.nbytes)
+        self._metrics.count("reduced_bytes", self._sharding.slices(one.unit).padded_bytes)
+
+    def _take_slot(self) -> Tensor | None:
+        """A staging place, of which the oldest is waited for if there is none; None: there never
+        are, any memory will do.
+        """
+        if not self._sharding.on_device:
+            return None
+        while not self._slots:
+            self._finish_oldest()
+        return self._slots.pop()
 
     def _finish_oldest(self) -> None:
         flight = self._flights.popleft()
         with self._metrics.span(NETWORK):
             flight.ticket.wait()
+        flight.whole.release()
         place = flight.sum.place
         if flight.target is place:
             return
@@ -254,6 +291,8 @@ class MeanGradients:
             self._clear_what_is_gone(flight.sum)
             place.add_(flight.target)
         self.push_out(place)
+        if flight.slot is not None:
+            self._slots.append(flight.slot)
 
     def _clear_what_is_gone(self, one: UnitSum) -> None:
         """Gradients that somebody has set to None count as zero from now on."""
@@ -325,6 +364,13 @@ def _slice_like(unit: Unit, sharding: Sharding) -> Tensor:
     """Of the type and size of a rank's slice."""
     dtype = unit.members[0].dtype
     return torch.empty(sharding.slice_bytes(unit) // dtype.itemsize, dtype=dtype, device="meta")
+
+
+def _like(place: Tensor, slot: Tensor | None) -> Tensor:
+    """Memory of the same type and size, in a staging place if it is given."""
+    if slot is None:
+        return torch.empty_like(place)
+    return slot[: place.nbytes].view(place.dtype)
 
 
 def part_of(member: Member, whole: Tensor) -> Tensor:

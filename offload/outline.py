@@ -17,6 +17,7 @@ from offload.errors import CapacityError, ConfigError
 from offload.gradients import Spill, place_bytes
 from offload.layout import ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
+from offload.mean_gradients import staging_bytes as slices_staging_bytes
 from offload.model_buffers import buffer_bytes
 from offload.model_plan import ModelPlan
 from offload.optim.choose import choose_recipe
@@ -53,7 +54,7 @@ class Outline:
         weights: str | PathLike[str] | None = None,
         place: tuple[int, int] | None = None,
     ) -> None:
-        _check(optimizer, config, place)
+        _check(optimizer, config)
         self.config = config
         self.host_bytes = host_bytes
         self.has_choice = choice is not None
@@ -61,9 +62,10 @@ class Outline:
         self.units = find_units(model, choice, splits_types=place is not None)
         self.unit_of = {m.param: unit for unit in self.units for m in unit.members}
         self.device = find_device(config.device)
+        self.sharding = self._share_over(place, optimizer is not None)
+        self.device_left_bytes = 0  # that no block and no gradient is meant for, of sharded ones
         self.device_bytes = self._check_device(model)
         self.recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
-        self.sharding = self._share_over(place, optimizer is not None)
         self.specs = self._specs(optimizer)
         self.start: Start | None = None
         if Start.is_needed(model, weights):
@@ -82,16 +84,24 @@ class Outline:
 
     @property
     def left_bytes(self) -> int:
-        """Of a budget that was given, what nobody needs."""
+        """Of a budget that was given, what nobody needs and whole blocks could have."""
         if self.config.host_memory is None or self.host_bytes is None or self.sharding is None:
             return 0
+        if self.sharding.on_device:
+            return 0  # how much activations leave there is another number on each rank
         return self.host_bytes - self.shares.total
 
     def widen(self, nbytes: int) -> None:
         """So much more is for whole blocks, on all ranks."""
         assert self.sharding is not None
         self.sharding = self.sharding.with_room(self.units, nbytes)
-        self.shares = replace(self.shares, whole=self.sharding.fixed_bytes)
+        self.shares = self._with_whole(self.shares)
+
+    def _with_whole(self, shares: Shares) -> Shares:
+        """What is whole is in host memory, too, unless it is on a device."""
+        if self.sharding is None or self.sharding.on_device:
+            return shares
+        return replace(shares, whole=self.sharding.fixed_bytes)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -160,7 +170,7 @@ class Outline:
             return None
         wanted = self.config.prefetch_depth
         depth = DEPTH if wanted == "auto" else int(wanted)
-        sharding = Sharding(*place, depth=depth)
+        sharding = Sharding(*place, depth=depth, on_device=not self.is_on_cpu)
         return sharding.with_least(self.units, self._trained_units(has_optimizer))
 
     def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
@@ -180,10 +190,12 @@ class Outline:
         if self.sharding is not None:
             units = [self.units[number] for number in self._trained_units(has_optimizer)]
             gradients = [self.sharding.slice_bytes(unit) for unit in units]
-            if host_bytes is not None:
+            staging = slices_staging_bytes(self.sharding, units)
+            if host_bytes is not None and self.is_on_cpu:
                 host_bytes = self._less_whole(self.sharding, host_bytes)
         else:
             gradients = [place_bytes(param) for param in trained]
+            staging = 0 if self.is_on_cpu else staging_bytes(trained)
         # What stays in its own files needs no disk of ours.
         has_disk = bool(self.directories) or (not self.stored and not state)
         shares = share_out(
@@ -193,11 +205,11 @@ class Outline:
             host_bytes,
             has_disk,
             self.config.activations == "offload",
-            0 if self.is_on_cpu else staging_bytes(trained),
+            staging,
             least_arena_bytes(self.specs),
             self.host_bytes_of,
         )
-        return shares if self.sharding is None else replace(shares, whole=self.sharding.fixed_bytes)
+        return self._with_whole(shares)
 
     def _less_whole(self, sharding: Sharding, host_bytes: int) -> int:
         """Of the budget, what is left for slices."""
@@ -221,23 +233,21 @@ class Outline:
         own += [p.grad for p in model.parameters() if p.grad is not None]
         there = sum(on_device_bytes(t.nbytes) for t in own if t.device == self.device)
         others = max(0, used_bytes(self.device) - there)
-        check_device(self.units, buffer_bytes(model), others, limit)
+        if self.sharding is not None:
+            self.device_left_bytes = self.sharding.left_on_device(
+                buffer_bytes(model), others, limit
+            )
+        else:
+            check_device(self.units, buffer_bytes(model), others, limit)
         return limit
 
 
-def _check(
-    optimizer: torch.optim.Optimizer | None, config: Config, place: tuple[int, int] | None
-) -> None:
+def _check(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
     """Refuse what `prepare` cannot do."""
     if optimizer is not None:
         check_wrappable(optimizer)
     refuse_unbuilt(config, _UNBUILT, "prepare")
     is_on_cpu = find_device(config.device).type == "cpu"
-    if place is not None and not is_on_cpu:
-        raise ConfigError(
-            "process_group: a model on a device cannot be shared out over ranks yet; give "
-            'device="cpu", or process_group=False, which prepares a whole model on each rank'
-        )
     if config.device_memory is not None:
         Config.of(config, device=find_device(config.device))  # the CPU has none
     if config.activations == "offload" and not config.nvme and is_on_cpu:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from offload.accord import agreed, same_random, together
 from offload.activations import Activations
 from offload.budget import HOST, Share
+from offload.device_network import DeviceNetwork
+from offload.device_wholes import DeviceWholes
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.gathered_tier import NETWORK
@@ -45,6 +47,7 @@ from offload.store import DiskStore
 from offload.store.growing import GrowingStore
 from offload.trace import Trace
 from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer
+from offload.wholes import HostWholes, Wholes
 from offload.workbench import Workbench
 
 T = TypeVar("T")
@@ -105,8 +108,10 @@ class Prepared:
             if self._start is not None:
                 self._start.begin()
             together(ranks, "memory and disk", self._open_memory)
+            together(ranks, "device", self._open_device)
+            among = self._among()
             with same_random(ranks):
-                together(ranks, "the start of the model", lambda: self._open_model(model))
+                together(ranks, "the start of the model", lambda: self._open_model(model, among))
             self._open_activations(model)
             if optimizer is not None and outline.recipe is not None:
                 recipe = outline.recipe
@@ -130,7 +135,7 @@ class Prepared:
         is_made_here = self.outline.is_on_cpu and sharding is None
         params = shares.params if is_made_here else shares.params + shares.gradients
         self.pool = Pool(max(params, PIECE_ALIGN), budget=HOST)
-        if sharding is not None:
+        if sharding is not None and not sharding.on_device:
             what = "whole parameters and gradients"
             self._whole_share = self._take_share(sharding.fixed_bytes, what)
         if is_made_here:
@@ -159,9 +164,9 @@ class Prepared:
             self._spare = DiskStore(self._directories, room, metrics=self.metrics)
         return self._spare
 
-    def _open_device(self, model: nn.Module) -> Device | None:
+    def _open_device(self) -> None:
         if self.outline.is_on_cpu:
-            return None
+            return
         # As much as one unit's gradients may wait on the device for their copies.
         waiting = max((unit.nbytes for unit in self.units), default=0)
         self.transfer = DeviceTransfer(
@@ -169,12 +174,12 @@ class Prepared:
             reads_in_flight_bytes=min(waiting, READS_IN_FLIGHT_BYTES),
             metrics=self.metrics,
         )
-        return Device(self.transfer, self.outline.device_bytes)
 
-    def _open_model(self, model: nn.Module) -> None:
+    def _open_model(self, model: nn.Module, among: Among | None) -> None:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
         depth = None if wanted == "auto" else int(wanted)
+        device = Device(self.transfer, self.outline.device_bytes) if self.transfer else None
         if self._start is not None:
             self._start.open(self.metrics, self.store)
         self.engine = Engine(
@@ -187,8 +192,8 @@ class Prepared:
             keeps_gradients=self.shares.gradients + self.shares.gradients_on_disk > 0,
             spill=self.outline.spill,
             start=self._start,
-            on=self._open_device(model),
-            among=self._among(),
+            on=device,
+            among=among,
         )
         if not self.outline.is_on_cpu:
             self.buffers = ModelBuffers(model, self.outline.device)  # they have their values now
@@ -205,7 +210,11 @@ class Prepared:
         sharding = self.outline.sharding
         if self.ranks is None or sharding is None:
             return None
-        return Among(self.ranks, sharding, self.outline.spilled_units, self._directories)
+        wholes: Wholes = HostWholes(self.ranks)
+        if self.transfer is not None:
+            network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
+            wholes = DeviceWholes(network, self.outline.device_left_bytes)
+        return Among(self.ranks, sharding, wholes, self.outline.spilled_units, self._directories)
 
     def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None

@@ -55,11 +55,11 @@ class Services:
         self._interceptions = []
 
     def like(self, values: Tensor) -> Tensor:
-        """Memory outside of the budget for a tensor of the same shape and type; on a file where the
-        model does not fit in memory.
+        """Host memory outside of the budget for a tensor of the same shape and type; on a file
+        where the model does not fit in memory.
         """
         if not self._directories or self._residency.has_room_for_all:
-            return torch.empty_like(values)
+            return torch.empty_like(values, device="cpu")
         return mapped_tensor(self._directories[0], values.shape, values.stride(), values.dtype)
 
     def _units(self, module: nn.Module) -> list[Unit]:

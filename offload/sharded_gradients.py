@@ -55,8 +55,13 @@ class ShardedGradients(MeanGradients):
             if one is None or not (param in one.has or param in one.arrived):
                 return None
             if param not in self._views:
-                self._views[param] = SlicedGradient.of(param, self)
+                self._views[param] = self._view(param)
             return self._views[param]
+
+    def _view(self, param: Tensor) -> SlicedGradient:
+        """Beside a parameter that is lent it must be where that is, for torch."""
+        device = param.device if param in self._lent else torch.device("cpu")
+        return SlicedGradient.of(param, self, device)
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
         """Another gradient for a parameter, or none; every rank gives the same."""
@@ -86,7 +91,8 @@ class ShardedGradients(MeanGradients):
     def _drop(self, one: UnitSum, param: Tensor) -> None:
         self._views.pop(param, None)  # whoever holds it is told that it is gone
         one.arrived.discard(param)
-        if not one.arrived:
+        if not one.arrived and one.whole is not None:
+            one.whole.release()
             one.whole = None
         one.has.discard(param)
         one.gone.add(param)
@@ -152,7 +158,9 @@ class ShardedGradients(MeanGradients):
     def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the gradients of these can be seen beside their parameters."""
         fresh = [param for param in params if param in self._sum_of and param not in self._lent]
-        self._lent |= set(fresh)
+        for param in fresh:
+            self._lent.add(param)
+            self._move_view(param)
         self._show_lent()
         try:
             yield
@@ -170,6 +178,12 @@ class ShardedGradients(MeanGradients):
         set_own_grad(param, None)
         if grad is not self._views.get(param):
             self.put(param, grad)
+        self._move_view(param)
+
+    def _move_view(self, param: Tensor) -> None:
+        """Where a parameter is lent on a device its gradient is seen there, else in host memory."""
+        if self._wholes.device.type != "cpu":
+            self._views.pop(param, None)
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -189,6 +203,10 @@ class ShardedGradients(MeanGradients):
             if not self._ranks.is_broken and self._is_begun:
                 self._give_back_all()
             self._views.clear()
+            for one in self._sums.values():
+                if one.whole is not None:
+                    one.whole.release()
+            self._slots.clear()
             self._sums.clear()  # graphs that are still there hold us
             self._sum_of.clear()
             self._end_local()
@@ -204,7 +222,8 @@ class ShardedGradients(MeanGradients):
             )
             self._ranks.gather(whole, one.place, one.name).wait()
             for param in one.has:
-                param.grad = part_of(one.members[param], whole.view(torch.uint8)).clone()
+                values = part_of(one.members[param], whole.view(torch.uint8))
+                param.grad = values.to(param.device, copy=True)
 
 
 def _check_like(name: str, param: Tensor, grad: Tensor | None) -> None:

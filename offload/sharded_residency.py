@@ -1,10 +1,10 @@
 """Which blocks are in memory, where they are shared out over ranks.
 
 Host memory and the store have this rank's slice of each block. Before a unit is used its blocks are
-gathered from all ranks, and ahead of time those that will be; what is whole already needs no slice
-in memory, until its update. Outside of runs all parameters are guarded, for what somebody did to a
-copy would be lost; `lent` lets them be seen, and what has changed there is compared over the ranks
-and taken in.
+gathered from all ranks, in host memory or on a device, and ahead of time those that will be; what
+is whole already needs no slice in memory, until its update. Outside of runs all parameters are
+guarded, for what somebody did to a copy would be lost; `lent` lets them be seen, and what has
+changed there is compared over the ranks and taken in.
 
 What leads to a gather depends on the order of uses alone, which must be that of all ranks.
 """
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from offload import kernels
 from offload.block import Block, Presence, pinned
-from offload.budget import HOST
 from offload.edits import take_in_rebound, untangle
 from offload.errors import CapacityError, OffloadError, StateError
 from offload.gathered_tier import GatheredTier
@@ -35,20 +34,25 @@ from offload.store.originals import Original
 from offload.ticket import split
 from offload.trace import Phase, Use
 from offload.units import Unit
+from offload.wholes import Wholes
 
 _MEETING_S = 60.0  # for what a program easily calls on one rank only
 
 
 class ShardedResidency(Residency):
-    """The blocks of one model, of which this rank has slices."""
+    """The blocks of one model, of which this rank has slices. wholes: where they are computed
+    with.
+    """
 
-    def __init__(self, parts: Parts, ranks: Ranks, sharding: Sharding) -> None:
+    def __init__(self, parts: Parts, ranks: Ranks, sharding: Sharding, wholes: Wholes) -> None:
         self._ranks = ranks
         self._sharding = sharding
+        self._wholes = wholes
         super().__init__(parts)
         self.tier = GatheredTier(
             self.blocks,
-            ranks,
+            wholes,
+            [sharding.whole_of(block.unit) for block in self.blocks],
             sharding.whole_bytes,
             sharding.depth,
             parts.owner,
@@ -59,6 +63,7 @@ class ShardedResidency(Residency):
         self._lent: set[int] = set()  # blocks that others see
         # Blocks whose parameters still have their first values, in case that the start fails.
         self._uncommitted: set[int] = set()
+        self._homes: dict[Tensor, torch.device] = {}  # where parameters were before, for a device
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
         return [
@@ -211,7 +216,7 @@ class ShardedResidency(Residency):
         """Take a slice out of host memory; the whole block stays."""
         if block.pins:
             return False
-        self.tier.arrive(block)  # it reads the slice
+        self.tier.await_own(block)
         self.backing.save(block)
         self.backing.settle(block)
         self._forget_memory(block)
@@ -220,7 +225,7 @@ class ShardedResidency(Residency):
 
     def await_arrival(self, block: Block) -> None:
         super().await_arrival(block)
-        self.tier.arrive(block)
+        self.tier.await_own(block)  # the others have what is about to change
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -291,7 +296,7 @@ class ShardedResidency(Residency):
             return
         share, error = None, None
         try:
-            share = HOST.take(nbytes, "parameters that are resident at once")
+            share = self._wholes.take(nbytes, "parameters that are resident at once")
         except CapacityError as refused:
             error = refused
         try:
@@ -307,7 +312,7 @@ class ShardedResidency(Residency):
         with self._lock:
             found = []
             for block in blocks:
-                memory = self.tier.memory_of(block)[: block.unit.nbytes]
+                memory = self.tier.memory_of(block)[: block.unit.nbytes].cpu()
                 found.append(kernels.checksum(memory) if block.unit.nbytes else 0)
             return found
 
@@ -358,10 +363,11 @@ class ShardedResidency(Residency):
             return
         whole, (begin, end) = self.tier.memory_of(block), block.span
         take_in_rebound(block, whole)
-        mine = self.host_memory_of(block)[: end - begin]
-        if not torch.equal(mine, whole[begin:end]):
+        mine, theirs = self.host_memory_of(block)[: end - begin], whole[begin:end].cpu()
+        if not torch.equal(mine, theirs):
             self.backing.settle(block)
-            mine.copy_(whole[begin:end])
+            self.tier.await_own(block)
+            mine.copy_(theirs)
             self.changed(block)
         self.tier.note_seen(block)
 
@@ -374,6 +380,7 @@ class ShardedResidency(Residency):
         fills_span: bool = False,
     ) -> None:
         """Of the parameters' own values only our slice is read."""
+        self._note_homes(block)
         with self._lock:
             memory = self._room_for(block, may_drop=True).zero_()
             begin, end = block.span
@@ -396,12 +403,20 @@ class ShardedResidency(Residency):
             else:
                 self.tier.hide(block)
 
+    def _note_homes(self, block: Block) -> None:
+        for member in block.unit.members if self.device.type != "cpu" else ():
+            self._homes[member.param] = member.param.device
+
+    def home_of(self, param: Tensor) -> torch.device:
+        return self._homes.get(param, self.device)
+
     def commit(self) -> None:
         with self._lock:
             while self._uncommitted:
                 self.tier.hide(self.blocks[self._uncommitted.pop()])
 
     def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
+        self._note_homes(block)
         with self._lock:
             self.backing.adopt(block, find)
             self.tier.hide(block)
@@ -452,7 +467,10 @@ class ShardedResidency(Residency):
                 return
             whole = self.memory_of(block)
             for member, values in block.views(whole):
-                unguard(member.param, make(values).copy_(values))
+                home = self.home_of(member.param)
+                is_host = home.type == "cpu"
+                kept = make(values).copy_(values) if is_host else values.to(home, copy=True)
+                unguard(member.param, kept)
             self.backing.settle(block)
             block.is_attached = block.is_stored = False
             self.tier.kept.discard(block.number)

@@ -19,7 +19,7 @@ _PAGE = 4096
 _STATE_SHARE = 1 / 8  # of the budget, for buffers of state on its way, where not all fits
 _STATE_MOST_BYTES = 320 << 20  # six chunks of the usual size
 _DEVICE_ALIGN = 512
-_DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
+DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
 _ACTIVATIONS_SHARE = 1 / 8  # of the budget, where they are offloaded
 _ACTIVATIONS_BYTES = 1 << 30  # where there is no budget
 
@@ -201,7 +201,7 @@ def check_device(
     buffer_bytes: of the model. others_bytes: on the device already.
     """
     blocks = least_device_bytes(units)
-    works = blocks + on_device_bytes(buffer_bytes) + others_bytes + _DEVICE_SPARE_BYTES
+    works = blocks + on_device_bytes(buffer_bytes) + others_bytes + DEVICE_SPARE_BYTES
     if works > limit_bytes:
         raise CapacityError(
             f"device_memory: {format_size(limit_bytes)} ({limit_bytes} bytes) are allowed; one "

@@ -91,9 +91,10 @@ class SlicedGradient(Tensor):
     """Made by the keeper only."""
 
     @staticmethod
-    def of(param: Tensor, keeper: Keeper) -> SlicedGradient:
+    def of(param: Tensor, keeper: Keeper, device: torch.device) -> SlicedGradient:
+        """device: where torch is to see it; its slices are in host memory."""
         made: SlicedGradient = Tensor._make_wrapper_subclass(
-            SlicedGradient, param.shape, dtype=param.dtype, device=torch.device("cpu")
+            SlicedGradient, param.shape, dtype=param.dtype, device=device
         )
         setattr(made, _KEEPER, keeper)
         setattr(made, _PARAM, param)
@@ -244,7 +245,7 @@ def _norm(
     if not is_whole or not isinstance(gradient, SlicedGradient):
         _refuse(torch.norm, (gradient,))
     value = _keeper(gradient).norm_of(_param(gradient), gradient, order)
-    return torch.tensor(value, dtype=torch.float64).to(dtype or gradient.dtype)
+    return torch.tensor(value, dtype=torch.float64).to(dtype or gradient.dtype).to(gradient.device)
 
 
 def _in_place(name: str) -> Callable[..., Any]:
@@ -254,7 +255,9 @@ def _in_place(name: str) -> Callable[..., Any]:
         if not isinstance(gradient, SlicedGradient) or not plain:
             _refuse(getattr(Tensor, name), (gradient, *args))
         values = gradient.own
-        getattr(values, name)(*args, **kwargs)
+        args = tuple(one.cpu() if isinstance(one, Tensor) else one for one in args)
+        named = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        getattr(values, name)(*args, **named)
         _keeper(gradient).changed(values)
         return gradient
 

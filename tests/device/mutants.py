@@ -71,13 +71,13 @@ OF_MODELS = [
         "released without the flip",
     ),
     (
-        "device_tier",
+        "copies",
         "        self.hide(block)\n        block.is_attached = False",
         "        block.is_attached = False",
         "no flip back",
     ),
-    ("device_tier", "!= self._versions[block.number] or", "!= _versions(block) or", "a lost edit"),
-    ("device_tier", "or not self.is_in_place(block)\n", "or False\n", "other memory is lost"),
+    ("copies", "!= self._versions[block.number] or", "!= _versions(block) or", "a lost edit"),
+    ("copies", "or not self.is_in_place(block)\n", "or False\n", "other memory is lost"),
     ("device_gradients", "addend.ticket.wait()", "pass", "a sum of what has not come"),
     (
         "device_gradients",
