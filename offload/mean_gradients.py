@@ -281,7 +281,8 @@ class MeanGradients:
         flight = self._flights.popleft()
         with self._metrics.span(NETWORK):
             flight.ticket.wait()
-        flight.whole.release()
+        if not flight.whole.release():
+            self._metrics.count("whole_gradients_escaped")
         place = flight.sum.place
         if flight.target is place:
             return

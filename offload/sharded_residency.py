@@ -24,6 +24,7 @@ from offload.edits import take_in_rebound, untangle
 from offload.errors import CapacityError, OffloadError, StateError
 from offload.gathered_tier import GatheredTier
 from offload.guard import unguard
+from offload.host_wholes import whole_in_host
 from offload.log import LOG
 from offload.residency import Parts, Residency
 from offload.scheduler import HORIZON, look_ahead, next_uses
@@ -63,6 +64,7 @@ class ShardedResidency(Residency):
         self._lent: set[int] = set()  # blocks that others see
         # Blocks whose parameters still have their first values, in case that the start fails.
         self._uncommitted: set[int] = set()
+        self._is_committed = False
         self._homes: dict[Tensor, torch.device] = {}  # where parameters were before, for a device
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
@@ -274,7 +276,7 @@ class ShardedResidency(Residency):
     @contextmanager
     def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
         if not only_looks:
-            with self.lent(units):
+            with self.lent(units) if self._is_committed else self._to_be_filled(units):
                 yield
             return
         fresh = [block for block in self._needed(units) if not block.is_attached]
@@ -286,6 +288,23 @@ class ShardedResidency(Residency):
                 with self._lock:
                     for block in fresh:
                         self.tier.detach(block)
+
+    @contextmanager
+    def _to_be_filled(self, units: Sequence[Unit]) -> Iterator[None]:
+        """At the start modules fill parameters in host memory, wherever they are used later."""
+        if self.device.type == "cpu":
+            with self.lent(units):
+                yield
+            return
+        blocks = self._needed(units)
+        with whole_in_host(blocks, self._ranks, self._own_to_change, self.tier.hide):
+            yield
+        for block in blocks:
+            self.changed(block)
+
+    def _own_to_change(self, block: Block) -> Tensor:
+        self.await_arrival(block)
+        return self.host_memory_of(block)
 
     @contextmanager
     def _room_for_all_of(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -412,6 +431,7 @@ class ShardedResidency(Residency):
 
     def commit(self) -> None:
         with self._lock:
+            self._is_committed = True
             while self._uncommitted:
                 self.tier.hide(self.blocks[self._uncommitted.pop()])
 

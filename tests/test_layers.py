@@ -62,6 +62,7 @@ ROWS = [
         "activations",
         "device_tier",
         "gathered_tier",
+        "host_wholes",
     },
     {"mean_gradients"},
     {"device_residency", "device_gradients", "sharded_residency", "sharded_gradients"},

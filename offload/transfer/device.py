@@ -46,6 +46,10 @@ class _Flight:
     nbytes: int = field(kw_only=True)
     begin_s: float = field(default_factory=time.perf_counter, kw_only=True)
 
+    def let_go(self) -> None:
+        """The copy is over. Whoever is told so finds that nothing here holds its memory."""
+        self.held = ()
+
 
 @dataclass(eq=False)
 class _Reading(_Flight):
@@ -55,6 +59,10 @@ class _Reading(_Flight):
 
     source: Tensor | None
     owner: torch.Stream | None
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.source = None
 
 
 class _Flights:
@@ -75,6 +83,7 @@ class _Flights:
                     return
                 flight = self.queue.popleft()
             self._tell(flight)
+            flight.let_go()
             flight.ticket.finish(flight.result)
 
     def _tell(self, flight: _Flight) -> None:
@@ -424,6 +433,7 @@ class _Lander:
 def _land_all(waits: queue.SimpleQueue[_Waiting | None]) -> None:
     while (waiting := waits.get()) is not None:
         waiting.land(None)
+        del waiting  # it holds the flight's memory
 
 
 def _at(tensor: Tensor, address: int) -> bool:

@@ -5,25 +5,45 @@ test_stage3_device.py: each function runs in every process.
 from __future__ import annotations
 
 import gc
+import math
+import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fake_accelerator import DeviceModule, collectives, load
-from preparelib import Gpt
-from stage3lib import Mixture, Model, adamw, loss_of, made_of, seeded, tokens
+from preparelib import WIDTH, Gpt, Lora, Thrice
+from stage3lib import Mixture, Model, Odd, Wide, adamw, clip, clip_in_double, loss_of, made_of
+from stage3lib import seeded, tokens
 from torch import Tensor, nn
 from transfer_cases import register
 
 import offload
 from offload import prepared
+from offload.errors import CapacityError, ConfigError, StateError
 from offload.pool import Pool
 
 STEPS = 4
-MODELS: dict[str, Model] = {"gpt": Gpt, "mixture": Mixture}
+Scene = Callable[[int, Path], None]
+MODELS: dict[str, Model] = {
+    "gpt": Gpt,
+    "mixture": Mixture,  # some parameters have a gradient on one rank, some on none
+    "odd": Odd,
+    "thrice": Thrice,
+    "adapters": Lora,
+    "wide": Wide,
+}
+RECOMPUTED: dict[str, Model] = {
+    "inside": lambda: Gpt(inside=False),
+    "inside, reentrant": lambda: Gpt(inside=True),
+    "around": lambda: Gpt(around=False),
+    "around, reentrant": lambda: Gpt(around=True),
+}
 
 
 def device(schedule: tuple[str, int]) -> DeviceModule:
@@ -60,8 +80,8 @@ class Plain:
     """
 
     def __init__(self, make: Model) -> None:
-        self.model, self._twin = seeded(make).to("fake"), seeded(make)
-        self._optimizer = adamw(self._twin)
+        self.model, self.twin = seeded(make).to("fake"), seeded(make)
+        self._optimizer = adamw(self.twin)
 
     def __call__(self, batch: Tensor) -> Any:
         return self.model(batch)
@@ -70,14 +90,17 @@ class Plain:
         return nullcontext()
 
     def step(self) -> None:
-        for param, twin in zip(self.model.parameters(), self._twin.parameters(), strict=True):
-            twin.grad = _mean(param)
-        self._optimizer.step()
-        self._put()
+        self.average()
+        self.update()
 
-    def _put(self) -> None:
+    def average(self) -> None:
+        for param, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            twin.grad = _mean(param) if param.requires_grad else None
+
+    def update(self) -> None:
+        self._optimizer.step()
         with torch.no_grad():
-            for param, twin in zip(self.model.parameters(), self._twin.parameters(), strict=True):
+            for param, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
                 param.copy_(twin)
 
     def zero_grad(self) -> None:
@@ -100,8 +123,8 @@ def _mean(param: Tensor) -> Tensor | None:
     return total
 
 
+@cache
 def expected(name: str, rank: int, **way: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    load("eager", 0)
     plain = Plain(MODELS[name])
     seen = train(plain, plain, rank, **way)
     return seen, {key: value.cpu() for key, value in plain.model.state_dict().items()}
@@ -120,40 +143,308 @@ def check_state(what: str, found: dict[str, Tensor], end: dict[str, Tensor]) -> 
         assert torch.equal(found[key], value), f"{what}: {key} differs"
 
 
-def ready(name: str, folder: Path, **options: Any) -> tuple[Any, Any]:
-    model = seeded(MODELS[name])
+def ready(make: Model, folder: Path, **options: Any) -> tuple[Any, Any]:
+    model = seeded(make)
     return offload.prepare(model, adamw(model), device="fake", nvme=folder, **options)
 
 
 def trains_right(
-    rank: int, folder: Path, schedule: tuple[str, int], name: str = "gpt", **options: Any
+    rank: int,
+    folder: Path,
+    name: str = "gpt",
+    make: Model | None = None,
+    way: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, int]:
-    """The bits of plain training; what was counted."""
-    way = {key: options.pop(key) for key in ("steps", "micro") if key in options}
-    seen, end = expected(name, rank, **way)
-    what = f"{name} {schedule} {options}"
-    device(schedule)
-    gc.collect()
-    torch.accelerator.empty_cache()
-    before = torch.accelerator.memory_allocated()
-    model, optimizer = ready(name, folder, **options)
+    """The bits of plain training; what was counted. make: of the same model, done otherwise."""
+    seen, end = expected(name, rank, **(way or {}))
+    what = f"{name} {way} {options}"
+    before = settled_bytes()
+    model, optimizer = ready(make or MODELS[name], folder, **options)
     made = made_of(model)
-    check_seen(what, train(model, optimizer, rank, **way), seen)
+    check_seen(what, train(model, optimizer, rank, **(way or {})), seen)
     check_state(what, model.state_dict(), end)
+    if not way or "micro" not in way:  # `no_sync` takes more
+        assert made.transfer.memory.peak_bytes <= made.outline.sharding.fixed_bytes, what
     found = made.metrics.snapshot()
     assert not found.fallbacks, found.fallbacks
+    for count in ("gathered_views_escaped", "whole_gradients_escaped"):
+        assert not found.counts.get(count), f"{what}: {count}"
     optimizer.close()
     check_state(f"{what}, closed", model.state_dict(), end)
-    assert not list(folder.iterdir())
+    assert not list(folder.iterdir()), what
     del model, optimizer, made
+    assert settled_bytes() == before, f"{what}: device memory is given back"
+    return dict(found.counts)
+
+
+def settled_bytes() -> int:
     gc.collect()
     torch.accelerator.synchronize()
-    assert torch.accelerator.memory_allocated() == before, "device memory is given back"
-    return dict(found.counts)
+    torch.accelerator.empty_cache()
+    return int(torch.accelerator.memory_allocated())
 
 
 def all_schedules(rank: int, folder: str, schedules: list[tuple[str, int]]) -> None:
     mine = Path(folder) / str(rank)
     mine.mkdir()
+    device(("eager", 0))
+    expected("gpt", rank, steps=3)
     for schedule in schedules:
-        trains_right(rank, mine, schedule)
+        device(schedule)
+        trains_right(rank, mine, way={"steps": 3})
+
+
+def under(rank: int, folder: str, schedules: list[tuple[str, int]], scene: Scene) -> None:
+    mine = Path(folder) / str(rank)
+    mine.mkdir()
+    device(("eager", 0))
+    for schedule in schedules:
+        device(schedule)
+        scene(rank, mine)
+
+
+# --- scenes, each under some schedules ------------------------------------------------------------
+
+
+def least_host_bytes(make: Model, folder: Path, **options: Any) -> int:
+    model = seeded(make)
+    try:
+        offload.plan(model, adamw(model), device="fake", host_memory=4096, nvme=folder, **options)
+    except CapacityError as refused:
+        return int(str(refused).split("about ")[1].split()[0])
+    raise AssertionError("4096 bytes are enough")
+
+
+def on_disk(rank: int, folder: Path) -> None:
+    nbytes = least_host_bytes(Wide, folder)
+    model = seeded(Wide)
+    plan = offload.plan(model, adamw(model), device="fake", host_memory=nbytes, nvme=folder)
+    assert plan.away_bytes and plan.state.disk_bytes and plan.shares.spilled, plan
+    assert plan.shares.whole == 0 and "on the device" in str(plan)
+    for way in ({}, {"steps": 2, "micro": 2}):
+        counts = trains_right(rank, folder, "wide", way=way, host_memory=nbytes)
+        assert counts["disk_read_bytes"] > 0
+
+
+def accumulated(rank: int, folder: Path) -> None:
+    for name in ("gpt", "mixture"):
+        trains_right(rank, folder, name, way={"micro": 3, "steps": 3})
+
+
+def other_models(rank: int, folder: Path) -> None:
+    for name in ("mixture", "odd", "thrice", "adapters"):
+        trains_right(rank, folder, name)
+
+
+def recomputed(rank: int, folder: Path) -> None:
+    for make in RECOMPUTED.values():
+        trains_right(rank, folder, make=make)
+    for activations in ("recompute", "offload"):
+        trains_right(rank, folder, activations=activations)
+
+
+def counted(rank: int, folder: Path) -> None:
+    """Bytes of each kind, and device memory."""
+    model, optimizer = ready(Wide, folder)
+    made, params = made_of(model), sum(p.numel() * 4 for p in model.parameters())
+    train(model, optimizer, rank, steps=2)  # the order of uses is known then
+    made.ranks.sent_bytes.clear()
+    before, steps = made.metrics.snapshot().counts, 4
+    for step in range(steps):
+        loss_of(model, tokens(rank, step).to("fake")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = made.metrics.snapshot().counts
+    count, sharding = made.ranks.count, made.outline.sharding
+    theory = 3 * steps * params * (count - 1) / count
+    assert 0.7 * theory < sum(made.ranks.sent_bytes.values()) <= 1.05 * theory
+    up, down = (found[f"{way}_bytes"] - before[f"{way}_bytes"] for way in WAYS)
+    # Slices go up for forward and backward, but for what is still there; gradients come down once.
+    assert 0.7 * 2 * steps * params / count < up <= 1.05 * 2 * steps * params / count
+    assert steps * params / count <= down <= 1.05 * steps * params / count
+    use = offload.report(optimizer).model.shared
+    assert 0 < use.whole_peak_bytes <= use.whole_bytes == sharding.whole_bytes < 0.7 * params
+    assert sharding.gradient_bytes < 0.6 * params
+    assert made.shares.whole == 0
+    optimizer.close()
+
+
+WAYS = ("host_to_device", "device_to_host")
+
+
+def bounded(rank: int, folder: Path) -> None:
+    """A model that is too large for its device, beside what it computes."""
+    nbytes = device_bytes_for(Wide, folder)
+    trains_right(rank, folder, "wide", device_memory=nbytes)
+    few = nbytes - 1 if rank == 0 else nbytes  # an error on one rank is one on all
+    refused(
+        CapacityError if rank == 0 else StateError,
+        "device_memory: .*gathered from 2 ranks.*the least that works",
+        lambda: ready(Wide, folder, device_memory=few),
+    )
+    model, optimizer = ready(Wide, folder, device_memory=nbytes + 4096)
+    refused(CapacityError, "resident at once need .*device_memory", lambda: lend(model))
+    optimizer.close()
+
+
+def lend(model: nn.Module) -> None:
+    with offload.resident(model):
+        pass
+
+
+def device_bytes_for(make: Model, folder: Path) -> int:
+    """The least, without activations."""
+    model = seeded(make)
+    try:
+        offload.plan(model, adamw(model), device="fake", device_memory=4096)
+    except CapacityError as refused:
+        return int(str(refused).split("about ")[1].split()[0])
+    raise AssertionError("4096 bytes are enough")
+
+
+def refused(kind: type[Exception], words: str, act: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=words):
+        act()
+
+
+def edited(rank: int, folder: Path) -> None:
+    """Values and gradients that are seen and changed from outside."""
+    plain = seeded(Gpt).to("fake")
+    model, optimizer = ready(Gpt, folder)
+    refused(StateError, "resident", lambda: model.head.weight.sum())
+    with offload.resident(model), torch.no_grad():
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param.cpu(), other.cpu()) and param.device.type == "fake"
+        model.norm.weight.mul_(1.5)
+        model.layers[0].up.weight.data = model.layers[0].up.weight.data * 2
+    with torch.no_grad():
+        plain.norm.weight.mul_(1.5)
+        plain.layers[0].up.weight.mul_(2)
+    assert torch.equal(evaluate(model, rank), evaluate(plain, rank))
+    with pytest.raises(StateError, match="same changes"), offload.resident(model.norm):
+        model.norm.weight.data.fill_(float(rank))
+    assert torch.equal(evaluate(model, rank), evaluate(plain, rank))
+    other = {key: value.cpu() + 1 for key, value in plain.state_dict().items()}
+    model.load_state_dict(other)
+    check_state("loaded", model.state_dict(), other)
+    loss_of(model, tokens(rank, 0).to("fake")).backward()
+    with offload.resident(model.norm):
+        grad = model.norm.weight.grad
+        norm = float(grad.norm())
+        assert norm > 0 and grad.device.type == "fake"
+        grad.mul_(torch.tensor(2.0, device="fake"))
+    assert float(model.norm.weight.grad.norm()) == pytest.approx(2 * norm)
+    model.to("fake")
+    refused(ConfigError, "stay", lambda: model.to("cpu"))
+    optimizer.close()
+
+
+def clipped(rank: int, folder: Path) -> None:
+    plain, (model, optimizer) = Plain(Gpt), ready(Gpt, folder)
+    for step in range(3):
+        for one, cut in ((plain, clip_in_double), (model, clip)):
+            loss_of(one, tokens(rank, step).to("fake")).backward()
+            plain.average() if one is plain else None
+            cut(plain.twin.parameters() if one is plain else model.parameters())
+        plain.update()
+        plain.zero_grad()
+        optimizer.step()
+        assert all(p.grad is None or p.grad.is_cpu for p in model.parameters())
+        optimizer.zero_grad()
+    check_state("clipped", model.state_dict(), plain.twin.state_dict())
+    refused(StateError, "no_sync", lambda: step_inside(model, optimizer, rank))
+    optimizer.close()
+
+
+def step_inside(model: Any, optimizer: Any, rank: int) -> None:
+    with model.no_sync():
+        loss_of(model, tokens(rank, 0).to("fake")).backward()
+    optimizer.step()
+
+
+def saved(rank: int, folder: Path) -> None:
+    """All ranks save together; the training goes on with the same bits, on a device or not."""
+    model, optimizer = ready(Mixture, folder)
+    train(model, optimizer, rank, steps=2)
+    path = folder.parent / "checkpoint"
+    offload.save(path, model, optimizer, extra={"step": 2})
+    end = train(model, optimizer, rank, steps=2)
+    state, moments = model.state_dict(), optimizer.state_dict()["state"]
+    optimizer.close()
+    for options in ({"device": "fake", "nvme": folder}, {"device": "cpu"}):
+        torch.manual_seed(rank)
+        model = Mixture()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_()
+        model, optimizer = offload.prepare(model, adamw(model), **options)
+        assert offload.load(path, model, optimizer)["step"] == 2
+        if options["device"] == "fake":
+            check_seen("loaded", train(model, optimizer, rank, steps=2), end)
+            check_state("loaded", model.state_dict(), state)
+            for number, each in optimizer.state_dict()["state"].items():
+                for name, value in each.items():
+                    assert torch.equal(value, moments[number][name]), (number, name)
+        optimizer.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path)
+    dist.barrier()
+
+
+def came_home(rank: int, folder: Path) -> None:
+    """Parameters, gradients and buffers go back to where they were."""
+    for home in ("fake", "cpu"):
+        model = seeded(Gpt).to(home)
+        model.register_buffer("scale", torch.ones(3, device=home))
+        values = {key: value.cpu() for key, value in model.state_dict().items()}
+        model, optimizer = offload.prepare(model, adamw(model), device="fake")
+        loss_of(model, tokens(rank, 0).to("fake")).backward()
+        norms = [float(p.grad.norm()) for p in model.parameters()]
+        offload.close(model)
+        assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {home}
+        assert {p.grad.device.type for p in model.parameters()} == {home}
+        found = [float(p.grad.cpu().norm()) for p in model.parameters()]
+        assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(norms, found, strict=True))
+        check_state(home, {key: v.cpu() for key, v in model.state_dict().items()}, values)
+
+
+class Filled(Gpt):
+    """Its norm is filled by another tensor's coming to its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.reset_parameters = self._fill_norm  # type: ignore[method-assign]
+
+    def _fill_norm(self) -> None:
+        self.norm.weight.data = torch.rand(WIDTH)
+        nn.init.zeros_(self.norm.bias)
+
+
+def beginnings(rank: int, folder: Path) -> None:
+    model = seeded(Gpt).to("fake")
+    if rank == 1:
+        with torch.no_grad():
+            model.layers[2].down.bias[3] += 1
+    refused(ConfigError, "down.bias", lambda: offload.prepare(model, device="fake"))
+    refused(
+        ConfigError, "config: .*device", lambda: offload.prepare(Gpt(), device=("cpu", "fake")[rank])
+    )
+    torch.manual_seed(7 + rank)  # every rank draws what rank 0 draws, on the CPU
+    with torch.device("meta"):
+        model = Filled()
+    torch.fake.manual_seed(rank)  # type: ignore[attr-defined]
+    model, optimizer = offload.prepare(model, adamw(model), device="fake", nvme=folder)
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        plain = Filled()
+    offload.prepare(plain, device="cpu", process_group=False)
+    check_state("filled", model.state_dict(), plain.state_dict())
+    train(model, optimizer, rank, steps=1)
+    optimizer.close()
+    offload.close(plain)
+    model = offload.prepare(seeded(Gpt), device="fake")  # to evaluate alone
+    assert torch.equal(evaluate(model, rank), evaluate(seeded(Gpt).to("fake"), rank))
+    offload.close(model)

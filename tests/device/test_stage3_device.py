@@ -13,6 +13,16 @@ from launch import run
 ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15, 16, 27, 31))]
 
 
+SOME = [("eager", 0), ("lazy", 0), ("seeded", 27)]
+SCENES = [cases.on_disk, cases.accumulated, cases.other_models, cases.recomputed]
+
+
 @pytest.mark.timeout(170)
 def test_the_same_bits_under_every_schedule(tmp_path: Path) -> None:
     run(2, cases.all_schedules, str(tmp_path), ALL)
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_scene(scene: cases.Scene, tmp_path: Path) -> None:
+    run(2, cases.under, str(tmp_path), SOME, scene)
