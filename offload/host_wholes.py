@@ -1,5 +1,5 @@
-"""Blocks that are computed with on devices, whole in host memory for a moment: for modules that fill
-their parameters at the start, which draw the CPU's random numbers there as on one rank.
+"""Blocks that are computed with on devices, whole in host memory for a moment: for modules that
+fill their parameters at the start, which draw the CPU's random numbers there as on one rank.
 """
 
 from __future__ import annotations

@@ -132,6 +132,46 @@ OF_MODELS = [
     ("allowance", "self._least_bytes)", "left)", "too much before anything is known"),
 ]
 
+# And for those that are shared out over ranks; with the schedule that notices it.
+OF_RANKS = [
+    (
+        "device_wholes",
+        "return self.buffer.use()",
+        "return self.buffer._loan.memory.detach()",
+        "nobody waits for a gathered block",
+        ("lazy", 0),
+    ),
+    (
+        "device_network",
+        "target, what, after=there)",
+        "target, what, after=mark)",
+        "read before the sum is taken",
+        ("seeded", 27),
+    ),
+    ("mean_gradients", "flight.ticket.wait()", "pass", "a mean before it has come", ("lazy", 0)),
+    (
+        "mean_gradients",
+        "self._slots.append(flight.slot)",
+        "pass",
+        "a staging place is lost",
+        ("lazy", 0),
+    ),
+    (
+        "mean_gradients",
+        "direct = one.is_empty and number not in self._on_disk",
+        "direct = one.is_empty",
+        "the CPU waits for a gradient on disk",
+        ("eager", 0),
+    ),
+    (
+        "sharded_residency",
+        "                self.tier.forget(block)\n                block.generation += 1",
+        "                block.generation += 1",
+        "old whole blocks after the update",
+        ("eager", 0),
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -141,12 +181,18 @@ class Mutant:
 
 
 def mutants_of_models() -> list[Mutant]:
-    found = []
-    for module, old, new, what in OF_MODELS:
-        text = (FOLDER.parent / f"{module}.py").read_text()
-        assert text.count(old) == 1, f"{module} has {text.count(old)} times {old!r}: mend OF_MODELS"
-        found.append(Mutant(module, f"{module} {what}", text.replace(old, new)))
-    return found
+    return [_mutant(*one) for one in OF_MODELS]
+
+
+def mutants_of_ranks() -> list[tuple[Mutant, tuple[str, int]]]:
+    """Each with the schedule that notices it."""
+    return [(_mutant(*one), schedule) for *one, schedule in OF_RANKS]
+
+
+def _mutant(module: str, old: str, new: str, what: str) -> Mutant:
+    text = (FOLDER.parent / f"{module}.py").read_text()
+    assert text.count(old) == 1, f"{module} has {text.count(old)} times {old!r}: mend the list"
+    return Mutant(module, f"{module} {what}", text.replace(old, new))
 
 
 @contextmanager

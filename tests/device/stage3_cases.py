@@ -17,9 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_accelerator import DeviceModule, collectives, load
+from mutants import Mutant, patched
 from preparelib import WIDTH, Gpt, Lora, Thrice
-from stage3lib import Mixture, Model, Odd, Wide, adamw, clip, clip_in_double, loss_of, made_of
-from stage3lib import seeded, tokens
+from stage3lib import (
+    Mixture,
+    Model,
+    Odd,
+    Wide,
+    adamw,
+    clip,
+    clip_in_double,
+    loss_of,
+    made_of,
+    seeded,
+    tokens,
+)
 from torch import Tensor, nn
 from transfer_cases import register
 
@@ -58,14 +70,26 @@ def evaluate(model: nn.Module, rank: int) -> Tensor:
         return model(tokens(rank, 99)[:, :-1].to("fake")).cpu()
 
 
-def train(model: Any, optimizer: Any, rank: int, steps: int = STEPS, micro: int = 1) -> list[Any]:
-    """What is seen: losses, and evaluations in between. micro: batches a step, reduced once."""
+def train(
+    model: Any,
+    optimizer: Any,
+    rank: int,
+    steps: int = STEPS,
+    micro: int = 1,
+    reduces_once: bool = True,
+) -> list[Any]:
+    """What is seen: losses, and evaluations in between. micro: batches a step, reduced once or
+    each.
+    """
     seen: list[Any] = []
     for step in range(steps):
         for part in range(micro):
-            with model.no_sync() if part + 1 < micro else nullcontext():
+            waits = reduces_once and part + 1 < micro
+            with model.no_sync() if waits else nullcontext():
                 loss = loss_of(model, tokens(rank, step * micro + part).to("fake"))
                 loss.backward()
+            if isinstance(model, Plain) and not waits:
+                model.average()
             seen.append(loss.detach().cpu())
         optimizer.step()
         optimizer.zero_grad()
@@ -89,22 +113,22 @@ class Plain:
     def no_sync(self) -> Any:
         return nullcontext()
 
-    def step(self) -> None:
-        self.average()
-        self.update()
-
     def average(self) -> None:
+        """Add the mean of what the passes since the last time have given."""
         for param, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-            twin.grad = _mean(param) if param.requires_grad else None
+            mean = _mean(param) if param.requires_grad else None
+            if mean is not None:
+                twin.grad = mean if twin.grad is None else twin.grad + mean
+            param.grad = None
 
-    def update(self) -> None:
+    def step(self) -> None:
         self._optimizer.step()
         with torch.no_grad():
             for param, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
                 param.copy_(twin)
 
     def zero_grad(self) -> None:
-        self.model.zero_grad()
+        self.twin.zero_grad()
 
 
 def _mean(param: Tensor) -> Tensor | None:
@@ -195,13 +219,18 @@ def all_schedules(rank: int, folder: str, schedules: list[tuple[str, int]]) -> N
         trains_right(rank, mine, way={"steps": 3})
 
 
-def under(rank: int, folder: str, schedules: list[tuple[str, int]], scene: Scene) -> None:
+def under(rank: int, folder: str, schedules: list[tuple[str, int]], scenes: list[Scene]) -> None:
     mine = Path(folder) / str(rank)
     mine.mkdir()
     device(("eager", 0))
     for schedule in schedules:
-        device(schedule)
-        scene(rank, mine)
+        for scene in scenes:
+            device(schedule)
+            scene(rank, mine)
+
+
+def name_of(scene: Scene) -> str:
+    return scene.__name__
 
 
 # --- scenes, each under some schedules ------------------------------------------------------------
@@ -222,7 +251,7 @@ def on_disk(rank: int, folder: Path) -> None:
     plan = offload.plan(model, adamw(model), device="fake", host_memory=nbytes, nvme=folder)
     assert plan.away_bytes and plan.state.disk_bytes and plan.shares.spilled, plan
     assert plan.shares.whole == 0 and "on the device" in str(plan)
-    for way in ({}, {"steps": 2, "micro": 2}):
+    for way in ({"steps": 3}, {"steps": 2, "micro": 2}):
         counts = trains_right(rank, folder, "wide", way=way, host_memory=nbytes)
         assert counts["disk_read_bytes"] > 0
 
@@ -275,6 +304,7 @@ WAYS = ("host_to_device", "device_to_host")
 
 def bounded(rank: int, folder: Path) -> None:
     """A model that is too large for its device, beside what it computes."""
+    settled_bytes()  # what others have left would count
     nbytes = device_bytes_for(Wide, folder)
     trains_right(rank, folder, "wide", device_memory=nbytes)
     few = nbytes - 1 if rank == 0 else nbytes  # an error on one rank is one on all
@@ -347,7 +377,7 @@ def clipped(rank: int, folder: Path) -> None:
             loss_of(one, tokens(rank, step).to("fake")).backward()
             plain.average() if one is plain else None
             cut(plain.twin.parameters() if one is plain else model.parameters())
-        plain.update()
+        plain.step()
         plain.zero_grad()
         optimizer.step()
         assert all(p.grad is None or p.grad.is_cpu for p in model.parameters())
@@ -400,7 +430,7 @@ def came_home(rank: int, folder: Path) -> None:
         model = seeded(Gpt).to(home)
         model.register_buffer("scale", torch.ones(3, device=home))
         values = {key: value.cpu() for key, value in model.state_dict().items()}
-        model, optimizer = offload.prepare(model, adamw(model), device="fake")
+        offload.prepare(model, adamw(model), device="fake")
         loss_of(model, tokens(rank, 0).to("fake")).backward()
         norms = [float(p.grad.norm()) for p in model.parameters()]
         offload.close(model)
@@ -430,7 +460,9 @@ def beginnings(rank: int, folder: Path) -> None:
             model.layers[2].down.bias[3] += 1
     refused(ConfigError, "down.bias", lambda: offload.prepare(model, device="fake"))
     refused(
-        ConfigError, "config: .*device", lambda: offload.prepare(Gpt(), device=("cpu", "fake")[rank])
+        ConfigError,
+        "config: .*device",
+        lambda: offload.prepare(Gpt(), device=("cpu", "fake")[rank]),
     )
     torch.manual_seed(7 + rank)  # every rank draws what rank 0 draws, on the CPU
     with torch.device("meta"):
@@ -448,3 +480,32 @@ def beginnings(rank: int, folder: Path) -> None:
     model = offload.prepare(seeded(Gpt), device="fake")  # to evaluate alone
     assert torch.equal(evaluate(model, rank), evaluate(seeded(Gpt).to("fake"), rank))
     offload.close(model)
+
+
+SCENES: list[Scene] = [
+    other_models,
+    edited,
+    came_home,
+    counted,
+    recomputed,
+    clipped,
+    saved,
+    beginnings,
+    bounded,
+]
+
+
+def with_fault(
+    rank: int, folder: str, mutant: Mutant | None, schedules: list[tuple[str, int]]
+) -> None:
+    """On disk, where everything happens; with a fault in the code it should come to grief."""
+    mine = Path(folder) / str(rank)
+    mine.mkdir()
+    device(("eager", 0))
+    way = {"steps": 2, "micro": 2, "reduces_once": False}
+    expected("gpt", rank, **way)
+    nbytes = least_host_bytes(Gpt, mine)
+    for schedule in schedules:
+        device(schedule)
+        with nullcontext() if mutant is None else patched(mutant):
+            trains_right(rank, mine, way=way, host_memory=nbytes)
