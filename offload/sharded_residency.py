@@ -12,7 +12,7 @@ What leads to a gather depends on the order of uses alone, which must be that of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 
 import torch
@@ -455,6 +455,8 @@ class ShardedResidency(Residency):
     def forget(self, block: Block) -> None:
         with self._lock:
             self.tier.forget(block)
+            with suppress(OffloadError):
+                self.tier.await_own(block)
             super().forget(block)
 
     def in_order_of_return(self) -> list[Block]:
@@ -496,5 +498,6 @@ class ShardedResidency(Residency):
             self.tier.kept.discard(block.number)
             self.tier.forget(block)
             self._arrive(block)
+            self.tier.await_own(block)  # its memory is for the next one
             if block.in_host is Presence.HERE:
                 self._forget_memory(block)

@@ -148,6 +148,14 @@ OF_RANKS = [
         "read before the sum is taken",
         ("seeded", 27),
     ),
+    ("gathered_tier", "lift.wait()", "pass", "nobody waits for a lift", ("eager", 0)),
+    (
+        "sharded_residency",
+        "self.tier.await_own(block)  # the others",
+        "pass  # the others",
+        "updated before the device has its slice",
+        ("eager", 0),
+    ),
     ("mean_gradients", "flight.ticket.wait()", "pass", "a mean before it has come", ("lazy", 0)),
     (
         "mean_gradients",

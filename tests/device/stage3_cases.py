@@ -7,8 +7,8 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,11 @@ from transfer_cases import register
 
 import offload
 from offload import prepared
+from offload.device_wholes import DeviceWhole, DeviceWholes
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.pool import Pool
+from offload.ticket import Ticket
+from offload.wholes import Whole
 
 STEPS = 4
 Scene = Callable[[int, Path], None]
@@ -495,6 +498,42 @@ SCENES: list[Scene] = [
 ]
 
 
+@contextmanager
+def late_lifts() -> Iterator[None]:
+    """Slices go up as late as they may: when somebody waits for it. The collectives of the fake
+    device would otherwise have waited for them.
+    """
+    gather, arrive = DeviceWholes.gather, DeviceWhole.arrive
+    slices: dict[Whole, Tensor] = {}
+
+    def note(self: DeviceWholes, nbytes: int, own: Tensor, *args: Any) -> Whole:
+        found = gather(self, nbytes, own, *args)
+        slices[found] = own
+        return found
+
+    def arrive_without(self: DeviceWhole) -> Ticket[None] | None:
+        lift, own = arrive(self), slices.pop(self, None)
+        return lift if lift is None or own is None else _late(lift, own)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceWholes, "gather", note)
+        patch.setattr(DeviceWhole, "arrive", arrive_without)
+        yield
+
+
+def _late(lift: Ticket[None], own: Tensor) -> Ticket[None]:
+    late: Ticket[None] = Ticket("a late copy")
+    was = own.clone()
+
+    def land(_: float | None) -> None:
+        lift.wait()
+        late.finish(None)
+        assert torch.equal(own, was), "a slice has changed before it was read"
+
+    late.land = land
+    return late
+
+
 def with_fault(
     rank: int, folder: str, mutant: Mutant | None, schedules: list[tuple[str, int]]
 ) -> None:
@@ -507,5 +546,5 @@ def with_fault(
     nbytes = least_host_bytes(Gpt, mine)
     for schedule in schedules:
         device(schedule)
-        with nullcontext() if mutant is None else patched(mutant):
+        with late_lifts(), nullcontext() if mutant is None else patched(mutant):
             trains_right(rank, mine, way=way, host_memory=nbytes)
