@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -137,13 +138,18 @@ class Ticket(Generic[T]):
                 "end it; return the ticket from the action, or chain with then"
             )
         self._claim()
+        begin_s = time.monotonic()
         try:
             land = self.land  # it goes when the act ends
             if land is not None:
                 land(timeout_s)
             elif self._state is TicketState.PENDING:
                 self._hurry()
-            ended = self._pass_gate(0.0 if land and timeout_s is not None else timeout_s)
+            left_s = timeout_s
+            if land is not None and timeout_s is not None:
+                # Another thread may have seen that it is over, and be about to say so.
+                left_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
+            ended = self._pass_gate(left_s)
         except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
             self._unclaim()
             raise

@@ -143,10 +143,10 @@ OF_RANKS = [
     ),
     (
         "device_network",
-        "target, what, after=there)",
-        "target, what, after=mark)",
-        "read before the sum is taken",
-        ("seeded", 27),
+        ".then(lambda reading: reading)",
+        "",
+        "a mean ends before it has been read",
+        ("lazy", 0),
     ),
     ("gathered_tier", "lift.wait()", "pass", "nobody waits for a lift", ("eager", 0)),
     (

@@ -44,6 +44,7 @@ def test_a_fault_is_noticed(fault: tuple[Mutant, tuple[str, int]], tmp_path: Pat
     mutant, schedule = fault
     found = outcomes(2, cases.with_fault, str(tmp_path), mutant, [schedule], deadline_s=60)
     assert any(one.error or one.exit_code for one in found), "no rank notices it"
+    assert not any("nothing has changed" in (one.error or "") for one in found), "there is no fault"
 
 
 @pytest.mark.timeout(170)
