@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import stages_cases as cases
+import stages_loops as loops
 import torch
 from fake_accelerator import DeviceModule
 from launch import run
@@ -42,16 +43,16 @@ def test_each_rank_moves_its_part(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_else_a_loop_does(stage: int, tmp_path: Path) -> None:
-    run(2, cases.otherwise, stage, str(tmp_path))
+    run(2, loops.otherwise, stage, str(tmp_path))
 
 
 def test_three_ranks() -> None:
-    run(3, cases.three)
+    run(3, loops.three)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_error_in_the_middle_reaches_all_ranks(stage: int) -> None:
-    assert run(2, cases.broken, stage, deadline_s=60) == ["ended", "ended"]
+    assert run(2, loops.broken, stage, deadline_s=60) == ["ended", "ended"]
 
 
 def test_checksums_notice_every_change(fake: DeviceModule) -> None:
@@ -72,7 +73,7 @@ def test_checksums_notice_every_change(fake: DeviceModule) -> None:
 
 
 def test_refusals() -> None:
-    run(2, cases.refusals)
+    run(2, loops.refusals)
 
 
 IDLE = "mark = Mark(None, torch.Stream(self.transfer.device).record_event())"
