@@ -9,7 +9,6 @@ known to the groups that torch keeps: neither their order nor their number chang
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.shard import Members, Speakers, default_store, members_of, speakers_of
+from offload.shard import Members, Speakers, default_store, members_of, name_for, speakers_of
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
 _MEETINGS: Counter[str] = Counter()  # how many there have been, by name
@@ -35,7 +34,7 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
     members = members_of(process_group)
     if members is None:
         return None
-    name = _name("meeting", members)
+    name = name_for("meeting", members.ranks)
     with _LOCK:
         key = f"{name}/{_MEETINGS[name]}"
         _arrive(default_store(), key, members.rank, len(members.ranks), what, deadline_s)
@@ -48,14 +47,6 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
             f"the other ranks have said ({str(error).strip().splitlines()[0]})"
         ) from error
     return Circle(members.rank, len(members.ranks), speakers)
-
-
-def _name(what: str, members: Members) -> str:
-    """Of all meetings of these. A store may outlive the processes: torchrun starts others with it,
-    which must not find what those before have left there.
-    """
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"offload/{what}/{start}/{'.'.join(map(str, members.ranks))}"
 
 
 def _arrive(store: Any, key: str, rank: int, count: int, what: str, deadline_s: float) -> None:
@@ -185,7 +176,7 @@ class Bell:
     """
 
     def __init__(self, members: Members) -> None:
-        self._store, name = default_store(), _name("bell", members)
+        self._store, name = default_store(), name_for("bell", members.ranks)
         with _LOCK:
             _MEETINGS[name] += 1
         self._key, self._round = f"{name}/{_MEETINGS[name]}", 0

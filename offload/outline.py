@@ -55,6 +55,8 @@ class Outline:
         place: tuple[int, int] | None = None,
     ) -> None:
         _check(optimizer, config)
+        if place is not None:
+            _refuse_ddp(model)
         self.config = config
         self.host_bytes = host_bytes
         self.has_choice = choice is not None
@@ -240,6 +242,17 @@ class Outline:
         else:
             check_device(self.units, buffer_bytes(model), others, limit)
         return limit
+
+
+def _refuse_ddp(model: nn.Module) -> None:
+    """Of a model that is shared out over ranks."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                f"{name or 'the model'}: is in DistributedDataParallel, which averages gradients "
+                "over ranks, as prepare does by itself; prepare the model without it, or give "
+                "process_group=False, which prepares a whole model on each rank"
+            )
 
 
 def _check(optimizer: torch.optim.Optimizer | None, config: Config) -> None:

@@ -311,8 +311,8 @@ class Prepared:
         if needed > reserved:
             raise CapacityError(
                 f"nvme: the optimizer state needs {needed} bytes of disk now, {reserved} were "
-                "reserved for it; parameters that were frozen when the model was prepared have no "
-                "room: close() and prepare again"
+                "reserved for it; parameters that were frozen, or in no optimizer, when the model "
+                "was prepared have no room: close() and prepare again"
             )
 
     def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:

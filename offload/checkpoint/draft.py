@@ -223,7 +223,8 @@ def remove_leftovers(parent: Directory, disk: Disk, name: str) -> None:
             locked = try_lock(fd)
             if locked is False and stands_for == name and hidden.endswith(PART):
                 raise ConfigError(
-                    f"{parent.path / name}: somebody is saving there now; give another path"
+                    f"{parent.path / name}: somebody is saving there now; give another path, or "
+                    "save on one rank only where each has the whole"
                 )
             files = os.listdir(fd)
             if locked and leads_to(parent.fd, hidden, fd) and all(map(is_ours, files)):

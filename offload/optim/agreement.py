@@ -15,6 +15,8 @@ from offload.optim.recipe import Record
 from offload.optim.sums import checksums
 from offload.shard import Ranks
 
+_VALUES = "the values of"
+
 
 def together(
     ranks: Ranks,
@@ -68,11 +70,14 @@ def check_alike(what: str, said: Sequence[Mapping[str, object]]) -> None:
     found = differing(said)
     if found is not None:
         name, rank = found
-        raise ConfigError(
-            f"{what}: rank {rank} and rank 0 differ in {name}; every rank must begin with the "
-            "same: seed them alike, load the same weights, or broadcast rank 0's before (or wrap "
-            "with process_group=False, if they have nothing to do with one another)"
-        )
+        remedy = "give all ranks the same"
+        if name.startswith(_VALUES):
+            remedy = (
+                "every rank must begin with the same: seed them alike, load the same weights, or "
+                "broadcast rank 0's before (or wrap with process_group=False, if they have nothing "
+                "to do with one another)"
+            )
+        raise ConfigError(f"{what}: rank {rank} and rank 0 differ in {name}; {remedy}")
 
 
 def settings_sum(records: Sequence[Record]) -> int:
@@ -95,5 +100,5 @@ def start_facts(records: Sequence[Record]) -> dict[str, Any]:
         found[f"shape, type or requires_grad of {record.name}"] = kind
     sums = checksums([flat(record.param) for record in records])
     for record, one in zip(records, sums, strict=True):
-        found[f"the values of {record.name}"] = one
+        found[f"{_VALUES} {record.name}"] = one
     return found

@@ -31,7 +31,7 @@ from offload.pool import Pool
 from offload.rank_share import RankShare
 from offload.shard import Ranks
 
-_COMPARED_STEPS = 2  # in which all gradients are compared; later a sample of them
+_COMPARED_STEPS = 2  # in which all parameters and gradients are compared; later a sample of them
 _SAMPLE_BYTES = 1 << 20
 _REDUCE = (
     "average gradients over the ranks before step(), as DistributedDataParallel does, or have it "
@@ -85,26 +85,28 @@ class Company:
         """What this rank has to say about a step with these gradients, or with those that are
         reduced here.
         """
+        params = {number: flat(self._records[number].param) for number in self.buckets.numbers}
         facts = {
             "which parameters there are": self.buckets.digest,
             "their hyper-parameters": settings_sum(self._records),
+            **self._sums("the values", params, steps_done),
         }
         if self.reducer is not None:
             return {**facts, **self.reducer.look()}
-        having = list(grads)
-        return {**facts, "which of them have gradients": having, **self._sums(grads, steps_done)}
+        sums = self._sums("the gradient", grads, steps_done)
+        return {**facts, "which of them have gradients": list(grads), **sums}
 
-    def _sums(self, grads: Mapping[int, Tensor], steps_done: int) -> dict[str, int]:
-        """Of all gradients in the first steps, of another one each time later."""
-        numbers = list(grads)
+    def _sums(self, what: str, tensors: Mapping[int, Tensor], steps_done: int) -> dict[str, int]:
+        """Of all of them in the first steps, of a part of another one each time later."""
+        numbers = list(tensors)
         if not numbers:
             return {}
         if steps_done >= _COMPARED_STEPS:
             numbers = [numbers[steps_done % len(numbers)]]
-        values = [grads[number] for number in numbers]
+        values = [tensors[number] for number in numbers]
         if steps_done >= _COMPARED_STEPS:
             values = [one[: _SAMPLE_BYTES // one.element_size()] for one in values]
-        names = [f"the gradient of {self._records[number].name}" for number in numbers]
+        names = [f"{what} of {self._records[number].name}" for number in numbers]
         return dict(zip(names, checksums(values), strict=True))
 
     def settle(

@@ -40,7 +40,7 @@ from offload.optim.turn import Turn
 from offload.optim.updater import Held, Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
-from offload.shard import DeviceLink, Ranks, is_sharded, local_of, placing_of
+from offload.shard import DeviceLink, Ranks, is_initialised, is_sharded, local_of, placing_of
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
 
@@ -438,11 +438,18 @@ class Session:
         if self.updater is None:
             self._open_if_closed()
             return
-        fresh = self._draw_up({r.param for r in self.updater.records if r.has_state})
+        having = {record.param for record in self.updater.records if record.has_state}
+        fresh = self._draw_up_together(having)
         # Until here, whatever is refused changes nothing.
         self._aside = self._keep_aside(fresh.plan)
         self.close()
         self._open_if_closed(fresh)
+
+    def _draw_up_together(self, having: Container[Tensor]) -> Drawn:
+        """Ranks that share a model have plans of their own, and one may have no room for its."""
+        if self.host is None:
+            return self._draw_up(having)
+        return self.host.together(lambda: self._draw_up(having), lambda drawn: {})
 
     def _keep_aside(self, plan: Plan) -> States:
         """Copies of the state for the time between the plan that stands and `plan`. Where they do
@@ -513,7 +520,9 @@ class Session:
 
 
 def check_homes(config: Config, plan: Plan) -> None:
-    if config.release_grads and not plan.has_homes and plan.ranks is None:
+    is_alone = not plan.has_homes and plan.ranks is None
+    if config.release_grads and is_alone and not is_initialised():
+        # A program for several ranks may be started with one, which has nobody to share with.
         raise ConfigError(
             "release_grads: all parameters are in host memory, where their gradients are used in "
             "place; leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -12,12 +13,19 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 
+_NOT_IN_IT = (
+    "process_group: this rank is not in it; give each rank a group that it belongs to, or False"
+)
+
+
+def is_initialised() -> bool:
+    """Whether this process has been told of a group, be it alone in it."""
+    return dist.is_available() and dist.is_initialized()
+
 
 def is_connected() -> bool:
     """Whether this process belongs to a group of several."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    return dist.get_world_size() > 1
+    return is_initialised() and dist.get_world_size() > 1
 
 
 def place_of(process_group: Any) -> tuple[int, int] | None:
@@ -29,13 +37,15 @@ def place_of(process_group: Any) -> tuple[int, int] | None:
                 "init_process_group, or leave it out"
             )
         return None
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+        raise ConfigError(_NOT_IN_IT)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
             f"process_group: expected a group of torch.distributed, False for none, or None for "
             f"the default one, got {type(process_group).__name__}"
         )
     if dist.get_rank(process_group) < 0:
-        raise ConfigError("process_group: this rank is not in it; give each rank its own group")
+        raise ConfigError(_NOT_IN_IT)
     count = dist.get_world_size(process_group)
     return None if count == 1 else (dist.get_rank(process_group), count)
 
@@ -74,6 +84,14 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def name_for(what: str, ranks: Sequence[int]) -> str:
+    """Of something that these have in common, in the store. That may outlive the processes:
+    torchrun starts others with it, which must not find what those before have left there.
+    """
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"offload/{what}/{start}/{'.'.join(map(str, ranks))}"
+
+
 def speakers_of(name: str, members: Members, deadline_s: float) -> Speakers:
     """New connections between members, who all call it with the same `name`, used once."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
@@ -82,7 +100,9 @@ def speakers_of(name: str, members: Members, deadline_s: float) -> Speakers:
 
 
 class Speakers:
-    """Connections for small things, outside of the groups that `torch.distributed` counts."""
+    """Connections in host memory, outside of the groups that `torch.distributed` counts: it names a
+    new one by the number of those that a process has, in which ranks may differ.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group: Any = group
@@ -92,6 +112,12 @@ class Speakers:
         options = torch._C._distributed_c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=deadline_s)
         return self._group.allgather([list(found)], [mine], options)
+
+    def send(self, part: Tensor, rank: int) -> Any:
+        return self._group.send([part], rank, 0)
+
+    def receive(self, part: Tensor, rank: int) -> Any:
+        return self._group.recv([part], rank, 0)
 
     def close(self) -> None:
         self._group = None

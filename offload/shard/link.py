@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import ConfigError
+from offload.shard.group import default_store, name_for
 
 
 def backend_of(device: torch.device) -> str:
@@ -25,18 +27,35 @@ def backend_of(device: torch.device) -> str:
         ) from error
 
 
+_MADE: Counter[str] = Counter()  # groups of the same ranks so far
+
+
+def _connect(members: list[int], rank: int, backend: str, deadline_s: float) -> Any:
+    """As `new_group`, which names a group by the number of those that this process has: ranks may
+    differ in that, and would wait for one another for ever.
+    """
+    name = name_for(backend, members)
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(members),
+        rank,
+        members,
+        dist.Backend(backend),
+        default_store(),
+        dist.distributed_c10d.GroupName(f"{name}/{_MADE[name]}"),
+        timeout=timedelta(seconds=deadline_s),
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {m: n for n, m in enumerate(members)}
+    _MADE[name] += 1
+    return group
+
+
 class DeviceLink:
     """Work goes to the current stream. All ranks call the same in the same order, in one thread."""
 
     def __init__(self, members: Sequence[int], backend: str, deadline_s: float) -> None:
         self._rank = list(members).index(dist.get_rank())
         self._count = len(members)
-        self._group: Any = dist.new_group(
-            list(members),
-            timeout=timedelta(seconds=deadline_s),
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        self._group = _connect(list(members), self._rank, backend, deadline_s)
 
     def gather(self, whole: Tensor) -> None:
         """Every rank has filled its own part of `whole`; then all have all of it."""

@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, OffloadError, StateError
 from offload.machine import ROOT, read_text
 from offload.neighbours import settle
-from offload.shard.group import deadline_of, place_of
+from offload.shard.group import Members, Speakers, deadline_of, name_for, place_of, speakers_of
 from offload.shard.link import DeviceLink, backend_of
 from offload.ticket import Ticket
 
@@ -55,6 +55,23 @@ def ranks_of(process_group: Any, deadline_s: float | None = None) -> Ranks | Non
     here = ranks.on_this_machine()
     settle(here.index(ranks.rank), len(here))
     return ranks
+
+
+_MADE: Counter[str] = Counter()  # connections of the same ranks so far
+
+
+def _connect(members: Members, deadline_s: float) -> Speakers:
+    name = name_for("ranks", members.ranks)
+    try:
+        speakers = speakers_of(f"{name}/{_MADE[name]}", members, deadline_s)
+    except RuntimeError as error:
+        raise StateError(
+            f"process_group: the ranks {members.ranks} could not be connected within "
+            f"{deadline_s:g} s; every rank must call wrap or prepare; look at what the others have "
+            f"said ({_first_line(error)})"
+        ) from error
+    _MADE[name] += 1
+    return speakers
 
 
 class _Header(NamedTuple):
@@ -94,12 +111,7 @@ class Ranks:
         self.count = len(self._members)
         self.deadline_s = deadline_s
         self.sent_bytes: Counter[str] = Counter()  # by kind, what this rank has put on the network
-        self._group: Any = dist.new_group(
-            self._members,
-            timeout=timedelta(seconds=deadline_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        self._speakers = _connect(Members(self.rank, self._members), deadline_s)
         self._number = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -213,8 +225,9 @@ class Ranks:
         each = self.exchange(value, what)
         for rank, one in enumerate(each):
             if one != each[0]:
+                name, here, there = _first_difference(what, one, each[0])
                 raise ConfigError(
-                    f"{what}: rank {rank} has {_short(one)}, rank 0 has {_short(each[0])}; {remedy}"
+                    f"{name}: rank {rank} has {_short(here)}, rank 0 has {_short(there)}; {remedy}"
                 )
 
     def agree(self, error: BaseException | None, what: str) -> None:
@@ -309,7 +322,7 @@ class Ranks:
 
     def _swap_headers(self, header: _Header, deadline_s: float | None) -> list[_Header]:
         found = [torch.empty(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self.count)]
-        work = dist.all_gather(found, header.packed(), group=self._group, async_op=True)
+        work = self._speakers.gather(found, header.packed(), self.deadline_s)
         self._finish([work], found, deadline_s)
         self.sent_bytes["control"] += (self.count - 1) * _HEADER_BYTES
         return [_Header.of(one) for one in found]
@@ -326,7 +339,7 @@ class Ranks:
             raise
 
     def _as_ours(self, error: BaseException, header: _Header) -> BaseException:
-        if isinstance(error, RuntimeError):  # of gloo's
+        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):  # of gloo's
             error = StateError(
                 f"{header.what}: the ranks could not {_DOING[header.kind].rstrip('s')} it: another "
                 f"rank has gone, or was not there within {self.deadline_s:g} s; look at what the "
@@ -402,16 +415,16 @@ class Ranks:
         most = max(1, *lengths)
         mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
         found = [torch.empty(most, dtype=torch.uint8) for _ in range(self.count)]
-        self._finish([dist.all_gather(found, mine, group=self._group, async_op=True)], found)
+        self._finish([self._speakers.gather(found, mine, self.deadline_s)], found)
         self.sent_bytes["control"] += (self.count - 1) * most
         return [one.numpy().tobytes()[:n] for one, n in zip(found, lengths, strict=True)]
 
     def _send(self, part: Tensor, rank: int, kind: str) -> Any:
         self.sent_bytes[kind] += part.nbytes
-        return dist.isend(part, group=self._group, group_dst=rank)
+        return self._speakers.send(part, rank)
 
     def _receive(self, part: Tensor, rank: int) -> Any:
-        return dist.irecv(part, group=self._group, group_src=rank)
+        return self._speakers.receive(part, rank)
 
 
 def _work(acts: queue.SimpleQueue[Callable[[], Callable[[], None]] | None]) -> None:
@@ -453,6 +466,15 @@ def _sum(values: Sequence[float]) -> float:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _first_difference(what: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+    """Where two values differ, and what is there: in the first entry of tables that does."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in {**other, **one}:
+            if one.get(name) != other.get(name):
+                return f"{what}: {name}", one.get(name), other.get(name)
+    return what, one, other
 
 
 def _first_line(error: BaseException) -> str:
