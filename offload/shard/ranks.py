@@ -2,7 +2,7 @@
 
 `Ranks` moves bytes between them: it gathers slices to whole blocks and takes the mean of blocks in
 slices. Everything happens in the order of the calls, which must be that of all ranks, in a thread
-of its own, over groups of its own: what the loop does with `torch.distributed` is not in its way.
+of its own, over connections of its own: what the loop does with `torch.distributed` is not in its way.
 Before each act the ranks tell one another what they are about to do, so that ranks that have parted
 ways end with an error that says so, and not with other bytes.
 
@@ -16,14 +16,13 @@ import json
 import math
 import os
 import queue
-import struct
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,15 +32,21 @@ from offload.errors import ConfigError, OffloadError, StateError
 from offload.machine import ROOT, read_text
 from offload.neighbours import settle
 from offload.shard.group import Members, Speakers, deadline_of, name_for, place_of, speakers_of
+from offload.shard.header import (
+    DOING,
+    EXCHANGE,
+    FAILED,
+    GATHER,
+    HEADER_BYTES,
+    REDUCE,
+    TEXT_BYTES,
+    Header,
+)
 from offload.shard.link import DeviceLink, backend_of
 from offload.ticket import Ticket
 
 T = TypeVar("T")
 _PART_BYTES = 4 << 20  # of what one rank sends to another at a time, when sums are taken
-_HEADER = struct.Struct("<BIQ")  # kind, number, bytes
-_HEADER_BYTES = 192
-_GATHER, _REDUCE, _EXCHANGE, _FAILED = range(4)
-_DOING = ("gathers", "reduces", "exchanges", "has failed before")
 
 
 def ranks_of(process_group: Any, deadline_s: float | None = None) -> Ranks | None:
@@ -72,34 +77,6 @@ def _connect(members: Members, deadline_s: float) -> Speakers:
         ) from error
     _MADE[name] += 1
     return speakers
-
-
-class _Header(NamedTuple):
-    """What a rank is about to do."""
-
-    kind: int
-    number: int
-    nbytes: int
-    what: str
-
-    def packed(self) -> Tensor:
-        text = self.what.encode()[: _HEADER_BYTES - _HEADER.size]
-        packed = _HEADER.pack(self.kind, self.number, self.nbytes) + text
-        return torch.frombuffer(bytearray(packed.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
-
-    @classmethod
-    def of(cls, packed: Tensor) -> _Header:
-        data = packed.numpy().tobytes()
-        text = data[_HEADER.size :].rstrip(b"\0").decode(errors="replace")
-        kind, number, nbytes = _HEADER.unpack_from(data)
-        return cls(kind, number, nbytes, text)
-
-    def matches(self, other: _Header) -> bool:
-        same = (self.kind, self.number, self.what) == (other.kind, other.number, other.what)
-        return same and (self.nbytes == other.nbytes or self.kind == _EXCHANGE)
-
-    def __str__(self) -> str:
-        return f"{_DOING[self.kind]} {self.what} ({self.nbytes} bytes, act {self.number})"
 
 
 class Ranks:
@@ -148,7 +125,7 @@ class Ranks:
         """
         _check_bytes(whole, own, self.count, what)
         act = lambda: self._gather(_flat(whole), _flat(own))  # noqa: E731
-        return self._start(_GATHER, own.nbytes, what, act, after)
+        return self._start(GATHER, own.nbytes, what, act, after)
 
     def reduce_scatter(
         self, own: Tensor, whole: Tensor, what: str, after: Ticket[Any] | None = None
@@ -163,7 +140,7 @@ class Ranks:
                 f"{what}: expected floats of one type, got {own.dtype}, {whole.dtype}"
             )
         act = lambda: self._reduce(own.view(-1), whole.view(-1))  # noqa: E731
-        return self._start(_REDUCE, own.nbytes, what, act, after)
+        return self._start(REDUCE, own.nbytes, what, act, after)
 
     def gather_by(
         self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
@@ -171,13 +148,13 @@ class Ranks:
         """As `gather`, of so many bytes a rank, which `act` does: it is called when all ranks are
         about to do the same, in our thread, and starts a collective of a `DeviceLink`.
         """
-        return self._start(_GATHER, nbytes, what, self._counted("gather", nbytes, act), after)
+        return self._start(GATHER, nbytes, what, self._counted("gather", nbytes, act), after)
 
     def reduce_by(
         self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
     ) -> Ticket[T]:
         """As `reduce_scatter`, in the same way."""
-        return self._start(_REDUCE, nbytes, what, self._counted("reduce", nbytes, act), after)
+        return self._start(REDUCE, nbytes, what, self._counted("reduce", nbytes, act), after)
 
     def _counted(self, kind: str, nbytes: int, act: Callable[[], T]) -> Callable[[], T]:
         def act_and_count() -> T:
@@ -205,10 +182,10 @@ class Ranks:
         data = json.dumps(value).encode()
         found: list[Any] = []
 
-        def act(headers: Sequence[_Header]) -> None:
+        def act(headers: Sequence[Header]) -> None:
             found.extend(self._exchange(data, [header.nbytes for header in headers]))
 
-        self._start_with_headers(_EXCHANGE, len(data), what, act, None, deadline_s).wait()
+        self._start_with_headers(EXCHANGE, len(data), what, act, None, deadline_s).wait()
         return [json.loads(one) for one in found]
 
     def sum(self, values: Sequence[float], what: str) -> list[float]:
@@ -267,24 +244,24 @@ class Ranks:
         kind: int,
         nbytes: int,
         what: str,
-        act: Callable[[Sequence[_Header]], T],
+        act: Callable[[Sequence[Header]], T],
         after: Ticket[Any] | None,
         deadline_s: float | None,
     ) -> Ticket[T]:
-        ticket: Ticket[T] = Ticket(f"{_DOING[kind]} {what} over {self.count} ranks")
+        ticket: Ticket[T] = Ticket(f"{DOING[kind]} {what} over {self.count} ranks")
         with self._lock:
             if self._is_closed:
                 ticket.fail(StateError(f"{what}: the ranks have been closed"))
                 return ticket
             self._number += 1
-            header = _Header(kind, self._number, nbytes, what[: _HEADER_BYTES - _HEADER.size])
+            header = Header(kind, self._number, nbytes, what[:TEXT_BYTES])
             self._queue.put(lambda: self._run(header, act, after, deadline_s, ticket))
         return ticket
 
     def _run(
         self,
-        header: _Header,
-        act: Callable[[Sequence[_Header]], T],
+        header: Header,
+        act: Callable[[Sequence[Header]], T],
         after: Ticket[Any] | None,
         deadline_s: float | None,
         ticket: Ticket[T],
@@ -300,16 +277,16 @@ class Ranks:
             return partial(ticket.fail, self._as_ours(error, header))
         return partial(ticket.finish, result)
 
-    def _await(self, after: Ticket[Any], header: _Header) -> None:
+    def _await(self, after: Ticket[Any], header: Header) -> None:
         try:
             after.wait()
         except BaseException as error:
-            failed = header._replace(kind=_FAILED, what=f"{header.what}: {error}")
+            failed = header._replace(kind=FAILED, what=f"{header.what}: {error}")
             self._swap_headers(failed, None)  # the others need not wait for the deadline
             self._broken = StateError(f"{header.what}: {error}")
             raise
 
-    def _agree_on(self, header: _Header, deadline_s: float | None) -> list[_Header]:
+    def _agree_on(self, header: Header, deadline_s: float | None) -> list[Header]:
         headers = self._swap_headers(header, deadline_s)
         others = [(rank, one) for rank, one in enumerate(headers) if not one.matches(header)]
         if others:
@@ -320,12 +297,12 @@ class Ranks:
             )
         return headers
 
-    def _swap_headers(self, header: _Header, deadline_s: float | None) -> list[_Header]:
-        found = [torch.empty(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self.count)]
+    def _swap_headers(self, header: Header, deadline_s: float | None) -> list[Header]:
+        found = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in range(self.count)]
         work = self._speakers.gather(found, header.packed(), self.deadline_s)
         self._finish([work], found, deadline_s)
-        self.sent_bytes["control"] += (self.count - 1) * _HEADER_BYTES
-        return [_Header.of(one) for one in found]
+        self.sent_bytes["control"] += (self.count - 1) * HEADER_BYTES
+        return [Header.of(one) for one in found]
 
     def _finish(
         self, works: Sequence[Any], touched: Sequence[Tensor], deadline_s: float | None = None
@@ -338,10 +315,10 @@ class Ranks:
             self._unsettled += [*touched, *works]
             raise
 
-    def _as_ours(self, error: BaseException, header: _Header) -> BaseException:
+    def _as_ours(self, error: BaseException, header: Header) -> BaseException:
         if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):  # of gloo's
             error = StateError(
-                f"{header.what}: the ranks could not {_DOING[header.kind].rstrip('s')} it: another "
+                f"{header.what}: the ranks could not {DOING[header.kind].rstrip('s')} it: another "
                 f"rank has gone, or was not there within {self.deadline_s:g} s; look at what the "
                 f"other ranks have said, and start all of them again ({_first_line(error)})"
             )

@@ -1,0 +1,43 @@
+"""What a rank tells the others before an act, so that ranks which have parted ways find out."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 192
+GATHER, REDUCE, EXCHANGE, FAILED = range(4)
+DOING = ("gathers", "reduces", "exchanges", "has failed before")
+_FIELDS = struct.Struct("<BIQ")  # kind, number, bytes
+TEXT_BYTES = HEADER_BYTES - _FIELDS.size
+
+
+class Header(NamedTuple):
+    """What a rank is about to do."""
+
+    kind: int
+    number: int
+    nbytes: int
+    what: str
+
+    def packed(self) -> Tensor:
+        text = self.what.encode()[:TEXT_BYTES]
+        packed = _FIELDS.pack(self.kind, self.number, self.nbytes) + text
+        return torch.frombuffer(bytearray(packed.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def of(cls, packed: Tensor) -> Header:
+        data = packed.numpy().tobytes()
+        text = data[_FIELDS.size :].rstrip(b"\0").decode(errors="replace")
+        kind, number, nbytes = _FIELDS.unpack_from(data)
+        return cls(kind, number, nbytes, text)
+
+    def matches(self, other: Header) -> bool:
+        same = (self.kind, self.number, self.what) == (other.kind, other.number, other.what)
+        return same and (self.nbytes == other.nbytes or self.kind == EXCHANGE)
+
+    def __str__(self) -> str:
+        return f"{DOING[self.kind]} {self.what} ({self.nbytes} bytes, act {self.number})"
