@@ -12,7 +12,7 @@ HEADER_BYTES = 192
 GATHER, REDUCE, EXCHANGE, FAILED = range(4)
 DOING = ("gathers", "reduces", "exchanges", "has failed before")
 _FIELDS = struct.Struct("<BIQ")  # kind, number, bytes
-TEXT_BYTES = HEADER_BYTES - _FIELDS.size
+_TEXT_BYTES = HEADER_BYTES - _FIELDS.size
 
 
 class Header(NamedTuple):
@@ -23,9 +23,15 @@ class Header(NamedTuple):
     nbytes: int
     what: str
 
+    @staticmethod
+    def fitting(what: str) -> str:
+        """As much of a text as a header holds, which is bytes and not letters."""
+        return what.encode()[:_TEXT_BYTES].decode(errors="ignore")
+
     def packed(self) -> Tensor:
-        text = self.what.encode()[:TEXT_BYTES]
-        packed = _FIELDS.pack(self.kind, self.number, self.nbytes) + text
+        packed = (
+            _FIELDS.pack(self.kind, self.number, self.nbytes) + self.what.encode()[:_TEXT_BYTES]
+        )
         return torch.frombuffer(bytearray(packed.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
     @classmethod

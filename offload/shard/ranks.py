@@ -2,9 +2,9 @@
 
 `Ranks` moves bytes between them: it gathers slices to whole blocks and takes the mean of blocks in
 slices. Everything happens in the order of the calls, which must be that of all ranks, in a thread
-of its own, over connections of its own: what the loop does with `torch.distributed` is not in its way.
-Before each act the ranks tell one another what they are about to do, so that ranks that have parted
-ways end with an error that says so, and not with other bytes.
+of its own, over connections of its own: what the loop does with `torch.distributed` is not in its
+way. Before each act the ranks tell one another what they are about to do, so that ranks that have
+parted ways end with an error that says so, and not with other bytes.
 
 On the CPU it is made of gloo's sends and receives. Its own all-gather copies everything twice more,
 and its reduce-scatter moves twice the bytes; measured in benchmarks/LOG.md.
@@ -39,7 +39,6 @@ from offload.shard.header import (
     GATHER,
     HEADER_BYTES,
     REDUCE,
-    TEXT_BYTES,
     Header,
 )
 from offload.shard.link import DeviceLink, backend_of
@@ -254,7 +253,7 @@ class Ranks:
                 ticket.fail(StateError(f"{what}: the ranks have been closed"))
                 return ticket
             self._number += 1
-            header = Header(kind, self._number, nbytes, what[:TEXT_BYTES])
+            header = Header(kind, self._number, nbytes, Header.fitting(what))
             self._queue.put(lambda: self._run(header, act, after, deadline_s, ticket))
         return ticket
 

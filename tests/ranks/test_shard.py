@@ -238,6 +238,14 @@ def test_a_rank_that_is_missing_is_told_by_the_deadline(how: str) -> None:
         assert found[1].exit_code == -signal.SIGKILL
 
 
+def long_name(rank: int) -> list[int]:
+    return [int(one) for one in ranks().exchange(rank, "Schicht für Schicht " * 20 + "ü" * 200)]
+
+
+def test_names_may_be_long_and_of_any_letters() -> None:
+    assert run(2, long_name) == [[0, 1], [0, 1]]
+
+
 def the_groups_limit(rank: int) -> tuple[float | None, float | None]:
     some = dist.new_group([0, 1], timeout=timedelta(seconds=7))
     found = [ranks_of(group) for group in (None, some)]
