@@ -48,7 +48,7 @@ ENTRANTS = [
 
 
 def task() -> dict[str, Any]:
-    layers = int(os.environ.get("OFFLOAD_BENCH_LAYERS") or 6)
+    layers = int(os.environ.get("OFFLOAD_BENCH_LAYERS") or 2)
     return {"dtype": "float32", "tokens": 128, "layers": layers}
 
 

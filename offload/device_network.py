@@ -39,6 +39,7 @@ class DeviceNetwork:
         assert buffer.nbytes == self.ranks.count * own.nbytes, what
 
         def act() -> Ticket[None]:
+            self.transfer.take_thread()
             lift = buffer.fill(own, begin)
             buffer.spread(self._link.gather)
             return lift
@@ -61,7 +62,8 @@ class DeviceNetwork:
             store()
 
         def act() -> Mark:
-            return self.transfer.across(work, after=mark)
+            self.transfer.take_thread()
+            return self.transfer.across(work, after=[mark.event])
 
         return self.ranks.gather_by(act, whole.nbytes // self.ranks.count, what)
 
@@ -69,20 +71,26 @@ class DeviceNetwork:
         self, buffer: DeviceBuffer, dtype: torch.dtype, target: Tensor, what: str
     ) -> Ticket[Tensor]:
         """Make `target`, host memory, the mean of everybody's part of the buffer that is this
-        rank's. What this thread's current stream has been given so far fills the buffer, which is
-        used up, and must not be released before the end.
+        rank's. What its users' streams have been given so far fills the buffer, which is used up,
+        and must not be released before the end.
         """
-        return self.reduce_there(buffer.use().view(dtype), target, what)
+        whole = buffer.use().view(dtype)
+        return self._reduce(whole, target, what, buffer.busy())
 
     def reduce_there(self, whole: Tensor, target: Tensor, what: str) -> Ticket[Tensor]:
-        """The same for device memory with a part for each rank, which must be held until the end,
-        and not be filled again.
+        """The same for device memory with a part for each rank, which this thread's current stream
+        has filled. It must be held until the end, and not be filled again.
         """
+        return self._reduce(whole, target, what, [self.transfer.mark().event])
+
+    def _reduce(
+        self, whole: Tensor, target: Tensor, what: str, after: list[torch.Event]
+    ) -> Ticket[Tensor]:
         assert whole.nbytes == self.ranks.count * target.nbytes, what
-        mark = self.transfer.mark()
 
         def act() -> Ticket[Tensor]:
-            there = self.transfer.across(lambda: self._link.reduce_scatter(whole), after=mark)
+            self.transfer.take_thread()
+            there = self.transfer.across(lambda: self._link.reduce_scatter(whole), after)
             mine = whole.view(self.ranks.count, -1)[self.ranks.rank]
             return self.transfer.read(mine.view(target.shape), target, what, after=there)
 

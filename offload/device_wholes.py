@@ -7,6 +7,7 @@ computes waits, the CPU only until the device has been told what to do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ class DeviceWhole:
         return self.buffer.address
 
     def arrive(self) -> Ticket[None] | None:
-        ticket, self._coming = self._coming, None
-        return None if ticket is None else ticket.wait()
+        ticket = self._coming
+        lift = None if ticket is None else ticket.wait()
+        self._coming = None  # not before: somebody may press Ctrl-C
+        return lift
 
     def use(self) -> Tensor:
         return self.buffer.use()
@@ -53,6 +56,7 @@ class DeviceWholes:
         self.device = network.transfer.device
         self._network, self._transfer = network, network.transfer
         self._left_bytes = left_bytes
+        self._lock = threading.Lock()
 
     def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Whole:
         buffer = self._transfer.allocate(nbytes, what)
@@ -63,6 +67,7 @@ class DeviceWholes:
     def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Whole:
         buffer = self._transfer.allocate(nbytes, what)
         buffer.use().zero_()  # all of it: one kernel is cheaper than one for every gap
+        buffer.note_fill()  # gradients may come from several streams
         return DeviceWhole(buffer)
 
     def reduce(self, whole: Whole, target: Tensor, what: str) -> Ticket[Any]:
@@ -72,17 +77,20 @@ class DeviceWholes:
         return self._network.reduce_scatter(whole.buffer, target.dtype, target, what)
 
     def take(self, nbytes: int, what: str) -> Claim:
-        if nbytes > self._left_bytes:
-            raise CapacityError(
-                f"{self.device}: {what} need {format_size(nbytes)} ({nbytes} bytes); beside units "
-                f"that are gathered one by one and their gradients {format_size(self._left_bytes)} "
-                "of device_memory are left, for activations too; raise device_memory, or use less"
-            )
-        self._left_bytes -= nbytes
-        return _Claim(self, nbytes)
+        with self._lock:
+            left = self._left_bytes
+            if nbytes <= left:
+                self._left_bytes -= nbytes
+                return _Claim(self, nbytes)
+        raise CapacityError(
+            f"{self.device}: {what} need {format_size(nbytes)} ({nbytes} bytes); beside units that "
+            f"are gathered one by one and their gradients {format_size(left)} of device_memory are "
+            "left, for activations too; raise device_memory, or use less"
+        )
 
     def give_back(self, nbytes: int) -> None:
-        self._left_bytes += nbytes
+        with self._lock:
+            self._left_bytes += nbytes
 
     def poll(self) -> None:
         self._transfer.poll()

@@ -127,7 +127,7 @@ class GatheredTier(Copies):
         try:
             with self._metrics.span(NETWORK):
                 lift = self._wholes[block.number].arrive()
-        except BaseException:
+        except Exception:  # after an interrupt it is still on its way
             self._forget_memory(block)
             raise
         if lift is not None:

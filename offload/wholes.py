@@ -85,9 +85,9 @@ class HostWhole:
         return self.memory.data_ptr()
 
     def arrive(self) -> None:
-        ticket, self._coming = self._coming, None
-        if ticket is not None:
-            ticket.wait()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None  # not before: somebody may press Ctrl-C
 
     def use(self) -> Tensor:
         assert self.memory is not None

@@ -30,6 +30,9 @@ class DeviceExchange(Exchange):
     ) -> None:
         self._network, self._transfer = network, network.transfer
         made = [self._transfer.allocate(buckets.whole_bytes, "a network buffer") for _ in parts]
+        for buffer in made:  # what no parameter fills goes across, too: no NaN that is nobody's
+            buffer.use().zero_()
+            buffer.note_fill()
         buffers = [Buffer(b.use, part, b.release) for b, part in zip(made, parts, strict=True)]
         super().__init__(network.ranks, buckets, buffers, metrics)
         self._last: Mark | None = None  # behind what has landed

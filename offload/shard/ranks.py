@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import ConfigError, OffloadError, StateError
+from offload.log import LOG
 from offload.machine import ROOT, read_text
 from offload.neighbours import settle
 from offload.shard.group import Members, Speakers, deadline_of, name_for, place_of, speakers_of
@@ -94,6 +95,7 @@ class Ranks:
         self._broken: StateError | None = None
         self._unsettled: list[object] = []  # what the network may still write to, after an error
         self._scratch: list[Tensor] = []
+        self._links: list[DeviceLink] = []
         self._queue: queue.SimpleQueue[Callable[[], Callable[[], None]] | None]
         self._queue = queue.SimpleQueue()
         thread = threading.Thread(target=_work, args=(self._queue,), name="ranks", daemon=True)
@@ -157,7 +159,12 @@ class Ranks:
 
     def _counted(self, kind: str, nbytes: int, act: Callable[[], T]) -> Callable[[], T]:
         def act_and_count() -> T:
-            result = act()
+            try:
+                result = act()
+            except RuntimeError as error:
+                if isinstance(error, OffloadError):
+                    raise
+                raise StateError(f"this rank's device could not {kind}: {error}") from error
             self.sent_bytes[kind] += (self.count - 1) * nbytes
             return result
 
@@ -167,14 +174,23 @@ class Ranks:
         """Collectives between the devices of all ranks, who all call it. Refused on all where one
         has none.
         """
-        error = None
-        try:
-            backend = backend_of(device)
-        except ConfigError as refused:
-            error, backend = refused, ""
-        self.agree(error, "device")
+        backend = self._agreed(lambda: backend_of(device))
         self.check_equal("device", [device.type, backend], "give all ranks devices of one kind")
-        return DeviceLink(self._members, backend, self.deadline_s)
+        make = partial(DeviceLink, self._members, backend, device, self.deadline_s)
+        link = self._agreed(make)
+        with self._lock:
+            self._links.append(link)
+        return link
+
+    def _agreed(self, make: Callable[[], T]) -> T:
+        """What `make` returns, if it raises on no rank."""
+        made, error = [], None
+        try:
+            made.append(make())
+        except Exception as raised:
+            error = raised
+        self.agree(error, "device")
+        return made[0]
 
     def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
         """What every rank has to say, by rank: something that JSON can express."""
@@ -223,8 +239,17 @@ class Ranks:
     def close(self) -> None:
         """Let go of the network, when everything that was asked for has ended. Idempotent."""
         with self._lock:
+            if not self._is_closed and not self.is_broken:
+                self._queue.put(lambda: self._close_links)
             self._is_closed = True
             self._queue.put(None)
+
+    def _close_links(self) -> None:
+        for link in self._links:
+            try:
+                link.close()
+            except Exception as error:  # nobody needs it any more
+                LOG.warning("ranks: the connections between devices could not be closed: %s", error)
 
     # --- one act ----------------------------------------------------------------------------------
 
@@ -282,7 +307,7 @@ class Ranks:
         except BaseException as error:
             failed = header._replace(kind=FAILED, what=f"{header.what}: {error}")
             self._swap_headers(failed, None)  # the others need not wait for the deadline
-            self._broken = StateError(f"{header.what}: {error}")
+            self._break(StateError(f"{header.what}: {error}"))
             raise
 
     def _agree_on(self, header: Header, deadline_s: float | None) -> list[Header]:
@@ -322,8 +347,14 @@ class Ranks:
                 f"other ranks have said, and start all of them again ({_first_line(error)})"
             )
         if self._broken is None and isinstance(error, StateError):
-            self._broken = error
+            self._break(error)
         return error
+
+    def _break(self, error: StateError) -> None:
+        """Nothing can be asked of the others any more."""
+        self._broken = error
+        for link in self._links:
+            link.abort()
 
     # --- bytes ------------------------------------------------------------------------------------
 

@@ -150,17 +150,25 @@ class DeviceBuffer:
             raise ConfigError(f"{self.what}: expected a contiguous host tensor to copy from")
         flat = host.detach().view(-1).view(torch.uint8)
         target = memory[offset_bytes:end]
-        return self._lift(flat, target, self.what, self._busy(), self._note_filled)
+        return self._lift(flat, target, self.what, self.busy(), self._note_filled)
 
     def spread(self, act: Callable[[Tensor], None]) -> None:
         """Have `act` fill the buffer's bytes, or some of them, from other devices: its work goes to
         the stream between devices, after all fills and uses so far. Never blocks.
         """
         memory = self._memory()
-        self._note_filled(self._across(lambda: act(memory), self._busy()))
+        self._note_filled(self._across(lambda: act(memory), self.busy()))
 
-    def _busy(self) -> list[torch.Event]:
-        """What must be over before the bytes are written again."""
+    def note_fill(self) -> None:
+        """This thread's current stream has been given work that fills the bytes, after `use`:
+        whoever uses them next waits for it, on whatever stream.
+        """
+        self._note_filled(torch.accelerator.current_stream(self._memory().device).record_event())
+
+    def busy(self) -> list[torch.Event]:
+        """What must be over before the bytes are written again, or all that was written to them is
+        there: the fills and everything that their users have been given so far.
+        """
         return [self._loan.filled, *(stream.record_event() for stream in self._loan.users)]
 
     def _note_filled(self, event: torch.Event) -> None:

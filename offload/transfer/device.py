@@ -135,7 +135,7 @@ class DeviceTransfer:
         self.memory = DeviceMemory(self.device, self._up, budget_bytes)
         self._upward = _Flights(self._up, TO_DEVICE, self.metrics)
         self._downward = _Flights(self._down, TO_HOST, self.metrics)
-        self._lander = _Lander()
+        self._lander = _Lander(self.device)
         self._closed = False
         for flights in (self._upward, self._downward):
             weakref.finalize(self, flights.finish)
@@ -219,13 +219,14 @@ class DeviceTransfer:
 
     # --- between devices --------------------------------------------------------------------------
 
-    def across(self, act: Callable[[], None], after: Mark) -> Mark:
-        """Call `act`, whose work goes to the stream between devices, once everything before `after`
-        is done. Returns the place behind it. What it touches must be held until then. Never blocks.
+    def across(self, act: Callable[[], None], after: Iterable[torch.Event]) -> Mark:
+        """Call `act`, whose work goes to the stream between devices, once these events have passed
+        (of a `Mark`, or those of `DeviceBuffer.busy`). Returns the place behind it. What it touches
+        must be held until then. Never blocks.
         """
-        return Mark(self._stream_between, self._across(act, [after.event]))
+        return Mark(self._stream_between, self._across(act, after))
 
-    def _across(self, act: Callable[[], None], after: list[torch.Event]) -> torch.Event:
+    def _across(self, act: Callable[[], None], after: Iterable[torch.Event]) -> torch.Event:
         self._check_open()
         stream = self._stream_between
         with self._between_lock:
@@ -241,6 +242,13 @@ class DeviceTransfer:
             if self._between is None:
                 self._between = torch.Stream(self.device)
             return self._between
+
+    def take_thread(self) -> None:
+        """Make the device this thread's current one, for good: in threads of ours. Otherwise torch
+        would go back to the first device after every call, and make a context there, which costs
+        hundreds of megabytes for each process of a machine with several.
+        """
+        torch.accelerator.set_device_index(self.device.index)
 
     def wait_for(self, mark: Mark) -> None:
         """Let this thread's current stream wait for everything before `mark`."""
@@ -415,7 +423,8 @@ class _Lander:
     Whoever waits for a copy itself does so in its own thread. Started when it is first needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
@@ -424,13 +433,16 @@ class _Lander:
         with self._lock:
             if not self._started:
                 self._started = True
-                thread = threading.Thread(target=_land_all, args=(self._queue,), daemon=True)
+                thread = threading.Thread(
+                    target=_land_all, args=(self._queue, self._device), daemon=True
+                )
                 thread.start()
                 weakref.finalize(self, self._queue.put, None)
         self._queue.put(waiting)
 
 
-def _land_all(waits: queue.SimpleQueue[_Waiting | None]) -> None:
+def _land_all(waits: queue.SimpleQueue[_Waiting | None], device: torch.device) -> None:
+    torch.accelerator.set_device_index(device.index)  # see DeviceTransfer.take_thread
     while (waiting := waits.get()) is not None:
         waiting.land(None)
         del waiting  # it holds the flight's memory

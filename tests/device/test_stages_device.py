@@ -104,8 +104,8 @@ OF_STAGE_1 = {
 OF_STAGE_2 = {
     "summed up before the gradients were there": (
         "device_network",
-        "mark = self.transfer.mark()\n\n        def act() -> Ticket[Tensor]",
-        f"{IDLE}\n\n        def act() -> Ticket[Tensor]",
+        "return self._reduce(whole, target, what, [self.transfer.mark().event])",
+        f"{IDLE}; return self._reduce(whole, target, what, [mark.event])",
     ),
     "a buffer filled again too early": (
         "optim.reducer",
@@ -116,7 +116,7 @@ OF_STAGE_2 = {
         "optim.reducer",
         "there.copy_(grad[span.first : span.end])",
         "net = exchange._transfer; there, grad = there, grad[span.first : span.end]; "
-        "net.across(lambda a=there, b=grad: a.copy_(b), after=net.mark())",
+        "net.across(lambda a=there, b=grad: a.copy_(b), after=[net.mark().event])",
     ),
     "means used before they came": (
         "optim.reducer",

@@ -400,7 +400,7 @@ def filled_by_other_devices(module: ModuleType | None) -> list[Tensor]:
             unused.release()
             buffer = b.transfer.fetch(other)
             values = buffer.use().view(torch.float32)
-            b.transfer.wait_for(b.transfer.across(lambda: None, b.transfer.mark()))
+            b.transfer.wait_for(b.transfer.across(lambda: None, [b.transfer.mark().event]))
             found.append(values + 1)
             del values
             for own in owns[turn : turn + 2]:
@@ -409,7 +409,9 @@ def filled_by_other_devices(module: ModuleType | None) -> list[Tensor]:
                 b.busy()
                 found.append(buffer.use().view(torch.float32) + 1)
                 values = buffer.use().view(torch.float32)
-                spread = b.transfer.across(lambda values=values: values.mul_(3), b.transfer.mark())
+                spread = b.transfer.across(
+                    lambda values=values: values.mul_(3), [b.transfer.mark().event]
+                )
                 b.transfer.wait_for(spread)
                 found.append(values + 0)
                 del values
@@ -429,8 +431,35 @@ def sums_over_devices(module: ModuleType | None) -> list[Tensor]:
                 found.append(grad / 2)
                 continue
             target = b.host(WIDTH, WIDTH)
-            there = b.transfer.across(lambda grad=grad: grad.div_(2), b.transfer.mark())
+            there = b.transfer.across(lambda grad=grad: grad.div_(2), [b.transfer.mark().event])
             found.append(b.transfer.read(grad, target, after=there).wait(WAIT_S).clone())
+        return found
+
+
+def filled_by_several_streams(module: ModuleType | None) -> list[Tensor]:
+    """One stream makes all of it zero, another puts something there, and both go across."""
+    half = WIDTH * WIDTH // 2
+    with bench(module) as b:
+        found = []
+        other = torch.Stream(b.device) if module else None
+        for number in range(1, 4):
+            if module is None:
+                found.append(torch.cat([torch.full((half,), 2.0 * number), torch.ones(half)]))
+                continue
+            buffer = b.transfer.allocate(SIZE)
+            buffer.use().view(torch.float32).copy_(b.busy().view(-1) * 0)
+            buffer.note_fill()
+            with other:
+                value = b.busy()[0, 0] * 0 + number
+                buffer.use().view(torch.float32)[:half].copy_(value)
+            buffer.use().view(torch.float32)[half:].add_(0.5)
+            memory = buffer.use()
+            there = b.transfer.across(lambda m=memory: m.view(torch.float32).mul_(2), buffer.busy())
+            target = b.host(WIDTH * WIDTH)
+            read = b.transfer.read(memory.view(torch.float32), target, after=there)
+            found.append(read.wait(WAIT_S).clone())
+            del memory, read
+            buffer.release()
         return found
 
 
@@ -469,6 +498,7 @@ CASES = [
     memory_let_go_by_another_stream,
     filled_by_other_devices,
     sums_over_devices,
+    filled_by_several_streams,
     a_kernel_that_fails,
 ]
 

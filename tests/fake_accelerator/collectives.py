@@ -51,16 +51,14 @@ class FakeGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self._count
 
+    def abort(self) -> None:
+        """Nothing waits for others on the device here."""
+
+    def shutdown(self) -> None:
+        self._gloo = None
+
     def getBackendName(self) -> str:
         return NAME
-
-    @property
-    def pg_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
-
-    @property
-    def group_name(self) -> str:
-        return self.pg_name
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Work:
         def act() -> None:
