@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.shard import DeviceLink, Ranks
 from offload.ticket import Ticket
-from offload.transfer import DeviceBuffer, DeviceTransfer, Mark
+from offload.transfer import DeviceBuffer, DeviceTransfer, Mark, Moment
 
 
 class DeviceNetwork:
@@ -84,7 +84,7 @@ class DeviceNetwork:
         return self._reduce(whole, target, what, [self.transfer.mark().event])
 
     def _reduce(
-        self, whole: Tensor, target: Tensor, what: str, after: list[torch.Event]
+        self, whole: Tensor, target: Tensor, what: str, after: list[Moment]
     ) -> Ticket[Tensor]:
         assert whole.nbytes == self.ranks.count * target.nbytes, what
 

@@ -546,7 +546,9 @@ def test_parameters_that_were_not_prepared_are_refused(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.layers[1].requires_grad_(True)  # type: ignore[index,union-attr]
     loss_of(model, batch(1)).backward()
-    with pytest.raises(CapacityError, match="were frozen, or in no optimizer, when the model was prepared"):
+    with pytest.raises(
+        CapacityError, match="were frozen, or in no optimizer, when the model was prepared"
+    ):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.zero_grad()

@@ -36,6 +36,7 @@ __all__ = [
     "HostBuffer",
     "HostTransfer",
     "Mark",
+    "Moment",
     "Reading",
     "Transfer",
     "device_random_states",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 Transfer = DeviceTransfer | HostTransfer
+Moment = torch.Event  # something that streams can wait for; others hand it on
 
 
 def open_transfer(
