@@ -26,16 +26,7 @@ T = TypeVar("T")
 
 def together(ranks: Ranks | None, what: str, act: Callable[[], T]) -> T:
     """The result of something that each rank does by itself; an error on one is one on all."""
-    if ranks is None:
-        return act()
-    error: BaseException | None = None
-    found: list[T] = []
-    try:
-        found.append(act())
-    except Exception as raised:
-        error = raised
-    ranks.agree(error, what)
-    return found[0]
+    return act() if ranks is None else ranks.together(what, act)
 
 
 def agreed(

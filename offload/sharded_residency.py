@@ -80,14 +80,11 @@ class ShardedResidency(Residency):
     # --- what is needed now -----------------------------------------------------------------------
 
     def use(self, unit: Unit, phase: Phase) -> None:
-        with self._lock:
-            self.pace.note_use(phase, unit.number)
-            needed = self._needed([unit])
-            with self.tier.pinned(needed):
-                self._lift(needed)
-                self._gather_ahead()
-                self._show(needed)
-                self.tier.pin(needed)  # until `done`
+        needed = self._needed([unit])
+        with self._lock, self.tier.pinned(needed):
+            self.visit(unit, phase)
+            self._show(needed)
+            self.tier.pin(needed)  # until `done`
 
     def visit(self, unit: Unit, phase: Phase) -> None:
         """Have the blocks of a unit come. Autograd has references to them, and asks for the memory:

@@ -174,23 +174,13 @@ class Ranks:
         """Collectives between the devices of all ranks, who all call it. Refused on all where one
         has none.
         """
-        backend = self._agreed(lambda: backend_of(device))
+        backend = self.together("device", lambda: backend_of(device))
         self.check_equal("device", [device.type, backend], "give all ranks devices of one kind")
         make = partial(DeviceLink, self._members, backend, device, self.deadline_s)
-        link = self._agreed(make)
+        link = self.together("device", make)
         with self._lock:
             self._links.append(link)
         return link
-
-    def _agreed(self, make: Callable[[], T]) -> T:
-        """What `make` returns, if it raises on no rank."""
-        made, error = [], None
-        try:
-            made.append(make())
-        except Exception as raised:
-            error = raised
-        self.agree(error, "device")
-        return made[0]
 
     def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
         """What every rank has to say, by rank: something that JSON can express."""
@@ -230,6 +220,17 @@ class Ranks:
         for rank, text in enumerate(each):
             if text is not None:
                 raise StateError(f"{what}: rank {rank} cannot go on, and so no rank does: {text}")
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """The result of something that each rank does by itself; an error on one is one on all."""
+        found: list[T] = []
+        error: BaseException | None = None
+        try:
+            found.append(act())
+        except Exception as raised:
+            error = raised
+        self.agree(error, what)
+        return found[0]
 
     def on_this_machine(self) -> list[int]:
         """The ranks that share this one's machine, itself among them."""
