@@ -181,6 +181,12 @@ OF_RANKS = [
 ]
 
 
+# The same for gradients that several streams make.
+OF_STREAMS = [
+    ("device_wholes", "buffer.note_fill()  # gradients", "pass  # gradients", "zeroed too late"),
+]
+
+
 @dataclass(frozen=True)
 class Mutant:
     file: str
@@ -189,15 +195,15 @@ class Mutant:
 
 
 def mutants_of_models() -> list[Mutant]:
-    return [_mutant(*one) for one in OF_MODELS]
+    return [mutant_of(*one) for one in OF_MODELS]
 
 
 def mutants_of_ranks() -> list[tuple[Mutant, tuple[str, int]]]:
     """Each with the schedule that notices it."""
-    return [(_mutant(*one), schedule) for *one, schedule in OF_RANKS]
+    return [(mutant_of(*one), schedule) for *one, schedule in OF_RANKS]
 
 
-def _mutant(module: str, old: str, new: str, what: str) -> Mutant:
+def mutant_of(module: str, old: str, new: str, what: str) -> Mutant:
     text = (FOLDER.parent / f"{module}.py").read_text()
     assert text.count(old) == 1, f"{module} has {text.count(old)} times {old!r}: mend the list"
     return Mutant(module, f"{module} {what}", text.replace(old, new))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from fake_accelerator import DeviceModule, collectives, load
 from mutants import Mutant, patched
-from preparelib import WIDTH, Gpt, Lora, Thrice
+from preparelib import WIDTH, WORDS, Gpt, Lora, Thrice
 from stage3lib import (
     Mixture,
     Model,
@@ -43,6 +43,38 @@ from offload.pool import Pool
 from offload.ticket import Ticket
 from offload.wholes import Whole
 
+
+class Fork(nn.Module):
+    """Half of it runs on a stream of its own, forward and backward."""
+
+    side: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream()
+        Fork.side = Fork.side or torch.Stream(x.device)
+        Fork.side.wait_event(main.record_event())
+        x.record_stream(Fork.side)
+        with Fork.side:
+            there = self.there(x)
+        there.record_stream(main)
+        main.wait_event(Fork.side.record_event())
+        return self.here(x) * there
+
+
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.layers = nn.Sequential(*(Fork() for _ in range(3)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens)))
+
+
 STEPS = 4
 Scene = Callable[[int, Path], None]
 MODELS: dict[str, Model] = {
@@ -52,6 +84,7 @@ MODELS: dict[str, Model] = {
     "thrice": Thrice,
     "adapters": Lora,
     "wide": Wide,
+    "forked": Forked,
 }
 RECOMPUTED: dict[str, Model] = {
     "inside": lambda: Gpt(inside=False),
@@ -532,6 +565,23 @@ def _late(lift: Ticket[None], own: Tensor) -> Ticket[None]:
 
     late.land = land
     return late
+
+
+def forked(rank: int, folder: str, mutant: Mutant | None, schedules: list[tuple[str, int]]) -> bool:
+    """Whether gradients that two streams make are right, under all of these."""
+    mine = Path(folder) / str(rank)
+    mine.mkdir()
+    device(("eager", 0))
+    expected("forked", rank, steps=4)
+    for schedule in schedules:
+        device(schedule)
+        Fork.side = None
+        with nullcontext() if mutant is None else patched(mutant):
+            try:
+                trains_right(rank, mine, "forked", way={"steps": 4})
+            except AssertionError:
+                return False
+    return True
 
 
 def with_fault(

@@ -12,10 +12,12 @@ import pytest
 import stage3_cases as cases
 from fake_accelerator.train_case import SCHEDULES
 from launch import outcomes, run
-from mutants import Mutant, mutants_of_ranks
+from mutants import OF_STREAMS, Mutant, mutant_of, mutants_of_ranks
 
 # The streams of the group and that between devices are early and late, too.
 ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15, 16, 27, 31))]
+# A stream of the model's own is early, all others are late.
+SIDES = [("seeded", seed) for seed in (32, 64, 128)]
 SOME = [("lazy", 0), ("seeded", 27)]
 FAULTS = mutants_of_ranks()
 
@@ -50,3 +52,15 @@ def test_a_fault_is_noticed(fault: tuple[Mutant, tuple[str, int]], tmp_path: Pat
 @pytest.mark.timeout(170)
 def test_without_a_fault_nothing_is_noticed(tmp_path: Path) -> None:
     run(2, cases.with_fault, str(tmp_path), None, sorted({schedule for _, schedule in FAULTS}))
+
+
+@pytest.mark.timeout(170)
+def test_gradients_that_several_streams_make(tmp_path: Path) -> None:
+    assert run(2, cases.forked, str(tmp_path), None, [*ALL, *SIDES]) == [True, True]
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("fault", OF_STREAMS, ids=lambda fault: fault[-1])
+def test_waits_for_several_streams_are_needed(fault: tuple[str, ...], tmp_path: Path) -> None:
+    found = outcomes(2, cases.forked, str(tmp_path), mutant_of(*fault), SIDES, deadline_s=120)
+    assert any(one.result is not True for one in found), "no rank notices it"
