@@ -29,13 +29,13 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: demo test test-device kill lint bench sanitize emulate peers wheel clean help setup
+.PHONY: pictures quality numerics demo test test-device kill lint bench sanitize emulate peers wheel clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
 
-demo: setup  ## train a GPT that needs more memory than it gets, beside plain torch, to the same bits
-	"$(PY)" examples/train_gpt.py --picture build/demo.png
+demo: setup  ## train a GPT that needs more memory than it gets, kill it and go on, to the bits of plain torch; ends with a page
+	"$(PY)" examples/demo.py
 
 test: setup  ## all tests
 	$(PYTEST)
@@ -53,8 +53,17 @@ lint: setup  ## ruff and mypy
 	"$(PY)" -m ruff format --check .
 	"$(PY)" -m mypy
 
+quality: setup  ## validation loss after equal tokens for every precision and tier, beside plain torch, in one table
+	"$(PY)" benchmarks/quality.py
+
+pictures: setup  ## the pictures of README and docs, which runs the demo (needs Debian's chromium)
+	"$(PY)" benchmarks/pictures.py
+
+numerics: setup  ## by how much torch's own AdamW implementations differ from the one whose bits are ours
+	"$(PY)" benchmarks/numerics.py
+
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
-bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|checkpoint|ranks); see benchmarks/results
+bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|checkpoint|ranks|predict|plan|tune); see benchmarks/results
 	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
 	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
 	  $(PYTEST) benchmarks/bench_$(or $(ONLY),*).py -q -p no:cacheprovider -W default --timeout 0; fi

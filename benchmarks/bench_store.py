@@ -59,6 +59,9 @@ def sit_once(directory: Path, kind: str, chunk: int) -> list[DiskContestant]:
         DiskContestant("offload without checksums", partial(stores["io_uring"].unchecked, kind)),
         DiskContestant("offload on threads", getattr(stores["threads"], kind)),
     ]
+    if kind != "read":
+        known = partial(stores["io_uring"].known, kind)
+        contestants.append(DiskContestant("offload, sums known", known))
     if fio.has_huge_pages:
         huge = partial(fio.run, kind, chunk, "mmaphuge")
         contestants.append(DiskContestant("fio, huge pages", huge))
@@ -71,12 +74,34 @@ def sit_once(directory: Path, kind: str, chunk: int) -> list[DiskContestant]:
 
 
 @pytest.mark.parametrize("chunk_mi", [1, 4, 16])
-@pytest.mark.parametrize("kind", ["write_made", "read_used"])
+def test_sums_of_an_update(
+    benchmark: Any, store_table: list[StoreRow], directory: Path, chunk_mi: int
+) -> None:
+    """What checksums cost in a step: they are taken in the pass that makes the bytes."""
+    ours = Ours(directory, chunk_mi * MI, TOTAL_BYTES, "io_uring")
+    contestants = [
+        DiskContestant("offload", ours.write_updated),
+        DiskContestant("offload, summed up later", partial(ours.write_updated, takes_sums=False)),
+        DiskContestant(
+            "offload without checksums", partial(ours.unchecked, "write_updated", takes_sums=False)
+        ),
+    ]
+    try:
+        benchmark.pedantic(lambda: hold(contestants, rounds(15)), rounds=1)
+    finally:
+        ours.close()
+    store_table += [
+        StoreRow.of("write, updated", chunk_mi, one, contestants[0]) for one in contestants
+    ]
+
+
+@pytest.mark.parametrize("chunk_mi", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["write_known", "mixed_known", "write_made", "read_used"])
 def test_checksums(
     benchmark: Any, store_table: list[StoreRow], directory: Path, kind: str, chunk_mi: int
 ) -> None:
-    """What checksums cost somebody who makes the bytes that are written, or uses those that are
-    read; in the runs beside fio nobody else touches them.
+    """What checksums cost somebody who knows them when he writes, makes the bytes that are written,
+    or uses those that are read; in the runs beside fio nobody else touches them.
     """
     ours = Ours(directory, chunk_mi * MI, TOTAL_BYTES, "io_uring")
     contestants = [

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))  # their GPT is 
 from checkpoint_results import CheckpointResults, write_checkpoint
 from large_results import LargeRun, write_large
 from model_results import write_model
+from predict_results import Predictions, write_predictions
 from ranks_results import RankRow, write_ranks
 from results import Row, write
 from store_results import StoreRow, write_store
@@ -28,6 +29,7 @@ PREFETCH_SITTINGS = pytest.StashKey[list[Sitting]]()
 LARGE_RUNS = pytest.StashKey[list[LargeRun]]()
 RANK_ROWS = pytest.StashKey[list[RankRow]]()
 CHECKPOINT = pytest.StashKey[CheckpointResults]()
+PREDICTIONS = pytest.StashKey[list[Predictions]]()
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +73,11 @@ def checkpoint_results(pytestconfig: pytest.Config) -> CheckpointResults:
     return pytestconfig.stash.setdefault(CHECKPOINT, CheckpointResults())
 
 
+@pytest.fixture(scope="session")
+def predict_results(pytestconfig: pytest.Config) -> list[Predictions]:
+    return pytestconfig.stash.setdefault(PREDICTIONS, [])
+
+
 @pytest.fixture(scope="module")
 def bench_directory() -> Path:
     """For what several benchmarks of a file share; they remove what they leave."""
@@ -109,6 +116,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         report_file(session.config, write_checkpoint("make bench ONLY=checkpoint", checkpoint))
     if rank_rows := stash.get(RANK_ROWS, []):
         report_file(session.config, write_ranks("make bench ONLY=ranks", rank_rows))
+    for predictions in stash.get(PREDICTIONS, []):
+        report_file(session.config, write_predictions("make bench ONLY=predict", predictions))
     for run in stash.get(LARGE_RUNS, []):
         report_file(session.config, write_large("make bench", run))
 

@@ -22,7 +22,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from offload import kernels, rules
+from offload.kernels import SUM_BYTES
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.store.engine import DEPTH, Transfer
@@ -30,6 +33,7 @@ from offload.store.native_engine import NativeEngine
 from offload.ticket import Ticket
 
 MI = 1 << 20
+RULE = rules.Adam.at(3, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
 _NR_HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 PASSES = 2  # over all bytes in one run, so that it is long beside its own beginning
 
@@ -199,6 +203,45 @@ class Ours:
 
         return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
 
+    def write_known(self) -> Run:
+        return self.known("write")
+
+    def mixed_known(self) -> Run:
+        return self.known("mixed")
+
+    def known(self, kind: str) -> Run:
+        """As `write` or `mixed`, but whoever made the bytes knows their checksums."""
+        self._restore()
+        sums = {tensor.data_ptr(): _sums_of(tensor) for tensor in self.tensors}
+
+        def start(number: int, tensor: torch.Tensor) -> Ticket[None]:
+            name = f"chunk {number}"
+            if kind == "mixed" and number % 2 == 0:
+                return self.store.read(name, tensor)
+            return self.store.write(name, tensor, sums=sums[tensor.data_ptr()])
+
+        return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
+
+    def write_updated(self, takes_sums: bool = True) -> Run:
+        """As `write`, but each chunk is the moments of an AdamW step that is done just before, as
+        in training. takes_sums: in the same pass, or when the drive has had the bytes.
+        """
+        numel = self.chunk_bytes // 8
+        param, grad = torch.zeros(numel), torch.full((numel,), 1e-3)
+        known = np.zeros(self.chunk_bytes // SUM_BYTES, dtype=np.uint64)
+        halves = np.split(known, 2)
+
+        def start(number: int, tensor: torch.Tensor) -> Ticket[None]:
+            moments = tensor.view(torch.float32).split(numel)
+            sums = [None, *halves] if takes_sums else []
+            kernels.update(RULE, param, grad, *moments, sums=sums)
+            given = known if takes_sums else None
+            return self.store.write(f"chunk {number}", tensor, sums=given)
+
+        for tensor in self.tensors:
+            tensor.zero_()
+        return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
+
     def read_used(self) -> Run:
         """As `read`, but every byte is looked at by the caller when it has been read."""
         return timed(
@@ -219,18 +262,23 @@ class Ours:
         self._restore()
         return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
 
-    def unchecked(self, kind: str) -> Run:
+    def unchecked(self, kind: str, **options: bool) -> Run:
         """One run without checksums. What it writes is never read: mixed runs read the chunks that
         they do not write.
         """
         with NoSums.in_place_of(self.store.engine):
-            return getattr(self, kind)()  # type: ignore[no-any-return]
+            return getattr(self, kind)(**options)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         self.store.close()
         self.tensors.clear()
         self.leases.clear()
         self.pool.close()
+
+
+def _sums_of(tensor: torch.Tensor) -> NDArray[np.uint64]:
+    parts = tensor.view(torch.uint8).split(SUM_BYTES)
+    return np.array([kernels.checksum(part) for part in parts], dtype=np.uint64)
 
 
 class Fio:

@@ -1,149 +1,133 @@
-"""Train a GPT whose parameters, gradients and optimizer state need far more host memory than
-they get, and show that no bit differs.
+"""Train a GPT that needs far more memory than it gets, and go on where a killed run has stopped.
 
-What `make demo` runs. One model is plain, with `torch.optim.AdamW(fused=True)`; the other is the
-same after `offload.prepare`: most of it is on disk, and comes back before it is needed. The loop is
-the same for both.
+    python examples/train_gpt.py                       most of it is on disk
+    python examples/train_gpt.py --save checkpoints    again after a crash: it goes on
+    python examples/train_gpt.py --in-memory           plain torch, to the same bits
+
+The loop is the one that you have. `make demo` runs all three, and kills one of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import sys
+import hashlib
+import json
+import resource
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt import GPT, batches
 
 import offload
-from offload.config import format_size
-from offload.model_plan import ModelPlan
+from offload.config import format_size, parse_size
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 BYTES_EACH = 16  # of a parameter, its gradient and its two moments, in fp32
+BATCH, LENGTH = 4, 128
 
 
-def train_step(
-    model: GPT, optimizer: torch.optim.Optimizer, batch: torch.Tensor
-) -> tuple[float, float]:
-    """Loss, and the seconds that it took."""
-    begin = time.perf_counter()
-    loss = model.loss(batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item(), time.perf_counter() - begin
+def make(options: argparse.Namespace) -> tuple[GPT, torch.optim.Optimizer]:
+    torch.manual_seed(options.seed)
+    model = GPT(layers=options.layers)
+    optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
+    if options.in_memory:
+        return model, optimizer
+    needed = BYTES_EACH * sum(p.numel() for p in model.parameters())
+    budget = parse_size("--host-memory", options.host_memory or needed * 3 // 8)
+    note(options, needed_bytes=needed, budget_bytes=budget)
+    needed_text, given = format_size(needed), format_size(budget)
+    print(f"to train, this model needs {needed_text}; of host memory it gets {given}")
+    print(offload.plan(model, optimizer, host_memory=budget, nvme=options.nvme), flush=True)
+    return offload.prepare(model, optimizer, host_memory=budget, nvme=options.nvme)
 
 
-def progress_line(step: int, steps: int, loss: float, ours_s: float, plain_s: float) -> str:
-    line = f"step {step}/{steps}  loss {loss:.3f}  {ours_s * 1e3:.0f} ms ({plain_s * 1e3:.0f} ms "
-    return line + "with everything in memory)"
+def train(model: GPT, optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> list[float]:
+    """The losses, of all steps since the first start."""
+    losses: list[float] = []
+    if options.save is not None and any(options.save.glob("[0-9]*")):  # whole ones have names
+        losses = offload.load(options.save, model, optimizer)["losses"]
+        print(f"goes on after step {len(losses)}", flush=True)
+    text = islice(batches(options.steps, BATCH, LENGTH, options.seed), len(losses), None)
+    bar = offload.progress(
+        text,
+        None if options.in_memory else optimizer,
+        tokens=BATCH * LENGTH,
+        start=len(losses),
+        total=options.steps,
+    )
+    for batch in bar:
+        begin = time.perf_counter()
+        loss = model.loss(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        bar.set(loss=losses[-1])
+        note(options, step=len(losses), loss=losses[-1], seconds=time.perf_counter() - begin)
+        if options.save is not None and len(losses) % options.every == 0:
+            path = options.save / f"{len(losses)}"
+            offload.save(path, model, optimizer, extra={"losses": losses}, keep=2)
+    return losses
 
 
-def tell_tiers(told: offload.Report) -> str:
-    assert told.model is not None
-    moved = told.last.moved
-    stalls = told.model.stall_share or 0.0
-    line = f"  waiting for parameters {stalls:.0%}  disk: "
-    line += f"{format_size(moved['disk_read_bytes'])} read, "
-    return line + f"{format_size(moved['disk_written_bytes'])} written"
+def note(options: argparse.Namespace, **what: Any) -> None:
+    """A line of JSON, at once: what a run that is killed has done can be read."""
+    if options.log is not None:
+        with options.log.open("a") as file:
+            file.write(json.dumps(what) + "\n")
 
 
-def draw(
-    losses: list[float],
-    seconds: dict[str, list[float]],
-    told: offload.Report,
-    plan: ModelPlan,
-    path: Path,
-) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, ((top, tiers), (times, waits)) = pyplot.subplots(2, 2, figsize=(11, 7))
-    top.plot(losses)
-    top.set(xlabel="step", ylabel="loss", title="one curve: both runs agree to the bit")
-    names, each = list(plan.tiers), plan.tiers.values()
-    in_memory, on_disk = ([one[tier] / 2**20 for one in each] for tier in ("host", "disk"))
-    tiers.bar(names, in_memory, label="host memory")
-    tiers.bar(names, on_disk, bottom=in_memory, label="disk")
-    tiers.set(ylabel="MiB", title="where it is")
-    tiers.legend()
-    for name, values in seconds.items():
-        times.plot([s * 1e3 for s in values], label=name)
-    times.set(xlabel="step", ylabel="ms", title="a whole step", ylim=(0, None))
-    times.legend()
-    each_ms = {f"step(): {cause}": s / told.steps * 1e3 for cause, s in told.total.seconds.items()}
-    for cause, waited_s in told.outside.items():
-        each_ms[f"model: {cause}"] = waited_s / told.steps * 1e3
-    waits.barh(list(each_ms), list(each_ms.values()))
-    waits.set(xlabel="ms a step", title="where step() and the model's waits go")
-    waits.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    print(f"picture: {path}")
+def peak_bytes() -> int:
+    """Of this process's memory, up to now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> int:
+def digest(model: GPT) -> str:
+    """Of every bit of every parameter."""
+    found = hashlib.sha256()
+    for param in model.parameters():
+        found.update(param.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--in-memory", action="store_true", help="torch alone")
+    parser.add_argument("--host-memory", help="default: three eighths of what training needs")
     parser.add_argument("--nvme", type=Path, default=tempfile.gettempdir(), help="a directory")
-    parser.add_argument("--picture", type=Path, help="write a picture here (needs matplotlib)")
+    parser.add_argument("--save", type=Path, help="a directory for checkpoints")
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--log", type=Path, help="a line of JSON is added for every step")
+    parser.add_argument("--trace", type=Path, help="write the run's trace for `offload report`")
     options = parser.parse_args()
 
-    torch.manual_seed(options.seed)
-    ours = GPT(layers=options.layers)
-    theirs = copy.deepcopy(ours)
-    plain = torch.optim.AdamW(theirs.parameters(), **HYPER)
-    optimizer = torch.optim.AdamW(ours.parameters(), **HYPER)
-    needed = BYTES_EACH * sum(p.numel() for p in ours.parameters())
-    budget = {"host_memory": needed * 3 // 8, "nvme": options.nvme}
-    given = format_size(budget["host_memory"])
-    print(f"to train, the model needs {format_size(needed)}; of host memory it gets {given}\n")
-    plan = offload.plan(ours, optimizer, **budget)
-    print(plan, end="\n\n")
-    ours, optimizer = offload.prepare(ours, optimizer, **budget)
-
-    losses: list[float] = []
-    seconds: dict[str, list[float]] = {
-        "offload, most of it on disk": [],
-        "torch, all in memory": [],
-    }
-    is_terminal = sys.stdout.isatty()
-    for step, batch in enumerate(batches(options.steps, 4, 128, options.seed), start=1):
-        loss, ours_s = train_step(ours, optimizer, batch)
+    before = peak_bytes()
+    model, optimizer = make(options)
+    losses = train(model, optimizer, options)
+    facts: dict[str, Any] = {"rss_before_bytes": before, "peak_rss_bytes": peak_bytes()}
+    if not options.in_memory:
         told = offload.report(optimizer)
-        expected, plain_s = train_step(theirs, plain, batch)
-        if loss != expected:
-            print(f"\nstep {step}: loss {loss!r} differs from torch's {expected!r}")
-            return 1
-        losses.append(loss)
-        for values, value in zip(seconds.values(), (ours_s, plain_s), strict=True):
-            values.append(value)
-        line = progress_line(step, options.steps, loss, ours_s, plain_s) + tell_tiers(told)
-        print(
-            f"\r{line:<130}" if is_terminal else line, end="" if is_terminal else "\n", flush=True
-        )
-    print(f"\n\n{offload.report(optimizer)}")
-    offload.close(ours)  # a plain model again
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if not torch.equal(mine.view(torch.int32), other.view(torch.int32)):
-            print(f"{name}: differs from torch's")
-            return 1
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    print("every loss and every parameter equals torch's, bit for bit")
-    if options.picture:
-        draw(losses, seconds, told, plan, options.picture)
-    return 0
+        print(f"\n{told}")
+        facts["host_bytes"], facts["disk_bytes"] = told.model.host_bytes, told.model.disk_bytes
+        facts["seconds"] = {f"step(): {cause}": s for cause, s in told.total.seconds.items()}
+        facts["seconds"] |= {f"model: {cause}": s for cause, s in told.outside.items()}
+        if options.trace is not None:
+            told.save_trace(options.trace)
+        offload.close(model)  # a plain model again
+    facts["digest"] = digest(model)
+    note(options, **facts)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+    grown = format_size(facts["peak_rss_bytes"] - before)
+    print(f"the process has grown by {grown} at most; parameters: {facts['digest'][:16]}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

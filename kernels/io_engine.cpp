@@ -31,7 +31,11 @@ int64_t round_down(int64_t n, int64_t to) { return n / to * to; }
 
 }  // namespace
 
-IoEngine::IoEngine(int depth, int64_t piece_bytes) : depth_(depth), piece_bytes_(piece_bytes), owner_(getpid()) {}
+IoEngine::IoEngine(int depth, int64_t piece_bytes)
+    : depth_(depth),
+      piece_bytes_(piece_bytes),
+      sum_bytes_(piece_bytes % offload::sum_bytes == 0 ? offload::sum_bytes : piece_bytes),
+      owner_(getpid()) {}
 
 IoEngine::~IoEngine() {
   if (getpid() != owner_) return;
@@ -314,23 +318,46 @@ void IoEngine::settle(Piece& piece, int error) {
     if (piece.written_off && error == 0) error = ETIMEDOUT;
   }
   if (error == 0) hand_over();
-  if (error == 0 && r.write && r.sums != nullptr) {
-    r.sums[sum_index(piece)] = checksum(r.memory + piece.begin, piece.length);
-  }
+  int64_t where = piece.begin;
+  if (error == 0 && r.write && r.sums != nullptr) sum_up(piece);
   if (error == 0 && !r.write) {
-    if (r.sums != nullptr && checksum(piece.buffer, piece.length) != r.sums[sum_index(piece)]) error = EBADMSG;
+    const int64_t wrong = r.sums == nullptr ? -1 : find_wrong(piece);
+    if (wrong >= 0) {
+      error = EBADMSG;
+      where = wrong;
+    }
     if (error == 0 && piece.bounced) memcpy(r.memory + piece.begin, piece.buffer, size_t(piece.length));
   }
   if (piece.bounced) give_back(piece.buffer);
+  bool over;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (error != 0) fail(work, error, piece.begin);
+    if (error != 0) fail(work, error, where);
     if (piece.written_off) --slots_lost_;
     --work.out;
     pieces_.erase(&piece);
-    end_if_over(work);
+    over = end_if_over(work);
   }
+  if (over) done_there_.notify_all();  // without the lock, which whoever wakes wants at once
   work_there_.notify_one();
+}
+
+void IoEngine::sum_up(const Piece& piece) {
+  const IoRequest& r = piece.work->request;
+  const int64_t end = piece.begin + piece.length;
+  for (int64_t at = piece.begin; at < end; at += sum_bytes_) {
+    uint64_t& sum = r.sums[at / sum_bytes_];
+    if (!r.known || sum == 0) sum = checksum(r.memory + at, std::min(sum_bytes_, end - at));
+  }
+}
+
+int64_t IoEngine::find_wrong(const Piece& piece) const {
+  const IoRequest& r = piece.work->request;
+  for (int64_t at = 0; at < piece.length; at += sum_bytes_) {
+    const int64_t bytes = std::min(sum_bytes_, piece.length - at);
+    if (checksum(piece.buffer + at, bytes) != r.sums[(piece.begin + at) / sum_bytes_]) return piece.begin + at;
+  }
+  return -1;
 }
 
 void IoEngine::fail(Work& work, int error, int64_t where) {
@@ -345,16 +372,17 @@ void IoEngine::fail(Work& work, int error, int64_t where) {
   work.next_begin = work.request.bytes;
 }
 
-void IoEngine::end_if_over(Work& work) {
-  if (work.out > 0 || work.next_begin < work.request.bytes) return;
+bool IoEngine::end_if_over(Work& work) {
+  if (work.out > 0 || work.next_begin < work.request.bytes) return false;
   const int64_t id = work.request.id;
-  if (work.reported) {
-    late_.push_back(id);
-  } else {
+  const bool told = !work.reported;
+  if (told) {
     done_.push_back({id, work.error, work.error_at});
-    done_there_.notify_all();
+  } else {
+    late_.push_back(id);
   }
   works_.erase(id);
+  return told;
 }
 
 // --- buffers of our own ----------------------------------------------------------------------------------------------

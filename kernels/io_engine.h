@@ -2,10 +2,11 @@
 //
 // A request is any number of bytes between memory and a file. It is cut into pieces; at most `depth` pieces are in
 // flight, the others wait by priority. A piece that comes back short is continued, EINTR and EAGAIN are tried again,
-// anything else ends the request with its errno. Each piece has a checksum: of the caller's memory when it is written,
-// compared before the request is done when it is read. Both are computed when the drive has had the bytes and before
-// anybody is told: the drive's queue is full then, and the bytes are often still in a cache. Memory need not be aligned:
-// where direct I/O asks for it, a piece goes through a buffer of the engine's own, padded with zeros.
+// anything else ends the request with its errno. Each sum_bytes() of a piece have a checksum: of the caller's memory when
+// they are written, compared before the request is done when they are read. Both are computed when the drive has had the
+// bytes and before anybody is told: the drive's queue is full then, and the bytes are often still in a cache. Whoever
+// made the bytes may know their sums already. Memory need not be aligned: where direct I/O asks for it, a piece goes
+// through a buffer of the engine's own, padded with zeros.
 //
 // Every request ends exactly once in reap(). Memory, sums and file must live until then, whatever happens; an operation
 // that the kernel never answers can be written off, and if it ends after all, that is reported too.
@@ -36,8 +37,9 @@ struct IoRequest {
   int64_t bytes;
   int64_t offset;   // in the file; a multiple of align
   int64_t align;    // of addresses, lengths and offsets for direct I/O; 1: anything goes
-  uint64_t* sums;   // one for each piece: result of a write, expectation of a read; nullptr: none
+  uint64_t* sums;   // one for each sum_bytes(): result of a write, expectation of a read; nullptr: none
   int priority;
+  bool known = false;  // a write's sums that are not 0 are those of its bytes
 };
 
 struct IoDone {
@@ -89,6 +91,8 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   // No more requests; what waits ends with ECANCELED. Waits for what is in flight; false if something never ended.
   bool stop(double timeout_s);
   int64_t piece_bytes() const { return piece_bytes_; }
+  // offload::sum_bytes, or a piece, where that is not a number of these.
+  int64_t sum_bytes() const { return sum_bytes_; }
 
  protected:
   struct Work;
@@ -133,7 +137,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   virtual void drive() = 0;  // one thread's work, until stopping and nothing is in flight
 
   const int depth_;
-  const int64_t piece_bytes_;
+  const int64_t piece_bytes_, sum_bytes_;
   std::mutex mutex_;
 
  private:
@@ -142,9 +146,10 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   bool prepare(Piece& piece);  // false: there is no memory for it
   void settle(Piece& piece, int error);            // the piece is over
   void fail(Work& work, int error, int64_t where);  // the first error counts; no more pieces are cut
-  void end_if_over(Work& work);
+  bool end_if_over(Work& work);  // true: reap() has something to give, and its waiters are to be told
   Work* first_waiting();
-  int64_t sum_index(const Piece& piece) const { return piece.begin / piece_bytes_; }
+  void sum_up(const Piece& piece);              // fills in what is not known
+  int64_t find_wrong(const Piece& piece) const;  // where in the request; -1: nowhere
   char* borrow();  // nullptr: there is no memory
   void give_back(char* buffer);
 

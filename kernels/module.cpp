@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "checksum.h"
 #include "crc32.h"
 #include "crew.h"
 #include "kernels.h"
@@ -23,6 +24,7 @@ namespace offload {
 namespace {
 
 constexpr int64_t update_block = 32768;  // elements that a lane takes at a time
+static_assert(update_block * sizeof(float) == sum_bytes, "a lane takes the sums of what it has made");
 
 std::atomic<const Table*> chosen{nullptr};
 
@@ -79,20 +81,32 @@ struct Update {
   Buffers buffers;
   int64_t count;
   int threads;
+  uint64_t* sums[3];  // of param, state0, state1: one for each whole block; nullptr: not wanted
 
   Update(uintptr_t param, uintptr_t grad, uintptr_t state0, uintptr_t state1, uintptr_t out, int grad_dtype,
-         int out_dtype, double scale, int64_t count, int64_t tail_begin, int threads, bool adopt)
+         int out_dtype, double scale, int64_t count, int64_t tail_begin, int threads, bool adopt, uintptr_t param_sums,
+         uintptr_t state0_sums, uintptr_t state1_sums)
       : buffers{at<float>(param),         at<const void>(grad), at<float>(state0),
                 at<float>(state1),        at<void>(out),        static_cast<DType>(grad_dtype),
                 static_cast<DType>(out_dtype), float(scale),    tail_begin,
                 adopt},
         count(count),
-        threads(threads) {}
+        threads(threads),
+        sums{at<uint64_t>(param_sums), at<uint64_t>(state0_sums), at<uint64_t>(state1_sums)} {}
 
   template <class Scalars>
   void run(void (*kernel)(const Buffers&, const Scalars&, int64_t, int64_t), const Scalars& scalars) const {
-    in_blocks(count, update_block, threads,
-              [&](int64_t begin, int64_t end) { kernel(buffers, scalars, begin, end); });
+    in_blocks(count, update_block, threads, [&](int64_t begin, int64_t end) {
+      kernel(buffers, scalars, begin, end);
+      if (end - begin == update_block) sum_up(begin);
+    });
+  }
+
+  void sum_up(int64_t begin) const {
+    const float* const made[] = {buffers.param, buffers.state0, buffers.state1};
+    for (int i = 0; i < 3; ++i) {
+      if (sums[i] != nullptr) sums[i][begin / update_block] = checksum(made[i] + begin, sum_bytes);
+    }
   }
 };
 
@@ -170,15 +184,17 @@ void bind_io(nb::module_& m);  // module_io.cpp
 NB_MODULE(_native, m) {
   using namespace offload;
   bind_io(m);
-  // A forked child that ends like a process of its own would complain of objects that are its parent's.
-  pthread_atfork(nullptr, nullptr, [] { nb::set_leak_warnings(false); });
+  // Whoever ends with a tensor or a loss in a global keeps a pool or a store alive past the end of Python. Their files have
+  // no names and their memory goes with the process: nothing to complain of.
+  nb::set_leak_warnings(false);
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
   m.attr("STATS_BLOCK") = stats_block;
   nb::class_<Update>(m, "Update")
       .def(nb::init<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, int, double, int64_t, int64_t, int,
-                    bool>(),
+                    bool, uintptr_t, uintptr_t, uintptr_t>(),
            "param"_a, "grad"_a, "state0"_a, "state1"_a, "out"_a, "grad_dtype"_a, "out_dtype"_a, "scale"_a, "count"_a,
-           "tail_begin"_a, "threads"_a, "adopt"_a = false);
+           "tail_begin"_a, "threads"_a, "adopt"_a = false, "param_sums"_a = 0, "state0_sums"_a = 0,
+           "state1_sums"_a = 0);
   m.def("isas", isas);
   m.def("isa", isa);
   m.def("set_isa", set_isa, "name"_a);

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "offload: Windows lacks the system calls that it relies on; use WSL2 (wsl --install), "
+        "where it is a Linux program"
+    )
 
 from offload.config import Config
 from offload.errors import (

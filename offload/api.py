@@ -12,22 +12,25 @@ import torch
 from torch import nn
 
 from offload.accord import draw_up, joined
+from offload.accounts import report_on
+from offload.ask import Ask
 from offload.checkpoint.loading import load as load_checkpoint
 from offload.checkpoint.saving import save as save_checkpoint
 from offload.config import Config
 from offload.errors import ConfigError
+from offload.forecast import Forecast
+from offload.forecaster import forecast
 from offload.heap import keep_freed_memory
 from offload.hooks import watch_gradients, watch_passes
 from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
 from offload.model_plan import ModelPlan
-from offload.optim import Request, Session, attach, is_wrapped
-from offload.optim.ledger import Ledger
+from offload.optim import Request, attach, is_wrapped
 from offload.optim.opening import open_session
 from offload.outline import Outline
-from offload.planner import Plan, make_plan
+from offload.planner import Plan
 from offload.prepared import Prepared, prepared_of, refuse_prepared
-from offload.reports import Account, RankUse, Report
+from offload.reports import Report
 from offload.shard import Ranks, is_sharded, place_of, ranks_of
 from offload.units import Choice
 
@@ -203,24 +206,53 @@ def load(
 
 
 def plan(
-    optimizer: torch.optim.Optimizer | nn.Module,
-    config: Config | torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | nn.Module | str | PathLike[str],
+    config: Config | torch.optim.Optimizer | str | None = None,
     *,
     elementwise: bool = False,
     measure: bool = False,
     **fields: Any,
-) -> Plan | ModelPlan:
+) -> Plan | ModelPlan | Forecast:
     """What `wrap` with the same arguments would do, and the same refusals. For a model, and its
     optimizer behind it, what `prepare` would do: `plan(model, optimizer, host_memory=...)`. Nothing
     is kept, and without `measure` nothing allocated.
+
+    For a model that is only named ("7B", a path of a Hugging Face config.json, "module:function")
+    and behind it the name of its optimizer ("adamw" unless another is given), a `Forecast` of the
+    training, also on other machines, as `offload plan` prints it:
+    `plan("7B", "lion", host_memory="64GiB", batch=4, sequence=2048, on="rtx4090-1ssd")`. fields:
+    `layers`, `hidden`, `vocabulary`, `heads`, `intermediate` (for a size), `batch`, `sequence`,
+    `steps`, `save_every`, `dtype`, `host_memory`, `device_memory`, `nvme` or `nvme_count`,
+    `activations`, `on` (a profile), `endurance` (TB).
     """
+    if isinstance(optimizer, str | PathLike):
+        return _plan_by_name(optimizer, config, elementwise, measure, fields)
     if isinstance(optimizer, nn.Module):
         return _plan_of_model(optimizer, config, elementwise, measure, fields)
-    if isinstance(config, torch.optim.Optimizer):
+    if isinstance(config, torch.optim.Optimizer | str):
         raise ConfigError("plan: expected an optimizer, or a model and its optimizer; got two")
     config = Config.of(config, **fields)
     place = None if _is_sharded(optimizer) else place_of(config.process_group)
     return Request.of(optimizer, config, elementwise, measure, place).plan
+
+
+def _plan_by_name(
+    model: str | PathLike[str],
+    optimizer: object,
+    elementwise: bool,
+    measure: bool,
+    fields: dict[str, Any],
+) -> Forecast:
+    if elementwise or measure:
+        raise ConfigError(
+            "plan: elementwise and measure are for wrapped optimizers; leave them out"
+        )
+    if optimizer is not None and not isinstance(optimizer, str):
+        raise ConfigError(
+            f"plan: expected the name of an optimizer behind that of a model, got "
+            f"{type(optimizer).__name__}"
+        )
+    return forecast(Ask.of(model, optimizer=optimizer, **fields))
 
 
 def _plan_of_model(
@@ -249,41 +281,4 @@ def report(optimizer: Any) -> Report:
     """What a wrapped optimizer, or a prepared model with its optimizer, has done: bytes, seconds by
     cause, hits of the prefetch, fall-backs.
     """
-    made = prepared_of(optimizer)
-    if made is None or made.session is not None:
-        session: Session = made.session if made and made.session else _session_of(optimizer)
-        made = session.host if isinstance(session.host, Prepared) else None
-        metrics, ledger, ranks = session.metrics, session.ledger, session.ranks
-        plan, store, pools = session.plan, session.store, [session.pool]
-    else:
-        metrics, ledger, ranks = made.metrics, Ledger(made.metrics), None
-        plan, store, pools = make_plan([], None, has_disk=False), made.store, []
-    total, speeds = metrics.snapshot(), ledger.speeds
-    pools += [made.pool] if made is not None else []
-    return Report(
-        plan=plan,
-        total=Account.of(total, speeds),
-        last=Account.of(ledger.last, speeds),
-        outside=dict(total.outside),
-        speeds=speeds,
-        fallbacks=dict(total.fallbacks),
-        disk_engine=store.stats().engine if store else None,
-        host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools if pool),
-        events=metrics.events(),
-        model=made.use(ledger) if made is not None else None,
-        ranks=RankUse(plan.ranks, dict(ranks.sent_bytes)) if ranks and plan.ranks else None,
-        trace=made.trace if made is not None else None,
-    )
-
-
-def _session_of(optimizer: Any) -> Any:
-    """Of the optimizer itself, or the one that it holds, as accelerate's and Lightning's do."""
-    found = optimizer
-    while not is_wrapped(found):
-        outer, found = found, getattr(found, "optimizer", None)
-        if found is outer or not isinstance(found, torch.optim.Optimizer):
-            raise ConfigError(
-                f"report: expected a wrapped optimizer or a prepared model, got "
-                f"{type(optimizer).__name__}"
-            )
-    return found._offload_session
+    return report_on(optimizer)

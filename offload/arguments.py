@@ -189,7 +189,7 @@ def _can_probe() -> bool:
 
 
 def _mapped_writable(address: int) -> bool:
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="replace") as maps:
         for line in maps:
             span, permissions = line.split(maxsplit=2)[:2]
             begin, end = (int(part, 16) for part in span.split("-"))

@@ -56,7 +56,7 @@ class Backing:
         """Nothing is under way afterwards, also when it raises."""
         ticket, block.reading = block.reading, None
         if ticket is not None:
-            with self._metrics.span("parameter read"):
+            with self._metrics.span("parameter read", block.name):
                 ticket.wait()
 
     # --- writing ----------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Backing:
         """Wait until nothing reads the block's memory any more, and the store has it."""
         ticket, block.writing = block.writing, None
         if ticket is not None:
-            with self._metrics.span("parameter write"):
+            with self._metrics.span("parameter write", block.name):
                 ticket.wait()
             block.is_stored = True
 

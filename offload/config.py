@@ -134,7 +134,8 @@ class Config:
     """Storage of the optimizer's moments: "float32", "bfloat16" or "int8"."""
 
     activations: str = "keep"
-    """Saved activations: "keep" on the device, "recompute" in backward, or "offload" to the host.
+    """Saved activations: "keep" on the device, "recompute" in backward, or "offload" to the host;
+    "auto": from the tuned profile, else "keep".
     """
 
     prefetch_depth: int | str = "auto"
@@ -170,7 +171,9 @@ class Config:
         if self.param_dtype is not None:
             self._set("param_dtype", parse_name("param_dtype", self.param_dtype, PARAM_DTYPES))
         self._set("state_dtype", parse_name("state_dtype", self.state_dtype, STATE_DTYPES))
-        self._set("activations", parse_name("activations", self.activations, ACTIVATIONS))
+        self._set(
+            "activations", parse_name("activations", self.activations, (*ACTIVATIONS, "auto"))
+        )
         device_type = _check_device(self.device)
         # Types first, here and below: an array compared with a string is no bool.
         if not isinstance(self.prefetch_depth, str) or self.prefetch_depth != "auto":

@@ -183,6 +183,8 @@ class Engine:
         with self._lock:
             self._running -= 1
             is_last = self._running == 0
+        if is_last and not self._backward:
+            self.residency.pace.pause()
         if is_last and _in_backward():
             self.residency.conceal()
         elif is_last:
@@ -225,6 +227,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._backward = False
+        self.residency.pace.pause()
         self.gradients.settle()
         self.residency.rest()
 

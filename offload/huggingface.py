@@ -6,6 +6,9 @@ class. In each `checkpoint-<step>` there is then a checkpoint of ours, `offload/
 that describe it (config, tokenizer, trainer_state.json); no optimizer.pt, scheduler.pt, rng_state
 or weights, and nothing that is pickled. One that is there already stays until the new one in its
 place is whole.
+
+What the Trainer logs of training has the engine's numbers, too: `offload/stall_share` and the like,
+for its history and for every place that it reports to.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from offload.api import load, save
+from offload.api import load, report, save
 from offload.checkpoint.rng import random_states, set_random_states
 from offload.errors import ConfigError, OffloadError
 from offload.format.directory import find_newest
+from offload.prepared import prepared_of
+from offload.vitals import Vitals
 
 try:
     import transformers
@@ -38,6 +43,7 @@ _NAME = re.compile(rf"{FOLDER}(-[0-9]+)?")
 _STATE = "trainer_state.json"
 _REPLACED = (
     "train",
+    "log",
     "_save_checkpoint",
     "_save",
     "_save_optimizer_and_scheduler",
@@ -79,9 +85,29 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         self._own = {name: getattr(trainer, name) for name in _REPLACED}
         self._is_saving = False
         self._random: Any = None
+        self._steps_logged = 0  # of the optimizer
         for name in _REPLACED:
             setattr(trainer, name, getattr(self, f"_do_{name.lstrip('_')}"))
         trainer.add_callback(self)
+
+    # --- logging ----------------------------------------------------------------------------------
+
+    def _do_log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Before the Trainer hands them on: its callbacks are asked in order, and ours is last."""
+        if "loss" in logs:  # of training, not of an evaluation or of the whole run
+            logs.update(self._numbers())
+        self._own["log"](logs, *args, **kwargs)
+
+    def _numbers(self) -> dict[str, float]:
+        """The stall share is that since the last log."""
+        trainer = self._trainer
+        try:
+            told = report(trainer.model if prepared_of(trainer.model) else trainer.optimizer)
+        except ConfigError:  # neither is ours: a plain one, whose checkpoints are
+            return {}
+        vitals = Vitals.of(told, self._steps_logged)
+        self._steps_logged = vitals.steps
+        return {f"offload/{name}": value for name, value in vitals.to_dict().items()}
 
     # --- saving -----------------------------------------------------------------------------------
 

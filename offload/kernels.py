@@ -20,7 +20,7 @@ import math
 import multiprocessing
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,11 +28,13 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload import reference
 from offload.arguments import (
+    Argument,
     check_apart,
     check_readable,
     check_sizes,
@@ -45,6 +47,7 @@ from offload.rules import Number, Rule, check_flags, shown, to_float
 
 TORCH_WIDTH = 8  # lanes of torch's fused kernels, under AVX2 and AVX-512 alike
 STATS_BLOCK = reference.STATS_BLOCK
+SUM_BYTES = 128 << 10  # of one checksum of an update; as in checksum.h
 MOST_THREADS = 4096
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 3}  # DType in kernels.h
@@ -184,6 +187,7 @@ def update(
     offset: int = 0,
     numel: int | None = None,
     threads: int | None = None,
+    sums: Sequence[NDArray[np.uint64] | None] = (),
 ) -> None:
     """One optimizer step on a slice of a parameter, in place: the bits of torch's fused CPU
     optimizers.
@@ -194,7 +198,9 @@ def update(
     nearest even. scale: multiplies the gradient in fp32 before anything else (1 / loss scale x clip
     coefficient). adopt: wherever `out` is not the rounding of `param` before the step, `out` was
     set by somebody else, and `param` takes its value first. offset, numel: where the slice lies in
-    its parameter.
+    its parameter. sums: for `param` and each state None, or room for one number for each whole
+    `SUM_BYTES` of it, which become the checksums of what it is then, as `checksum` has them; in
+    plain torch they stay as they are.
     """
     if not isinstance(rule, Rule):
         raise ConfigError(f"rule: expected one made by offload.rules, got {shown(rule)}")
@@ -215,13 +221,14 @@ def update(
         tail_begin = _tail_begin(offset, check_sizes(every), numel)
         lanes = _lanes(threads)
         signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
-        check_apart(every)
+        rooms = _check_sums(sums, written[: 1 + len(states)])
+        check_apart([*every, *rooms])
         check_writable(written)
         check_readable(read)
         state0, state1, *_ = [*states, None, None]
         tensors = (param, grad, state0, state1, out)
         if native := _native():
-            _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes, adopt)
+            _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes, adopt, rooms)
         else:
             with _disable_current_modes():  # one that fakes or redirects torch's operations
                 buffers = reference.Buffers.of(tensors, signed_scale, tail_begin, adopt)
@@ -237,6 +244,7 @@ def _update_natively(
     tail_begin: int,
     lanes: int,
     adopt: bool,
+    rooms: Sequence[Argument],
 ) -> None:
     param, grad, _, _, out = tensors
     call = native.Update(
@@ -248,8 +256,35 @@ def _update_natively(
         tail_begin,
         lanes,
         adopt and out is not None,
+        *(room.begin for room in rooms),
     )
     getattr(native, rule.kernel)(call, *vars(rule).values())
+
+
+def _check_sums(sums: object, of: Sequence[Argument]) -> list[Argument]:
+    """The room for checksums of each tensor, as far as there is any; at 0: none."""
+    if not isinstance(sums, list | tuple):
+        raise ConfigError(f"sums: expected a list, got {shown(sums)}")
+    if sums and len(sums) != len(of):
+        names = ", ".join(argument.name for argument in of)
+        raise ConfigError(f"sums: expected one entry for each of {names}, got {len(sums)}")
+    rooms = []
+    for room, argument in zip(sums, of, strict=False):
+        name, count = f"sums of {argument.name}", (argument.end - argument.begin) // SUM_BYTES
+        if room is None:
+            rooms.append(Argument(name, argument.tensor, 0, 0, 0))
+            continue
+        if not isinstance(room, np.ndarray) or room.dtype != np.uint64:
+            got = room.dtype if isinstance(room, np.ndarray) else type(room).__name__
+            raise ConfigError(f"{name}: expected an array of uint64, got {got}")
+        if room.shape != (count,) or not room.flags.carray:
+            raise ConfigError(
+                f"{name}: expected {count} in one writable row, one for each whole {SUM_BYTES} "
+                f"bytes, got shape {room.shape}, strides {room.strides}"
+            )
+        begin = room.ctypes.data if count else 0
+        rooms.append(Argument(name, argument.tensor, count, begin, begin + room.nbytes))
+    return rooms
 
 
 def _tail_begin(offset: int, count: int, numel: int | None) -> int:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torch.autograd import profiler
 
@@ -30,6 +31,9 @@ COMPUTING = frozenset(
     {"update", "gradient norm", "state in", "state out"}
 )  # the other causes are waits
 MOST_EVENTS = 8192  # of the last steps; some 200 bytes each
+MOST_SAMPLES = 4096  # of memory
+_SAMPLE_EVERY_S = 0.005
+_SHORT_WAIT_S = 50e-6  # outside of steps, shorter ones are counted and not drawn
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,13 @@ class Snapshot:
         )
 
 
+class Sample(NamedTuple):
+    """Bytes of each kind of memory at one moment of `time.perf_counter`."""
+
+    at_s: float
+    nbytes: Mapping[str, int]
+
+
 def _less(now: Mapping[str, float], before: Mapping[str, float]) -> Mapping[str, float]:
     return MappingProxyType({key: value - before.get(key, 0.0) for key, value in now.items()})
 
@@ -75,6 +86,10 @@ class Metrics:
     _fallbacks: dict[str, str] = field(default_factory=dict)
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Of memory, by what it is: who knows the bytes, and what they were when.
+    _gauges: dict[str, Callable[[], int | None]] = field(default_factory=dict)
+    _samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    _sampled_s: float = 0.0
     # Of the step under way: its thread, the spans it is in, and since when in the innermost.
     _stepping: int | None = None
     _within: list[tuple[str, str]] = field(default_factory=list)
@@ -140,6 +155,27 @@ class Metrics:
             step = next(event for event in latest if event.row == STEP)
             return [step, *takewhile(lambda event: event.end_s >= step.begin_s, latest)]
 
+    def watch(self, name: str, ask: Callable[[], int | None]) -> None:
+        """Keep samples of some memory while things happen. ask: its bytes now, None when there is
+        nothing to ask any more; called in the thread that trains.
+        """
+        self._gauges[name] = ask
+
+    def sample(self, now_s: float) -> None:
+        """Look at all memory that is watched, unless that was done a moment ago."""
+        if now_s - self._sampled_s < _SAMPLE_EVERY_S or not self._gauges:
+            return
+        self._sampled_s = now_s
+        known = {name: ask() for name, ask in list(self._gauges.items())}
+        self._gauges = {n: ask for n, ask in self._gauges.items() if known.get(n, 0) is not None}
+        found = {name: nbytes for name, nbytes in known.items() if nbytes is not None}
+        with self._lock:
+            self._samples.append(Sample(now_s, found))
+
+    def samples(self) -> list[Sample]:
+        with self._lock:
+            return list(self._samples)
+
     def fall_back(self, what: str, why: str) -> None:
         """Note that `what` runs in a lesser way than it could. The first reason stays."""
         if self.strict:
@@ -190,9 +226,13 @@ class _Span:
         if metrics._stepping == threading.get_ident():
             metrics._charge(end_s)
             metrics._within.pop()
+            metrics.sample(end_s)
         else:
+            name = f"{self._cause}: {self._what}" if self._what else self._cause
             with metrics._lock:
                 spent_s = metrics._outside.get(self._cause, 0.0) + end_s - self._begin_s
                 metrics._outside[self._cause] = spent_s
+                if end_s - self._begin_s >= _SHORT_WAIT_S:
+                    metrics._events.append(Event(WAITING, name, self._begin_s, end_s))
         if self._range is not None:
             self._range.__exit__(None, None, None)

@@ -25,6 +25,7 @@ class ModelPlan:
     disk_room_bytes: int
     device_bytes: int
     sharding: Sharding | None = None
+    tuned: str | None = None  # what a profile says, and which; None: all is derived
 
     @property
     def away_bytes(self) -> int:
@@ -85,6 +86,8 @@ class ModelPlan:
                 ("disk space taken", size(self.disk_room_bytes)),
                 ("moved each step", f"about {moved}"),
             ]
+        if self.tuned is not None:
+            rows.append(("tuned", self.tuned))
         rows.append(("verdict", self._verdict()))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

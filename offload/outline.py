@@ -28,12 +28,12 @@ from offload.sharding import DEPTH, Sharding
 from offload.shares import Shares, check_device, on_device_bytes, share_out
 from offload.start import Start
 from offload.transfer import find_device, usable_bytes, used_bytes
+from offload.tuning import choose
 from offload.units import Choice, Unit, find_units
 
 _UNBUILT = (
     "param_dtype",
     "state_dtype",
-    "profile",
     "release_grads",
 )
 
@@ -54,6 +54,10 @@ class Outline:
         weights: str | PathLike[str] | None = None,
         place: tuple[int, int] | None = None,
     ) -> None:
+        device = find_device(config.device)
+        chosen = choose(config, model.parameters(), device.type, place is not None)
+        self.chosen = chosen.in_force(config)
+        config = chosen.apply_to(config)
         _check(optimizer, config)
         if place is not None:
             _refuse_ddp(model)
@@ -61,9 +65,10 @@ class Outline:
         self.host_bytes = host_bytes
         self.has_choice = choice is not None
         self.directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
-        self.units = find_units(model, choice, splits_types=place is not None)
+        unit_bytes = self.chosen.tuning.unit_bytes
+        self.units = find_units(model, choice, place is not None, unit_bytes)
         self.unit_of = {m.param: unit for unit in self.units for m in unit.members}
-        self.device = find_device(config.device)
+        self.device = device
         self.sharding = self._share_over(place, optimizer is not None)
         self.device_left_bytes = 0  # that no block and no gradient is meant for, of sharded ones
         self.device_bytes = self._check_device(model)
@@ -75,7 +80,12 @@ class Outline:
         try:
             self.shares = self._share_out(host_bytes, optimizer is not None)
             has_disk = bool(self.directories)
-            self.state_plan = make_plan(self.specs, self.shares.state, has_disk)
+            self.state_plan = make_plan(
+                self.specs,
+                self.shares.state,
+                has_disk,
+                disk_chunk_numel=self.chosen.tuning.chunk_numel,
+            )
         except BaseException:
             self.close()
             raise
@@ -158,6 +168,7 @@ class Outline:
             disk_room_bytes=self.disk_room_bytes,
             device_bytes=self.device_bytes,
             sharding=self.sharding,
+            tuned=str(self.chosen) if self.chosen.source else None,
         )
 
     def _trained(self, has_optimizer: bool) -> list[nn.Parameter]:

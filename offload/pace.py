@@ -2,7 +2,8 @@
 
 Reads of parameters have left their times in the metrics, uses of units theirs in the trace. The
 depth follows from both, and is derived anew after every round over the units, so that it goes with
-a drive that slows down or a batch that gets longer.
+a drive that slows down or a batch that gets longer. The time between uses is also drawn as that of
+the unit's compute, less what somebody waited.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 
 from offload.metrics import Metrics
 from offload.scheduler import derive_depth
-from offload.timeline import DISK_READS, busy_s
+from offload.timeline import COMPUTE, DISK_READS, Event, busy_s
 from offload.trace import Phase, Trace
 
 _WEIGHT = 0.5  # of the latest rate, against those before
@@ -31,6 +32,7 @@ class Pace:
         sizes: Sequence[int],
         name: str,
         depth: int | None = None,
+        unit_names: Sequence[str] = (),
     ) -> None:
         self.read_bytes_per_s: float | None = None  # None: nothing was read yet
         self._metrics = metrics
@@ -42,30 +44,48 @@ class Pace:
         self._waited_s = 0.0  # since the latest use
         self._is_derived = depth is None
         self._units = len(sizes)
+        self._unit_names = unit_names
+        self._running: tuple[str, float] | None = None  # what is computed, and since when
         self._uses = 0  # since the depth was derived
         self.depth = self.derive() if depth is None else depth
 
     def note_use(self, phase: Phase, unit: int) -> None:
         """A unit is used now."""
-        self._trace.record(phase, unit, self._take_time())
+        now_s = time.perf_counter()
+        self.pause(now_s)
+        self._trace.record(phase, unit, self._take_time(now_s))
+        name = self._unit_names[unit] if self._unit_names else ""
+        self._running = f"{phase.value} {unit}: {name}", now_s
+        self._metrics.sample(now_s)
         self._uses += 1
         if self._is_derived and self._uses >= self._units:
             self._uses, before = 0, self.depth
             self.depth = self.derive()
             self._metrics.count("prefetch_depth_changes", int(self.depth != before))
 
+    def pause(self, now_s: float | None = None) -> None:
+        """What the last use was for has ended."""
+        if self._running is not None:
+            name, begin_s = self._running
+            end_s = time.perf_counter() if now_s is None else now_s
+            self._running = None
+            self._metrics.event(Event(COMPUTE, name, begin_s, end_s))
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around what is no computing."""
-        begin_s = time.perf_counter()
+        running, begin_s = self._running, time.perf_counter()
+        self.pause(begin_s)
         try:
             yield
         finally:
-            self._waited_s += time.perf_counter() - begin_s
+            end_s = time.perf_counter()
+            self._waited_s += end_s - begin_s
+            self._running = running and (running[0], end_s)
 
-    def _take_time(self) -> float | None:
+    def _take_time(self, now_s: float) -> float | None:
         """Seconds since the latest use, without those that somebody waited."""
-        now_s, last_s, waited_s = time.perf_counter(), self._last_use_s, self._waited_s
+        last_s, waited_s = self._last_use_s, self._waited_s
         self._last_use_s, self._waited_s = now_s, 0.0
         return None if last_s is None else max(0.0, now_s - last_s - waited_s)
 

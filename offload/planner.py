@@ -253,10 +253,19 @@ class Plan:
 
 def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
     """Host memory with which `make_plan` works if there is a disk, for parameters on the CPU."""
-    chunks = lay_out(params, LEAST_CHUNK_NUMEL)
+    # The largest chunk is the same if parameters have no more than a few; those of a large model
+    # would be millions.
+    chunks = lay_out([_beginning(param) for param in params], LEAST_CHUNK_NUMEL)
     if not chunks:
         return 0
     return min(LEAST_BUFFERS * _largest(chunks), sum(chunk.nbytes for chunk in chunks))
+
+
+def _beginning(param: ParamSpec) -> ParamSpec:
+    """A few chunks of it, or all if it has no more."""
+    begin, end = param.own or (0, param.numel)
+    end = min(end, begin + 4 * LEAST_CHUNK_NUMEL)
+    return replace(param, numel=min(param.numel, end), own=param.own and (begin, end))
 
 
 def make_plan(
@@ -268,6 +277,7 @@ def make_plan(
     needs_homes: bool = False,
     held_bytes: int = 0,
     ranks: RankShare | None = None,
+    disk_chunk_numel: int | None = None,
 ) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
@@ -275,7 +285,8 @@ def make_plan(
     some go to disk, less where the budget would not hold the buffers. needs_homes: gradients must
     have host memory of their own; they get it anyway where it costs no chunk its place. held_bytes:
     what others hold beside it, for the message. ranks: what is shared, with memory of its own;
-    `params` have `own` then. Raises `CapacityError` where nothing works.
+    `params` have `own` then. disk_chunk_numel: instead of 1 Mi, still less where the budget asks
+    for it. Raises `CapacityError` where nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
     while True:
@@ -298,7 +309,7 @@ def make_plan(
             + _others(host_memory_bytes, held_bytes)
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
-    numel = chunk_numel or min(numel, DISK_CHUNK_NUMEL)
+    numel = chunk_numel or disk_chunk_numel or min(numel, DISK_CHUNK_NUMEL)
     chunks, free = lay_out(params, numel), host_memory_bytes - whole.homes_bytes
     free -= whole.shared_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 from weakref import finalize
 
@@ -17,17 +18,16 @@ from offload.device_network import DeviceNetwork
 from offload.device_wholes import DeviceWholes
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, StateError
-from offload.gathered_tier import NETWORK
+from offload.gauges import resident_bytes, used_by
 from offload.hooks import watch_gradients
 from offload.log import LOG
 from offload.mean_gradients import Among
-from offload.metrics import Metrics, Snapshot
+from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
 from offload.optim.desk import Places
 from offload.optim.ground import Ground
 from offload.optim.homes import Homes
-from offload.optim.ledger import Ledger
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
 from offload.optim.tiers import Tiers, is_chunk_key
@@ -36,25 +36,21 @@ from offload.outside import InHost, OnDisk, Outside
 from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
 from offload.recompute import Recompute, layers_of
-from offload.reports import ActivationUse, ModelUse, SharedUse
 from offload.services import Services
 from offload.shard import Ranks
 from offload.sharded_gradients import ShardedGradients
-from offload.sharded_residency import ShardedResidency
 from offload.sharded_state import complete
 from offload.sliced_gradient import NO_SCALER
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
 from offload.trace import Trace
-from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer
+from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
 from offload.wholes import HostWholes, Wholes
 from offload.workbench import Workbench
 
 T = TypeVar("T")
 _PREPARED = "_offload_prepared"
 _NO_SYNC = "no_sync"
-_WAITS = ("parameter read", "parameter write", "device copy", NETWORK)
-_ACTIVATION_WAITS = ("activation read", "activation write")
 
 
 def refuse_prepared(model: nn.Module) -> None:
@@ -89,6 +85,7 @@ class Prepared:
         self.ranks = ranks  # that it is shared out over; None: all of it is here
         self.config, self.units, self.shares = outline.config, outline.units, outline.shares
         self.metrics = Metrics(strict=self.config.strict)
+        outline.chosen.begin(self.metrics)
         self._unit_of = outline.unit_of
         self._directories = outline.directories
         self.pool: Pool | None = None
@@ -108,6 +105,7 @@ class Prepared:
             if self._start is not None:
                 self._start.begin()
             together(ranks, "memory and disk", self._open_memory)
+            self._watch_memory()
             together(ranks, "device", self._open_device)
             among = self._among()
             with same_random(ranks):
@@ -145,7 +143,22 @@ class Prepared:
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = self.outline.disk_room_bytes
         if room:
-            self.store = DiskStore(self._directories, room, metrics=self.metrics, memory=memory)
+            options = self.outline.chosen.store_options
+            self.store = DiskStore(
+                self._directories, room, metrics=self.metrics, memory=memory, **options
+            )
+
+    def _watch_memory(self) -> None:
+        """Samples of it go with the timeline. Who is watched is not held."""
+        watched = {"host: parameters": self.pool, "host: optimizer state": self.state_pool}
+        for name, pool in watched.items():
+            if pool is not None:
+                self.metrics.watch(name, used_by(pool))
+        if self.store is not None:
+            self.metrics.watch("disk", used_by(self.store))
+        if not self.outline.is_on_cpu:
+            self.metrics.watch("device", partial(used_bytes, self.outline.device))
+        self.metrics.watch("process", resident_bytes)
 
     def _take_share(self, nbytes: int, what: str) -> Share:
         """Of the budget, for memory that others allocate; as long as we are there."""
@@ -220,8 +233,15 @@ class Prepared:
         assert self.engine is not None
         if self.config.activations == "recompute":
             blocks = self.engine.residency.blocks
+            layers = layers_of(model, self.units, self.outline.has_choice)
+            if not layers:
+                self.metrics.fall_back(
+                    "recomputation of activations",
+                    "no layer is in a list of layers, and none was chosen by units=...: all that "
+                    "they make is kept",
+                )
             self.recompute = Recompute(
-                layers_of(model, self.units, self.outline.has_choice),
+                layers,
                 lambda unit: tuple(blocks[number].generation for number in unit.needs),
                 self.metrics,
             )
@@ -242,7 +262,13 @@ class Prepared:
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         session = Session(
-            optimizer, recipe, self.config, self.shares.state, watch_gradients, host=self
+            optimizer,
+            recipe,
+            self.config,
+            self.shares.state,
+            watch_gradients,
+            host=self,
+            chosen=self.outline.chosen,
         )
         try:
             session.updater.take_in(states_of(optimizer, session.updater.records, recipe))
@@ -344,6 +370,11 @@ class Prepared:
             yield
 
     @property
+    def stores(self) -> list[DiskStore]:
+        """All that are open, of parameters and optimizer state."""
+        return [store for store in (self.store, self._spare) if store is not None]
+
+    @property
     def trace(self) -> Trace:
         """Of the order in which units run."""
         assert self.engine is not None
@@ -358,67 +389,6 @@ class Prepared:
             if to_change:
                 residency.changed(residency.blocks[number])
             yield
-
-    def use(self, ledger: Ledger) -> ModelUse:
-        """Of the parameters, for a report."""
-        assert self.engine is not None
-        residency, total = self.engine.residency, self.metrics.snapshot()
-        return ModelUse(
-            units=len(self.units),
-            param_bytes=sum(map(self.outline.host_bytes_of, self.units)),
-            shares=self.shares,
-            held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
-            disk_bytes=self._disk_bytes(),
-            depth=residency.pace.depth,
-            hits=total.counts.get("parameter_hits", 0),
-            misses=total.counts.get("parameter_misses", 0),
-            waited_s=_waited_s(total, _WAITS),
-            round_s=ledger.round_s,
-            round_waited_s=_waited_s(ledger.round, _WAITS),
-            read_bytes_per_s=residency.pace.read_bytes_per_s,
-            activations=self._activations_use(total),
-            shared=self._shared_use(total),
-        )
-
-    def _disk_bytes(self) -> int:
-        """In use now, by all that is ours."""
-        assert self.engine is not None
-        stores = [store for store in (self.store, self._spare) if store is not None]
-        kept = self.engine.activations
-        return (
-            sum(store.stats().used_bytes for store in stores)
-            + self.shares.gradients_on_disk
-            + (kept.disk_bytes if kept is not None else 0)
-        )
-
-    def _activations_use(self, total: Snapshot) -> ActivationUse | None:
-        assert self.engine is not None
-        kept = self.engine.activations
-        if kept is None:
-            return None
-        return ActivationUse(
-            sent_bytes=total.counts.get("activations_offloaded_bytes", 0),
-            host_bytes=kept.host_bytes,
-            disk_bytes=kept.disk_bytes,
-            hits=total.counts.get("activation_hits", 0),
-            misses=total.counts.get("activation_misses", 0),
-            waited_s=_waited_s(total, _ACTIVATION_WAITS),
-        )
-
-    def _shared_use(self, total: Snapshot) -> SharedUse | None:
-        assert self.engine is not None
-        residency = self.engine.residency
-        if self.ranks is None or not isinstance(residency, ShardedResidency):
-            return None
-        return SharedUse(
-            *self.ranks.place,
-            whole_bytes=residency.tier.budget_bytes,
-            whole_peak_bytes=residency.tier.peak_bytes,
-            gathered_bytes=total.counts.get("gathered_bytes", 0),
-            reduced_bytes=total.counts.get("reduced_bytes", 0),
-            sent_bytes=dict(self.ranks.sent_bytes),
-            waited_s=_waited_s(total, [NETWORK]),
-        )
 
     # --- end --------------------------------------------------------------------------------------
 
@@ -474,11 +444,6 @@ class Prepared:
         self.store = self._spare = self.pool = self.state_pool = None
         if self.ranks is not None:
             self.ranks.close()
-
-
-def _waited_s(snapshot: Snapshot, causes: Sequence[str]) -> float:
-    """In forward and backward passes."""
-    return sum(snapshot.outside.get(cause, 0.0) for cause in causes)
 
 
 class _SharedGround:

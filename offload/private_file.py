@@ -10,17 +10,17 @@ from pathlib import Path
 from offload.errors import ConfigError, FormatError, StoreError
 
 
-def write_private(path: Path, text: str) -> None:
+def write_private(path: Path, content: str | bytes) -> None:
     """Replace `path` with a file that only its owner can read; all of it or nothing. Raises
     `ConfigError` where that cannot be such a file, `StoreError` where the system refuses.
     """
     try:
-        _write(path, text)
+        _write(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise _refusal("write", path, error) from error
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
         there = os.lstat(path)
     except FileNotFoundError:
@@ -32,8 +32,8 @@ def _write(path: Path, text: str) -> None:
     except FileNotFoundError as error:
         raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            file.write(content)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

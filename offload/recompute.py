@@ -25,21 +25,26 @@ from torch.utils.checkpoint import checkpoint
 from offload.errors import StateError
 from offload.hooks import Interception, intercept
 from offload.metrics import Metrics
-from offload.units import Unit, enclosing
+from offload.units import Unit, enclosing, large_layers
 
 # Buffers up to this size are copied at each run, larger ones only where their version shows that
 # the run has changed them: batch norm changes its own without one.
 COPIED_BYTES = 64 << 10
 
 GenerationsOf = Callable[[Unit], tuple[int, ...]]
+Layers = Mapping[nn.Module, tuple[Unit, ...]]  # and the units that have their parameters
 _CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while it runs something
 
 
 @dataclass(eq=False)
 class _Layer:
-    unit: Unit
+    units: tuple[Unit, ...]
     is_probed: bool = False  # has run once, and was watched
     is_let_alone: bool = False  # recomputes itself
+
+    @property
+    def name(self) -> str:
+        return self.units[0].name
 
 
 class Recompute:
@@ -47,14 +52,12 @@ class Recompute:
     they tell whether its parameters have changed since.
     """
 
-    def __init__(
-        self, layers: Mapping[nn.Module, Unit], generations_of: GenerationsOf, metrics: Metrics
-    ) -> None:
+    def __init__(self, layers: Layers, generations_of: GenerationsOf, metrics: Metrics) -> None:
         self._generations_of = generations_of
         self._metrics = metrics
         self._interceptions: list[Interception] = [
-            intercept(module, "forward", partial(self._forward, _Layer(unit)))
-            for module, unit in layers.items()
+            intercept(module, "forward", partial(self._forward, _Layer(units)))
+            for module, units in layers.items()
         ]
 
     def _forward(
@@ -71,7 +74,7 @@ class Recompute:
         if any(map(_is_cache, values)):
             self._metrics.fall_back(
                 "recomputation of activations",
-                f"{layer.unit.name} is given a cache, which a second run would fill twice; what it "
+                f"{layer.name} is given a cache, which a second run would fill twice; what it "
                 "makes is kept; set model.config.use_cache = False for training",
             )
             return original(*args, **kwargs)
@@ -107,12 +110,15 @@ class _Run:
         return self._again(call)
 
     def _first(self, call: Callable[[], Any]) -> Any:
-        self.generations = self.generations_of(self.layer.unit)
+        self.generations = self._generations()
         self.buffers = [_Buffer.of(*found) for found in _buffers_of(self.module)]
         output = call() if self.layer.is_probed else self._probe(call)
         for buffer in self.buffers:
             buffer.note_change()
         return output
+
+    def _generations(self) -> tuple[int, ...]:
+        return tuple(number for u in self.layer.units for number in self.generations_of(u))
 
     def _probe(self, call: Callable[[], Any]) -> Any:
         with _Probe(type(self)._probe.__code__) as probe:
@@ -124,8 +130,8 @@ class _Run:
         return output
 
     def _again(self, call: Callable[[], Any]) -> Any:
-        name = self.layer.unit.name
-        if self.generations != self.generations_of(self.layer.unit):
+        name = self.layer.name
+        if self.generations != self._generations():
             raise StateError(
                 f"{name}: its parameters have changed since the forward pass whose backward needs "
                 "them; run the forward pass again"
@@ -203,22 +209,31 @@ class _Probe(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def layers_of(model: nn.Module, units: Sequence[Unit], is_chosen: bool) -> dict[nn.Module, Unit]:
-    """Modules that are units by themselves: layers among layers, or those that the user has chosen;
-    not what was put together from left-overs.
+def layers_of(
+    model: nn.Module, units: Sequence[Unit], is_chosen: bool
+) -> dict[nn.Module, tuple[Unit, ...]]:
+    """Layers among layers, or those that the user has chosen as units; not what was put together
+    from left-overs. A layer may be one unit, one of several in a unit, or, if it is very large,
+    several units.
     """
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     listed = {child for m in model.modules() if isinstance(m, lists) for child in m.children()}
     around_others = enclosing(units)
-    return {
-        module: unit
+    found: dict[nn.Module, tuple[Unit, ...]] = {
+        module: (unit,)
         for unit in units
         for module in unit.modules
-        if len(unit.modules) == 1
-        and unit.number not in around_others
+        if unit.number not in around_others
         and any(True for _ in module.children())
-        and (is_chosen or module in listed)
+        and (module in listed or (is_chosen and len(unit.modules) == 1))
     }
+    if is_chosen:
+        return found
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    for layer in large_layers(model):
+        within = [unit_of[inner] for inner in layer.modules() if inner in unit_of]
+        found[layer] = tuple({unit.number: unit for unit in within}.values())
+    return found
 
 
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from offload.config import format_size
-from offload.metrics import MOST_EVENTS, OTHER, Snapshot
+from offload.loggers import Writer, log_numbers
+from offload.metrics import OTHER, Sample, Snapshot
 from offload.planner import Plan, Speeds
-from offload.private_file import write_private
 from offload.rank_share import RankShare
+from offload.recording import Facts, make_run
+from offload.run_file import StepFact
 from offload.shares import Shares
-from offload.timeline import Event, to_chrome, whole_steps
+from offload.timeline import Event
 from offload.trace import Trace
 
 # Bytes by tier and direction: the counter, and what people read.
@@ -42,12 +42,6 @@ CAUSES = {
 _SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
 
 
-class Writer(Protocol):
-    """What TensorBoard's SummaryWriter has."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Account:
     """What some steps have moved, in bytes, and where their time went; the seconds add up to the
@@ -59,12 +53,16 @@ class Account:
     ceiling_s: float | None
 
     @classmethod
-    def of(cls, snapshot: Snapshot, speeds: Speeds) -> Account:
+    def of(
+        cls, snapshot: Snapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
+    ) -> Account:
+        """stepped: what was moved within steps, where others have moved something, too."""
         counts = dict(snapshot.counts)
         seconds = {cause: snapshot.seconds.get(cause, 0.0) for cause in CAUSES}
         seconds.update(snapshot.seconds)
-        disk = counts.get("disk_read_bytes", 0) + counts.get("disk_written_bytes", 0)
-        parts = speeds.least_s(disk, counts.get("updated_bytes", 0))
+        moved = counts if stepped is None else stepped
+        disk = moved.get("disk_read_bytes", 0) + moved.get("disk_written_bytes", 0)
+        parts = speeds.least_s(disk, moved.get("updated_bytes", 0))
         return cls(counts, seconds, max(parts.values()) if parts else None)
 
     @property
@@ -284,6 +282,11 @@ class Report:
     ranks: RankUse | None = None  # None: the state is not shared over ranks
     # The order in which the model's units run, as far as it is known: no snapshot, it goes on.
     trace: Trace | None = field(default=None, repr=False, compare=False)
+    # What a file of the run needs. No model, no optimizer: a report keeps nobody's memory.
+    samples: list[Sample] = field(default_factory=list, repr=False)
+    steps_done: list[StepFact] = field(default_factory=list, repr=False)
+    facts: Facts | None = field(default=None, repr=False, compare=False)
+    tuned: str | None = None  # what a profile says, and which
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -329,18 +332,29 @@ class Report:
         }
 
     def log_to(self, writer: Writer, step: int) -> None:
-        """Write all numbers to TensorBoard, or to whatever has its `add_scalar`."""
-        for name, value in self.to_dict().items():
-            if isinstance(value, int | float):
-                writer.add_scalar(f"offload/{name}", value, step)
+        """Write all numbers to TensorBoard's SummaryWriter, to a run of W&B, or to whatever has the
+        `add_scalar` of the one or the `log` of the other.
+        """
+        plain = {k: v for k, v in self.to_dict().items() if isinstance(v, int | float)}
+        log_numbers(writer, {f"offload/{name}": value for name, value in plain.items()}, step)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last steps as a timeline for chrome://tracing or ui.perfetto.dev: one row for
-        each resource. How many steps depends on their chunks: the last 8192 events are kept. The
-        file can be read by its owner only; one that is there is replaced.
+        """Write the run to a file: for `offload report`, which makes a page of it, for `offload
+        plan --trace`, and as a timeline of the last steps for chrome://tracing or ui.perfetto.dev,
+        with a row for each resource. How many steps depends on their chunks: the last 8192 events
+        are kept. The file can be read by its owner only; one that is there is replaced.
         """
-        events = whole_steps(self.events, some_are_lost=len(self.events) >= MOST_EVENTS)
-        write_private(Path(path), json.dumps(to_chrome(events), allow_nan=False))
+        assert self.facts is not None, "reports of runs have them"
+        order = self.trace.uses() if self.trace is not None else ()
+        make_run(
+            replace(self.facts, order=order),
+            self.plan,
+            self.events,
+            self.samples,
+            self.steps_done,
+            self.to_dict(),
+            self.fallbacks,
+        ).save(path)
 
     def __str__(self) -> str:
         rows = [("", "in all", "last step"), ("steps", str(self.steps), "")]
@@ -384,7 +398,9 @@ class Report:
         notes += self.ranks.notes() if self.ranks is not None else []
         state = f"{size(plan.resident_bytes)} in host memory, {size(plan.disk_bytes)} on disk"
         notes.append(("state", state))
-        notes.append(("host memory, peak", size(self.host_peak_bytes)))
+        notes.append(("host pools, peak", size(self.host_peak_bytes)))
+        if self.tuned is not None:
+            notes.append(("tuned", self.tuned))
         if self.disk_engine:
             notes.append(("disk engine", self.disk_engine))
         for cause, seconds in self.outside.items():

@@ -58,7 +58,8 @@ class Residency:
         self.device = parts.owner.device
         self.trace = parts.trace
         self._sizes = [block.nbytes for block in self.blocks]
-        self.pace = Pace(metrics, parts.trace, self._sizes, KEY, parts.depth)
+        names = [unit.name for unit in parts.units]
+        self.pace = Pace(metrics, parts.trace, self._sizes, KEY, parts.depth, names)
         self.backing = Backing(parts.store, metrics)
         self._pool = parts.pool
         self._owner = parts.owner

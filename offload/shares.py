@@ -63,6 +63,45 @@ class Shares:
         return self.params + self.gradients + self.state + self.activations + self.whole
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What must be known of a model's units. nbytes: of each in host memory. needs: the units that
+    each needs. kept: those that hold others, and stay.
+    """
+
+    nbytes: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
+    kept: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, units: Sequence[Unit], nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes
+    ) -> Sizes:
+        return cls(
+            tuple(map(nbytes_of, units)),
+            tuple(unit.needs for unit in units),
+            frozenset(enclosing(units)),
+        )
+
+    @property
+    def pages(self) -> list[int]:
+        return [_page_up(nbytes) for nbytes in self.nbytes]
+
+    @property
+    def least_bytes(self) -> int:
+        """For blocks, when one unit at a time is in memory, beside those that hold others."""
+        return self._least(self.pages)
+
+    @property
+    def least_device_bytes(self) -> int:
+        """The same on a device."""
+        return self._least([on_device_bytes(nbytes) for nbytes in self.nbytes])
+
+    def _least(self, sizes: Sequence[int]) -> int:
+        at_once = (sum(sizes[n] for n in needs if n not in self.kept) for needs in self.needs)
+        return sum(sizes[number] for number in self.kept) + max(at_once, default=0)
+
+
 def share_out(
     units: Sequence[Unit],
     gradients: Sequence[int],
@@ -80,7 +119,30 @@ def share_out(
     `CapacityError` with the arithmetic where not even one unit at a time works, or not all fits and
     there is no disk.
     """
-    params = sum(_page_up(nbytes_of(unit)) for unit in units)
+    return share_out_sizes(
+        Sizes.of(units, nbytes_of),
+        gradients,
+        state_bytes,
+        budget_bytes,
+        has_disk,
+        offloads_activations,
+        staging_bytes,
+        least_state_bytes,
+    )
+
+
+def share_out_sizes(
+    sizes: Sizes,
+    gradients: Sequence[int],
+    state_bytes: int,
+    budget_bytes: int | None,
+    has_disk: bool = True,
+    offloads_activations: bool = False,
+    staging_bytes: int = 0,
+    least_state_bytes: int = 0,
+) -> Shares:
+    """The same for units of which only the sizes are known."""
+    params = sum(sizes.pages)
     staging = _page_up(staging_bytes)
     grads, state = _page_up(sum(gradients)) + staging, _page_up(state_bytes)
     if budget_bytes is None:
@@ -103,25 +165,24 @@ def share_out(
             "fast drive for the rest"
         )
     return _share_out_least(
-        units, gradients, state, least_state, budget, offloads_activations, staging, nbytes_of
+        sizes, gradients, state, least_state, budget, offloads_activations, staging
     )
 
 
 def _share_out_least(
-    units: Sequence[Unit],
+    sizes: Sizes,
     gradients: Sequence[int],
     state: int,
     least_state: int,
     budget: int,
     offloads_activations: bool,
     staging: int,
-    nbytes_of: Callable[[Unit], int],
 ) -> Shares:
     """Not all fits: gradients in memory if one unit at a time has room beside them, parameters in
     what is left.
     """
     buffers, activations = _reserved(budget, state, least_state, offloads_activations)
-    least = least_bytes(units, nbytes_of) + staging
+    least = sizes.least_bytes + staging
     if least + buffers + activations > budget:
         works = _least_that_works(least, state, least_state, offloads_activations)
         raise CapacityError(
@@ -133,7 +194,7 @@ def _share_out_least(
     spilled = _spill(gradients, budget - least - buffers - activations)
     on_disk = sum(gradients[number] for number in spilled)
     grads = _page_up(sum(gradients) - on_disk) + staging
-    params = sum(_page_up(nbytes_of(unit)) for unit in units)
+    params = sum(sizes.pages)
     blocks = min(params, budget - grads - buffers - activations)
     left = budget - grads - blocks - activations
     return Shares(
@@ -171,16 +232,6 @@ def _spill(gradients: Sequence[int], room: int) -> list[int]:
     return sorted(spilled)
 
 
-def least_bytes(
-    units: Sequence[Unit], nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes
-) -> int:
-    """For blocks, when one unit at a time is in memory, beside those that hold others."""
-    kept = enclosing(units)
-    pages = [_page_up(nbytes_of(unit)) for unit in units]
-    most = max((sum(pages[n] for n in u.needs if n not in kept) for u in units), default=0)
-    return sum(pages[number] for number in kept) + most
-
-
 def on_device_bytes(nbytes: int) -> int:
     """What a block of so many bytes takes there: allocators round up."""
     return -(-nbytes // _DEVICE_ALIGN) * _DEVICE_ALIGN
@@ -188,10 +239,7 @@ def on_device_bytes(nbytes: int) -> int:
 
 def least_device_bytes(units: Sequence[Unit]) -> int:
     """For blocks on a device, when one unit at a time is there, beside those that hold others."""
-    kept = enclosing(units)
-    sizes = [on_device_bytes(unit.nbytes) for unit in units]
-    most = max((sum(sizes[n] for n in u.needs if n not in kept) for u in units), default=0)
-    return sum(sizes[number] for number in kept) + most
+    return Sizes.of(units).least_device_bytes
 
 
 def check_device(
@@ -200,7 +248,11 @@ def check_device(
     """Refuse a limit for everything on a device in which not even one unit at a time works.
     buffer_bytes: of the model. others_bytes: on the device already.
     """
-    blocks = least_device_bytes(units)
+    check_device_bytes(least_device_bytes(units), buffer_bytes, others_bytes, limit_bytes)
+
+
+def check_device_bytes(blocks: int, buffer_bytes: int, others_bytes: int, limit_bytes: int) -> None:
+    """The same where one unit at a time needs so many bytes for `blocks`."""
     works = blocks + on_device_bytes(buffer_bytes) + others_bytes + DEVICE_SPARE_BYTES
     if works > limit_bytes:
         raise CapacityError(

@@ -24,8 +24,15 @@ from typing import Any, Generic, TypeVar
 
 from offload.errors import StateError, StoreTimeout
 
+_MOST_S = threading.TIMEOUT_MAX  # that a lock waits
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class GivenUp(StateError):
+    """The act was ended because its owner was closed. Who waits is told; if nobody does, the one
+    who closed it knows.
+    """
 
 
 class TicketState(Enum):
@@ -106,14 +113,15 @@ class Ticket(Generic[T]):
     def _end(self, state: TicketState, result: T | None, error: BaseException | None) -> None:
         with self._lock:
             self._move_to(state)
-            self._result, self._error = result, error
+            self._result = result
+            self._error = error
             follow = self._next
             # What has ended refers to nobody: a cycle would keep it, and its error, until some
             # collection.
             self._next = self.urge = self.land = None
             self._behind = ()
         self._gate.release()
-        if follow:
+        if follow is not None:
             _run(follow)
 
     # --- for the consumer -------------------------------------------------------------------------
@@ -132,24 +140,27 @@ class Ticket(Generic[T]):
 
         A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
         """
-        if self._state is TicketState.PENDING and in_follow_up():
+        if self._state is TicketState.PENDING:
+            self._await(timeout_s)
+        else:
+            self._claim()
+        return self._collect()
+
+    def _await(self, timeout_s: float | None) -> None:
+        """Claim the ticket, and block until the act has ended."""
+        if _here.queue is not None:
             raise StateError(
                 f"{self.what}: waited for in a follow-up, whose thread may be the one that has to "
                 "end it; return the ticket from the action, or chain with then"
             )
         self._claim()
-        begin_s = time.monotonic()
         try:
             land = self.land  # it goes when the act ends
-            if land is not None:
-                land(timeout_s)
-            elif self._state is TicketState.PENDING:
+            if land is None:
                 self._hurry()
-            left_s = timeout_s
-            if land is not None and timeout_s is not None:
-                # Another thread may have seen that it is over, and be about to say so.
-                left_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
-            ended = self._pass_gate(left_s)
+                ended = self._pass_gate(timeout_s)
+            else:
+                ended = self._land(land, timeout_s)
         except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
             self._unclaim()
             raise
@@ -159,7 +170,13 @@ class Ticket(Generic[T]):
             raise StoreTimeout(
                 f"{self.what}: not done after {timeout_s:g} s{table}", operation=self.what
             )
-        return self._collect()
+
+    def _land(self, land: Callable[[float | None], None], timeout_s: float | None) -> bool:
+        begin_s = time.monotonic()
+        land(timeout_s)
+        # Another thread may have seen that it is over, and be about to say so.
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
+        return self._pass_gate(left_s)
 
     def then(self, action: Callable[[T], U | Ticket[U]], what: str | None = None) -> Ticket[U]:
         """A ticket for `action`, which starts when this act has ended well, in the thread that
@@ -193,7 +210,9 @@ class Ticket(Generic[T]):
             return True  # interrupted there
         if timeout_s is None:
             return self._gate.acquire()
-        return self._gate.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+        if not 0.0 <= timeout_s <= _MOST_S:
+            timeout_s = _MOST_S if timeout_s > 0.0 else 0.0
+        return self._gate.acquire(True, timeout_s)
 
     def _hand_over_to(self, other: Ticket[T]) -> None:
         """End `other` as this one ends."""
@@ -244,12 +263,12 @@ class Ticket(Generic[T]):
             result, error = self._result, self._error
             self._result = self._error = None  # a ticket that is kept must not keep buffers alive
             self._move_to(TicketState.COLLECTED)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame
-        return result  # type: ignore[return-value]
+        if error is None:
+            return result  # type: ignore[return-value]
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame
 
     def _move_to(self, state: TicketState) -> None:
         if state not in MOVES[self._state]:
@@ -258,7 +277,7 @@ class Ticket(Generic[T]):
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)
-        if error is None:
+        if error is None or isinstance(error, GivenUp):
             return
         # Nobody asked: tell, as Python does for errors it cannot raise.
         message = f"{self.what}: nobody waited for"

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 STEP = "step"
+COMPUTE = "compute"  # the thread that runs the model does so, between uses of units
 UPDATE = "update"  # the thread that steps computes
 WAITING = "waiting"  # that thread waits
 DISK_READS = "disk reads"
 DISK_WRITES = "disk writes"
 TO_DEVICE = "copies to the device"
 TO_HOST = "copies to the host"
-ROWS = (STEP, UPDATE, WAITING, DISK_READS, DISK_WRITES, TO_DEVICE, TO_HOST)
+ROWS = (STEP, COMPUTE, UPDATE, WAITING, DISK_READS, DISK_WRITES, TO_DEVICE, TO_HOST)
 
 
 class Event(NamedTuple):

@@ -80,6 +80,10 @@ class Trace:
         """The present use."""
         return self._use(self._history[-1]) if self._history else None
 
+    def uses(self) -> list[tuple[int, int]]:
+        """All that are remembered: the number of the phase, and the unit."""
+        return [divmod(token, self.units) for token in self._history]
+
     def _learn(self, token: int) -> None:
         self._history.append(token)
         self._match = self._find()
@@ -179,7 +183,7 @@ class Trace:
             "version": VERSION,
             "fingerprint": self.fingerprint,
             "units": self.units,
-            "history": [list(divmod(token, self.units)) for token in self._history],
+            "history": [list(use) for use in self.uses()],
         }
 
     @classmethod

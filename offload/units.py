@@ -86,18 +86,22 @@ class _Draft:
 
 
 def find_units(
-    model: nn.Module, choice: Choice | None = None, splits_types: bool = False
+    model: nn.Module,
+    choice: Choice | None = None,
+    splits_types: bool = False,
+    unit_bytes: int | None = None,
 ) -> list[Unit]:
     """All units of a model, in the order of its structure. Every parameter has exactly one owner.
 
     choice: None finds the layers by itself. splits_types: no unit has parameters of two types.
+    unit_bytes: neighbouring layers are one unit up to so many bytes; None: each is one of its own.
     Raises `ConfigError` for what cannot be moved.
     """
     names = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():
         _check_movable(name, param)
     chosen = _repeated if choice is None else _by(choice)
-    drafts = _gather(_walk("", model, chosen))
+    drafts = _join(_gather(_walk("", model, chosen)), unit_bytes or 0)
     return _settle(drafts, names, splits_types)
 
 
@@ -131,13 +135,26 @@ def _walk(
 
 
 def _repeated(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether it is a layer among layers, and not itself only a list of them."""
+    """Whether it is a layer among layers, and no larger than a unit may be."""
+    return _is_layer(module, parent) and _Draft(name, [module]).nbytes <= MOST_BYTES
+
+
+def _is_layer(module: nn.Module, parent: nn.Module | None) -> bool:
+    """Whether it is one among layers, and not itself only a list of them."""
     if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
         return False
     if _is_list(module) and any(True for child in module.children() for _ in child.children()):
         return False  # a list of layers; one of plain modules is a layer
-    nbytes = _Draft(name, [module]).nbytes
-    return 0 < nbytes <= MOST_BYTES and any(True for _ in module.children())
+    return any(True for _ in module.children()) and _Draft("", [module]).nbytes > 0
+
+
+def large_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers among layers that are too large to be one unit each; the outermost ones."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        is_large = _is_layer(child, model) and _Draft("", [child]).nbytes > MOST_BYTES
+        found += [child] if is_large else large_layers(child)
+    return found
 
 
 def _uses_its_children(module: nn.Module) -> bool:
@@ -177,6 +194,24 @@ def _gather(drafts: Iterable[_Draft]) -> list[_Draft]:
             rest = _Draft(draft.name, [], is_whole=False)
             found.append(rest)
         rest.modules += draft.modules
+    return found
+
+
+def _join(drafts: Sequence[_Draft], most_bytes: int) -> list[_Draft]:
+    """Put neighbouring layers of one list together, up to so many bytes."""
+    found: list[_Draft] = []
+    for draft in drafts:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.is_whole
+            and draft.is_whole
+            and last.name.rpartition(".")[0] == draft.name.rpartition(".")[0]
+            and last.nbytes + draft.nbytes <= most_bytes
+        ):
+            last.modules += draft.modules
+        else:
+            found.append(draft)
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,11 +15,19 @@ import torch
 
 from offload.budget import HOST, Budget
 
+# Whoever runs the tests may have a profile of the machine: the tests must not run by it.
+CONFIG = tempfile.mkdtemp(prefix="offload-no-config-")
+os.environ["XDG_CONFIG_HOME"] = CONFIG
+
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"offload: seed {SEED} (change it with OFFLOAD_TEST_SEED), torch {torch.__version__}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(CONFIG, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,15 +74,27 @@ def sizes_as_before() -> Iterator[None]:
     assert [getattr(module, name) for module, name in places] == before
 
 
-@pytest.fixture
-def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
-    """A budget of host bytes for wrapped optimizers in this test alone: in that of the process are
-    pools that other tests have had to give up, because an operation on them never ended.
-    """
+def use_own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     budget = Budget()
     for name in ("limits", "optim.session", "optim.ground", "prepared"):
         monkeypatch.setattr(f"offload.{name}.HOST", budget)
     return budget
+
+
+@pytest.fixture(scope="module", autouse=True)
+def budget_of_the_module() -> Iterator[None]:
+    """In the budget of the process are pools that other tests have had to give up, because an
+    operation on them never ended: whoever comes later would find too little.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_own_budget(monkeypatch)
+        yield
+
+
+@pytest.fixture
+def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
+    """A budget of host bytes for wrapped optimizers in this test alone."""
+    return use_own_budget(monkeypatch)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import ConfigError, StateError, activations, engine, recompute
+from offload import ConfigError, StateError, activations, engine, outline, recompute
 from offload import units as units_module
 from offload.activations import Activations
 from offload.errors import StoreError
@@ -194,6 +195,32 @@ def test_less_is_kept_and_each_layer_runs_twice(tmp_path: Path) -> None:
             model.zero_grad()
     assert kept["recompute"] < kept["keep"] / 3
     assert runs == {"keep": 4, "recompute": 8}
+
+
+@pytest.mark.parametrize("cut", ["joined", "several units each"])
+def test_layers_that_are_not_one_unit_each_run_twice_to_the_same_bits(
+    cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = make("gpt"), make("gpt")
+    units = units_module.find_units(ours)
+    layer_bytes = max(unit.nbytes for unit in units if unit.modules[0] in set(ours.layers))
+    if cut == "joined":
+        find = partial(units_module.find_units, unit_bytes=2 * layer_bytes)
+        monkeypatch.setattr(outline, "find_units", lambda *args: find(*args[:3]))
+    else:
+        monkeypatch.setattr(units_module, "MOST_BYTES", layer_bytes - 1)
+    with prepared(ours, "recompute", tmp_path) as made:
+        in_unit = [len(set(unit.modules) & set(ours.layers)) for unit in made.units]
+        assert max(in_unit) == (2 if cut == "joined" else 0)
+        assert runs_of(ours, lambda: loss_of(ours, batch(0)).backward()) == 8
+        loss_of(theirs, batch(0)).backward()
+        assert_same(ours, theirs)
+
+
+def test_recomputing_where_there_are_no_layers_is_told(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with prepared(model, "recompute", tmp_path) as made:
+        assert "recomputation of activations" in made.metrics.snapshot().fallbacks
 
 
 @pytest.mark.parametrize("name", ["around", "around_reentrant", "inside", "inside_reentrant"])

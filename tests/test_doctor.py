@@ -564,7 +564,7 @@ class Misbehaving:
     ("error", "code", "message"),
     [
         (OffloadError("disk: full"), 2, "offload: error: disk: full\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "offload: error: interrupted\n"),
     ],
 )
 def test_errors_of_commands(

@@ -15,8 +15,8 @@ RUNNABLE = sorted(
     path
     for path in EXAMPLES.glob("*.py")
     if "__main__" in path.read_text()
-    # See test_documents.py, and ranks/test_example.py.
-    and path.name not in ("train_gpt.py", "train_gpt_ranks.py")
+    # See test_documents.py, test_demo.py, and ranks/test_example.py.
+    and path.name not in ("train_gpt.py", "demo.py", "train_gpt_ranks.py")
 )
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

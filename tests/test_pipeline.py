@@ -149,11 +149,11 @@ def test_a_write_that_does_not_begin_loses_nothing(
         counted.add(range(CHUNKS))
         calls, write = [], DiskStore.write
 
-        def fail(*arguments: Any, calls: list[int] = calls, write: Any = write) -> Any:
+        def fail(*given: Any, calls: list[int] = calls, write: Any = write, **named: Any) -> Any:
             calls.append(1)
             if len(calls) == nth:
                 raise error
-            return write(*arguments)
+            return write(*given, **named)
 
         with monkeypatch.context() as patch:
             patch.setattr(DiskStore, "write", fail)

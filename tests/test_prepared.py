@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
@@ -280,3 +282,26 @@ def least_that_works(refused: Callable[[], object]) -> int:
     with pytest.raises(CapacityError, match="the least that works") as error:
         refused()
     return int(str(error.value).split("about ")[1].split()[0])
+
+
+def test_a_program_that_just_ends_says_nothing(tmp_path: Path) -> None:
+    """With a loss in a global, writes under way, and nothing closed."""
+    code = """
+import torch
+from torch import nn
+import offload
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = offload.prepare(model, optimizer, host_memory="5MiB", nvme=".")
+for _ in range(3):
+    loss = model(torch.randn(8, 256)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not any(tmp_path.iterdir())

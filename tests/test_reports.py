@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
 import math
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -406,3 +408,39 @@ def test_a_budget_that_nobody_gave_is_explained(
             call(optimizer())
     with pytest.raises(CapacityError, match=r"fast drive for the rest$"):
         offload.plan(optimizer(), host_memory=1000)
+
+
+def test_bytes_of_forward_and_backward_are_not_in_the_ceiling_of_steps(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = offload.prepare(model, optimizer, host_memory="600KiB", nvme=tmp_path)
+    with optimizer:
+        for _ in range(3):
+            model(torch.randn(8, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told, session = offload.report(model), optimizer._offload_session
+    stepped = session.ledger.stepped
+    assert 0 < stepped["disk_read_bytes"] < told.disk_read_bytes
+    least = told.speeds.least_s(
+        stepped["disk_read_bytes"] + stepped["disk_written_bytes"], stepped["updated_bytes"]
+    )
+    assert told.total.ceiling_s == max(least.values())
+
+
+@pytest.mark.parametrize("kind", ["wrap", "prepare"])
+def test_a_report_keeps_nobodys_memory_and_can_still_be_saved(kind: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if kind == "wrap":
+        offload.wrap(optimizer, host_memory="600KiB", nvme=tmp_path)
+    else:
+        offload.prepare(model, optimizer, host_memory="600KiB", nvme=tmp_path)
+    model(torch.randn(8, 128)).square().mean().backward()
+    optimizer.step()
+    told, param = offload.report(optimizer), weakref.ref(next(model.parameters()))
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert param() is None
+    told.save_trace(tmp_path / "trace.json")

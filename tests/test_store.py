@@ -40,6 +40,7 @@ from storelib import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload import _native
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
 from offload.extents import Extents
@@ -428,8 +429,9 @@ def test_a_target_that_is_given_other_memory_keeps_its_own(narrow: DiskStore) ->
     plugged = plug(narrow, random_bytes(BLOCK, 2))
     ticket = narrow.read("w", tensors[0])
     tensors[0].data = tensors[1].data = torch.empty(0, dtype=torch.uint8)
-    gc.collect()
-    assert [weak.expired() for weak in kept] == [False, True]
+    assert not kept[0].expired()
+    gc.collect()  # may last longer than the plug
+    assert kept[1].expired()
     for each in (plugged, ticket):
         each.wait(HANG_S)
     until(kept[0].expired, "the end of the memory")
@@ -702,14 +704,15 @@ def test_a_chunk_prefers_one_piece_to_a_short_queue() -> None:
     assert [(e.file, e.nbytes) for e in taken] == [(1, 3 * BLOCK)]
 
 
+@pytest.mark.parametrize("kind", [Extents, _native.Extents], ids=["python", "native"])
 @pytest.mark.parametrize("nbytes", [2 * BLOCK, 5 * BLOCK])
-def test_room_is_not_lost_by_an_interruption(nbytes: int) -> None:
+def test_room_is_not_lost_by_an_interruption(nbytes: int, kind: Any) -> None:
     """A signal handler raises between any two instructions: nothing is taken, or the caller has it.
     The larger request is cut over three free pieces in two files.
     """
     outcomes = set()
     for instruction in itertools.count(1):
-        space = Space(files(5 * BLOCK, 2 * BLOCK))
+        space = Space(files(5 * BLOCK, 2 * BLOCK), kind)
         space.waiting_bytes = [0, 1]  # the first file first
         first = [taken_from(space, BLOCK) for _ in range(7)]
         for place in (0, 1, 3, 4, 5, 6):
@@ -728,5 +731,5 @@ def test_room_is_not_lost_by_an_interruption(nbytes: int) -> None:
         assert len(taken_from(space, 6 * BLOCK)) == 3, "the free pieces are whole again"
         if not reached:
             break
-    assert instruction > 100
+    assert instruction > (100 if kind is Extents else 50)
     assert len(outcomes) == 2, "both before and after it was taken"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from offload.errors import StateError, StoreError, StoreTimeout
-from offload.ticket import MOVES, Ticket, TicketState, gather, in_follow_up, split
+from offload.ticket import MOVES, GivenUp, Ticket, TicketState, gather, in_follow_up, split
 
 
 def failed(error: BaseException) -> Ticket[int]:
@@ -538,3 +538,16 @@ def test_a_ticket_that_is_split_ends_for_both() -> None:
     for one in (first, second):
         with pytest.raises(ValueError, match="no"):
             one.wait()
+
+
+def test_what_was_given_up_with_its_owner_is_told_to_those_who_wait_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ticket: Ticket[None] = Ticket("a write")
+    ticket.fail(GivenUp("a write: the store was closed before it was done"))
+    with pytest.raises(StateError, match="was closed"):
+        ticket.wait()
+    unheard: Ticket[None] = Ticket("another")
+    unheard.fail(GivenUp("another: the store was closed before it was done"))
+    del unheard
+    assert capsys.readouterr().err == ""

@@ -20,6 +20,7 @@ from typing import Any
 from offload.errors import StoreError
 from offload.machine_disk import probe_direct_io
 from offload.metrics import Metrics
+from offload.portable import reserve
 from offload.store.choose import open_engine
 from offload.store.engine import Engine
 
@@ -71,7 +72,7 @@ class Disk:
         found = os.fstatvfs(fd)
         if nbytes > found.f_frsize * found.f_bavail:  # or it would take all that others need first
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(fd, 0, nbytes)
+        reserve(fd, nbytes)
 
     def go_direct(self, fd: int) -> int:
         """Switch a file that holds nothing yet to I/O past the page cache; returns the alignment

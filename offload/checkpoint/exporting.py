@@ -27,6 +27,7 @@ from offload.format.manifest import SavedTensor
 from offload.format.safetensors import TensorSpec, build_header
 from offload.layout import MASTER
 from offload.optim.source import as_bytes
+from offload.portable import reserve
 from offload.store.safetensors_file import DTYPES
 
 INDEX = "model.safetensors.index.json"
@@ -179,7 +180,7 @@ def _mapped(
     if numel == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     with told("map a file", folder), tempfile.NamedTemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+        reserve(file.fileno(), numel * dtype.itemsize)
         found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
     if order is not None and len(order) == len(shape):
         found = viewed(found, shape, order)

@@ -154,7 +154,7 @@ class Output:
     ) -> None:
         group = _Write(self, f"write of {name}", room, rooms, nbytes)
         memory = room.buffer(nbytes)
-        sums = make_sums(nbytes, self.engine.piece_bytes)
+        sums = make_sums(nbytes, self.engine.sum_bytes)
         with self._changed:
             self._under_way += 1
             self._blocks_under_way += rooms is not self.rooms

@@ -38,6 +38,7 @@ from offload.format.manifest import Manifest, Part, SavedTensor
 from offload.format.safetensors import TensorSpec, build_header
 from offload.machine_disk import read_dio_alignment
 from offload.metrics import Metrics
+from offload.portable import drop_cached
 from offload.store.buffers import Buffer
 from offload.store.choose import open_engine
 from offload.store.engine import Engine, Group, Priority, Transfer, make_sums
@@ -101,7 +102,7 @@ class _File:
     def drop_cache(self) -> None:
         """What is read next through the page cache comes from the drive."""
         with suppress(OSError):
-            os.posix_fadvise(self.buffered.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_cached(self.buffered.fd, 0, 0)
 
     def cut(self, offset: int, nbytes: int) -> Iterator[tuple[_Way, int, int]]:
         """A range as ways, offsets and lengths: whole blocks directly, what is around them not."""

@@ -40,6 +40,7 @@ from offload.errors import ConfigError, CorruptionError, FormatError, OffloadErr
 from offload.format.manifest import MANIFEST, SHARD_NAME, Manifest
 from offload.format.safetensors import TensorSpec
 from offload.metrics import Metrics
+from offload.portable import drop_cached
 
 # The phases of a commit, which all ranks come to.
 WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"
@@ -292,7 +293,7 @@ class CheckpointWriter:
             self._disk.hook("manifest written")
             with told("fsync", path):
                 self._disk.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # who reads it reads the disk
+            drop_cached(fd, 0, 0)  # who reads it reads the disk
         finally:
             os.close(fd)
 

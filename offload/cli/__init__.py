@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import offload
-from offload.cli import doctor, export, verify
+from offload.cli import bench, doctor, export, plan, report, selftest, tune, verify
 from offload.cli.output import OutputError, complain, drop, results
 from offload.errors import OffloadError
 
@@ -37,8 +37,13 @@ class Command(Protocol):
 
 
 COMMANDS: Final[Mapping[str, Command]] = {
+    "bench": bench,
     "doctor": doctor,
     "export": export,
+    "plan": plan,
+    "report": report,
+    "selftest": selftest,
+    "tune": tune,
     "verify": verify,
 }
 
@@ -79,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt:
+        complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader went away (`offload doctor | head`)
         drop(sys.stdout)

@@ -387,13 +387,13 @@ def judge_drive(directory: Directory) -> Row:
         return make_row("drive", f"RAM ({fs_type})", why, advice)
     if drive is None or drive.rotational is None:
         value = drive.name if drive else "unknown"
-        advice = "the system hides the drive (container, network, ZFS); measure it, e.g. with fio"
+        advice = "the system hides the drive (container, network, ZFS); try offload bench DIR"
         return make_row("drive", value, why, advice)
     value = f"{drive.name}{f', {drive.model}' if drive.model else ''}"
     if not drive.rotational:
         return make_row("drive", f"{value}, solid state", why, None)
     advice = (
         "a spinning disk is some 20 times slower than NVMe; virtual drives (vd*, xvd*, sd*) often "
-        "claim to spin and do not: measure, e.g. with fio"
+        "claim to spin and do not: measure, with offload bench DIR"
     )
     return make_row("drive", f"{value}, rotational", why, advice)

@@ -30,6 +30,7 @@ from offload.format.safetensors import (
     parse_length,
 )
 from offload.format.strict_json import printable, shown
+from offload.portable import drop_cached
 
 # The reader's own trouble: nothing is known about the checkpoint then.
 _TROUBLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -153,7 +154,7 @@ class _Verifier:
                 f"{printable(path)}: has {nbytes} bytes, expected {self._files[name]}"
             )
         # What is in the page cache may be right where the disk is not.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_cached(fd, 0, 0)
         data_offset = tensors[0].parts[0].offset if tensors else nbytes
         try:
             _check_header(fd, path, tensors, data_offset, nbytes)
@@ -186,7 +187,7 @@ class _Verifier:
             read_into(fd, at, piece, path)
             value = crc32(piece, value)
         # Read once: it need not push out what others use.
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+        drop_cached(fd, offset, nbytes)
         return value
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from offload.budget import HOST
+from offload.gauges import resident_bytes, used_by
 from offload.metrics import Metrics
 from offload.optim.desk import Desks, Places
 from offload.optim.homes import Homes
@@ -100,6 +102,7 @@ class OwnGround:
         metrics: Metrics,
         release_grads: bool,
         watch: Watch,
+        store_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._plan = plan
         self._metrics = metrics
@@ -114,7 +117,13 @@ class OwnGround:
                 assert self.pool is not None, "what is on disk passes through buffers"
                 memory = [self.pool.buffer()]
                 room = plan.disk_capacity_bytes
-                self.store = DiskStore(directories, room, metrics=metrics, memory=memory)
+                self.store = DiskStore(
+                    directories, room, metrics=metrics, memory=memory, **store_options
+                )
+            for name, watched in (("host: optimizer state", self.pool), ("disk", self.store)):
+                if watched is not None:
+                    metrics.watch(name, used_by(watched))
+            metrics.watch("process", resident_bytes)
             self.tiers = Tiers(plan, self.pool, self.store)
             self._open_devices(records, release_grads, watch)
         except BaseException:

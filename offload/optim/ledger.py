@@ -9,14 +9,18 @@ run has never reached is not known here: `probe.py` asks for it.
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from offload.metrics import NOTHING, Metrics, Snapshot
 from offload.planner import UNKNOWN, Speeds
+from offload.run_file import StepFact
 from offload.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 
+MOST_STEPS = 4096  # that are remembered
+STEP, MODEL = "step(): ", "model: "  # causes of seconds in it, and since the one before it
 _EARLY = "device_to_host_bytes", "gradients_early_bytes"
 
 
@@ -29,17 +33,25 @@ class Ledger:
         self._ended: Snapshot = NOTHING  # all there was when it had ended
         self._ended_s: float | None = None
         self.speeds = speeds  # the best so far
+        self.stepped: Counter[str] = Counter()  # what all steps moved; forward and backward do, too
+        self.steps: deque[StepFact] = deque(maxlen=MOST_STEPS)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around one step."""
         before = self.metrics.snapshot()
         number = before.counts.get("steps", 0) + 1
+        begin_s = time.perf_counter()
         with self.metrics.step(f"step {number}"):
             yield
         now = self.metrics.snapshot()
         self.last = replace(now - before, counts=self._counts(before, now))
+        self.stepped.update((now - before).counts)
         self._note_round(now)
+        waits = {f"{MODEL}{cause}": s for cause, s in self.round.outside.items()}
+        seconds = {**{f"{STEP}{cause}": s for cause, s in self.last.seconds.items()}, **waits}
+        end_s, counts = time.perf_counter(), dict(self.round.counts)
+        self.steps.append(StepFact(number, begin_s, end_s, seconds, counts))
         self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.last_events()))
 
     def _note_round(self, now: Snapshot) -> None:

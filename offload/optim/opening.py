@@ -48,6 +48,7 @@ def open_session(
                 ranks=ranks,
                 watch_passes=watch_passes,
                 link=link,
+                chosen=request.chosen,
             )
             opened.append(session)
             session.updater.take_in(request.states)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from offload import kernels, rules
 from offload.errors import ConfigError
+from offload.layout import MASTER
 from offload.shard import local_of, placing_of
+from offload.store.contract import KnownSums
 
 Group = dict[str, Any]  # a param_group of torch's
 
@@ -80,6 +82,7 @@ class Work:
     states: Mapping[str, Tensor]
     out: Tensor | None  # the 16-bit parameter
     scale: float
+    sums: Mapping[str, KnownSums]  # where checksums of master and states go, if anywhere
 
 
 # Surrounds the update of a slice by a kernel: with its rule, and the scale with its sign.
@@ -145,6 +148,7 @@ class NativeRecipe:
         record = work.record
         rule = self._rule_of(record)
         maximize = bool(record.group.get("maximize", False))
+        sums = [work.sums.get(name) for name in (MASTER, *rule.states)] if work.sums else ()
         with self.watch(work, rule, -work.scale if maximize else work.scale):
             kernels.update(
                 rule,
@@ -157,6 +161,7 @@ class NativeRecipe:
                 adopt=True,
                 offset=work.begin,
                 numel=record.local.numel(),
+                sums=sums,
             )
 
     def scalar_state(self, record: Record) -> dict[str, Any]:

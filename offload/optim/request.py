@@ -21,6 +21,7 @@ from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import make_records, spec_of
 from offload.optim.session import check_homes
 from offload.planner import Plan, make_plan
+from offload.tuning import Chosen, choose
 
 _UNBUILT = (
     "device_memory",
@@ -28,7 +29,6 @@ _UNBUILT = (
     "state_dtype",
     "activations",
     "prefetch_depth",
-    "profile",
 )
 
 
@@ -40,6 +40,7 @@ class Request:
     plan: Plan
     states: Mapping[int, Mapping[str, Any]]  # what the optimizer has already, by number
     host_bytes: int | None  # that it may take; None: no limit
+    chosen: Chosen
 
     @staticmethod
     def of(
@@ -63,6 +64,9 @@ class Request:
         specs = [spec_of(record) for record in records]
         states = states_of(optimizer, records, recipe)
         allowed_bytes, held_bytes = host_bytes(config)
+        params = [record.param for record in records]
+        device = params[0].device.type if params else "cpu"
+        chosen = choose(config, params, device, place is not None).in_force(config, True)
         with telling_of_the_budget(config):
             plan = make_plan(
                 specs,
@@ -71,6 +75,7 @@ class Request:
                 needs_homes=config.release_grads,
                 held_bytes=held_bytes,
                 ranks=buckets.share(stage_of(config), place_of(records)) if buckets else None,
+                disk_chunk_numel=chosen.tuning.chunk_numel,
             )
         _refuse_release(config, records)
         check_homes(config, plan)
@@ -78,7 +83,7 @@ class Request:
             directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
             speeds = measure(plan, directories, isinstance(recipe, NativeRecipe))
             plan = replace(plan, speeds=speeds)
-        return Request(recipe, plan, states, allowed_bytes)
+        return Request(recipe, plan, states, allowed_bytes, chosen)
 
 
 def states_of(

@@ -43,6 +43,8 @@ from offload.pool import Pool
 from offload.shard import DeviceLink, Ranks, is_initialised, is_sharded, local_of, placing_of
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
+from offload.tuning import NOTHING as NO_TUNING
+from offload.tuning import Chosen
 
 States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
 _KEPT = (
@@ -75,6 +77,7 @@ class Session:
         ranks: Ranks | None = None,
         watch_passes: WatchPasses | None = None,
         link: DeviceLink | None = None,
+        chosen: Chosen = NO_TUNING,
     ) -> None:
         # Not held: what holds us would be held by us, and its memory until garbage is collected.
         self._optimizer = weakref.ref(optimizer)
@@ -95,6 +98,9 @@ class Session:
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
+        self.chosen = chosen
+        if host is None:  # else it has done so
+            chosen.begin(self.metrics)
         # With ranks that share the state; None: all of it is ours.
         self.joint = Joint(ranks, config, self.metrics, watch_passes, link) if ranks else None
         self._open(*self._draw_up(optimizer.state))
@@ -127,6 +133,7 @@ class Session:
             held_bytes=held_bytes,
             speeds=self.ledger.speeds,
             ranks=share,
+            disk_chunk_numel=self.chosen.tuning.chunk_numel,
         )
         check_homes(self.config, plan)
         if self.host is not None:
@@ -177,6 +184,7 @@ class Session:
             self.metrics,
             bool(self.config.release_grads),
             self._watch_gradients,
+            self.chosen.store_options,
         )
 
     def step(self) -> None:
@@ -187,6 +195,7 @@ class Session:
             begun = self._begin_step()
             self.updater.carry_out(begun, self.config.max_grad_norm)
             self.grad_norm = self.updater.grad_norm
+        self.chosen.note_step(self.ledger.steps[-1], self.metrics, self.host)
 
     def _leave_ranks_if_sharded(self) -> None:
         """Whole parameters that were exchanged for DTensors since, as accelerate does it: others

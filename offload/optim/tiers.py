@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.layout import Chunk, Slice
+from offload.kernels import SUM_BYTES
+from offload.layout import ELEMENT_BYTES, Chunk, Slice
 from offload.planner import Plan
 from offload.pool import Pool
 from offload.store import DiskStore
+from offload.store.contract import KnownSums
 from offload.store.engine import Priority
 from offload.ticket import Ticket
 
@@ -28,11 +31,15 @@ _KEY = "state chunk "
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk in host memory. `memory`: its fields, flat fp32; `whole`: the buffer it lies in."""
+    """A chunk in host memory. `memory`: its fields, flat fp32; `whole`: the buffer it lies in;
+    `sums`: what is known of the checksums of its bytes as they are, 0 where nothing is; None: they
+    are of no use.
+    """
 
     chunk: Chunk
     memory: Tensor
     whole: Tensor
+    sums: KnownSums | None = None
 
     def fields(self, part: Slice) -> dict[str, Tensor]:
         """The elements of each field that belong to a slice of the chunk."""
@@ -40,6 +47,18 @@ class Piece:
         for field in self.chunk.fields:
             begin = self.chunk.begin_of(field) + part.offset
             found[field] = self.memory[begin : begin + part.end - part.begin]
+        return found
+
+    def sums_of(self, part: Slice) -> dict[str, KnownSums]:
+        """Room for the checksums of each field of a slice, where they begin together."""
+        found: dict[str, KnownSums] = {}
+        count = (part.end - part.begin) * ELEMENT_BYTES // SUM_BYTES
+        if self.sums is None or not count:
+            return found
+        for field in self.chunk.fields:
+            begin = (self.chunk.begin_of(field) + part.offset) * ELEMENT_BYTES
+            if begin % SUM_BYTES == 0:
+                found[field] = self.sums[begin // SUM_BYTES :][:count]
         return found
 
 
@@ -103,7 +122,8 @@ class Tiers:
         if chunk.number in self._unwritten:
             return self._unwritten[chunk.number], Ticket.of(None, f"{chunk.name} is in its buffer")
         whole = self._free.pop()
-        piece = Piece(chunk, whole[: chunk.nbytes // whole.element_size()], whole)
+        sums: KnownSums = np.zeros(-(-chunk.nbytes // SUM_BYTES), dtype=np.uint64)
+        piece = Piece(chunk, whole[: chunk.nbytes // whole.element_size()], whole, sums)
         try:
             if chunk.number in self._written:
                 return piece, self._disk().read(_key(chunk), piece.memory, priority)
@@ -121,6 +141,8 @@ class Tiers:
 
     def before_change(self, piece: Piece) -> None:
         """Whoever is about to change a chunk says so."""
+        if piece.sums is not None:
+            piece.sums.fill(0)
         watcher = self.watcher  # it goes when it has seen enough
         if watcher is not None:
             watcher.before_change(piece)
@@ -139,7 +161,7 @@ class Tiers:
         """Store a disk chunk; its buffer must not change before the ticket is done. What is not
         given back after that, because it failed, say, stays where it is.
         """
-        ticket = self._disk().write(_key(piece.chunk), piece.memory)
+        ticket = self._disk().write(_key(piece.chunk), piece.memory, sums=piece.sums)
         self._written.add(piece.chunk.number)
         return ticket
 

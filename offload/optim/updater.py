@@ -33,6 +33,7 @@ from offload.optim.soundness import LOAD, STEP, Soundness
 from offload.optim.source import Part, Wholes, read_slice
 from offload.optim.tiers import Piece
 from offload.shard import like
+from offload.store.contract import KnownSums
 
 
 class Held(NamedTuple):
@@ -243,8 +244,9 @@ class Updater:
                 else:
                     param = flat(record.local)[part.begin : part.end]
                     grad = self._of_grad(grads[part.param], part)
-                fields = piece.fields(part)
-                self._update_slice(record, part, param, grad, fields, record.number in fresh, scale)
+                fields, sums = piece.fields(part), piece.sums_of(part)
+                is_fresh = record.number in fresh
+                self._update_slice(record, part, param, grad, fields, is_fresh, scale, sums)
         return True
 
     def _update_without_chunk(
@@ -261,7 +263,7 @@ class Updater:
             none = torch.empty(0, dtype=record.dtype, device="cpu")
             here = flat(record.local)[begin:end] if end else none
             grad = self._of_grad(grad, whole) if end else none  # of itself, or nothing
-            self._update_slice(record, whole, here, grad, nothing, number in fresh, scale)
+            self._update_slice(record, whole, here, grad, nothing, number in fresh, scale, {})
 
     def _update_slice(
         self,
@@ -272,6 +274,7 @@ class Updater:
         fields: dict[str, Tensor],
         is_fresh: bool,
         scale: float,
+        sums: Mapping[str, KnownSums],
     ) -> None:
         """All tensors are in host memory and have the slice's elements."""
         master = fields.pop(MASTER, None)
@@ -289,6 +292,7 @@ class Updater:
                 states=fields,
                 out=None if master is None else param,
                 scale=scale,
+                sums=sums,
             )
         )
         if self.company is not None:

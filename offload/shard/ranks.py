@@ -15,9 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,6 +41,7 @@ from offload.shard.header import (
     Header,
 )
 from offload.shard.link import DeviceLink, backend_of
+from offload.shard.worker import Worker
 from offload.ticket import Ticket
 
 T = TypeVar("T")
@@ -96,11 +95,7 @@ class Ranks:
         self._unsettled: list[object] = []  # what the network may still write to, after an error
         self._scratch: list[Tensor] = []
         self._links: list[DeviceLink] = []
-        self._queue: queue.SimpleQueue[Callable[[], Callable[[], None]] | None]
-        self._queue = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._queue,), name="ranks", daemon=True)
-        thread.start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        self._worker = Worker("ranks")
 
     @property
     def place(self) -> tuple[int, int]:
@@ -241,16 +236,10 @@ class Ranks:
         """Let go of the network, when everything that was asked for has ended. Idempotent."""
         with self._lock:
             if not self._is_closed and not self.is_broken:
-                self._queue.put(lambda: self._close_links)
+                end = partial(_close_links, tuple(self._links))  # without a hold of ourselves
+                self._worker.put(lambda: end)
             self._is_closed = True
-            self._queue.put(None)
-
-    def _close_links(self) -> None:
-        for link in self._links:
-            try:
-                link.close()
-            except Exception as error:  # nobody needs it any more
-                LOG.warning("ranks: the connections between devices could not be closed: %s", error)
+            self._worker.end()
 
     # --- one act ----------------------------------------------------------------------------------
 
@@ -280,7 +269,7 @@ class Ranks:
                 return ticket
             self._number += 1
             header = Header(kind, self._number, nbytes, Header.fitting(what))
-            self._queue.put(lambda: self._run(header, act, after, deadline_s, ticket))
+            self._worker.put(lambda: self._run(header, act, after, deadline_s, ticket))
         return ticket
 
     def _run(
@@ -435,15 +424,12 @@ class Ranks:
         return self._speakers.receive(part, rank)
 
 
-def _work(acts: queue.SimpleQueue[Callable[[], Callable[[], None]] | None]) -> None:
-    while True:
-        act = acts.get()
-        if act is None:
-            return
-        end = act()
-        del act  # it holds tensors, whose memory may be wanted as soon as it is over
-        end()
-        del end
+def _close_links(links: Sequence[DeviceLink]) -> None:
+    for link in links:
+        try:
+            link.close()
+        except Exception as error:  # nobody needs it any more
+            LOG.warning("ranks: the connections between devices could not be closed: %s", error)
 
 
 def _check_bytes(whole: Tensor, own: Tensor, count: int, what: str) -> None:

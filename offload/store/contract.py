@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offload.errors import ConfigError
-from offload.store.engine import Priority
+from offload.store.engine import SUM_BYTES, Priority
 from offload.ticket import Ticket
+
+KnownSums: TypeAlias = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,15 @@ class Snapshot(Protocol):
 
 class Store(Protocol):
     def write(
-        self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
+        self,
+        name: str,
+        source: Any,
+        priority: Priority = Priority.WRITE_BACK,
+        sums: KnownSums | None = None,
     ) -> Ticket[None]:
         """Store the bytes of `source`, which must not change, nor its storage be resized, before
-        the ticket has ended.
+        the ticket has ended. sums: what whoever made the bytes knows of their checksums, one for
+        each `SUM_BYTES`, 0 for what is not known; a read is refused where they are others'.
         """
 
     def read(
@@ -114,3 +124,18 @@ def check_request(name: object, priority: object) -> Priority:
     except ValueError as error:
         known = ", ".join(f"Priority.{each.name}" for each in Priority)
         raise ConfigError(f"priority: expected one of {known}, got {priority!r}") from error
+
+
+def check_sums(name: str, sums: object, nbytes: int) -> None:
+    """Refuse what cannot be the known checksums of so many bytes."""
+    if not isinstance(sums, np.ndarray) or sums.dtype != np.uint64 or sums.ndim != 1:
+        got = (
+            f"{sums.ndim} of {sums.dtype}" if isinstance(sums, np.ndarray) else type(sums).__name__
+        )
+        raise ConfigError(f"{name}: sums: expected an array of one dimension of uint64, got {got}")
+    expected = -(-nbytes // SUM_BYTES)
+    if len(sums) != expected:
+        raise ConfigError(
+            f"{name}: sums: expected {expected}, one for each {SUM_BYTES} of {nbytes} bytes, got "
+            f"{len(sums)}"
+        )

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,36 +26,43 @@ from offload.errors import (
     StoreError,
 )
 from offload.metrics import Metrics
-from offload.store.buffers import Buffer
+from offload.store.buffers import Buffer, find_anonymous
 from offload.store.choose import check_numbers, open_engine
-from offload.store.contract import DirectoryStats, StoreStats, check_request
+from offload.store.contract import DirectoryStats, KnownSums, StoreStats, check_request, check_sums
 from offload.store.engine import (
     PIECE_BYTES,
+    SUM_BYTES,
     TIMEOUT_S,
     Engine,
     Group,
     Priority,
+    Sums,
     Transfer,
     make_sums,
 )
 from offload.store.files import SwapFile, System, close_swap_files, open_swap_files
-from offload.store.space import Space
+from offload.store.space import Extent, Space
 from offload.store.table import Table, Version
 from offload.ticket import Ticket, in_follow_up
 from offload.timeline import DISK_READS, DISK_WRITES, Event
 
+_WRITES = DISK_WRITES, "disk_written_bytes"  # where they are drawn and counted
+_READS = DISK_READS, "disk_read_bytes"
 _RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
 
 
 class _Operation(Group):
     """A write or a read under way. It ends once: whoever takes the version from it ends it."""
 
-    __slots__ = ("begin_s", "is_expected", "is_write", "name", "store", "version")
+    __slots__ = ("begin_s", "is_expected", "is_write", "known", "name", "store", "version")
 
     def __init__(self, store: DiskStore, name: str, is_write: bool, priority: Priority) -> None:
         what = f"write of {name}" if is_write else f"read of {name}"
-        super().__init__(Ticket(what, store.engine.describe), priority)
-        self.store, self.name, self.is_write = store, name, is_write
+        super().__init__(Ticket(what, store._describe), priority)
+        self.store = store
+        self.name = name
+        self.is_write = is_write
+        self.known: KnownSums | None = None
         self.version: Version | None = None
         self.is_expected = False  # its bytes count as waiting
         self.begin_s = 0.0
@@ -96,6 +104,7 @@ class DiskStore:
             raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
         check_numbers(timeout_s, depth, piece_bytes)
         arenas = [Buffer.of("memory", each, writable=True) for each in memory]
+        anonymous = find_anonymous(arenas)
         self.metrics = metrics or Metrics()
         self.timeout_s = timeout_s
         self._system = system or System()
@@ -121,6 +130,8 @@ class DiskStore:
         except BaseException:
             close_swap_files(self._files)
             raise
+        self._describe = self.engine.describe  # for every ticket the same
+        self._anonymous = anonymous if self.engine.held else ()  # the engine keeps it alive
         self._space = Space(self._files)
         self._table = Table(self._space)
         self._read_bytes = [0] * len(self._files)
@@ -135,26 +146,39 @@ class DiskStore:
     # --- writing ----------------------------------------------------------------------------------
 
     def write(
-        self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
+        self,
+        name: str,
+        source: Any,
+        priority: Priority = Priority.WRITE_BACK,
+        sums: KnownSums | None = None,
     ) -> Ticket[None]:
-        """Start to store `source` as the next generation of `name`.
+        """Start to store `source` as the next generation of `name`. sums: see `Store.write`; they
+        are copied before it returns, and spare a second look at bytes that have just been made.
 
         Waits while room is held only by writes under way or old generations being read; raises
         `CapacityError` with the numbers when it never comes. In the follow-up of a ticket, where
         nothing may wait, it raises `StateError` instead of waiting.
         """
         priority = check_request(name, priority)
-        memory = Buffer.of(name, source, writable=False)
+        memory = Buffer.of(name, source, False, self._anonymous)
+        operation = _Operation(self, name, True, priority)
+        if sums is not None:
+            check_sums(name, sums, memory.nbytes)
+            operation.known = sums if self.engine.takes_sums else None
         self._check_usable()
-        return self._operate(_Operation(self, name, True, priority), memory, self._begin_write)
+        return self._operate(operation, memory, self._begin_write)
 
     def _begin_write(self, operation: _Operation, memory: Buffer) -> None:
         """Room for a new generation. Under the lock."""
         version = operation.version = Version(operation.name, memory.nbytes)
         self._wait_for_room(version)
-        piece_bytes = self.engine.piece_bytes
-        for extent in version.extents:
-            version.sums.append(make_sums(extent.nbytes, piece_bytes))
+        known = operation.known
+        if known is not None:
+            version.sums = _cut_sums(known, version.extents)
+            operation.known = known if version.sums else None
+        if not version.sums:
+            sum_bytes = self.engine.sum_bytes
+            version.sums = [make_sums(nbytes, sum_bytes) for _, _, nbytes in version.extents]
         self._table.begin(version)
 
     def _wait_for_room(self, version: Version) -> None:
@@ -188,7 +212,7 @@ class DiskStore:
     ) -> Ticket[None]:
         """Start to fill `target` with the current generation of `name`."""
         priority = check_request(name, priority)
-        memory = Buffer.of(name, target, writable=True)
+        memory = Buffer.of(name, target, True, self._anonymous)
         self._check_usable()
         return self._operate(_Operation(self, name, False, priority), memory, self._begin_read)
 
@@ -228,8 +252,8 @@ class DiskStore:
         """An operation is about to start. Under the lock."""
         assert operation.version is not None
         waiting_bytes = self._space.waiting_bytes.copy()
-        for extent in operation.version.extents:
-            waiting_bytes[extent.file] += extent.nbytes
+        for file, _, nbytes in operation.version.extents:
+            waiting_bytes[file] += nbytes
         self._space.waiting_bytes = waiting_bytes
         operation.is_expected = True
         operation.begin_s = time.perf_counter()
@@ -237,12 +261,16 @@ class DiskStore:
     def _transfers(self, operation: _Operation, memory: Buffer) -> list[Transfer]:
         version, is_write = operation.version, operation.is_write
         assert version is not None
+        name, files, sums = version.name, self._files, version.sums
+        is_known = operation.known is not None
+        if len(sums) == 1:  # nearly always
+            ((file, offset, _),) = version.extents
+            return [Transfer(name, is_write, files[file], offset, memory, sums[0], is_known)]
         transfers, begin = [], 0
-        for extent, sums in zip(version.extents, version.sums, strict=True):
-            part = memory.part(begin, extent.nbytes)
-            file = self._files[extent.file]
-            transfers.append(Transfer(version.name, is_write, file, extent.begin, part, sums))
-            begin += extent.nbytes
+        for (file, offset, nbytes), each in zip(version.extents, sums, strict=True):
+            part = memory.part(begin, nbytes)
+            transfers.append(Transfer(name, is_write, files[file], offset, part, each, is_known))
+            begin += nbytes
         return transfers
 
     def _ended(self, operation: _Operation, error: OffloadError | None) -> None:
@@ -254,9 +282,12 @@ class DiskStore:
             version, operation.version = operation.version, None
             if version is None:
                 return
-            for file, _, nbytes in version.extents if operation.is_expected else ():
-                self._space.waiting_bytes[file] -= nbytes
-                moved[file] += nbytes if error is None else 0
+            if operation.is_expected:
+                waiting_bytes = self._space.waiting_bytes
+                for file, _, nbytes in version.extents:
+                    waiting_bytes[file] -= nbytes
+                    if error is None:
+                        moved[file] += nbytes
             if operation.is_write:
                 self._table.end(version, error)
             else:
@@ -267,14 +298,10 @@ class DiskStore:
             self._tell(version, operation)
 
     def _tell(self, version: Version, operation: _Operation) -> None:
-        row, count = (
-            (DISK_WRITES, "disk_written_bytes")
-            if operation.is_write
-            else (DISK_READS, "disk_read_bytes")
-        )
-        end_s = time.perf_counter()
-        self.metrics.count(count, version.nbytes)
-        self.metrics.event(Event(row, version.name, operation.begin_s, end_s, version.nbytes))
+        row, count = _WRITES if operation.is_write else _READS
+        metrics, name, nbytes = self.metrics, version.name, version.nbytes
+        metrics.count(count, nbytes)
+        metrics.event(Event(row, name, operation.begin_s, time.perf_counter(), nbytes))
 
     # --- the table --------------------------------------------------------------------------------
 
@@ -381,6 +408,17 @@ class DiskStore:
         self.close()
 
 
+def _cut_sums(known: KnownSums, extents: Sequence[Extent]) -> list[Sums]:
+    """Known sums by extents; nothing where extents end within what one sum is of."""
+    found, begin = [], 0
+    for _, _, nbytes in extents:
+        if begin % SUM_BYTES:
+            return []
+        first, begin = begin // SUM_BYTES, begin + nbytes
+        found.append(array("Q", known[first : -(-begin // SUM_BYTES)].tobytes()))
+    return found
+
+
 class DiskSnapshot:
     """Versions of a `DiskStore`, held until it is released."""
 
@@ -395,7 +433,7 @@ class DiskSnapshot:
 
     def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
         priority = check_request(name, priority)
-        memory = Buffer.of(name, target, writable=True)
+        memory = Buffer.of(name, target, True, self._store._anonymous)
         self._store._check_usable()
 
         def hold(operation: _Operation, memory: Buffer) -> None:

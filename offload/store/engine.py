@@ -3,7 +3,7 @@
 An engine moves bytes between memory and files, asynchronously. It is given a group of transfers and
 returns one ticket for all of them. It cuts them into pieces, keeps several in flight, does waiting
 reads before prefetches before write-backs, continues short transfers, tries EINTR and EAGAIN again,
-and computes (write) or compares (read) a checksum for each piece. What cannot be mended fails the
+and computes (write) or compares (read) checksums of each piece. What cannot be mended fails the
 ticket with a `StoreError` that says all there is to know. An operation that the system does not
 answer within `timeout_s` fails with `StoreTimeout` and a table of what is in flight; its memory is
 kept, for it may still be written to.
@@ -14,7 +14,6 @@ Engines know files and addresses; they do not know chunks, generations or free s
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -22,15 +21,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from functools import partial
+from itertools import count
 from typing import NamedTuple, Protocol, TypeAlias
 
 from offload.config import format_size
 from offload.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
 from offload.store.buffers import Buffer
-from offload.ticket import Ticket
+from offload.ticket import GivenUp, Ticket
 
 PIECE_BYTES = 1 << 20
+SUM_BYTES = 128 << 10  # of one checksum that is known before a write; as in kernels/checksum.h
 DEPTH = 16
 MOST_DEPTH = 4096  # a ring has twice as many places, and no more than 32768
 TIMEOUT_S = 30.0
@@ -61,8 +61,9 @@ class File(Protocol):
 
 
 class Transfer(NamedTuple):
-    """Bytes between memory and a file. `sums` has one place for each piece: a write fills them in,
-    a read compares them. A read of what was never written here has none; nothing is compared then.
+    """Bytes between memory and a file. `sums` has one place for each `sum_bytes` of the engine's: a
+    write fills them in, a read compares them. A read of what was never written here has none;
+    nothing is compared then.
     """
 
     name: str  # of the tensor or chunk, for messages
@@ -71,14 +72,18 @@ class Transfer(NamedTuple):
     offset: int
     memory: Buffer
     sums: Sums
+    is_known: bool = False  # of a write: its sums that are not 0 are those of the bytes
 
     @property
     def operation(self) -> str:
         return "write" if self.is_write else "read"
 
 
-def make_sums(nbytes: int, piece_bytes: int) -> Sums:
-    return array("Q", bytes(8 * -(-nbytes // piece_bytes)))
+_NO_SUM: Sums = array("Q", [0])
+
+
+def make_sums(nbytes: int, sum_bytes: int) -> Sums:
+    return _NO_SUM * -(-nbytes // sum_bytes)
 
 
 class FaultKind(Enum):
@@ -110,11 +115,12 @@ class Fault:
 class Group:
     """Transfers that end together, with one ticket. The owner says in `end` what happens then."""
 
-    __slots__ = ("begun", "error", "ids", "is_dropped", "left", "priority", "ticket")
+    __slots__ = ("begun", "engine", "error", "ids", "is_dropped", "left", "priority", "ticket")
 
     def __init__(self, ticket: Ticket[None], priority: Priority) -> None:
         self.ticket = ticket
         self.priority = priority
+        self.engine: Engine | None = None
         self.begun = False  # the engine has it: `end` will be called
         self.is_dropped = False  # nobody has the ticket: its start was interrupted
         self.ids: Sequence[int] = ()
@@ -127,18 +133,30 @@ class Group:
         free although the ticket has ended.
         """
 
+    def urge(self) -> None:
+        """Somebody waits for it."""
+        if self.priority > Priority.WAITED_FOR:
+            self.priority = Priority.WAITED_FOR
+            assert self.engine is not None, "nobody is urged before submit"
+            for number in self.ids:
+                self.engine._promote(number)
+
 
 class Engine(ABC):
     """One engine. Any thread; `close` ends it, and forked children may not use it."""
 
     name: str
     piece_bytes: int
+    sum_bytes: int  # of one checksum; a piece is a number of these
+    takes_sums = False  # `Transfer.is_known` counts
 
     def __init__(self, name: str, piece_bytes: int, timeout_s: float) -> None:
         self.name, self.piece_bytes, self.timeout_s = name, piece_bytes, timeout_s
+        self.sum_bytes = piece_bytes
         self.notes: list[str] = []  # what was wished for and refused
+        self.held: Sequence[Buffer] = ()  # memory that lives until the engine is closed
         self._pid = os.getpid()
-        self._numbers = itertools.count(1)
+        self._numbers = count(1)
         self._lock = threading.RLock()  # a finalizer may come back to it in the same thread
         self._flying: dict[int, tuple[Transfer, Group]] = {}
         self._abandoned: dict[int, Transfer] = {}  # timed out; their memory may still be touched
@@ -158,7 +176,7 @@ class Engine(ABC):
         entries: dict[int, tuple[Transfer, Group]] = {}
         for transfer in transfers:
             entries[next(self._numbers)] = transfer, group
-        group.ids, group.left = tuple(entries), len(entries)
+        group.ids, group.left, group.engine = tuple(entries), len(entries), self
         try:
             group.begun = True
             self.check_usable()
@@ -167,10 +185,10 @@ class Engine(ABC):
                     self.check_usable()
                 self._flying.update(entries)  # from here on `close` knows of it
             if group.priority > Priority.WAITED_FOR:
-                group.ticket.urge = partial(self._urge, group)
-            for number, transfer in zip(group.ids, transfers, strict=True):
+                group.ticket.urge = group.urge
+            for number, (transfer, _) in entries.items():
                 self._start(number, transfer, group.priority)
-            if not transfers:
+            if not entries:
                 self._end_group(group)
         except BaseException:
             self._give_up(group)
@@ -240,7 +258,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _promote(self, number: int) -> None:
-        """Somebody waits for this one now."""
+        """Somebody waits for this one now. The engine may be closed."""
 
     @abstractmethod
     def _ages(self) -> dict[int, float]:
@@ -248,7 +266,7 @@ class Engine(ABC):
 
     @abstractmethod
     def sum_of(self, memory: Buffer) -> int:
-        """The checksum of one piece."""
+        """The checksum of `sum_bytes` or less."""
 
     @abstractmethod
     def inject(self, fault: Fault) -> None:
@@ -289,14 +307,21 @@ class Engine(ABC):
                 self._abandoned.pop(number, None)
                 return
             transfer, group = entry
-            if code == errno.ETIMEDOUT:
-                self._abandoned[number] = transfer
-            if code and (group.error is None or code == errno.ETIMEDOUT):
-                group.error = self._error(transfer, code, at)
+            if code:
+                self._note_failure(number, transfer, group, code, at)
             group.left -= 1
-            last = group.left == 0
-        if last:
-            self._end_group(group)
+            if group.left:
+                return
+        self._end_group(group)
+
+    def _note_failure(
+        self, number: int, transfer: Transfer, group: Group, code: int, at: int
+    ) -> None:
+        """Under the lock."""
+        if code == errno.ETIMEDOUT:
+            self._abandoned[number] = transfer
+        if group.error is None or code == errno.ETIMEDOUT:
+            group.error = self._error(transfer, code, at)
 
     def _end_group(self, group: Group) -> None:
         try:
@@ -306,10 +331,11 @@ class Engine(ABC):
             return
         if group.is_dropped:
             return
-        if group.error is not None:
-            group.ticket.fail(group.error)
-        else:
+        error = group.error
+        if error is None:
             group.ticket.finish(None)
+        else:
+            group.ticket.fail(error)
 
     def _break(self, error: BaseException) -> None:
         """The engine's own thread has ended with `error`: nobody would hear of what is in flight.
@@ -324,13 +350,6 @@ class Engine(ABC):
         with self._lock:
             self._abandoned.pop(number, None)
 
-    def _urge(self, group: Group) -> None:
-        """Somebody waits for the group."""
-        if group.priority > Priority.WAITED_FOR and not self._closed:
-            group.priority = Priority.WAITED_FOR
-            for number in group.ids:
-                self._promote(number)
-
     def _error(self, transfer: Transfer, code: int, at: int) -> OffloadError:
         where = f"{transfer.file.label}, offset {transfer.offset + at}"
         what = f"{transfer.operation} of {transfer.name} ({format_size(transfer.memory.nbytes)})"
@@ -342,7 +361,7 @@ class Engine(ABC):
             "tensor": transfer.name,
         }
         if code == errno.ECANCELED:
-            return StateError(f"{what}: the store was closed before it was done")
+            return GivenUp(f"{what}: the store was closed before it was done")
         if code == errno.ETIMEDOUT and self._broken is not None:
             return StoreTimeout(
                 f"{what}: the I/O engine has failed ({self._broken!r}); the memory is set aside, "
@@ -367,8 +386,8 @@ class Engine(ABC):
             return CorruptionError(
                 f"{what}: what came back from {where} is not what was written; the drive, its "
                 "cable or the memory is faulty, somebody else wrote to the file, or the source "
-                "was changed during its write: do not trust it; go back to a checkpoint and use "
-                "another drive",
+                "was changed before its write had ended: do not trust it; go back to a checkpoint "
+                "and use another drive",
                 **facts,  # type: ignore[arg-type]
             )
         return StoreError(

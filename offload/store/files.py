@@ -19,6 +19,7 @@ from pathlib import Path
 from offload.config import format_size
 from offload.errors import CapacityError, StoreError
 from offload.machine_disk import DirectIo, open_unnamed, probe_direct_io
+from offload.portable import RESERVES, reserve, sync_data
 
 # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL of linux/fs.h.
 _GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
@@ -47,10 +48,10 @@ class System:
             fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=Q", found | _NO_COPY_ON_WRITE))
 
     def reserve(self, fd: int, nbytes: int) -> None:
-        os.posix_fallocate(fd, 0, nbytes)
+        reserve(fd, nbytes)
 
     def sync(self, fd: int) -> None:
-        os.fdatasync(fd)
+        sync_data(fd)
 
     def free_bytes(self, directory: Path) -> int:
         found = os.statvfs(directory)
@@ -135,6 +136,8 @@ def open_swap_file(directory: Path, nbytes: int, system: System) -> SwapFile:
         os.set_inheritable(fd, False)
         system.keep_in_place(fd)
         _reserve(fd, directory, nbytes, system)
+        if not RESERVES:
+            notes.append("room on the drive is not reserved: the system cannot")
         direct = system.probe_direct_io(fd)
         if direct.works:
             align = max(BLOCK_BYTES, direct.mem_align_bytes or 1, direct.offset_align_bytes or 1)

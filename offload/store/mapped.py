@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import StoreError
+from offload.portable import drop_cached, reserve
 from offload.store.files import System
 
 
@@ -42,7 +43,7 @@ class MappedFile:
             # Of a shared map this drops the process's view of the pages, not what is in them; the
             # second call starts their way to the drive, and drops those that are there already.
             self._memory.madvise(mmap.MADV_DONTNEED, first, length)
-            os.posix_fadvise(self._fd, first, length, os.POSIX_FADV_DONTNEED)
+            drop_cached(self._fd, first, length)
 
 
 def mapped_tensor(
@@ -66,7 +67,7 @@ def _map(directory: str | os.PathLike[str], nbytes: int, what: str) -> tuple[int
     try:
         fd, _ = System().open_unnamed(Path(directory))
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            reserve(fd, nbytes)
             return fd, mmap.mmap(fd, nbytes)
         except BaseException:
             os.close(fd)

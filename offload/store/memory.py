@@ -18,7 +18,7 @@ from offload.budget import HOST, Budget
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.store.buffers import Buffer
-from offload.store.contract import StoreStats, check_request
+from offload.store.contract import KnownSums, StoreStats, check_request, check_sums
 from offload.store.engine import Priority
 from offload.ticket import Ticket
 
@@ -47,10 +47,16 @@ class MemoryStore:
         self._closed = False
 
     def write(
-        self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
+        self,
+        name: str,
+        source: Any,
+        priority: Priority = Priority.WRITE_BACK,
+        sums: KnownSums | None = None,
     ) -> Ticket[None]:
         check_request(name, priority)
         memory = Buffer.of(name, source, writable=False)
+        if sums is not None:  # for drives: nothing is summed up here
+            check_sums(name, sums, memory.nbytes)
         with self._lock:
             self._begin()
             used = self._used_bytes()

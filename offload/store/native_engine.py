@@ -6,14 +6,25 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from offload.store.buffers import Buffer
-from offload.store.engine import DEPTH, PIECE_BYTES, TIMEOUT_S, Engine, Fault, Priority, Transfer
+from offload.store.engine import (
+    DEPTH,
+    PIECE_BYTES,
+    SUM_BYTES,
+    TIMEOUT_S,
+    Engine,
+    Fault,
+    Priority,
+    Transfer,
+)
 
+_WAITED_FOR = int(Priority.WAITED_FOR)
 _POLL_S = 0.25  # how often overdue operations are looked for, at least
 _OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
 
@@ -30,8 +41,10 @@ class NativeEngine(Engine):
         memory: Sequence[Buffer] = (),
     ) -> None:
         super().__init__(name, native.piece_bytes, timeout_s)
+        self.sum_bytes = native.sum_bytes
+        self.takes_sums = self.sum_bytes == SUM_BYTES
         self.notes += notes
-        self._memory = memory  # known to the ring by its address: nobody else may come to lie there
+        self.held = memory  # known to the ring by its address: nobody else may come to lie there
         self._native = native  # None: closed, and all has ended
         self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
         self._stopped = False
@@ -49,6 +62,7 @@ class NativeEngine(Engine):
             transfer.file.align,
             transfer.sums.buffer_info()[0],
             int(priority),
+            transfer.is_known,
         )
 
     def _withdraw(self, number: int) -> None:
@@ -58,7 +72,7 @@ class NativeEngine(Engine):
     def _promote(self, number: int) -> None:
         native = self._native
         if native is not None:
-            native.promote(number, int(Priority.WAITED_FOR))
+            native.promote(number, _WAITED_FOR)
 
     def _ages(self) -> dict[int, float]:
         ages: dict[int, float] = {}
@@ -84,16 +98,17 @@ class NativeEngine(Engine):
         round_s = min(_POLL_S, self.timeout_s / 4)
         try:
             while not self._stopped or self._flying:
-                self._native.write_off(self.timeout_s, round_s)
-                self._take_in_once(round_s)
+                self._take_in_once(round_s, self.timeout_s, round_s)
         except BaseException as error:
             self._break(error)
             raise
 
-    def _take_in_once(self, wait_s: float) -> None:
-        late = self._native.late()  # first: that they were written off is then in what is reaped
+    def _take_in_once(self, wait_s: float, age_s: float, round_s: float) -> None:
+        """Write off what the kernel has had for longer than `age_s`, wait for what ends, end it."""
+        # One call: whoever waits for a ticket wants the GIL as soon as it has ended.
+        done, late = self._native.take_in(wait_s, age_s, round_s)
         broken = None
-        for number, code, at in self._native.reap(wait_s):
+        for number, code, at in done:
             try:
                 self._end(number, code, at)
             except BaseException as error:  # the others have ended, too
@@ -109,9 +124,9 @@ class NativeEngine(Engine):
         if threading.current_thread() is not self._pump and self._pump.ident is not None:
             self._pump.join(self.timeout_s + 1.0)
         if not self._pump.is_alive():
-            self._take_in_once(0.0)  # what has come back late
+            self._take_in_once(0.0, math.inf, 0.0)  # what has come back late
             if ended and not self._abandoned:
-                self._native, self._memory = None, ()  # however long somebody keeps this object
+                self._native, self.held = None, ()  # however long somebody keeps this object
         self._keep_if_stuck(ended)
         _OPEN.discard(self)
 

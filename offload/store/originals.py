@@ -111,12 +111,12 @@ class Original:
         return error
 
     def _sum(self, memory: Buffer) -> Sums:
-        piece_bytes = self.engine.piece_bytes
-        sums = make_sums(memory.nbytes, piece_bytes)
+        sum_bytes = self.engine.sum_bytes
+        sums = make_sums(memory.nbytes, sum_bytes)
         for number in range(len(sums)):
-            begin = number * piece_bytes
-            piece = memory.part(begin, min(piece_bytes, memory.nbytes - begin))
-            sums[number] = self.engine.sum_of(piece)
+            begin = number * sum_bytes
+            part = memory.part(begin, min(sum_bytes, memory.nbytes - begin))
+            sums[number] = self.engine.sum_of(part)
         return sums
 
 

@@ -7,7 +7,7 @@ be met while enough bytes are free in all. Not thread-safe: the store has a lock
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from offload.config import format_size
 from offload.extents import Extents
@@ -22,11 +22,48 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+class AnyExtents(Protocol):
+    """What `offload.extents.Extents` and the native core's do alike. A change is done or not done,
+    never half, whatever signal comes.
+    """
+
+    def __init__(self, capacity: int, align: int) -> None: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def used(self) -> int: ...
+
+    @property
+    def largest_free(self) -> int: ...
+
+    def find(self, size: int) -> int | None: ...
+
+    def take_at(self, begin: int, size: int) -> None: ...
+
+    def give_back(self, begin: int) -> None: ...
+
+    def is_taken(self, begin: int) -> bool: ...
+
+
+def best_extents() -> type[AnyExtents]:
+    try:
+        from offload import _native
+    except ImportError:
+        return Extents
+    return _native.Extents
+
+
 class Space:
-    def __init__(self, files: Sequence[SwapFile]) -> None:
+    """extents: the kind of list for each file; None: the native core's, or else Python's."""
+
+    def __init__(self, files: Sequence[SwapFile], extents: type[AnyExtents] | None = None) -> None:
         align = max(BLOCK_BYTES, *(file.align for file in files))
-        self._extents = [Extents(file.nbytes - file.nbytes % align, align) for file in files]
+        kind = extents or best_extents()
+        self._extents = [kind(file.nbytes - file.nbytes % align, align) for file in files]
         self._align = align
+        self._files = range(len(files))
         self.waiting_bytes = [0] * len(files)  # of operations that have not ended
         self.capacity_bytes = sum(extents.capacity for extents in self._extents)
         self.peak_bytes = 0
@@ -46,15 +83,18 @@ class Space:
         except BaseException:
             self._undo(found)
             raise
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        used_bytes = self.used_bytes
+        if used_bytes > self.peak_bytes:
+            self.peak_bytes = used_bytes
         return True
 
     def _by_queue(self) -> Sequence[int]:
         """Files, the one with the least to do first; of equals the emptier one."""
-        files = range(len(self._extents))
-        if len(files) == 1:
-            return files
-        return sorted(files, key=lambda file: (self.waiting_bytes[file], self._extents[file].used))
+        if len(self._files) == 1:
+            return self._files
+        return sorted(
+            self._files, key=lambda file: (self.waiting_bytes[file], self._extents[file].used)
+        )
 
     def _take_whole(self, nbytes: int, found: list[Extent]) -> bool:
         for file in self._by_queue():
@@ -91,8 +131,8 @@ class Space:
         found.clear()
 
     def give_back(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            self._extents[extent.file].give_back(extent.begin)
+        for file, begin, _ in extents:
+            self._extents[file].give_back(begin)
 
     def refusal(self, name: str, nbytes: int) -> str:
         """Why `name` gets no room, in numbers."""

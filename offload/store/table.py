@@ -79,14 +79,16 @@ class Table:
 
     def end(self, version: Version, error: OffloadError | None) -> None:
         """Its write has ended, or was given up, perhaps before it began."""
-        name, generation = version.name, version.generation
-        freed_at = self.freed_at.get(name, 0)
-        under_way = self.writing.get(name, [])
-        if generation in under_way:  # else it was interrupted before
-            under_way.remove(generation)
-        if not under_way:
-            self.writing.pop(name, None)
-            self.freed_at.pop(name, None)
+        name, generation, freed_at = version.name, version.generation, 0
+        if self.freed_at:
+            freed_at = self.freed_at.get(name, 0)
+        under_way = self.writing.get(name)
+        if under_way is not None:
+            if generation in under_way:  # else it was interrupted before
+                under_way.remove(generation)
+            if not under_way:
+                del self.writing[name]
+                self.freed_at.pop(name, None)
         current = self.current.get(name)
         if error is not None:
             self.let_go_after(version, error)

@@ -92,8 +92,8 @@ OF_STAGE_1 = {
     ),
     "gathered before the last chunk was sent back": (
         "optim.updater",
-        "record.number in fresh, scale)\n        return True",
-        "record.number in fresh, scale)\n        self.company.advance()\n        return True",
+        "is_fresh, scale, sums)\n        return True",
+        "is_fresh, scale, sums)\n        self.company.advance()\n        return True",
     ),
     "used before they were gathered": (
         "optim.device_exchange",

@@ -1,0 +1,159 @@
+"""What a run on the meta device would compute, move and hold, counted operation by operation.
+
+Nothing is allocated: tensors there have shapes and no memory. A storage is counted when the first
+operation makes it and until its last holder is gone, as an allocator would see it, without the
+rounding. One thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_ATEN = torch.ops.aten
+_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+
+_attention_flops: Callable[..., int] = flop_counter.sdpa_flop_count
+_attention_backward_flops: Callable[..., int] = flop_counter.sdpa_backward_flop_count
+_LOOK_UPS = (_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather)
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is in force; `metered` puts it there. live_bytes: of storages that operations
+    have made, and that are still held. moved_bytes: read and written by operations that are no
+    products, for which memory is the limit.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.moved_bytes = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        for tensor in ignored:
+            self._known.add(tensor.untyped_storage())
+        self._verdicts: dict[int, bool] = {}  # of checks, by the tensor's number
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if func is _ATEN._local_scalar_dense.default and id(args[0]) in self._verdicts:
+            return self._verdicts[id(args[0])]
+        output = func(*args, **named)
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if func.overloadpacket in (_ATEN.all, _ATEN.any):
+            self._judge(made[0], func.overloadpacket is _ATEN.all)
+        self._count(func, args, named, output, made)
+        for tensor in made:
+            self._take_in(tensor.untyped_storage())
+        return output
+
+    def _judge(self, tensor: Tensor, verdict: bool) -> None:
+        """Models check their input by `if mask.all()` and `if x.isnan().any()`; there are no values
+        here to look at, so all goes as it does with ordinary ones.
+        """
+        self._verdicts[id(tensor)] = verdict
+        weakref.finalize(tensor, self._verdicts.pop, id(tensor), None)
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], output: Any, made: list[Tensor]
+    ) -> None:
+        packet = func.overloadpacket
+        if packet is _ATTENTION:
+            self.flops += _attention_flops(*_whole_heads(*args[:3]))
+        elif packet is _ATTENTION_BACKWARD:
+            shapes = _whole_heads(*args[1:4])
+            self.flops += _attention_backward_flops(args[0].shape, *shapes)
+        elif packet is _ATEN._grouped_mm:  # each row with one matrix of several
+            self.flops += 2 * output.numel() * args[0].size(-1)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=output)
+        elif not func.is_view:
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if packet in _LOOK_UPS:
+                read = made  # a row of the table for each one that is made
+            self.moved_bytes += sum(tensor.numel() * tensor.itemsize for tensor in (*read, *made))
+
+    def _take_in(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        nbytes = storage.nbytes()
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._let_go, nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes
+
+
+class _Attention(TorchFunctionMode):
+    """Attention as processors and GPUs compute it, without the matrix of all pairs. On the meta
+    device torch itself would take the way that has it.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            return _attend(*args, **named)
+        return func(*args, **named)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.dim() != 4 or key.dim() != 4:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    output: Tensor = _ATTENTION(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return output
+
+
+def _whole_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
+    """Shapes as if each head of queries had its own keys and values."""
+    heads = query.size(1)
+    shared = [torch.Size((t.size(0), heads, *t.shape[2:])) for t in (key, value)]
+    return [query.shape, *shared]
+
+
+@contextmanager
+def metered(meter: Meter) -> Iterator[None]:
+    """What runs inside is counted, and new tensors are on the meta device."""
+    with torch.device("meta"), _Attention(), meter:
+        yield

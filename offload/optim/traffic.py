@@ -1,0 +1,211 @@
+"""Chunks of noise that move between host memory and drives, as those of optimizer state do.
+
+For measurements: the store, its checksums, the sizes and the buffers are those of a step, with
+nothing to do in between. `mix` is the step's own pipeline; `read` and `write` move one way only.
+The files have no names, and are gone when this is closed. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.budget import Budget
+from offload.layout import ELEMENT_BYTES, Chunk, ParamSpec
+from offload.metrics import Metrics
+from offload.optim.desk import Desk
+from offload.optim.pipeline import Pipeline
+from offload.optim.tiers import Piece, Tiers
+from offload.planner import Plan, make_plan
+from offload.pool import Pool
+from offload.store import DiskStore
+from offload.ticket import Ticket
+from offload.timeline import DISK_READS, DISK_WRITES, busy_s
+
+FIELDS = ("exp_avg", "exp_avg_sq")
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Moved:
+    """busy_s: in which at least one operation was under way."""
+
+    read_bytes: int
+    written_bytes: int
+    busy_s: float
+
+    def __add__(self, other: Moved) -> Moved:
+        """One after the other."""
+        return Moved(
+            self.read_bytes + other.read_bytes,
+            self.written_bytes + other.written_bytes,
+            self.busy_s + other.busy_s,
+        )
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """None: nothing has moved."""
+        nbytes = self.read_bytes + self.written_bytes
+        return nbytes / self.busy_s if nbytes and self.busy_s else None
+
+
+def plan_traffic(nbytes: int, buffers: int, chunk_numel: int) -> Plan:
+    """Of `nbytes` in chunks of so many elements, through so many buffers. Has `disk_bytes` only
+    where there are more chunks than buffers.
+    """
+    element_bytes = ELEMENT_BYTES * len(FIELDS)
+    return make_plan(
+        [ParamSpec("noise", nbytes // element_bytes, FIELDS)],
+        buffers * chunk_numel * element_bytes,
+        has_disk=True,
+        chunk_numel=chunk_numel,
+    )
+
+
+def always() -> bool:
+    return True
+
+
+class _Enough(Exception):
+    """Ends a pass before its end."""
+
+
+class Traffic:
+    """The chunks of a plan that are not resident, on these directories. `fill` comes first;
+    `chunks` are those that it has filled. keep_going: asked before each chunk; a pass ends early
+    when it says no, and nothing is under way then.
+    """
+
+    def __init__(self, plan: Plan, directories: Sequence[Path]) -> None:
+        self.plan = plan
+        self.metrics = Metrics()
+        self.chunks: list[Chunk] = []
+        self._pool = Pool(plan.arena_bytes, budget=Budget())
+        try:
+            self._store = DiskStore(
+                directories,
+                plan.disk_capacity_bytes,
+                metrics=self.metrics,
+                memory=[self._pool.buffer()],
+            )
+        except BaseException:
+            self._pool.close()
+            raise
+        self._tiers = Tiers(plan, self._pool, self._store)
+        self._pipeline = Pipeline(self._tiers, None, self.metrics)
+
+    def close(self) -> None:
+        """Idempotent. Waits for what is under way."""
+        self._store.close()
+        self._pool.close()
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def written_bytes(self) -> int:
+        """Since the beginning: the wear of the drives."""
+        return self.metrics.snapshot().counts.get("disk_written_bytes", 0)
+
+    def fill(self, keep_going: Callable[[], bool] = always) -> Moved:
+        """Noise, because drives may write zeros faster than anything else."""
+        generator = torch.Generator("cpu").manual_seed(_SEED)  # torch's own must not move
+
+        def act(piece: Piece, desk: Desk | None) -> bool:
+            if not keep_going():
+                raise _Enough
+            piece.memory.view(torch.int32).random_(generator=generator)
+            self.chunks.append(piece.chunk)
+            return True
+
+        moving = [c for c in self.plan.chunks if c.number not in self.plan.resident]
+        return self._pass(moving, act)
+
+    def mix(
+        self, keep_going: Callable[[], bool] = always, chunks: Sequence[Chunk] | None = None
+    ) -> Moved:
+        """Read chunks (None: all), and write each when it is there, as a step does."""
+
+        def act(piece: Piece, desk: Desk | None) -> bool:
+            if not keep_going():
+                raise _Enough
+            return True
+
+        return self._pass(self.chunks if chunks is None else chunks, act)
+
+    def _pass(self, chunks: Sequence[Chunk], act: Callable[[Piece, Desk | None], bool]) -> Moved:
+        begin_s = time.perf_counter()
+        with suppress(_Enough):  # the pipeline has waited for all that was under way
+            self._pipeline.run(chunks, act)
+        return self._moved_since(begin_s)
+
+    def read(self, keep_going: Callable[[], bool] = always) -> Moved:
+        """All chunks, one way."""
+        self._settle()
+        coming: deque[tuple[Piece, Ticket[None]]] = deque()
+
+        def land() -> None:
+            piece, ticket = coming.popleft()
+            ticket.wait()
+            self._tiers.give_back(piece)
+
+        begin_s = time.perf_counter()
+        for chunk in self.chunks:
+            if not keep_going():
+                break
+            if not self._tiers.free_buffers:
+                land()
+            coming.append(self._tiers.read(chunk))
+        while coming:
+            land()
+        return self._moved_since(begin_s)
+
+    def write(self, keep_going: Callable[[], bool] = always) -> Moved:
+        """All chunks, the other way, out of as many buffers."""
+        self._settle()
+        first = self.chunks[: self._tiers.free_buffers]
+        arriving = [self._tiers.read(chunk) for chunk in first]
+        going: deque[tuple[Piece, Ticket[None] | None]] = deque()
+        for piece, ticket in arriving:
+            ticket.wait()
+            going.append((piece, None))
+        begin_s = time.perf_counter()
+        for chunk in self.chunks:
+            if not keep_going():
+                break
+            piece, under_way = going.popleft()
+            if under_way is not None:
+                under_way.wait()
+            memory = piece.whole[: chunk.nbytes // ELEMENT_BYTES]
+            next_one = Piece(chunk, memory, piece.whole)
+            going.append((next_one, self._tiers.write(next_one)))
+        for piece, under_way in going:
+            if under_way is not None:
+                under_way.wait()
+            self._tiers.give_back(piece)
+        return self._moved_since(begin_s)
+
+    def _settle(self) -> None:
+        """Write what lies in buffers only."""
+        for piece, ticket in [(piece, self._tiers.write(piece)) for piece in self._tiers.unwritten]:
+            ticket.wait()
+            self._tiers.give_back(piece)
+
+    def _moved_since(self, begin_s: float) -> Moved:
+        events = [e for e in self.metrics.events_since(begin_s) if e.begin_s >= begin_s]
+        reads = [event for event in events if event.row == DISK_READS]
+        writes = [event for event in events if event.row == DISK_WRITES]
+        return Moved(
+            sum(event.nbytes for event in reads),
+            sum(event.nbytes for event in writes),
+            busy_s([*reads, *writes]),
+        )

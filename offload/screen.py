@@ -1,0 +1,152 @@
+"""Where a line that is written again and again is shown: a terminal, a notebook, a plain file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol, TextIO
+
+_PLAIN_EVERY_S = 10.0  # between lines that stay
+_NOTEBOOK_WIDTH = 160
+_BETWEEN = " | "
+
+
+class Part(Protocol):
+    """Of a line. rank: where there is no room for all, those with the lowest come first."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Screen(Protocol):
+    """every_s: the least time between two lines. One thread uses it."""
+
+    every_s: float
+
+    def show(self, parts: Sequence[Part]) -> None:
+        """In the place of what was shown before, if it can be."""
+
+    def end(self) -> None:
+        """What was shown last stays, and others may write below it. Any number of times."""
+
+
+def fit(parts: Sequence[Part], width: int | None) -> str:
+    """A line of at most `width` characters (None: of any length). Parts keep their order; where
+    there is no room for all, the important ones are chosen first, and the first of these is cut if
+    it must be.
+    """
+    if width is None:
+        return _joined(parts)
+    kept: list[Part] = []
+    for part in sorted(parts, key=lambda part: part.rank):
+        more = [one for one in parts if one is part or one in kept]
+        if not kept or len(_joined(more)) <= width:
+            kept = more
+    return _joined(kept)[:width]
+
+
+def _joined(parts: Sequence[Part]) -> str:
+    return _BETWEEN.join(part.text for part in parts)
+
+
+class TerminalScreen:
+    """One line, written over, as wide as the terminal is at the moment."""
+
+    def __init__(self, out: TextIO, every_s: float) -> None:
+        self.every_s = every_s
+        self._out = out
+        self._is_open = False
+
+    def show(self, parts: Sequence[Part]) -> None:
+        width = max(1, _columns(self._out) - 1)  # a full line would begin another
+        self._out.write(f"\r{fit(parts, width):<{width}}")
+        self._out.flush()
+        self._is_open = True
+
+    def end(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._out.write("\n")
+            self._out.flush()
+
+
+class PlainScreen:
+    """A file or a pipe, where every line stays: there are few of them."""
+
+    def __init__(self, out: TextIO, every_s: float) -> None:
+        self.every_s = max(every_s, _PLAIN_EVERY_S)
+        self._out = out
+
+    def show(self, parts: Sequence[Part]) -> None:
+        self._out.write(f"{fit(parts, None)}\n")
+        self._out.flush()
+
+    def end(self) -> None:
+        """Lines end themselves."""
+
+
+class NotebookScreen:
+    """One output of a cell, changed in place. display: IPython's."""
+
+    def __init__(self, display: Any, every_s: float) -> None:
+        self.every_s = every_s
+        self._display = display
+        self._handle: Any = None
+
+    def show(self, parts: Sequence[Part]) -> None:
+        shown = {"text/plain": fit(parts, _NOTEBOOK_WIDTH)}
+        if self._handle is None:
+            self._handle = self._display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+    def end(self) -> None:
+        """The output stays as it is."""
+
+
+class NoScreen:
+    """Another rank shows the line, or there is no stderr."""
+
+    every_s = float("inf")
+
+    def show(self, parts: Sequence[Part]) -> None:
+        """Nobody looks."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
+
+
+def find_screen(out: TextIO | None, every_s: float) -> Screen:
+    """out: None for the notebook that runs this, else standard error."""
+    display = _notebook_display() if out is None else None
+    if display is not None:
+        return NotebookScreen(display, every_s)
+    stream: TextIO | None = sys.stderr if out is None else out
+    if stream is None:  # Python was started without one
+        return NoScreen()
+    return TerminalScreen(stream, every_s) if stream.isatty() else PlainScreen(stream, every_s)
+
+
+def _columns(out: TextIO) -> int:
+    """Of the terminal that is written to; where it does not tell, of the one that Python finds."""
+    try:
+        return os.get_terminal_size(out.fileno()).columns or 80
+    except (AttributeError, OSError, ValueError):
+        return shutil.get_terminal_size().columns
+
+
+def _notebook_display() -> Any:
+    """IPython's `display` where a kernel runs this, not a terminal; None elsewhere, and where
+    nobody has imported IPython.
+    """
+    shell_of: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = shell_of() if callable(shell_of) else None
+    if getattr(shell, "kernel", None) is None:
+        return None
+    return importlib.import_module("IPython.display").display

@@ -1,0 +1,279 @@
+"""What a model needs, from its shapes alone, against what it needs when it really runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+import offload
+from offload.errors import ConfigError
+from offload.footprint import Footprint, make_on_meta, make_optimizer, measure
+from offload.meter import Meter, metered
+from offload.model_source import FunctionSource, find_source
+from offload.standin import StandIn
+
+BATCH, SEQUENCE = 2, 24
+
+
+def plain() -> nn.Module:
+    return StandIn(3, 64, 100, 4, 128, 64)
+
+
+def grouped() -> nn.Module:
+    return StandIn(3, 64, 100, 4, 128, 64, key_value_heads=2)
+
+
+def tied() -> nn.Module:
+    return StandIn(3, 64, 100, 4, 128, 64, is_tied=True)
+
+
+def source_of(make: Callable[[], nn.Module]) -> FunctionSource:
+    return FunctionSource(f"here:{make.__name__}", make)
+
+
+def kept_for_real(model: nn.Module, source: FunctionSource, batch: Tensor) -> int:
+    """Bytes behind all that autograd saves, but parameters and input."""
+    known = {t.untyped_storage()._cdata for t in (*model.parameters(), batch)}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        source.loss(model, batch)
+    return sum(t.untyped_storage().nbytes() for c, t in kept.items() if c not in known)
+
+
+@pytest.mark.parametrize("make", [plain, grouped, tied])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_counted_is_what_autograd_keeps(
+    make: Callable[[], nn.Module], dtype: torch.dtype, seed: int
+) -> None:
+    source = source_of(make)
+    real = make().to(dtype)
+    batch = source.make_batch(BATCH, SEQUENCE, torch.Generator().manual_seed(seed), "cpu")
+    model = make_on_meta(source, str(dtype).removeprefix("torch."))
+    on_meta = source.make_batch(BATCH, SEQUENCE, device="meta")
+    meter = Meter([*model.parameters(), on_meta])
+    with metered(meter):
+        loss = source.loss(model, on_meta)
+        assert meter.live_bytes - loss.nbytes == kept_for_real(real, source, batch)
+
+
+def products() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 50))
+
+
+def test_products_are_counted_as_torch_counts_them() -> None:
+    source = source_of(products)
+    model, batch = products(), source.make_batch(BATCH, SEQUENCE, device="cpu")
+    with FlopCounterMode(display=False) as counter:
+        source.loss(model, batch).backward()
+    assert measure(source, BATCH, SEQUENCE).flops == counter.get_total_flops()
+
+
+def test_attention_is_counted_without_the_matrix_of_all_pairs() -> None:
+    """Twice as long texts: twice the activations, and more than twice the work."""
+    short, long = measure(source_of(plain), 1, 30), measure(source_of(plain), 1, 60)
+    assert long.activation_bytes <= 2.01 * short.activation_bytes
+    assert long.flops > 2.1 * short.flops
+
+
+def test_shared_heads_cost_less_to_make_and_as_much_to_use() -> None:
+    """The products for keys and values are half as large; attention itself is the same."""
+    hidden, tokens = 64, BATCH * SEQUENCE
+    saved = 3 * 2 * tokens * hidden * hidden  # two products, each half of hidden x hidden
+    whole, half = (measure(source_of(make), BATCH, SEQUENCE).flops for make in (plain, grouped))
+    assert whole - half == 3 * saved  # layers; forward once, backward twice is in `saved`
+
+
+# --- the order of uses ----------------------------------------------------------------------------
+
+
+def order_for_real(source: FunctionSource, directory: Path, activations: str) -> list[Any]:
+    model: Any = source.make_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = offload.prepare(
+        model, optimizer, host_memory="1MiB", nvme=directory, activations=activations
+    )
+    with optimizer:
+        batch = source.make_batch(BATCH, SEQUENCE, device="cpu")
+        source.loss(model, batch).backward()
+        facts = offload.report(optimizer).trace
+        assert facts is not None
+        return [tuple(use) for use in facts.uses()]
+
+
+@pytest.mark.parametrize("make", [plain, tied])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_units_are_used_in_the_order_in_which_they_are_for_real(
+    make: Callable[[], nn.Module], activations: str, tmp_path: Path
+) -> None:
+    found = measure(source_of(make), BATCH, SEQUENCE, activations=activations)
+    order = [(use.phase, use.unit) for use in found.uses]
+    assert order == order_for_real(source_of(make), tmp_path, activations)
+
+
+def test_recomputed_layers_keep_less_and_compute_more() -> None:
+    kept = measure(source_of(plain), BATCH, SEQUENCE)
+    again = measure(source_of(plain), BATCH, SEQUENCE, activations="recompute")
+    assert again.activation_bytes < kept.activation_bytes / 4
+    forward = sum(use.flops for use in kept.uses if use.phase == 0)
+    assert kept.flops < again.flops <= kept.flops + forward
+
+
+# --- what is said of it ---------------------------------------------------------------------------
+
+
+def test_sizes_and_types_are_those_of_the_model() -> None:
+    found = measure(source_of(plain), BATCH, SEQUENCE, dtype="bfloat16")
+    model = plain()
+    assert found.numel == sum(param.numel() for param in model.parameters())
+    assert (found.dtype, found.param_bytes) == ("bfloat16", 2 * found.numel)
+    assert (found.tokens, found.buffer_bytes) == (BATCH * SEQUENCE, 0)
+    assert sum(unit.nbytes for unit in found.units) >= found.param_bytes
+
+
+def test_logits_grow_with_the_vocabulary_and_activations_do_not() -> None:
+    def wide() -> nn.Module:
+        return StandIn(3, 64, 5000, 4, 128, 64)
+
+    few, many = (measure(source_of(make), BATCH, SEQUENCE) for make in (plain, wide))
+    assert many.activation_bytes == few.activation_bytes
+    tokens = BATCH * SEQUENCE
+    assert many.logits_bytes >= tokens * 5000 * 4 > few.logits_bytes
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
+def test_every_optimizer_that_is_named_is_made(name: str) -> None:
+    model = make_on_meta(source_of(plain))
+    assert type(make_optimizer(name, model)).__name__.lower() == name
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model = make_on_meta(source_of(plain)).requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter that is trained"):
+        make_optimizer("adamw", model)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    found = measure(source_of(plain), BATCH, SEQUENCE, activations="recompute")
+    for module in found.model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert "forward" not in vars(module) and "_call_impl" not in vars(module)
+    assert all(param.grad is None for param in found.model.parameters())
+
+
+# --- models that look at their input --------------------------------------------------------------
+
+
+class Checks(nn.Module):
+    """Looks at values as many models do, to refuse wrong ones or to take a short way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.took_short_way = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if (tokens < 0).any():
+            raise ValueError("negative tokens")
+        self.took_short_way = bool((tokens >= 0).all())
+        output: Tensor = self.layer(self.table(tokens))
+        return output
+
+
+class Looks(Checks):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, : int(tokens[0, 0].item())])
+
+
+def test_checks_of_values_go_as_they_do_with_ordinary_ones() -> None:
+    found = measure(source_of(Checks), BATCH, SEQUENCE)
+    assert found.flops > 0
+    assert found.model.took_short_way
+
+
+def test_a_model_that_needs_values_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"here:Looks: cannot be run on shapes alone with 2 texts"
+    ):
+        measure(source_of(Looks), BATCH, SEQUENCE)
+
+
+def test_a_text_that_is_too_long_for_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at most 64 tokens of a text, got 65"):
+        measure(source_of(plain), 1, 65)
+
+
+class Elsewhere(nn.Module):
+    """Names a device where others would leave it open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.weight = nn.Parameter(torch.zeros(8, 20, device="cpu"))
+        self.register_buffer("scale", torch.ones(3, device="cpu"))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens) @ self.weight * self.scale[0]
+
+
+def test_a_model_that_names_its_device_is_counted_too() -> None:
+    found = measure(source_of(Elsewhere), BATCH, SEQUENCE)
+    assert all(param.is_meta for param in found.model.parameters())
+    assert found.buffer_bytes == 12
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_of_transformers_is_counted(kind: str, tmp_path: Path) -> None:
+    """Its masks are made of values that are not there."""
+    pytest.importorskip("transformers")
+    from test_model_source import CONFIGS, config_file
+
+    config_file(tmp_path, CONFIGS[kind])
+    found = measure(find_source(tmp_path), BATCH, SEQUENCE)
+    forward = sum(use.flops for use in found.uses if use.phase == 0)
+    assert 2.5 * forward < found.flops < 3.5 * forward
+
+
+# --- nothing is allocated -------------------------------------------------------------------------
+
+LARGE = """
+import resource, torch
+from offload.footprint import measure
+from offload.model_source import find_source
+measure(find_source("1M"), 1, 64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = measure(find_source("70B"), 1, 4096)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(found.numel, found.activation_bytes, after - before)
+"""
+
+
+def test_a_model_of_70_billion_parameters_takes_no_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=240
+    )
+    numel, activation_bytes, grown_kib = map(int, done.stdout.split())
+    assert 65e9 < numel < 75e9
+    assert activation_bytes > 50e9
+    assert grown_kib < 200 << 10, "KiB; its parameters alone would be 138 GB"
+
+
+def test_a_footprint_does_not_change_from_one_time_to_the_next() -> None:
+    def numbers(found: Footprint) -> tuple[object, ...]:
+        return found.uses, found.activation_bytes, found.logits_bytes, found.layer_bytes
+
+    one, other = (measure(source_of(plain), BATCH, SEQUENCE) for _ in range(2))
+    assert numbers(one) == numbers(other)
