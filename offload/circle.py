@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.shard import Members, Speakers, default_store, members_of, name_for, speakers_of
+from offload.shard import (
+    Members,
+    Speakers,
+    Worker,
+    default_store,
+    members_of,
+    name_for,
+    speakers_of,
+)
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
 _MEETINGS: Counter[str] = Counter()  # how many there have been, by name
@@ -166,7 +174,7 @@ def _close_later(speakers: Speakers, work: Any, touched: list[Tensor]) -> None:
         speakers.close()
         touched.clear()
 
-    threading.Thread(target=close, name="offload leaves", daemon=True).start()
+    Worker("offload leaves", at_end=close).end()
 
 
 class Bell:

@@ -24,6 +24,7 @@ from offload.shard.placing import (
     sum_over_meshes,
 )
 from offload.shard.ranks import Ranks, ranks_of
+from offload.shard.worker import Worker
 
 __all__ = [
     "DeviceLink",
@@ -32,6 +33,7 @@ __all__ = [
     "Ranks",
     "Rows",
     "Speakers",
+    "Worker",
     "default_store",
     "is_connected",
     "is_initialised",

@@ -95,7 +95,7 @@ class Ranks:
         self._unsettled: list[object] = []  # what the network may still write to, after an error
         self._scratch: list[Tensor] = []
         self._links: list[DeviceLink] = []
-        self._worker = Worker("ranks")
+        self._worker = Worker("ranks", partial(_hang_up, self._speakers, self._unsettled))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -422,6 +422,11 @@ class Ranks:
 
     def _receive(self, part: Tensor, rank: int) -> Any:
         return self._speakers.receive(part, rank)
+
+
+def _hang_up(speakers: Speakers, unsettled: Sequence[object]) -> None:
+    if not unsettled:  # to close connections is to wait for what is under way on them
+        speakers.close()
 
 
 def _close_links(links: Sequence[DeviceLink]) -> None:

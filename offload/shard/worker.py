@@ -18,11 +18,13 @@ _RUNNING: weakref.WeakKeyDictionary[threading.Thread, Acts] = weakref.WeakKeyDic
 
 
 class Worker:
-    """Acts are done in the order of `put`, until `end`, or until nobody has the worker."""
+    """Acts are done in the order of `put`, until `end`, until nobody has the worker, or until the
+    process ends; then `at_end`, in the same thread.
+    """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, at_end: Callable[[], None]) -> None:
         self._acts: Acts = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._acts,), name=name, daemon=True)
+        thread = threading.Thread(target=_work, args=(self._acts, at_end), name=name, daemon=True)
         _RUNNING[thread] = self._acts
         thread.start()
         weakref.finalize(self, self._acts.put, None).atexit = False
@@ -35,11 +37,11 @@ class Worker:
         self._acts.put(None)
 
 
-def _work(acts: Acts) -> None:
+def _work(acts: Acts, at_end: Callable[[], None]) -> None:
     while True:
         act = acts.get()
         if act is None:
-            return
+            return at_end()
         end = act()
         del act  # it holds tensors, whose memory may be wanted as soon as it is over
         end()
@@ -48,8 +50,9 @@ def _work(acts: Acts) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """An act may have the last hold of connections. To take them down takes milliseconds without
-    the GIL, and to ask for it when the interpreter has gone would abort the process.
+    """Connections go down here, not later: their own threads let go of tensors, and so does an act
+    that has the last hold of them. To ask for the GIL when the interpreter has gone would abort the
+    process.
     """
     running = [(thread, acts) for thread, acts in _RUNNING.items() if thread.is_alive()]
     for _, acts in running:

@@ -5,14 +5,37 @@ interpreter.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import offload
+
+def _tasks() -> dict[str, str]:
+    """The names of this process's threads, Python's or not."""
+    return {task.name: (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+
+
+@atexit.register  # before those of offload, so that it is called after them
+def _look_for_connections() -> None:
+    """Threads of gloo, each of which may let go of a tensor at any moment. The program's own may
+    be there: torch holds on to its group.
+    """
+    left = [name for task, name in _tasks().items() if task not in BEFORE]
+    left = [name for name in left if name.startswith("pt_gloo")]
+    if left:
+        print(f"{len(left)} threads of connections are left", file=sys.stderr, flush=True)
+        os._exit(3)
+
+
+import offload  # noqa: E402
+
+BEFORE: set[str] = set()  # threads that are not ours
 
 
 def main(rank: int, store: str, how: str) -> None:
@@ -24,6 +47,7 @@ def main(rank: int, store: str, how: str) -> None:
         world_size=2,
         timeout=timedelta(seconds=30),
     )
+    BEFORE.update(_tasks())
     torch.manual_seed(1)
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)

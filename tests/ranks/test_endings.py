@@ -17,7 +17,9 @@ WAYS = ["wrap closed", "wrap open", "wrap alone", "prepare closed", "prepare ope
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", WAYS)
 def test_the_end_of_the_interpreter(tmp_path: Path, how: str) -> None:
-    """A thread of ours that takes connections down at that moment would abort it."""
+    """A thread of ours, or of our connections, that wants the GIL at that moment would abort it;
+    so none is left by then, which the program looks at itself.
+    """
     ranks = [
         subprocess.Popen(
             [sys.executable, str(LOOP), f"{rank}", str(tmp_path / "store"), how],
@@ -43,7 +45,7 @@ def test_what_is_under_way_at_the_end_is_waited_for() -> None:
         "def act():\n"
         "    time.sleep(0.5)\n"
         "    return lambda: os.write(1, b'done')\n"
-        "Worker('slow').put(act)\n"
+        "Worker('slow', at_end=lambda: os.write(1, b' and over')).put(act)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, b"done"), done.stderr
+    assert (done.returncode, done.stdout) == (0, b"done and over"), done.stderr
