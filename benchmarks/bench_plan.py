@@ -27,7 +27,7 @@ from results import HERE, machine_header
 
 import offload
 from offload import profile, run_file
-from offload.model_source import find_source
+from offload.foresight.model_source import find_source
 from offload.profile import Profile
 from offload.run_file import Run
 

@@ -30,9 +30,9 @@ from predict_results import BYTES_NEAR, NEEDED, Known, Prediction, Predictions
 
 import offload
 from offload import run_file
+from offload.foresight.simulator import simulate
 from offload.profile import Profile, Tuning, this_machine
 from offload.run_file import Run, StepFact
-from offload.simulator import simulate
 from offload.store import DiskStore
 from offload.timeline import DISK_READS, DISK_WRITES, Event
 from offload.workload import Budgets, Workload

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload import kernels
 from offload.errors import ConfigError, StateError
-from offload.outline import Outline
+from offload.foresight.outline import Outline
 from offload.shard import Ranks, ranks_of
 
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.gathered_tier import NETWORK
 from offload.metrics import Metrics, Snapshot
 from offload.optim import Session, is_wrapped
 from offload.optim.ledger import Ledger
@@ -19,7 +18,8 @@ from offload.prepared import Prepared, prepared_of
 from offload.recording import Facts
 from offload.reports import Account, ActivationUse, ModelUse, RankUse, Report, SharedUse
 from offload.run_file import UnitFact
-from offload.sharded_residency import ShardedResidency
+from offload.tiers.gathered_tier import NETWORK
+from offload.tiers.sharded_residency import ShardedResidency
 from offload.tuning import Chosen
 from offload.units import enclosing
 

@@ -13,13 +13,14 @@ from torch import nn
 
 from offload.accord import draw_up, joined
 from offload.accounts import report_on
-from offload.ask import Ask
 from offload.checkpoint.loading import load as load_checkpoint
 from offload.checkpoint.saving import save as save_checkpoint
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.forecast import Forecast
-from offload.forecaster import forecast
+from offload.foresight.ask import Ask
+from offload.foresight.forecast import Forecast
+from offload.foresight.forecaster import forecast
+from offload.foresight.outline import Outline
 from offload.heap import keep_freed_memory
 from offload.hooks import watch_gradients, watch_passes
 from offload.limits import host_bytes, limited, telling_of_the_budget
@@ -27,7 +28,6 @@ from offload.log import LOG
 from offload.model_plan import ModelPlan
 from offload.optim import Request, attach, is_wrapped
 from offload.optim.opening import open_session
-from offload.outline import Outline
 from offload.planner import Plan
 from offload.prepared import Prepared, prepared_of, refuse_prepared
 from offload.reports import Report

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.activations import Activations
 from offload.block import Block, Reference
-from offload.device_gradients import DeviceGradients
-from offload.device_residency import DeviceResidency
 from offload.errors import StateError
-from offload.gradients import Gradients, Places, Spill
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
-from offload.mean_gradients import Among
 from offload.metrics import Metrics
 from offload.pieces import Saved
 from offload.pool import Pool
-from offload.residency import Parts, Residency
-from offload.sharded_gradients import ShardedGradients
-from offload.sharded_residency import ShardedResidency
 from offload.store import DiskStore, MemoryStore
+from offload.tiers.activations import Activations
+from offload.tiers.device_gradients import DeviceGradients
+from offload.tiers.device_residency import DeviceResidency
+from offload.tiers.gradients import Gradients, Places, Spill
+from offload.tiers.mean_gradients import Among
+from offload.tiers.residency import Parts, Residency
+from offload.tiers.sharded_gradients import ShardedGradients
+from offload.tiers.sharded_residency import ShardedResidency
 from offload.trace import Phase, Trace
 from offload.transfer import DeviceTransfer
 from offload.units import Unit, enclosing

@@ -12,16 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from offload.accord import agreed, same_random, together
-from offload.activations import Activations
 from offload.budget import HOST, Share
-from offload.device_network import DeviceNetwork
-from offload.device_wholes import DeviceWholes
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, StateError
+from offload.foresight.outline import Outline
 from offload.gauges import resident_bytes, used_by
 from offload.hooks import watch_gradients
 from offload.log import LOG
-from offload.mean_gradients import Among
 from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
@@ -31,21 +28,24 @@ from offload.optim.homes import Homes
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
 from offload.optim.tiers import Tiers, is_chunk_key
-from offload.outline import Outline
-from offload.outside import InHost, OnDisk, Outside
 from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
 from offload.recompute import Recompute, layers_of
 from offload.services import Services
 from offload.shard import Ranks
-from offload.sharded_gradients import ShardedGradients
 from offload.sharded_state import complete
 from offload.sliced_gradient import NO_SCALER
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
+from offload.tiers.activations import Activations
+from offload.tiers.device_network import DeviceNetwork
+from offload.tiers.device_wholes import DeviceWholes
+from offload.tiers.mean_gradients import Among
+from offload.tiers.outside import InHost, OnDisk, Outside
+from offload.tiers.sharded_gradients import ShardedGradients
+from offload.tiers.wholes import HostWholes, Wholes
 from offload.trace import Trace
 from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
-from offload.wholes import HostWholes, Wholes
 from offload.workbench import Workbench
 
 T = TypeVar("T")

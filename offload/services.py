@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError, StateError
 from offload.hooks import Interception, intercept
-from offload.residency import Residency
 from offload.store.mapped import mapped_tensor
+from offload.tiers.residency import Residency
 from offload.units import Unit
 
 

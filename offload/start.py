@@ -24,10 +24,10 @@ from offload.initialise import Task, empty_, is_filled, plan_tasks, refuse_empty
 from offload.log import LOG
 from offload.matching import Match, Place, match
 from offload.metrics import Metrics
-from offload.residency import Residency
 from offload.store import DiskStore
 from offload.store.originals import Originals, Piece
 from offload.store.weights import Weights
+from offload.tiers.residency import Residency
 from offload.units import Member, Unit
 
 _CAST_BYTES = 4 << 20  # of the buffer that values pass through on their way to another type

@@ -17,9 +17,9 @@ from torch import nn
 from offload.api import prepare, report
 from offload.config import PARAM_DTYPES
 from offload.errors import ConfigError, OffloadError
+from offload.foresight.model_shape import Shape
+from offload.foresight.model_source import Source, find_source
 from offload.machine import free_memory_bytes, read_memory
-from offload.model_shape import Shape
-from offload.model_source import Source, find_source
 from offload.transfer import find_device
 from offload.trial import current
 

@@ -18,7 +18,7 @@ from offload.block import Block, Presence
 from offload.errors import CapacityError
 from offload.layout import Chunk, Slice
 from offload.optim.desk import Arriving, Desk
-from offload.residency import Residency
+from offload.tiers.residency import Residency
 
 MOST_BLOCKS = 3  # one that is worked on, those that come
 

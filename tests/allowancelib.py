@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from offload.allowance import Allowance
+from offload.tiers.allowance import Allowance
 from offload.transfer import Reading
 
 LIMIT, LEAST, UNITS = 1000, 100, 4

@@ -20,17 +20,19 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import ConfigError, StateError, activations, engine, outline, recompute
+from offload import ConfigError, StateError, engine, recompute
 from offload import units as units_module
-from offload.activations import Activations
 from offload.errors import StoreError
+from offload.foresight import outline
 from offload.metrics import Metrics
-from offload.outside import OnDisk
 from offload.pieces import Piece, Saved, Stage
 from offload.prepared import Prepared, prepared_of
 from offload.store import growing
 from offload.store.growing import GrowingStore
 from offload.ticket import Ticket
+from offload.tiers import activations
+from offload.tiers.activations import Activations
+from offload.tiers.outside import OnDisk
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 KI = 1 << 10

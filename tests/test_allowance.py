@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from allowancelib import CHECKS, LEAST, LIMIT, Gauge, allowance_of, run
 
-from offload.allowance import Allowance
+from offload.tiers.allowance import Allowance
 
 
 def allowed(allowance: Allowance, phase: str = "forward") -> int:

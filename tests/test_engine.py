@@ -20,12 +20,12 @@ from offload.block import Reference
 from offload.budget import Budget
 from offload.engine import Engine
 from offload.errors import StateError
-from offload.gradients import Spill
 from offload.guard import is_guarded
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.store import DiskStore, MemoryStore
 from offload.ticket import Ticket
+from offload.tiers.gradients import Spill
 from offload.units import enclosing, find_units
 
 

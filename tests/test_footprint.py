@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import offload
 from offload.errors import ConfigError
-from offload.footprint import Footprint, make_on_meta, make_optimizer, measure
+from offload.foresight.footprint import Footprint, make_on_meta, make_optimizer, measure
+from offload.foresight.model_source import FunctionSource, find_source
 from offload.meter import Meter, metered
-from offload.model_source import FunctionSource, find_source
 from offload.standin import StandIn
 
 BATCH, SEQUENCE = 2, 24
@@ -251,8 +251,8 @@ def test_a_model_of_transformers_is_counted(kind: str, tmp_path: Path) -> None:
 
 LARGE = """
 import resource, torch
-from offload.footprint import measure
-from offload.model_source import find_source
+from offload.foresight.footprint import measure
+from offload.foresight.model_source import find_source
 measure(find_source("1M"), 1, 64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = measure(find_source("70B"), 1, 4096)

@@ -13,14 +13,14 @@ from torch import nn
 
 import offload
 from offload import tuning
-from offload.ask import FIELDS, Ask
-from offload.draft import Draft
 from offload.errors import CapacityError, ConfigError, FormatError
-from offload.footprint import measure
-from offload.forecast import HIDDEN_SHARE, Forecast
-from offload.forecaster import forecast
-from offload.machines import NOMINAL, find_machine, shipped, with_drives
-from offload.model_source import FunctionSource, find_source
+from offload.foresight.ask import FIELDS, Ask
+from offload.foresight.draft import Draft
+from offload.foresight.footprint import measure
+from offload.foresight.forecast import HIDDEN_SHARE, Forecast
+from offload.foresight.forecaster import forecast
+from offload.foresight.machines import NOMINAL, find_machine, shipped, with_drives
+from offload.foresight.model_source import FunctionSource, find_source
 from offload.planner import least_arena_bytes
 from offload.profile import Disk, Profile, Tuned, Tuning
 from offload.standin import StandIn

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ConfigError, FormatError
-from offload.model_shape import PUBLISHED, Shape, derive_shape, parse_count
-from offload.model_source import FunctionSource, find_source
+from offload.foresight.model_shape import PUBLISHED, Shape, derive_shape, parse_count
+from offload.foresight.model_source import FunctionSource, find_source
 from offload.standin import StandIn
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload import pace as pace_module
 from offload.metrics import Metrics
-from offload.pace import Pace
+from offload.tiers import pace as pace_module
+from offload.tiers.pace import Pace
 from offload.timeline import DISK_READS, DISK_WRITES, Event
 from offload.trace import Phase, Trace, Use
 

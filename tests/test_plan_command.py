@@ -17,10 +17,10 @@ from torch import nn
 
 import offload
 from offload import cli, run_file
-from offload.ask import Ask
 from offload.errors import CapacityError, ConfigError
-from offload.machines import NOMINAL
-from offload.replay import replay
+from offload.foresight.ask import Ask
+from offload.foresight.machines import NOMINAL
+from offload.foresight.replay import replay
 from offload.standin import StandIn
 from offload.workload import Workload
 

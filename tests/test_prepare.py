@@ -16,10 +16,11 @@ from preparelib import batch, loss_of, make
 from torch import nn
 
 import offload
-from offload import CapacityError, ConfigError, StateError, kernels, residency
+from offload import CapacityError, ConfigError, StateError, kernels
 from offload import units as units_module
 from offload.guard import is_guarded
 from offload.prepared import prepared_of
+from offload.tiers import residency
 from offload.units import enclosing
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
@@ -143,7 +144,7 @@ def test_refusals_change_nothing(tmp_path: Path) -> None:
 def test_a_failure_on_the_way_leaves_the_model_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.residency import Residency
+    from offload.tiers.residency import Residency
 
     taken = []
     real = Residency.take_in

@@ -15,13 +15,14 @@ from preparelib import MODELS, batch, loss_of, make
 from torch import nn
 
 import offload
-from offload import gradients, planner, units
+from offload import planner, units
 from offload.budget import Budget
 from offload.config import Config
 from offload.errors import CapacityError, ConfigError
-from offload.outline import Outline
+from offload.foresight.outline import Outline
 from offload.prepared import Prepared
 from offload.shares import share_out
+from offload.tiers import gradients
 from offload.units import find_units
 
 KI = 1024

@@ -16,11 +16,11 @@ from torch.nn import functional
 import offload
 from offload import run_file
 from offload.errors import CapacityError, ConfigError
+from offload.foresight.simulation.clock import Clock
+from offload.foresight.simulation.drives import Drives, Rates, Request
+from offload.foresight.simulator import Outcome, simulate
 from offload.profile import Disk, Profile, Tuning
 from offload.run_file import ParamFact, Run, UnitFact
-from offload.simulation.clock import Clock
-from offload.simulation.drives import Drives, Rates, Request
-from offload.simulator import Outcome, simulate
 from offload.store.engine import PIECE_BYTES, Priority
 from offload.workload import BACKWARD, FORWARD, Budgets, Use, Workload
 

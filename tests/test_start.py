@@ -24,9 +24,9 @@ from offload.errors import CapacityError
 from offload.guard import is_guarded
 from offload.initialise import plan_tasks
 from offload.prepared import Prepared, prepared_of
-from offload.residency import Residency
 from offload.store.originals import Original
 from offload.store.weights import INDEX
+from offload.tiers.residency import Residency
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 KI = 1 << 10

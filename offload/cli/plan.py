@@ -8,14 +8,14 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from offload.ask import FIELDS, OPTIMIZERS, Ask
 from offload.cli.output import results
 from offload.config import ACTIVATIONS, PARAM_DTYPES
 from offload.errors import ConfigError
+from offload.foresight.ask import FIELDS, OPTIMIZERS, Ask
 
 if TYPE_CHECKING:
-    from offload.forecast import Forecast
-    from offload.replay import Replay
+    from offload.foresight.forecast import Forecast
+    from offload.foresight.replay import Replay
 
 SUMMARY: Final = "What a model needs, what fits where, how long a step takes; nothing is allocated."
 EXIT_PROBLEM: Final = 1
@@ -106,7 +106,7 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         raise ConfigError("--from: is for --trace, which tells what a run was recorded on")
     ask = Ask.of(args.model, **_given(args, FIELDS))
     # Here, because other commands must work where torch does not.
-    from offload.forecaster import forecast
+    from offload.foresight.forecaster import forecast
 
     line = ProgressLine(sys.stderr)
     try:
@@ -142,7 +142,7 @@ def _replay(args: argparse.Namespace) -> Replay:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option}: a recorded run has its own; leave it out with --trace")
     budgets = Ask.of("", **_given(args, ("host_memory", "device_memory", "nvme", "nvme_count")))
-    from offload.replay import replay
+    from offload.foresight.replay import replay
 
     return replay(args.trace, args.on, args.from_profile, budgets)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.device_network import DeviceNetwork
 from offload.errors import StateError
 from offload.metrics import Metrics
 from offload.optim.agreement import differing, settings_sum
@@ -30,6 +29,7 @@ from offload.optim.sums import checksums
 from offload.pool import Pool
 from offload.rank_share import RankShare
 from offload.shard import Ranks
+from offload.tiers.device_network import DeviceNetwork
 
 _COMPARED_STEPS = 2  # in which all parameters and gradients are compared; later a sample of them
 _SAMPLE_BYTES = 1 << 20

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.device_network import DeviceNetwork
 from offload.metrics import Metrics
 from offload.optim.buckets import Buckets
 from offload.optim.exchange import Buffer, Exchange, Flight, Round, Values
 from offload.ticket import Ticket
+from offload.tiers.device_network import DeviceNetwork
 from offload.transfer import Mark
 
 

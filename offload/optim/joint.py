@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from offload.config import Config
-from offload.device_network import DeviceNetwork
 from offload.errors import ConfigError, StateError
 from offload.metrics import Metrics
 from offload.optim.agreement import check_alike, start_facts, together
@@ -26,6 +25,7 @@ from offload.optim.reducer import Carried, Reducer
 from offload.planner import Plan
 from offload.rank_share import RankShare
 from offload.shard import DeviceLink, Ranks
+from offload.tiers.device_network import DeviceNetwork
 
 MEETING_S = 60.0
 _CALL_ON_ALL = (

@@ -62,117 +62,158 @@ BY_HAND = [
 
 # The same for models that are prepared for a device: module, text, text instead of it, fault.
 OF_MODELS = [
-    ("device_tier", ".use()\n", "._loan.memory.detach()\n", "nobody waits for a block"),
-    ("device_tier", "elif block.on_device is not Presence.AWAY:", "elif 0:", "an old copy is used"),
+    ("tiers.device_tier", ".use()\n", "._loan.memory.detach()\n", "nobody waits for a block"),
     (
-        "device_tier",
+        "tiers.device_tier",
+        "elif block.on_device is not Presence.AWAY:",
+        "elif 0:",
+        "an old copy is used",
+    ),
+    (
+        "tiers.device_tier",
         "            return\n        if block.is_attached:\n            self.detach(block)\n",
         "            return\n        if 0:\n            self.detach(block)\n",
         "released without the flip",
     ),
     (
-        "copies",
+        "tiers.copies",
         "        self.hide(block)\n        block.is_attached = False",
         "        block.is_attached = False",
         "no flip back",
     ),
-    ("copies", "!= self._versions[block.number] or", "!= _versions(block) or", "a lost edit"),
-    ("copies", "or not self.is_in_place(block)\n", "or False\n", "other memory is lost"),
-    ("device_gradients", "addend.ticket.wait()", "pass", "a sum of what has not come"),
+    ("tiers.copies", "!= self._versions[block.number] or", "!= _versions(block) or", "a lost edit"),
+    ("tiers.copies", "or not self.is_in_place(block)\n", "or False\n", "other memory is lost"),
+    ("tiers.device_gradients", "addend.ticket.wait()", "pass", "a sum of what has not come"),
     (
-        "device_gradients",
+        "tiers.device_gradients",
         "        if ticket is not None:\n            ticket.wait()",
         "        if ticket is not None:\n            pass",
         "a gradient before it has come",
     ),
     (
-        "device_gradients",
+        "tiers.device_gradients",
         "self._add(param, held, grad.detach())\n        set_own_grad(param, None)",
         "self._add(param, held, grad.detach())\n        pass",
         "a gradient stays and counts twice",
     ),
-    ("device_gradients", "if addend.is_first:", "if 0:", "added to what was there before"),
-    ("device_gradients", "if param in self._on_disk and", "if 0 and", "the CPU waits for a copy"),
-    ("device_gradients", "holders(place) > 1", "False", "a gradient that is held is overwritten"),
-    ("device_gradients", "target[part], values, slot", "target, values, slot", "a wrong part"),
+    ("tiers.device_gradients", "if addend.is_first:", "if 0:", "added to what was there before"),
     (
-        "device_gradients",
+        "tiers.device_gradients",
+        "if param in self._on_disk and",
+        "if 0 and",
+        "the CPU waits for a copy",
+    ),
+    (
+        "tiers.device_gradients",
+        "holders(place) > 1",
+        "False",
+        "a gradient that is held is overwritten",
+    ),
+    (
+        "tiers.device_gradients",
+        "target[part], values, slot",
+        "target, values, slot",
+        "a wrong part",
+    ),
+    (
+        "tiers.device_gradients",
         "held.detach().copy_(grad.detach())",
         "pass",
         "a gradient that was lent does not come home",
     ),
     (
-        "device_residency",
+        "tiers.device_residency",
         "stack.callback(self._take_back, block)",
         "pass",
         "nothing is copied back",
     ),
-    ("device_residency", "if block.generation != generation:", "if 0:", "loaded values stay away"),
     (
-        "device_residency",
+        "tiers.device_residency",
+        "if block.generation != generation:",
+        "if 0:",
+        "loaded values stay away",
+    ),
+    (
+        "tiers.device_residency",
         "if block.is_attached and block.number not in self._lent:",
         "if 0:",
         "parameters are seen outside of runs",
     ),
-    ("device_residency", "self.tier.await_lift(block)\n        if", "if", "dropped too early"),
     (
-        "device_residency",
+        "tiers.device_residency",
+        "self.tier.await_lift(block)\n        if",
+        "if",
+        "dropped too early",
+    ),
+    (
+        "tiers.device_residency",
         "self.tier.await_lift(block)  # the",
         "pass  # the",
         "updated before the device has its copy",
     ),
     (
-        "device_residency",
+        "tiers.device_residency",
         "self.tier.await_lift(block)\n        self._shown",
         "self._shown",
         "loaded before the device has its copy",
     ),
     ("guard", "nowhere, GuardedOnDevice)", "nowhere, Guarded)", "gradients are not seen"),
-    ("allowance", "int(max(_MARGIN, _LONGER", "int(0 * max(_MARGIN, _LONGER", "no room for others"),
-    ("allowance", "self._least_bytes)", "left)", "too much before anything is known"),
+    (
+        "tiers.allowance",
+        "int(max(_MARGIN, _LONGER",
+        "int(0 * max(_MARGIN, _LONGER",
+        "no room for others",
+    ),
+    ("tiers.allowance", "self._least_bytes)", "left)", "too much before anything is known"),
 ]
 
 # And for those that are shared out over ranks; with the schedule that notices it.
 OF_RANKS = [
     (
-        "device_wholes",
+        "tiers.device_wholes",
         "return self.buffer.use()",
         "return self.buffer._loan.memory.detach()",
         "nobody waits for a gathered block",
         ("lazy", 0),
     ),
     (
-        "device_network",
+        "tiers.device_network",
         ".then(lambda reading: reading)",
         "",
         "a mean ends before it has been read",
         ("lazy", 0),
     ),
-    ("gathered_tier", "lift.wait()", "pass", "nobody waits for a lift", ("eager", 0)),
+    ("tiers.gathered_tier", "lift.wait()", "pass", "nobody waits for a lift", ("eager", 0)),
     (
-        "sharded_residency",
+        "tiers.sharded_residency",
         "self.tier.await_own(block)  # the others",
         "pass  # the others",
         "updated before the device has its slice",
         ("eager", 0),
     ),
-    ("mean_gradients", "flight.ticket.wait()", "pass", "a mean before it has come", ("lazy", 0)),
     (
-        "mean_gradients",
+        "tiers.mean_gradients",
+        "flight.ticket.wait()",
+        "pass",
+        "a mean before it has come",
+        ("lazy", 0),
+    ),
+    (
+        "tiers.mean_gradients",
         "self._slots.append(flight.slot)",
         "pass",
         "a staging place is lost",
         ("lazy", 0),
     ),
     (
-        "mean_gradients",
+        "tiers.mean_gradients",
         "direct = one.is_empty and number not in self._on_disk",
         "direct = one.is_empty",
         "the CPU waits for a gradient on disk",
         ("eager", 0),
     ),
     (
-        "sharded_residency",
+        "tiers.sharded_residency",
         "                self.tier.forget(block)\n                block.generation += 1",
         "                block.generation += 1",
         "old whole blocks after the update",
@@ -183,7 +224,12 @@ OF_RANKS = [
 
 # The same for gradients that several streams make.
 OF_STREAMS = [
-    ("device_wholes", "buffer.note_fill()  # gradients", "pass  # gradients", "zeroed too late"),
+    (
+        "tiers.device_wholes",
+        "buffer.note_fill()  # gradients",
+        "pass  # gradients",
+        "zeroed too late",
+    ),
 ]
 
 
@@ -204,7 +250,7 @@ def mutants_of_ranks() -> list[tuple[Mutant, tuple[str, int]]]:
 
 
 def mutant_of(module: str, old: str, new: str, what: str) -> Mutant:
-    text = (FOLDER.parent / f"{module}.py").read_text()
+    text = (FOLDER.parent / f"{module.replace('.', '/')}.py").read_text()
     assert text.count(old) == 1, f"{module} has {text.count(old)} times {old!r}: mend the list"
     return Mutant(module, f"{module} {what}", text.replace(old, new))
 

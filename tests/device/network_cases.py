@@ -10,10 +10,10 @@ from torch import Tensor
 from transfer_cases import register
 
 from offload.budget import Budget
-from offload.device_network import DeviceNetwork
 from offload.pool import Pool
 from offload.shard import ranks_of
 from offload.ticket import Ticket
+from offload.tiers.device_network import DeviceNetwork
 from offload.transfer import DeviceTransfer
 
 SLICE, BLOCKS = 96, 5  # elements of a slice

@@ -37,11 +37,11 @@ from transfer_cases import register
 
 import offload
 from offload import prepared
-from offload.device_wholes import DeviceWhole, DeviceWholes
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.pool import Pool
 from offload.ticket import Ticket
-from offload.wholes import Whole
+from offload.tiers.device_wholes import DeviceWhole, DeviceWholes
+from offload.tiers.wholes import Whole
 
 
 class Fork(nn.Module):

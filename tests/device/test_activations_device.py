@@ -17,14 +17,14 @@ from fake_accelerator import DeviceModule
 from torch import Tensor, nn
 from transfer_cases import register
 
-from offload import activations
-from offload.activations import Activations
 from offload.budget import Budget
 from offload.metrics import Metrics
-from offload.outside import InHost
 from offload.pool import Pool
 from offload.store import growing
 from offload.store.growing import GrowingStore
+from offload.tiers import activations
+from offload.tiers.activations import Activations
+from offload.tiers.outside import InHost
 from offload.transfer import DeviceTransfer
 
 KI = 1 << 10

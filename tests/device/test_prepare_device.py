@@ -30,15 +30,16 @@ from torch import Tensor, nn
 from transfer_cases import register
 
 import offload
-from offload import device_gradients, planner, prepared, units
+from offload import planner, prepared, units
 from offload.block import Presence
 from offload.budget import Budget
-from offload.device_residency import DeviceResidency
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.guard import is_guarded
 from offload.pool import Pool
 from offload.prepared import prepared_of
 from offload.shares import least_device_bytes
+from offload.tiers import device_gradients
+from offload.tiers.device_residency import DeviceResidency
 
 KI = 1 << 10
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]

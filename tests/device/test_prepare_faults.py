@@ -15,10 +15,11 @@ from mutants import Mutant, mutants_of_models, patched
 from prepare_cases import EXPECTED, SCENES
 from transfer_cases import register
 
-from offload import device_gradients, planner, prepared, units
+from offload import planner, prepared, units
 from offload.budget import Budget
 from offload.errors import OffloadError
 from offload.pool import Pool
+from offload.tiers import device_gradients
 
 
 @pytest.fixture(autouse=True)

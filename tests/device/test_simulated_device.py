@@ -17,11 +17,11 @@ from transfer_cases import register
 
 import offload
 from offload import planner, prepared, run_file, units
+from offload.foresight.simulator import simulate
 from offload.pool import Pool
 from offload.profile import Profile, Tuning
 from offload.run_file import Run
 from offload.shares import DEVICE_SPARE_BYTES
-from offload.simulator import simulate
 from offload.workload import Budgets, Workload
 
 STEPS = 6

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CapacityError, ConfigError, StateError
-from offload.sharded_residency import ShardedResidency
+from offload.tiers.sharded_residency import ShardedResidency
 
 pytestmark = pytest.mark.ranks
 

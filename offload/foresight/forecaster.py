@@ -1,0 +1,339 @@
+"""Finds out what training a model would take: counts the model on shapes alone, plans as the engine
+does, and runs the engine in virtual time. Allocates nothing and opens no directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from offload.config import Config, format_size
+from offload.errors import CapacityError
+from offload.foresight.ask import Ask
+from offload.foresight.draft import Draft
+from offload.foresight.footprint import measure
+from offload.foresight.forecast import HIDDEN_SHARE, Forecast, Saving, Timing, Wear
+from offload.foresight.machines import (
+    NOMINAL,
+    Machine,
+    completed,
+    find_machine,
+    missing_speeds,
+    usual_device_bytes,
+    usual_host_bytes,
+    with_drives,
+)
+from offload.foresight.model_source import Source, find_source
+from offload.foresight.simulation.arrangement import Arrangement, arrange
+from offload.foresight.simulator import MODEL, STEP, Outcome, simulate
+from offload.limits import host_bytes as usual_bytes_here
+from offload.profile import Profile, Tuned, Tuning
+from offload.tuning import UNTUNED, fingerprint_of
+from offload.workload import Budgets, Workload
+
+_GB = 10**9
+_ITERATIONS = 4  # two of them steady: what waits in buffers differs from step to step
+_FEWER_ITERATIONS = 3  # of a model so large that buffers are nothing to it
+_LARGE_NUMEL = 2 * 10**9
+_ORIGIN = (
+    " (host_memory was not given: then it is what the machine has, less 20 % or 8 GiB, or what is "
+    "free of that on a machine whose profile is not known)"
+)
+_MOST_FACTOR = 1e6  # times as many tokens
+
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is simulated. machine: with as many drives as are asked for."""
+
+    work: Workload
+    budgets: Budgets
+    machine: Profile
+    tuning: Tuning
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.work.params)
+
+    def run(self) -> Outcome:
+        count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
+        return simulate(self.work, self.budgets, self.machine, self.tuning, count)
+
+    def arrange(self) -> Arrangement:
+        return arrange(self.work, self.budgets, self.tuning.chunk_numel)
+
+
+def forecast(ask: Ask, tell: Tell = lambda text: None) -> Forecast:
+    """tell: is called with what is done now. Raises `ConfigError` where the model or the machine
+    cannot be found or run on shapes alone, `CapacityError` with the arithmetic where the budgets
+    cannot work.
+    """
+    machine = find_machine(ask.on)
+    source = find_source(ask.model, ask.shape)
+    known = machine.profile or NOMINAL
+    drives = ask.drives if ask.drives is not None else len(known.disks) or 1
+    profile = with_drives(completed(known), drives)
+    on_device = profile.device is not None or ask.device_bytes is not None
+    budgets = Budgets(
+        _host_bytes(ask, machine),
+        (ask.device_bytes or usual_device_bytes(profile)) if on_device else None,
+        drives,
+        ask.activations,
+    )
+    tell("counting what the model computes and keeps")
+    draft = _drafted(ask, source, on_device)
+    tuned = _tuned_for(draft, profile, ask, drives)
+    if tuned is not None and tuned.tuning.unit_bytes is not None:
+        draft = _drafted(ask, source, on_device, tuned.tuning.unit_bytes)
+    tuning = UNTUNED if tuned is None else tuned.tuning
+    case = _Case(draft.workload(profile), budgets, profile, tuning)
+    missing = missing_speeds(known, draft.footprint.dtype, drives, on_device)
+    if machine.profile is not None and missing:
+        machine = replace(machine, profile=None, note=_not_known(machine, missing))
+    return _answer(ask, machine, draft, case, tuned, tell)
+
+
+def _not_known(machine: Machine, missing: Sequence[str]) -> str:
+    return (
+        f"{machine.name} has no speed of {' and '.join(missing)}; `offload bench DIRECTORY --only "
+        f"{','.join(missing)}` measures it and keeps the rest"
+    )
+
+
+def _drafted(ask: Ask, source: Source, on_device: bool, unit_bytes: int | None = None) -> Draft:
+    footprint = measure(source, ask.batch, ask.sequence, ask.dtype, ask.activations, unit_bytes)
+    return Draft.of(footprint, ask.optimizer, on_device)
+
+
+def _host_bytes(ask: Ask, machine: Machine) -> int | None:
+    if ask.host_bytes is not None:
+        return ask.host_bytes
+    if machine.profile is not None:
+        return usual_host_bytes(machine.profile)
+    return usual_bytes_here(Config())[0]
+
+
+def _tuned_for(draft: Draft, machine: Profile, ask: Ask, drives: int) -> Tuned | None:
+    """What `offload tune` has found there for this very model, within budgets as they were given
+    to it, or not given.
+    """
+    return machine.tuned_for(
+        fingerprint_of(draft.footprint.model.parameters()),
+        "cpu" if not draft.on_device else machine.device or "cuda",
+        ask.host_bytes,
+        ask.device_bytes,
+        drives,
+    )
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+def _answer(
+    ask: Ask, machine: Machine, draft: Draft, case: _Case, tuned: Tuned | None, tell: Tell
+) -> Forecast:
+    footprint, budgets = draft.footprint, case.budgets
+    tell("simulating a step")
+    arrangement, outcome = _try(draft, case, ask.host_bytes is not None)
+    written_bytes = outcome.written_bytes + outcome.spilled_bytes
+    saving = _saving(ask, draft, case, machine.profile, arrangement)
+    return Forecast(
+        model=footprint.name,
+        machine=machine.name,
+        machine_note=machine.note,
+        numel=footprint.numel,
+        trained_numel=sum(spec.numel for spec in draft.specs if spec.fields),
+        dtype=footprint.dtype,
+        units=len(footprint.units),
+        batch=ask.batch,
+        sequence=ask.sequence,
+        tokens=footprint.tokens,
+        steps=ask.steps,
+        optimizer=ask.optimizer,
+        activations=ask.activations,
+        flops=float(footprint.flops),
+        host_bytes=budgets.host_bytes,
+        device_bytes=budgets.device_bytes,
+        drives=budgets.directories,
+        tiers=_tiers(draft, arrangement),
+        taken_bytes=outcome.host_bytes_taken,
+        passing_bytes=draft.passing_bytes,
+        disk_room_bytes=outcome.disk_bytes,
+        read_bytes=outcome.read_bytes,
+        written_bytes=outcome.written_bytes,
+        spilled_bytes=outcome.spilled_bytes,
+        to_device_bytes=outcome.to_device_bytes,
+        to_host_bytes=outcome.to_host_bytes,
+        wear=_wear(ask, written_bytes, saving, budgets.directories),
+        saving=saving,
+        least=_least(draft),
+        plain_bytes=draft.plain_bytes,
+        fits_without_us=draft.plain_bytes <= _room_bytes(draft, case, machine.profile),
+        notes=tuple(filter(None, (draft.recompute_note,))),
+        problems=_problems(draft, case, machine.profile, outcome),
+        tuned=None if tuned is None else f"{tuned.tuning}; found {tuned.date}",
+        timing=_timing(ask, draft, case, outcome, tell) if machine.profile is not None else None,
+    )
+
+
+def _try(draft: Draft, case: _Case, host_is_given: bool) -> tuple[Arrangement, Outcome]:
+    """Refusals say what would work."""
+    try:
+        if case.budgets.device_bytes is not None:
+            draft.check_device(case.budgets.device_bytes)
+        return case.arrange(), case.run()
+    except CapacityError as error:
+        least = ", ".join(f"{name} {format_size(n)}" for name, n in _least(draft).items())
+        origin = "" if host_is_given else _ORIGIN
+        raise CapacityError(f"{error}; smallest budgets that work: {least}{origin}") from error
+
+
+def _least(draft: Draft) -> dict[str, int]:
+    found = {
+        "host memory with a drive": draft.least_host_bytes(has_disk=True),
+        "host memory without one": draft.least_host_bytes(has_disk=False),
+    }
+    return found | ({"device memory": draft.least_device_bytes()} if draft.on_device else {})
+
+
+def _tiers(draft: Draft, arrangement: Arrangement) -> dict[str, dict[str, int]]:
+    shares, state, footprint = arrangement.shares, arrangement.plan, draft.footprint
+    assert shares is not None, "there are units"
+    in_host = min(shares.params, draft.param_bytes)
+    where = "device" if draft.on_device else "process"
+    here = draft.activations_here_bytes
+    elsewhere = footprint.activation_bytes - here
+    if footprint.activations == "offload":  # beyond its share of host memory they go to drives
+        elsewhere += here if not draft.on_device else 0
+        here = here if draft.on_device else 0
+    in_share = min(elsewhere, shares.activations)
+    return {
+        "parameters": {"host": in_host, "disk": draft.param_bytes - in_host},
+        "gradients": {
+            "host": draft.grad_bytes - shares.gradients_on_disk,
+            "disk": shares.gradients_on_disk,
+        },
+        "optimizer state": {"host": state.resident_bytes, "disk": state.disk_bytes},
+        "activations": {where: here, "host": in_share, "disk": elsewhere - in_share},
+        "logits": {where: footprint.logits_bytes},
+    }
+
+
+def _room_bytes(draft: Draft, case: _Case, machine: Profile | None) -> int:
+    """That plain torch could have in the place where the model runs."""
+    if draft.on_device:
+        return case.budgets.device_bytes or 0
+    total = machine.memory_bytes if machine is not None else None
+    return case.budgets.host_bytes or total or 0
+
+
+def _problems(
+    draft: Draft, case: _Case, machine: Profile | None, outcome: Outcome
+) -> tuple[str, ...]:
+    """What the engine itself would not notice: it counts its own bytes only."""
+    total = machine.memory_bytes if machine is not None else None
+    beside = 0 if draft.on_device else draft.passing_bytes
+    needed = outcome.host_bytes_taken + beside
+    if total is None or needed <= total:
+        return ()
+    return (
+        f"the machine has {format_size(total)}: {format_size(outcome.host_bytes_taken)} that are "
+        f"taken and {format_size(beside)} of activations and logits beside them are more; lower "
+        'host_memory, take a smaller batch, or activations="recompute"',
+    )
+
+
+# --- drives ---------------------------------------------------------------------------------------
+
+
+def _saving(
+    ask: Ask, draft: Draft, case: _Case, machine: Profile | None, arrangement: Arrangement
+) -> Saving:
+    """All of it is written; what is on drives must be read for that, by the same drives."""
+    count = ask.steps // ask.save_every if ask.save_every else 0
+    written = draft.checkpoint_bytes
+    read = arrangement.plan.disk_bytes + max(
+        0, draft.param_bytes - arrangement.params_on_host_bytes
+    )
+    mixed, write = case.machine.disk_mixed_bytes_per_s, case.machine.disk_write_bytes_per_s
+    if machine is None or not mixed or not write:
+        return Saving(count, written, None)
+    return Saving(count, written, max(written / write, (read + written) / mixed if read else 0.0))
+
+
+def _wear(ask: Ask, written_bytes: int, saving: Saving, drives: int) -> Wear:
+    written_tb = (ask.steps * written_bytes + saving.count * saving.each_bytes) / 1e12
+    rated = ask.endurance_tb
+    share = written_tb / (rated * max(1, drives)) if rated is not None else None
+    return Wear(written_tb, rated, share)
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def _timing(ask: Ask, draft: Draft, case: _Case, outcome: Outcome, tell: Tell) -> Timing:
+    tell("simulating a step with more of each")
+    return Timing(
+        step_s=outcome.step_s,
+        compute_s=outcome.compute_s,
+        update_s=outcome.update_s,
+        other_s=max(0.0, outcome.other_s),
+        stalls=outcome.stalls,
+        tokens_per_s=draft.footprint.tokens / outcome.step_s if outcome.step_s else 0.0,
+        training_s=ask.steps * outcome.step_s,
+        limit=outcome.limit,
+        limit_s=outcome.limit_s,
+        depth=outcome.depth,
+        hidden_tokens=_hidden_tokens(case, outcome),
+        gains=_gains(case, outcome),
+    )
+
+
+def _hidden_tokens(case: _Case, outcome: Outcome) -> int | None:
+    """From how many tokens a step on the drives cost less than a tenth of it. What `step()` waits
+    for stays as it is; what the passes wait for is there until they compute as long as that takes.
+    Found by that, then checked by simulating, and put right by what that shows.
+    """
+    if not outcome.compute_s or not outcome.disk_busy_s:
+        return None
+    in_step = sum(s for name, s in outcome.stalls.items() if name.startswith(STEP))
+    in_model = sum(s for name, s in outcome.stalls.items() if name.startswith(MODEL))
+    waited_s = in_step * (1 / HIDDEN_SHARE - 1) - outcome.update_s
+    factor = max(
+        waited_s / outcome.compute_s, 1 + in_model / outcome.compute_s if in_model else 0.0
+    )
+    factor = max(factor, 1 / case.work.tokens)
+    for _ in range(2 if case.numel < _LARGE_NUMEL else 1):
+        if factor > _MOST_FACTOR:
+            return None
+        scaled = replace(case, work=case.work.scaled(factor)).run()
+        if scaled.stalled_s <= HIDDEN_SHARE * scaled.step_s:
+            return max(1, round(case.work.tokens * factor))
+        factor *= scaled.stalled_s / (HIDDEN_SHARE * scaled.step_s)
+    return max(1, round(case.work.tokens * factor))
+
+
+def _gains(case: _Case, outcome: Outcome) -> dict[str, float]:
+    """Seconds by which a step gets shorter."""
+    budgets, found = case.budgets, {}
+    uses_disk = outcome.read_bytes or outcome.written_bytes or outcome.spilled_bytes
+    if budgets.host_bytes is not None:
+        more = replace(budgets, host_bytes=budgets.host_bytes + _GB)
+        tried = replace(case, budgets=more)
+        found["1 GB more host memory"] = _gain(outcome, tried.run) if uses_disk else 0.0
+    if budgets.device_bytes is not None:
+        more = replace(budgets, device_bytes=budgets.device_bytes + _GB)
+        found["1 GB more device memory"] = _gain(outcome, replace(case, budgets=more).run)
+    if budgets.directories and uses_disk:
+        count = budgets.directories + 1
+        more = replace(budgets, directories=count)
+        tried = replace(case, budgets=more, machine=with_drives(case.machine, count))
+        found["one more drive"] = _gain(outcome, tried.run)
+    return found
+
+
+def _gain(outcome: Outcome, run: Callable[[], Outcome]) -> float:
+    return max(0.0, outcome.step_s - run().step_s)

@@ -1,0 +1,91 @@
+"""Gradients in virtual time: on their way from a device, and to mapped files where memory has no
+room for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set as AbstractSet
+
+from offload.foresight.simulation.clock import Clock
+from offload.foresight.simulation.device import VirtualDevice
+from offload.foresight.simulation.drives import Request
+from offload.layout import Chunk
+from offload.metrics import Metrics
+from offload.store.engine import Priority
+from offload.workload import BACKWARD, Workload
+
+COPY = "gradient copy"
+
+
+class VirtualGradients:
+    """spilled: numbers of the parameters whose gradients are on disk. memory_bytes_per_s: None
+    where a copy in memory is not counted.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        spilled: AbstractSet[int],
+        clock: Clock,
+        metrics: Metrics,
+        memory_bytes_per_s: float | None,
+        device: VirtualDevice | None,
+    ) -> None:
+        self._params, self._spilled = work.params, spilled
+        self._clock, self._metrics, self._device = clock, metrics, device
+        self._memory_bytes_per_s = memory_bytes_per_s
+        self._bytes: Counter[int] = Counter()  # by unit
+        self._spilled_bytes: Counter[int] = Counter()
+        for number, param in enumerate(work.params):
+            if param.unit is not None:
+                self._bytes[param.unit] += param.grad_bytes
+                self._spilled_bytes[param.unit] += param.grad_bytes if number in spilled else 0
+        self._whole_after = _last_uses(work)
+
+    def follow(self, number: int) -> None:
+        """The use of this number has been computed: gradients that nothing is added to any more in
+        this pass are whole.
+        """
+        for unit in self._whole_after.get(number, ()):
+            if self._device is not None and self._bytes[unit]:
+                self._device.lower(self._bytes[unit])
+            if self._spilled_bytes[unit]:
+                self._push_out(self._spilled_bytes[unit])
+
+    def _push_out(self, nbytes: int) -> None:
+        drives = self._clock.drives
+        assert drives is not None, "nothing is spilled without a disk"
+        if self._memory_bytes_per_s is not None:
+            with self._clock.cause(COPY):
+                self._clock.spend(2 * nbytes / self._memory_bytes_per_s)
+        request = Request("gradients", nbytes, True, Priority.WRITE_BACK, self._clock.now_s)
+        drives.submit(request)
+        self._metrics.count("spilled_bytes", nbytes)
+
+    def read(self, chunk: Chunk) -> None:
+        """The update touches those of a chunk; wait for what is on the drive."""
+        drives, params = self._clock.drives, self._params
+        nbytes = sum(
+            (part.end - part.begin) * params[part.param].grad_bytes // params[part.param].numel
+            for part in chunk.slices
+            if part.param in self._spilled
+        )
+        if nbytes and drives is not None:
+            request = Request("gradients", nbytes, False, Priority.WAITED_FOR, self._clock.now_s)
+            with self._clock.cause("gradient read"):
+                self._clock.wait_for(drives.submit(request))
+
+
+def _last_uses(work: Workload) -> dict[int, list[int]]:
+    """Units by the number of the use that is the last of them in a backward pass."""
+    found: dict[int, list[int]] = {}
+    last: dict[int, int] = {}  # of the pass under way
+    for number, use in [*enumerate(work.uses), (len(work.uses), None)]:
+        if use is not None and use.phase == BACKWARD:
+            last |= dict.fromkeys(work.units[use.unit].needs, number)
+            continue
+        for unit, at in last.items():
+            found.setdefault(at, []).append(unit)
+        last = {}
+    return found
