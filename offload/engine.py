@@ -114,7 +114,7 @@ class Engine:
             self.gradients = Gradients(placed, metrics, spill)
             self.residency = Residency(parts)
         else:
-            places = Places(placed, pool, spill)
+            places = Places(placed, pool, metrics, spill)
             self.gradients = DeviceGradients(trained, places, pool, on.transfer, metrics)
             self.residency = DeviceResidency(parts, on.transfer, on.limit_bytes)
         try:

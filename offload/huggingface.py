@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 from offload.api import load, report, save
 from offload.checkpoint.rng import random_states, set_random_states
 from offload.errors import ConfigError, OffloadError
-from offload.format.directory import find_newest
+from offload.format.verify import verify
 from offload.prepared import prepared_of
 from offload.vitals import Vitals
 
@@ -231,13 +232,35 @@ def _take_place(path: Path) -> None:
 
 
 def _newest(folder: str) -> str | None:
-    """The last `checkpoint-<step>` that was finished; a training that is killed leaves others."""
-    found = []
-    for path in Path(folder).glob("checkpoint-*"):
-        step = path.name.rpartition("-")[2]
-        with suppress(OffloadError, OSError, ValueError):
-            if step.isdecimal() and _has_ours(str(path)):
-                find_newest(path)
-                json.loads((path / _STATE).read_text())
-                found.append((int(step), str(path)))
-    return max(found)[1] if found else None
+    """The last `checkpoint-<step>` that is whole: a training that is killed leaves others, and
+    drives may change bytes. They are read here, because the Trainer takes its own files from the
+    one that is chosen before we load ours.
+    """
+    found = [path for path in Path(folder).glob("checkpoint-*") if _has_ours(str(path))]
+    steps = {path: path.name.rpartition("-")[2] for path in found}
+    found = [path for path in found if steps[path].isdecimal()]
+    for path in sorted(found, key=lambda path: int(steps[path]), reverse=True):
+        wrong = _damage(path)
+        if wrong is None:
+            return str(path)
+        warnings.warn(f"{path} is passed over: {wrong}", stacklevel=4)
+    return None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Why none of our checkpoints in one of the Trainer's can be gone on from; None: one can."""
+    wrong = f"{_STATE} is missing, or cut off"
+    try:
+        json.loads((checkpoint / _STATE).read_text())
+        for path in _ours(checkpoint):
+            try:
+                findings = verify(path)
+            except OffloadError as error:
+                wrong = str(error)
+                continue
+            if findings.is_whole:
+                return None
+            wrong = findings.damage[0]
+    except (OSError, ValueError):
+        pass
+    return wrong

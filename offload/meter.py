@@ -82,8 +82,12 @@ class Meter(TorchDispatchMode):
         elif packet is _ATTENTION_BACKWARD:
             shapes = _whole_heads(*args[1:4])
             self.flops += _attention_backward_flops(args[0].shape, *shapes)
-        elif packet is _ATEN._grouped_mm:  # each row with one matrix of several
-            self.flops += 2 * output.numel() * args[0].size(-1)
+        elif packet is _ATEN._grouped_mm:
+            left, right = args[:2]
+            if left.dim() == right.dim() == 2:  # gradients of several matrices, of some rows each
+                self.flops += 2 * left.numel() * right.size(-1)
+            else:  # each row with one matrix of several
+                self.flops += 2 * output.numel() * left.size(-1)
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=output)
         elif not func.is_view:
@@ -133,7 +137,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if query.dim() != 4 or key.dim() != 4:
+    # A mask that is learned (T5's places) goes the way with the matrix on processors, too.
+    is_learned = attn_mask is not None and attn_mask.requires_grad
+    if query.dim() != 4 or key.dim() != 4 or is_learned:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -50,14 +50,18 @@ class ModelPlan:
 
     @property
     def step_read_bytes(self) -> int:
-        """About: parameters for forward, backward and update, and state."""
-        return 3 * self.away_bytes + self.state.step_read_bytes
+        """About: parameters for forward, backward and update, gradients that are there, state."""
+        gradients = self.shares.gradients_on_disk
+        return 3 * self.away_bytes + gradients + self.state.step_read_bytes
 
     @property
     def step_written_bytes(self) -> int:
-        """About: what the update changes of parameters, where not all stay in memory, and state."""
+        """About: what the update changes of parameters, where not all stay in memory, gradients
+        (once more where the loop clips them in place), and state.
+        """
         changed = self.param_bytes - self.file_bytes if self.state.chunks else 0
-        return (changed if self.away_bytes else 0) + self.state.step_written_bytes
+        gradients = self.shares.gradients_on_disk
+        return (changed if self.away_bytes else 0) + gradients + self.state.step_written_bytes
 
     def __str__(self) -> str:
         size, shares, state = format_size, self.shares, self.state

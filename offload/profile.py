@@ -32,6 +32,7 @@ FORMAT = "offload profile"
 VERSION = 1
 MOST_FILE_BYTES = 1 << 20
 MOST_TUNED = 200  # models that a file knows of; the oldest make room
+_MOST_A_SECOND = 1e24
 _NEAR = 0.1  # budgets that differ by less than this share are taken for the same
 
 
@@ -107,6 +108,9 @@ class Disk:
     mixed_bytes_per_s: float
     sustained_bytes_per_s: float | None = None
 
+    def __post_init__(self) -> None:
+        _check_speeds(self)
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -136,6 +140,15 @@ class Profile:
     compute_beside_disk: float | None = None  # speed of products while the drives work, of alone
     update_beside_disk: float | None = None  # the same of the update
     tuned: tuple[Tuned, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_speeds(self)
+        for name, flops in (self.flops or {}).items():
+            _check_speed(f"flops: {name}", flops)
+        for name in ("name", "cpu", "device"):
+            text = getattr(self, name)
+            if text is not None and not text.isprintable():
+                raise FormatError(f"{name}: expected letters that can be printed, got {text!a}")
 
     def with_tuned(self, found: Tuned) -> Profile:
         """With what was found, in place of what was known for the same model and budgets."""
@@ -169,6 +182,20 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """To a file that only its owner can read; one that is there is replaced."""
         write_private(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+
+def _check_speeds(owner: Disk | Profile) -> None:
+    for field in fields(owner):
+        if field.name.endswith("_bytes_per_s") and getattr(owner, field.name) is not None:
+            _check_speed(field.name, getattr(owner, field.name))
+
+
+def _check_speed(name: str, value: float) -> None:
+    """A speed that nothing has would be divided by, and the plan be nonsense."""
+    if not 1 <= value <= _MOST_A_SECOND:
+        raise FormatError(
+            f"{name}: expected a speed from 1 to {_MOST_A_SECOND:g} a second, got {shown(value)}"
+        )
 
 
 def fingerprint(params: Iterable[tuple[Iterable[int], str, bool]]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.api import report
 from offload.config import format_size
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.log import LOG
 from offload.loggers import Writer, check_writer, log_numbers
 from offload.reports import Report
@@ -111,8 +111,8 @@ class _Speed(NamedTuple):
 
 
 class Progress(Generic[_T]):
-    """An iterator over the batches of one loader, once. A step counts as done when the next batch
-    is asked for. For the thread that trains.
+    """An iterator over the batches of one loader, once; a second time is a `StateError`. A step
+    counts as done when the next batch is asked for. For the thread that trains.
     """
 
     def __init__(
@@ -147,6 +147,11 @@ class Progress(Generic[_T]):
             self._numbers[name] = _as_told(name, value)
 
     def __iter__(self) -> Progress[_T]:
+        if self._is_over:  # an empty pass would be an epoch that trains nothing, without a word
+            raise StateError(
+                "progress: it has come to its end, and shows one pass over a loader; make another "
+                "for the next pass: for batch in offload.progress(loader, optimizer, start=...)"
+            )
         return self
 
     def __next__(self) -> _T:

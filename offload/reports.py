@@ -23,6 +23,7 @@ from offload.trace import Trace
 MOVES = {
     "disk_read_bytes": "read from disk",
     "disk_written_bytes": "written to disk",
+    "spilled_bytes": "gradients written to disk",
     "device_to_host_bytes": "copied from device to host",
     "host_to_device_bytes": "copied from host to device",
     "updated_bytes": "read and written by the update",

@@ -158,7 +158,10 @@ def from_dict(data: Any) -> Run:
 def _check_units(about: About) -> None:
     count = len(about.units)
     named = [n for unit in about.units for n in unit.needs]
-    named += [param.unit for param in about.params if param.unit is not None]
+    of_params = [param.unit for param in about.params if param.unit is not None]
+    if of_params and len(of_params) < len(about.params):
+        raise FormatError("about.params: expected a unit for each of them, or for none")
+    named += of_params
     for use in about.order:
         if len(use) != 2 or use[0] > 2:
             raise FormatError(f"about.order: expected [phase, unit], got {shown(use)}")

@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from os import PathLike
@@ -31,9 +31,11 @@ from torch import nn
 
 from offload.api import save
 from offload.checkpoint import background
+from offload.checkpoint.draft import check_path
 from offload.checkpoint.optimizer import innermost
-from offload.checkpoint.saving import cancel_all, process_group_of
+from offload.checkpoint.saving import cancel_all, check_arguments, process_group_of
 from offload.checkpoint.team import Team
+from offload.checkpoint.trees import Leaves
 from offload.circle import Bell
 from offload.errors import ConfigError, StateError
 from offload.log import LOG
@@ -96,8 +98,7 @@ class save_on_signal:
         **stateful: Any,
     ) -> None:
         self._signals = _checked(signals, limit_s)
-        if not callable(path) and not isinstance(path, str | PathLike):
-            raise ConfigError(f"path: expected a path or a function, got {type(path).__name__}")
+        _check_save(path, model, extra, keep, stateful)
         self._path, self._model, self._optimizer = path, model, optimizer
         self._limit_s, self._extra, self._keep = limit_s, extra, keep
         self._stateful = stateful
@@ -358,6 +359,17 @@ def _checked(signals: Sequence[int], limit_s: float) -> tuple[int, ...]:
     if not found or {signal.SIGKILL, signal.SIGSTOP} & set(found):
         raise ConfigError(f"signals: expected some that can be handled, got {signals!r}")
     return found
+
+
+def _check_save(
+    path: Any, model: nn.Module, extra: Any, keep: int | None, stateful: Mapping[str, Any]
+) -> None:
+    """What every save would refuse is refused now, not when the signal comes."""
+    if not callable(path) and not isinstance(path, str | PathLike):
+        raise ConfigError(f"path: expected a path or a function, got {type(path).__name__}")
+    check_arguments("later" if callable(path) else check_path(path), model, keep, stateful)
+    if not callable(extra):
+        Leaves().encode("extra", extra)
 
 
 def _check_thread() -> None:

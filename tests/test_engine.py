@@ -206,8 +206,11 @@ def test_a_gradient_belongs_to_whoever_holds_it(tmp_path: Path) -> None:
                 held.pop(0)
         for a, b in held:
             assert torch.equal(a, b)
-        outside = engine.metrics.snapshot().counts["gradients_outside_of_their_place"]
-        assert outside == 1
+        counts = engine.metrics.snapshot().counts
+        assert counts["gradients_outside_of_their_place"] == 1
+        nbytes = sum(param.nbytes for param in ours.parameters())
+        kept = ours.norm.weight.nbytes  # in the place of the one that was held
+        assert counts["spilled_bytes"] == 3 * nbytes - kept, "what goes to the drive is counted"
         ours.zero_grad()
 
 

@@ -199,6 +199,7 @@ def test_mistakes_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         [str(path), out, "--max-shard-size", "many"],
         [str(tmp_path / "nowhere"), out],
         [str(path), out, "--optimizer", str(tmp_path / "nowhere" / "a.pt")],
+        [str(path), out, "--optimizer", str(tmp_path / "out" / "a.pt")],
     ):
         assert main(["export", *wrong]) == 2
         assert "offload: error: " in capsys.readouterr().err

@@ -97,6 +97,45 @@ def test_shared_heads_cost_less_to_make_and_as_much_to_use() -> None:
     assert whole - half == 3 * saved  # layers; forward once, backward twice is in `saved`
 
 
+class Experts(nn.Module):
+    """As mixtures of experts compute: rows, sorted by expert, with one matrix of several each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(56, 32, dtype=torch.bfloat16)
+        self.matrices = nn.Parameter(torch.zeros(8, 32, 56, dtype=torch.bfloat16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = self.table(tokens.flatten())
+        ends = torch.full((8,), rows.size(0), dtype=torch.int32, device=rows.device)
+        made = torch.nn.functional.grouped_mm(rows, self.matrices, offs=ends)
+        return made.view(*tokens.shape, 56)
+
+
+def test_each_row_has_one_expert_backward_too() -> None:
+    found = measure(source_of(Experts), BATCH, SEQUENCE)
+    assert found.flops == 3 * 2 * BATCH * SEQUENCE * 32 * 56
+
+
+class LearnedPlaces(nn.Module):
+    """T5's attention: what is added to it for places is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 32)
+        self.places = nn.Parameter(torch.zeros(1, 4, SEQUENCE, SEQUENCE))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        heads = self.table(tokens).unflatten(-1, (4, 8)).transpose(1, 2)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        made = attend(heads, heads, heads, attn_mask=self.places)
+        return made.transpose(1, 2).flatten(2) @ self.table.weight.T
+
+
+def test_attention_with_learned_places() -> None:
+    assert measure(source_of(LearnedPlaces), BATCH, SEQUENCE).flops > 0
+
+
 # --- the order of uses ----------------------------------------------------------------------------
 
 

@@ -410,6 +410,8 @@ def test_the_plan_says_what_will_be_where(tmp_path: Path, monkeypatch: pytest.Mo
     offload.close(model)
     least = offload.plan(model, optimizer, host_memory=90 * KI, nvme=tmp_path)
     assert least.shares.spilled and "on disk for want of it" in str(least)
+    assert least.disk_room_bytes > least.shares.gradients_on_disk + least.state.disk_bytes
+    assert least.step_written_bytes > least.shares.gradients_on_disk > 0
     with pytest.raises(CapacityError, match="the least that works"):
         offload.plan(model, optimizer, host_memory=9 * KI, nvme=tmp_path)
     monkeypatch.setattr("offload.planner.CHUNK_NUMEL", 4 << 20)

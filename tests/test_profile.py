@@ -107,6 +107,10 @@ def damaged() -> list[tuple[Any, str]]:
         (lambda d: d["disks"].append(3), r"disks\[1\]"),
         (lambda d: d.update(flops={"bfloat16": "fast"}), "flops.bfloat16"),
         (lambda d: d.update(memory_bytes_per_s=-1.0), "memory_bytes_per_s"),
+        (lambda d: d.update(update_bytes_per_s=1e-300), "update_bytes_per_s"),
+        (lambda d: d["disks"][0].update(read_bytes_per_s=0.0), "read_bytes_per_s"),
+        (lambda d: d["flops"].update(float32=0.0), "flops: float32"),
+        (lambda d: d.update(name="\ud800"), "name"),
     ]
 
 

@@ -81,6 +81,7 @@ def test_bytes_are_those_of_the_plan(wrapped: Any) -> None:
     assert told.last.moved == {
         "disk_read_bytes": moving,
         "disk_written_bytes": moving,
+        "spilled_bytes": 0,
         "device_to_host_bytes": 0,
         "host_to_device_bytes": 0,
         "updated_bytes": 28 * NUMEL,

@@ -133,6 +133,7 @@ def test_a_wrapped_optimizer_has_no_units(tmp_path: Path) -> None:
         (lambda d: d["offload"]["about"].update(colour="red"), "colour"),
         (lambda d: d["offload"]["about"]["units"][0].update(needs=[77]), "unit 77"),
         (lambda d: d["offload"]["about"]["order"].append([3, 0]), "order"),
+        (lambda d: d["offload"]["about"]["params"][1].update(unit=None), "params"),
         (lambda d: d["offload"]["events"].append(["step", "x", 2.0, 1.0, 0]), "events"),
         (lambda d: d["offload"]["events"].append(["nothing", "x", 1.0, 2.0, 0]), "events"),
         (lambda d: d["offload"]["samples"].append([1.0]), "samples"),

@@ -223,6 +223,14 @@ def test_handlers_are_as_before_and_mistakes_are_told(tmp_path: Path) -> None:
     for wrong in ({"limit_s": 0}, {"limit_s": True}, {"signals": ()}, {"signals": (9,)}):
         with pytest.raises(ConfigError, match=r"expected"):
             offload.save_on_signal(tmp_path / "b", model, optimizer, **wrong)  # type: ignore[arg-type]
+    # What every save would refuse is refused before the signal that a save must not miss.
+    for given in ({"keep": 0}, {"extra": {"s": {1, 2}}}, {"scheduler": 5}):
+        with pytest.raises(ConfigError, match=next(iter(given))):
+            offload.save_on_signal(tmp_path / "b", model, optimizer, **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="hidden"):
+        offload.save_on_signal(tmp_path / ".b", model, optimizer)
+    assert before == {number: signal.getsignal(number) for number in before}
+    assert os.listdir(tmp_path) == ["a"]
 
 
 # --- one process, forked for each case ------------------------------------------------------------

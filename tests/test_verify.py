@@ -251,6 +251,18 @@ def test_exit_codes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert leaving.value.code == 2
 
 
+def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(path.parent / "b")
+    flip(path.parent / "b" / SHARD, 4100)
+    paths = [path, path.parent / "b", path.parent]
+    assert cli.main(["verify", *map(str, paths), "--json"]) == 2
+    printed = capsys.readouterr()
+    whole, damaged, other = json.loads(printed.out)["checkpoints"]
+    assert (whole["path"], whole["whole"], whole["tensors"]) == (str(path), True, 9)
+    assert (damaged["whole"], damaged["damages"]) == (False, 1) and SHARD in damaged["damage"][0]
+    assert other["whole"] is None and other["error"] in printed.err
+
+
 def test_much_damage_is_told_in_few_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = path / "other-00001.safetensors"
     file.write_bytes(file.read_bytes()[:4096] + bytes(1000))

@@ -296,7 +296,7 @@ def _find(
     passed: MutableMapping[str, str],
 ) -> str | None:
     """The first rank says which one it is."""
-    check_arguments(path, model, stateful)
+    check_arguments(path, model, None, stateful)
     background.settle([model] if optimizer is None else [model, innermost(optimizer)])
     if not team.is_first:
         return None

@@ -8,6 +8,7 @@ counts) are in the values, fields in the shards as `<parameter>/<field>`.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from offload.checkpoint.trees import packed, unpacked
 from offload.errors import ConfigError, FormatError
 from offload.format.safetensors import SIZES, TensorSpec
 from offload.layout import ELEMENT_BYTES, MASTER
-from offload.log import LOG
 from offload.optim import Session, is_wrapped
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
@@ -265,7 +265,10 @@ class _Parsed(NamedTuple):
                 },
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"checkpoint: its optimizer is none: {error}") from error
+            raise FormatError(
+                f"checkpoint: its optimizer is not as a save writes it ({error!r}), though its "
+                "bytes are whole; something else has made it: take another checkpoint"
+            ) from error
 
 
 def _in_memory(
@@ -273,10 +276,11 @@ def _in_memory(
 ) -> dict[int, dict[str, Any]]:
     """For a plain optimizer, which has no masters."""
     if any(MASTER in state for state in states.values()):
-        LOG.warning(
+        warnings.warn(
             "load: the checkpoint has fp32 masters of 16-bit parameters, which a plain optimizer "
             "cannot keep: they are left out, and moments are rounded; load into a wrapped one "
-            "to go on with the same bits"
+            "to go on with the same bits",
+            stacklevel=2,
         )
     return {
         number: {

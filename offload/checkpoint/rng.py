@@ -38,7 +38,10 @@ def check_random_states(states: Any) -> None:
         if "numpy" in states:
             importlib.import_module("numpy").random.RandomState().set_state(states["numpy"])
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise FormatError(f"checkpoint: no state of random numbers: {error}") from error
+        raise FormatError(
+            f"checkpoint: its random numbers are not as a save writes them ({error!r}), though its "
+            "bytes are whole; something else has made it: take another checkpoint"
+        ) from error
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

@@ -62,9 +62,7 @@ class Save:
         stateful: Mapping[str, Any],
         team: Team | None = None,
     ) -> None:
-        check_arguments(path, model, stateful)
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep: expected a number of checkpoints from 1 on, got {keep!r}")
+        check_arguments(path, model, keep, stateful)
         self.path = Path(path)
         self.owners: list[Any] = [model]
         self._team = team or Team(f"save of {self.path}", None)
@@ -333,7 +331,7 @@ def node_id() -> str:
 
 
 def check_arguments(
-    path: str | os.PathLike[str], model: nn.Module, stateful: Mapping[str, Any]
+    path: str | os.PathLike[str], model: nn.Module, keep: int | None, stateful: Mapping[str, Any]
 ) -> None:
     """Of `save` and `load`."""
     if not isinstance(path, str | os.PathLike):
@@ -349,6 +347,8 @@ def check_arguments(
                 f"{name}: expected something with state_dict() and load_state_dict(), got "
                 f"{type(each).__name__}; plain values go into extra={{...}}"
             )
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"keep: expected a number of checkpoints from 1 on, got {keep!r}")
 
 
 class _Shards:

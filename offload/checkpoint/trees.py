@@ -39,7 +39,7 @@ class Leaves:
                 return None
             if id(leaf) not in self._known:
                 name = self._known[id(leaf)] = f"{section}.{len(self.tensors)}"
-                spec_of(f"{section}: a tensor", leaf)
+                spec_of("a tensor", leaf)
                 self.tensors[name] = leaf
             return f"{OTHER}/{self._known[id(leaf)]}"
 

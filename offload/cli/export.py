@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 from contextlib import suppress
@@ -22,7 +23,7 @@ SHARD_BYTES: Final = 5 * 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload export CKPT OUT [--optimizer FILE.pt] [--max-shard-size SIZE]`."""
+    """`offload export CKPT OUT [--optimizer FILE.pt] [--max-shard-size SIZE] [--json]`."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of some")
     parser.add_argument("out", metavar="OUT", help="the new directory for the model")
     parser.add_argument(
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         default=str(SHARD_BYTES),
         help="of one model file, as 2GiB (default: 5 GB)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, no lines of text"
     )
 
 
@@ -49,14 +53,24 @@ def run(args: argparse.Namespace) -> int:
     file = Path(args.optimizer) if args.optimizer is not None else None
     if file is not None and os.path.lexists(file):
         raise ConfigError(f"{printable(file)}: is there already; give a new file")
+    out = Path(args.out)
+    if file is not None and out.absolute() in file.absolute().parents:
+        raise ConfigError(
+            f"{printable(file)}: lies in {printable(out)}, which is made whole or not at all; give "
+            "a file outside of it"
+        )
     with CheckpointReader(find_newest(args.checkpoint)) as reader:
         reader.check()
         if file is not None:
             _export_optimizer(reader, file)
-        names = export_model(reader, Path(args.out), shard_bytes)
+        names = export_model(reader, out, shard_bytes)
         saved = [t for t in reader.manifest.tensors.values() if t.section == "model"]
         nbytes = sum(tensor.nbytes for tensor in saved)
     with results() as stream:
+        if args.json:
+            told = {"out": args.out, "files": names, "tensors": len(saved), "bytes": nbytes}
+            print(json.dumps({**told, "optimizer": args.optimizer}), file=stream)
+            return 0
         if file is not None:
             print(f"{printable(file)}: state_dict of the optimizer", file=stream)
         print(

@@ -21,7 +21,8 @@ SUMMARY: Final = "What a model needs, what fits where, how long a step takes; no
 EXIT_PROBLEM: Final = 1
 _WIDTH: Final = 60
 EXAMPLE: Final = """examples:
-  offload plan 7B --batch 4 --sequence 2048 --host-memory 64GiB --on rtx4090-1ssd
+  offload plan 7B --batch 4 --sequence 2048 --host-memory 64GiB --on rtx4090-1ssd \\
+      --activations recompute
   offload plan my_models:make_gpt --batch 8 --sequence 512 --nvme /mnt/nvme0 --json
   offload plan --trace run.json --on a100-80g-2ssd
 """

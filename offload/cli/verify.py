@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from typing import Final, TextIO
@@ -23,38 +24,67 @@ _WIDTH: Final = 79
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload verify PATH [PATH ...]`."""
+    """`offload verify PATH [PATH ...] [--json]`."""
     parser.add_argument(
         "paths",
         metavar="PATH",
         nargs="+",
         help="the directory of a checkpoint; it is only read",
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with a list, no lines of text"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, print, and return the worst code of all paths."""
-    codes = [_check(path) for path in args.paths]
+    told: list[dict[str, object]] = []
+    codes = [_check(path, told if args.json else None) for path in args.paths]
+    if args.json:
+        with results() as stream:
+            print(json.dumps({"checkpoints": told}), file=stream)
     return max(codes)
 
 
-def _check(path: str) -> int:
+def _check(path: str, told: list[dict[str, object]] | None) -> int:
+    """told: gets the result as JSON has it; None: it is printed."""
     line = ProgressLine(sys.stderr, printable(path))
     try:
         findings = verify(path, line.report)
     except OffloadError as error:
         line.end()
         complain(str(error))
+        if told is not None:
+            told.append({"path": path, "whole": None, "error": str(error)})
         return EXIT_ERROR
     except BaseException:
         line.end()
         raise
     line.end()
+    if told is not None:
+        told.append(as_json(findings))
+        return 0 if findings.is_whole else EXIT_DAMAGED
     with results() as stream:
         for text in describe(findings):
             encoding = stream.encoding or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
     return 0 if findings.is_whole else EXIT_DAMAGED
+
+
+def as_json(findings: Findings) -> dict[str, object]:
+    """damage: the first places that are wrong; damages: how many there are."""
+    manifest = findings.manifest
+    return {
+        "path": str(findings.path),
+        "whole": findings.is_whole,
+        "damages": findings.damages,
+        "damage": findings.damage,
+        "foreign": findings.foreign,
+        "checked_bytes": findings.checked_bytes,
+        "number": None if manifest is None else manifest.number,
+        "tensors": None if manifest is None else len(manifest.tensors),
+        "files": None if manifest is None else len(manifest.files),
+    }
 
 
 def describe(findings: Findings) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,10 +123,8 @@ def measure(
     they were kept. unit_bytes: as the tuner has it. Raises `ConfigError` where the model cannot run
     on shapes alone.
     """
-    model = make_on_meta(source, dtype)
+    model, inputs = _made(source, batch, sequence, dtype)
     units = find_units(model, unit_bytes=unit_bytes)
-    with torch.device("meta"):
-        inputs = source.make_batch(batch, sequence)
     known = [*model.parameters(), *model.buffers(), *_tensors(inputs)]
     recorder = _Recorder(Meter(known))
     layers = layers_of(model, units, is_chosen=False) if activations == "recompute" else {}
@@ -157,6 +156,20 @@ def measure(
         sequence=sequence,
         activations=activations,
     )
+
+
+def _made(source: Source, batch: int, sequence: int, dtype: str | None) -> tuple[nn.Module, Any]:
+    try:
+        model = make_on_meta(source, dtype)
+        with torch.device("meta"):
+            return model, source.make_batch(batch, sequence)
+    except (OverflowError, RuntimeError, TypeError) as error:
+        if isinstance(error, OffloadError):
+            raise
+        raise ConfigError(
+            f"{source.name}: cannot be made, not even without memory, with {batch} texts of "
+            f"{sequence} tokens: {_first_line(error)}; give numbers that some machine could hold"
+        ) from error
 
 
 class _Recorder:

@@ -165,7 +165,7 @@ class Outline:
             file_bytes=params - sum(map(self.host_bytes_of, self.stored)),
             shares=self.shares,
             state=self.state_plan,
-            disk_room_bytes=self.disk_room_bytes,
+            disk_room_bytes=self.disk_room_bytes + self.shares.gradients_on_disk,
             device_bytes=self.device_bytes,
             sharding=self.sharding,
             tuned=str(self.chosen) if self.chosen.source else None,
@@ -192,7 +192,10 @@ class Outline:
         records = make_records(optimizer, self.recipe, optimizer.state)
         for record in records:
             if record.param not in self.unit_of:
-                raise ConfigError(f"{record.name}: the optimizer has it, but the model does not")
+                raise ConfigError(
+                    f"{record.name}: the optimizer has it, but the model does not; make the "
+                    "optimizer of this model's parameters, before prepare"
+                )
             record.own = self.own_of(record.param)
         states_of(optimizer, records, self.recipe)  # refuses what does not fit
         return [spec_of(record, self.unit_of[record.param].number) for record in records]  # type: ignore[index]

@@ -94,7 +94,7 @@ class Replay:
             yield "device memory", format_size(self.device_bytes)
         yield (
             "recommended",
-            f"prefetch_depth={best.depth}, host memory {_size(self._enough(best.host_bytes))}, "
+            f"prefetch_depth={best.depth}, {self._host(best.host_bytes)}, "
             f"{best.drives} drive{'s' * (best.drives != 1)}",
         )
         yield "a step takes", _time(outcome.step_s)
@@ -105,9 +105,12 @@ class Replay:
         read, written = format_size(outcome.read_bytes), format_size(outcome.written_bytes)
         yield "moved each step", f"disk {read} read, {written} written"
 
-    def _enough(self, host_bytes: int | None) -> int | None:
-        """Of that budget, what is taken."""
-        return None if host_bytes is None else min(host_bytes, self.outcome.host_bytes_taken)
+    def _host(self, host_bytes: int | None) -> str:
+        """A budget, and what is taken of it where that is less."""
+        taken_bytes, text = self.outcome.host_bytes_taken, f"host memory {_size(host_bytes)}"
+        if host_bytes is None or taken_bytes >= host_bytes:
+            return text
+        return f"{text} ({_size(taken_bytes)} of it are taken)"
 
     def _table(self) -> Iterator[str]:
         yield f"{'host memory':>14} {'drives':>7} {'depth':>6} {'a step':>10}"

@@ -34,7 +34,10 @@ def choose_recipe(optimizer: torch.optim.Optimizer, elementwise: bool) -> Recipe
         return LionRecipe()
     name = kind.__name__
     if name in _REFUSED and kind.__module__.startswith("torch."):
-        raise ConfigError(f"optimizer: {name} cannot be offloaded: {_REFUSED[name]}")
+        raise ConfigError(
+            f"optimizer: {name} cannot be offloaded: {_REFUSED[name]}; take one that treats every "
+            "element by itself, such as AdamW or offload.Lion"
+        )
     known = kind.__module__.startswith("torch.optim") and (name in _GENERIC or amsgrad)
     if known or elementwise:
         return GenericRecipe(kind, optimizer)

@@ -154,6 +154,7 @@ def key_numbers(found: Summary) -> list[tuple[str, str, str]]:
 MOVES = {
     "disk_read_bytes": "Read from disk",
     "disk_written_bytes": "Written to disk",
+    "spilled_bytes": "Gradients to disk",
     "host_to_device_bytes": "Copied to the device",
     "device_to_host_bytes": "Copied to the host",
 }

@@ -85,9 +85,9 @@ class Summary:
     @property
     def share_of_ceiling(self) -> float | None:
         """1 is as fast as it can be without faster parts."""
-        if self.least_s is None or not self.mean_s:
+        if self.least_s is None or not self.typical_s:
             return None
-        return min(1.0, self.least_s / self.mean_s)
+        return min(1.0, self.least_s / self.typical_s)
 
     def to_dict(self) -> dict[str, Any]:
         """For machines. What is not known is None."""
@@ -125,7 +125,7 @@ def summarize(run: Run) -> Summary:
     parts = _means([one.parts for one in steady])
     waits = [name for name in _largest_first(parts) if is_wait(name)]
     rest = [name for name in _largest_first(parts) if not is_wait(name)]
-    least_s, limit = _least(steady, run.about.numbers.get("speed/disk_bytes_per_s"))
+    least_s, limit = _least(known, run.about.numbers.get("speed/disk_bytes_per_s"))
     return Summary(
         iterations=iterations,
         is_whole=bool(whole),
@@ -168,15 +168,17 @@ def is_wait(cause: str) -> bool:
     return cause != OUTSIDE and cause.removeprefix(IN_STEP) not in COMPUTED | {OTHER}
 
 
-def _least(steady: Sequence[Iteration], disk_bytes_per_s: float | None) -> tuple[float | None, str]:
-    """Of an iteration: what it computes, or what the disk needs for its bytes."""
-    if not steady:
+def _least(known: Sequence[Iteration], disk_bytes_per_s: float | None) -> tuple[float | None, str]:
+    """Of a typical iteration: what it computes, or what the disk needs for its bytes. Medians, as
+    its time is one: each iteration takes no less than these, so the typical one does not.
+    """
+    if not known:
         return None, ""
-    computed_s = sum(one.whole_s - one.waited_s for one in steady) / len(steady)
-    moved = [_disk_bytes(one) for one in steady]
-    rates = [n / one.whole_s for n, one in zip(moved, steady, strict=True) if one.whole_s]
+    computed_s = median([one.whole_s - one.waited_s for one in known])
+    moved = [_disk_bytes(one) for one in known]
+    rates = [n / one.whole_s for n, one in zip(moved, known, strict=True) if one.whole_s]
     best = max([disk_bytes_per_s or 0.0, *rates])  # an iteration may have beaten all of step()
-    disk_s = sum(moved) / len(moved) / best if best else 0.0
+    disk_s = median(moved) / best if best else 0.0
     return (computed_s, "computing") if computed_s >= disk_s else (disk_s, "the disk")
 
 

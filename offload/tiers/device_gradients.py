@@ -75,7 +75,7 @@ class DeviceGradients:
         self._params = params
         self._places = {params[number]: place for number, place in places.by_number.items()}
         self._on_disk = {p for p, place in self._places.items() if not _is_pinned(place)}
-        self.push_out = places.push_out
+        self.push_out, self._write_out = places.push_out, places.write_out
         self._transfer = transfer
         self._metrics = metrics
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
@@ -192,14 +192,14 @@ class DeviceGradients:
                 addend.target.copy_(addend.values)
             else:
                 addend.target.add_(addend.values)
-        self.push_out(addend.target)
+        self._write_out(addend.target)
         self._slots.append(addend.slot)
 
     def _await(self, param: Tensor) -> None:
         ticket = self._arriving.pop(param, None)
         if ticket is not None:
             ticket.wait()
-            self.push_out(self._sums[param])
+            self._write_out(self._sums[param])
 
     # --- seen from outside ------------------------------------------------------------------------
 

@@ -43,8 +43,13 @@ class Places:
     """
 
     def __init__(
-        self, params: Mapping[int, Tensor], pool: Pool | None, spill: Spill | None = None
+        self,
+        params: Mapping[int, Tensor],
+        pool: Pool | None,
+        metrics: Metrics,
+        spill: Spill | None = None,
     ) -> None:
+        self._metrics = metrics
         self.by_number: dict[int, Tensor] = {}
         self._files: list[tuple[int, MappedFile]] = []  # with the address where each begins
         spill = spill or Spill()
@@ -70,13 +75,22 @@ class Places:
             begin += place_bytes(param)
 
     def push_out(self, values: Tensor) -> None:
-        """A gradient, or a part of one, has been written or read: if its place is on disk, its
-        pages go there.
-        """
+        """A gradient, or a part of one, has been read: if its place is on disk, its pages go."""
+        self._let_go(values)
+
+    def write_out(self, values: Tensor) -> None:
+        """The same of one that has been written, which counts."""
+        if self._let_go(values):
+            self._metrics.count("spilled_bytes", values.nbytes)
+
+    def _let_go(self, values: Tensor) -> bool:
+        """Whether its place is on disk."""
         address = values.data_ptr() if self._files else 0
         for begin, file in self._files:
             if begin <= address < begin + file.nbytes:
                 file.push_out(address - begin, values.nbytes)
+                return True
+        return False
 
 
 class Gradients:
@@ -87,7 +101,7 @@ class Gradients:
     ) -> None:
         self._params = params
         self._metrics = metrics
-        self._places = Places(params, None, spill)
+        self._places = Places(params, None, metrics, spill)
 
     def begin(self) -> None:
         """A backward pass begins. Here that makes no difference."""
@@ -113,7 +127,7 @@ class Gradients:
         if grad is None or not grad.numel():
             return
         if grad.data_ptr() == place.data_ptr():
-            self.push_out(grad)
+            self._places.write_out(grad)
             return
         if grad.layout != torch.strided or grad.dtype != place.dtype:
             return  # not to be kept in a place that was measured for another
@@ -125,13 +139,13 @@ class Gradients:
     def _take_in(self, place: Tensor, grad: Tensor) -> Tensor:
         if not grad.is_contiguous():
             place.copy_(grad)
-            self.push_out(place)
+            self._places.write_out(place)
             return place
         source, target = grad.view(-1), place.view(-1)
         step = PIECE_BYTES // place.element_size()
         for begin in range(0, place.numel(), step):  # few pages at a time
             target[begin : begin + step].copy_(source[begin : begin + step])
-            self.push_out(target[begin : begin + step])
+            self._places.write_out(target[begin : begin + step])
         return place
 
     def push_out(self, values: Tensor) -> None:

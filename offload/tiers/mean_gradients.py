@@ -125,8 +125,8 @@ class MeanGradients:
             if any(member.param in trained for member in unit.members)
         }
         on_disk = frozenset(slices[number] for number in among.spill)
-        places = Places(slices, pool, Spill(on_disk, among.directories))
-        self.push_out = places.push_out
+        places = Places(slices, pool, metrics, Spill(on_disk, among.directories))
+        self.push_out, self._write_out = places.push_out, places.write_out
         self._on_disk = among.spill
         self._sums = {
             number: UnitSum(
@@ -291,7 +291,7 @@ class MeanGradients:
         else:
             self._clear_what_is_gone(flight.sum)
             place.add_(flight.target)
-        self.push_out(place)
+        self._write_out(place)
         if flight.slot is not None:
             self._slots.append(flight.slot)
 

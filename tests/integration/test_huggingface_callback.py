@@ -95,12 +95,29 @@ def test_a_trainer_saves_and_resumes_through_checkpoints(kind: str, tmp_path: Pa
     for name in ("wrap", "prepare", "plain"):  # into any kind
         again = Run(tmp_path / "run", name, tmp_path, save_strategy="no")
         offload.TrainerCallback(again.trainer)
-        again.trainer.train(resume_from_checkpoint=True)
+        with pytest.warns(UserWarning, match=rf"checkpoint-{STEPS} is passed over"):
+            again.trainer.train(resume_from_checkpoint=True)
         assert torch.equal(torch.stack(plain.losses[SAVE_AT:]), torch.stack(again.losses)), name
         assert_same(plain.model, again.model)
         assert_same_state(plain.optimizer.state_dict(), again.optimizer.state_dict())
         assert again.trainer.state.global_step == STEPS
         again.close()
+
+
+def test_one_with_a_changed_byte_is_passed_over(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "plain", tmp_path)
+    offload.TrainerCallback(run.trainer)
+    run.trainer.train()
+    file = tmp_path / "run" / f"checkpoint-{STEPS}" / "offload" / "model-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    again = Run(tmp_path / "run", "plain", tmp_path, save_strategy="no")
+    offload.TrainerCallback(again.trainer)
+    with pytest.warns(UserWarning, match=rf"checkpoint-{STEPS} is passed over: .*model-00001"):
+        again.trainer.train(resume_from_checkpoint=True)
+    assert len(again.losses) == STEPS - SAVE_AT, "from the one before it"
+    assert_same(run.model, again.model)
 
 
 def test_the_best_one_comes_back_and_older_ones_go(tmp_path: Path) -> None:
