@@ -81,7 +81,7 @@ FLIGHT = "self._flying.append(_Flight(step, buffer, ticket, to_add, held))"
 # What is wrong: module, text, text instead of it.
 OF_STAGE_1 = {
     "gathered while the parameters were still in use": (
-        "device_network",
+        "tiers.device_network",
         "mark = self.transfer.mark()\n\n        def work",
         f"{IDLE}\n\n        def work",
     ),
@@ -103,7 +103,7 @@ OF_STAGE_1 = {
 }
 OF_STAGE_2 = {
     "summed up before the gradients were there": (
-        "device_network",
+        "tiers.device_network",
         "return self._reduce(whole, target, what, [self.transfer.mark().event])",
         f"{IDLE}; return self._reduce(whole, target, what, [mark.event])",
     ),
