@@ -20,13 +20,15 @@ class _Holder(Protocol):
     def stats(self) -> _Stats: ...
 
 
-def used_by(holder: _Holder) -> Callable[[], int | None]:
-    """Asks a pool or a store as long as it is there; it is not held."""
+def used_by(holder: _Holder, besides_bytes: int = 0) -> Callable[[], int | None]:
+    """Asks a pool or a store as long as it is there; it is not held. besides_bytes: in use on the
+    same tier, always.
+    """
     there = weakref.ref(holder)
 
     def ask() -> int | None:
         found = there()
-        return None if found is None else found.stats().used_bytes
+        return None if found is None else found.stats().used_bytes + besides_bytes
 
     return ask
 

@@ -155,7 +155,7 @@ class Prepared:
             if pool is not None:
                 self.metrics.watch(name, used_by(pool))
         if self.store is not None:
-            self.metrics.watch("disk", used_by(self.store))
+            self.metrics.watch("disk", used_by(self.store, self.shares.gradients_on_disk))
         if not self.outline.is_on_cpu:
             self.metrics.watch("device", partial(used_bytes, self.outline.device))
         self.metrics.watch("process", resident_bytes)

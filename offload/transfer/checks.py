@@ -25,9 +25,10 @@ def indexed(device: torch.device) -> torch.device:
     """`device` with its number: `cuda` is the current one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
+        there = "the CPU alone" if accelerator is None else accelerator.type
         raise ConfigError(
-            f"device: expected {accelerator.type if accelerator else 'the CPU alone'} here, got "
-            f"{device}"
+            f"device: expected {there} here, got {device}; torch sees no such device: `offload "
+            "doctor` tells what it sees, and a build of torch for it is at pytorch.org"
         )
     if device.index is not None:
         return device
