@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ from offload.budget import HOST, Budget
 # Whoever runs the tests may have a profile of the machine: the tests must not run by it.
 CONFIG = tempfile.mkdtemp(prefix="offload-no-config-")
 os.environ["XDG_CONFIG_HOME"] = CONFIG
+
+# Whatever a shell runs in the background ignores Ctrl-C, and so would all programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 
