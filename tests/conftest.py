@@ -20,7 +20,7 @@ from offload.budget import HOST, Budget
 CONFIG = tempfile.mkdtemp(prefix="offload-no-config-")
 os.environ["XDG_CONFIG_HOME"] = CONFIG
 
-# Whatever a shell runs in the background ignores Ctrl-C, and so would all programs that tests start.
+# What a shell runs in the background ignores Ctrl-C, and so would all programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
