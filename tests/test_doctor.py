@@ -17,7 +17,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -634,6 +634,20 @@ def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         runpy.run_module("offload", run_name="__main__")
     assert leaving.value.code == 0
     assert capsys.readouterr().out == f"offload {offload.__version__}\n"
+
+
+def test_ctrl_c_while_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "offload.cli", Slow("offload.cli"))
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_module("offload", run_name="__main__")
+    assert leaving.value.code == 130
+    assert capsys.readouterr().err == "offload: error: interrupted\n"
 
 
 def test_real_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
