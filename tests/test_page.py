@@ -157,6 +157,15 @@ def test_no_run_is_faster_than_its_ceiling() -> None:
     assert summarize(slow).share_of_ceiling == pytest.approx(1.0)
 
 
+def test_no_typical_iteration_is_faster_than_its_own_least() -> None:
+    """One long iteration moves means, not medians: both numbers of the sentence are medians."""
+    ends = [4.0, 8.0, 12.0, 16.0, 22.0]  # iterations of 4, 4, 4 and 6 s
+    facts = tuple(fact(n + 1, end - 2.0, end) for n, end in enumerate(ends))
+    found = summarize(replace(RUN, about=replace(ABOUT, steps=facts)))
+    assert found.typical_s == 4.0 and found.least_s == pytest.approx(3.7)
+    assert found.share_of_ceiling == pytest.approx(found.least_s / found.typical_s)
+
+
 def test_hits_and_bytes_are_those_of_an_iteration() -> None:
     found = summarize(RUN)
     assert found.hit_rate == 0.75

@@ -232,6 +232,8 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path, monkeypatch: pytest.Monk
     prepared = opened(ours, mine, tmp_path, 16 << 20)
     assert prepared.shares.gradients_on_disk >= 24 << 20
     assert "on disk for want of it" in str(prepared.shares)
+    used_bytes = prepared.metrics._gauges["disk"]()
+    assert used_bytes == prepared.store.stats().used_bytes + prepared.shares.gradients_on_disk
     grew, x = [], torch.ones(4, 1024)
     for step in range(3):
         for micro in range(2):
