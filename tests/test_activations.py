@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import MODELS, WIDTH, Gpt, Layer, batch, loss_of, make
+from support.models import MODELS, WIDTH, Gpt, Layer, batch, loss_of, make
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from allowancelib import CHECKS, LEAST, LIMIT, Gauge, allowance_of, run
+from support.allowance import CHECKS, LEAST, LIMIT, Gauge, allowance_of, run
 
 from offload.tiers.allowance import Allowance
 

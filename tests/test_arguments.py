@@ -288,7 +288,11 @@ def test_the_other_rules_refuse_them_too(
         make(**{**settings, name: value})
 
 
-@pytest.mark.parametrize("rule", [None, "adam", rules.Adam, 1, torch.ones(1), object()], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [None, "adam", rules.Adam, 1, torch.ones(1), object()],
+    ids=["None", "name", "class", "int", "tensor", "object"],
+)
 def test_only_a_rule_is_a_rule(isa: str, rule: Any) -> None:
     a = good()
     with pytest.raises(ConfigError, match=r"^rule: expected one made by offload\.rules, got "):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from testlib import assert_same_bits
+from support.kernels import assert_same_bits
 from torch import Tensor
 
 from offload import kernels, rules

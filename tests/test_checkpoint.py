@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from preparelib import Gpt, batch, loss_of, make
+from support.models import Gpt, batch, loss_of, make
 from torch import Tensor, nn
 
 import offload

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpointlib import SMALL, contents_of, read, same, save
-from diskdoubles import GROWING, FaultyDisk, StraightDisk
-from storelib import nothing_left
+from support.checkpoints import SMALL, contents_of, read, same, save
+from support.disk_doubles import GROWING, FaultyDisk, StraightDisk
+from support.stores import nothing_left
 
 from offload.checkpoint.disk import POINTS, Disk
 from offload.errors import CorruptionError, StoreError

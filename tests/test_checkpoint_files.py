@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpointlib import KIB, SMALL, contents_of, fill, random_bytes, read, same, save, specs
-from storelib import nothing_left
+from support.checkpoints import KIB, SMALL, contents_of, fill, random_bytes, read, same, save, specs
+from support.stores import nothing_left
 
 from offload.checkpoint import CheckpointReader, CheckpointWriter
 from offload.checkpoint import shard as shard_module

@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpointlib import SMALL, contents_of, fill, read, same, save, umask
-from diskdoubles import FaultyDisk, StraightDisk
-from storelib import HANG_S, nothing_left
+from support.checkpoints import SMALL, contents_of, fill, read, same, save, umask
+from support.disk_doubles import FaultyDisk, StraightDisk
+from support.stores import HANG_S, nothing_left
 
 from offload.checkpoint import CheckpointReader, CheckpointWriter, Disk
 from offload.checkpoint.disk import POINTS
@@ -216,7 +216,7 @@ def test_leftovers_go_only_if_their_lock_is_free(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from checkpointlib import contents_of, save
+from support.checkpoints import contents_of, save
 from offload.checkpoint import Disk
 
 class Killing(Disk):

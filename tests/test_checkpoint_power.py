@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from checkpointlib import SMALL, contents_of, same, save
-from checkpointlib import read as read_checkpoint
-from powerlib import SYNCS, Change, RecordingDisk, Tree, crash_states
+from support.checkpoints import SMALL, contents_of, same, save
+from support.checkpoints import read as read_checkpoint
+from support.power_loss import SYNCS, Change, RecordingDisk, Tree, crash_states
 
 from offload.errors import OffloadError
 from offload.format.directory import find_newest

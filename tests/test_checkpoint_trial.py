@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import Gpt
+from support.models import Gpt
 from torch import Tensor, nn
 
 import offload

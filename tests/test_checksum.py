@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from storelib import Bytes, memory_at, random_bytes
+from support.stores import Bytes, memory_at, random_bytes
 
 from offload import _native as native
 from offload import kernels

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from testlib import assert_same_bits
+from support.kernels import assert_same_bits
 
 from offload import _native, kernels, rules
 

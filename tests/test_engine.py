@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from preparelib import MODELS, batch, loss_of, make
+from support.models import MODELS, batch, loss_of, make
 from torch import nn
 
 from offload import units

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from storelib import (
+from support.stores import (
     BLOCK,
     ENGINES,
     HANG_S,

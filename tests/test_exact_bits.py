@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from testlib import adagrad_case, assert_same_bits, compare, train_ours, train_torch
+from support.kernels import adagrad_case, assert_same_bits, compare, train_ours, train_torch
 from torch import Tensor
 
 from offload import kernels, rules

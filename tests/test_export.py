@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import Gpt, batch, loss_of
+from support.models import Gpt, batch, loss_of
 
 import offload
 from offload import planner, units

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from interruptlib import interrupt_at
+from support.interrupts import interrupt_at
 
 from offload.errors import StateError
 from offload.extents import Extents

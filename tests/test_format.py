@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from formatlib import write_checkpoint
+from support.formats import write_checkpoint
 
 from offload.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.format import limits, values

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import goldenlib
 import numpy
 import pytest
 import torch
-from goldenlib import GOLDEN, LR, build, draws, extra, fields, values
+from support import golden
+from support.golden import GOLDEN, LR, build, draws, extra, fields, values
 from torch import Tensor
 
 import offload
@@ -75,9 +75,9 @@ def test_every_value_comes_back(path: Path, kind: str) -> None:
         found = offload.load(path, model, optimizer, scheduler=scheduler)
     drawn = draws()
     assert same(found, extra())
-    random.seed(goldenlib.SEED)
-    numpy.random.seed(goldenlib.SEED)
-    torch.manual_seed(goldenlib.SEED)
+    random.seed(golden.SEED)
+    numpy.random.seed(golden.SEED)
+    torch.manual_seed(golden.SEED)
     assert drawn == draws()
     for name, tensor in model.state_dict().items():
         name = name.replace("head.weight", "embedding.weight")
@@ -110,7 +110,7 @@ def check_state(model: Any, optimizer: Any, kind: str) -> None:
 
 def test_the_script_still_makes_the_same(tmp_path: Path) -> None:
     """Up to its date, and what later versions add to the state of schedulers."""
-    goldenlib.make(tmp_path / "c")
+    golden.make(tmp_path / "c")
     old, new = (
         Manifest.parse((path / "manifest.json").read_bytes())
         for path in (CHECKPOINTS[-1], tmp_path / "c")

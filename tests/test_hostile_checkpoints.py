@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import hostile_layouts
 import pytest
-from preparelib import SEED
+from support import children, hostile_layouts
+from support.models import SEED
 
 from offload.format import limits
 
@@ -28,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def run_python(*args: object) -> str:
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, *map(str, args)],
         capture_output=True,
         text=True,
@@ -39,8 +38,8 @@ def run_python(*args: object) -> str:
     return done.stdout
 
 
-def run(script: str, *args: object) -> Any:
-    return json.loads(run_python(HERE / script, *args))
+def run(module: str, *args: object) -> Any:
+    return json.loads(run_python("-m", f"support.{module}", *args))
 
 
 def run_program(text: str, *args: object) -> str:
@@ -49,7 +48,7 @@ def run_program(text: str, *args: object) -> str:
 
 def test_every_flipped_byte_and_every_mutant_is_refused_or_harmless(tmp_path: Path) -> None:
     print(f"mutants of seed {SEED}")
-    found = run("hostile_mutants.py", tmp_path, SEED, MUTANTS)
+    found = run("hostile_mutants", tmp_path, SEED, MUTANTS)
     assert found["wrong"] == []
     counts = Counter(found["counts"])
     print(json.dumps(counts, indent=1))
@@ -67,7 +66,7 @@ def test_every_flipped_byte_and_every_mutant_is_refused_or_harmless(tmp_path: Pa
 
 
 def test_hostile_directories_are_refused(tmp_path: Path) -> None:
-    found = run("hostile_layouts.py", tmp_path)
+    found = run("hostile_layouts", tmp_path)
     assert len(hostile_layouts.LAYOUTS) >= 40
     assert len(found) == len(hostile_layouts.LAYOUTS) + len(hostile_layouts.HARMLESS)
     for name, said in found.items():
@@ -81,9 +80,9 @@ def test_hostile_directories_are_refused(tmp_path: Path) -> None:
 BIG = """
 import ast, sys
 from pathlib import Path
-from hostile_watch import limit_memory, outcome, warm_up
-from hostile_layouts import document, seal
-from formatlib import write_checkpoint
+from support.hostile_watch import limit_memory, outcome, warm_up
+from support.hostile_layouts import document, seal
+from support.formats import write_checkpoint
 from offload.format.directory import Directory
 import json
 path = Path(sys.argv[1]) / "a"
@@ -117,8 +116,8 @@ def test_memory_grows_with_the_manifest_and_no_more(
 WATCHED = """
 import os, subprocess, sys
 from pathlib import Path
-from formatlib import write_checkpoint
-from hostile_watch import Watch, limit_memory, warm_up
+from support.formats import write_checkpoint
+from support.hostile_watch import Watch, limit_memory, warm_up
 root = Path(sys.argv[1])
 write_checkpoint(root / "outside")
 (root / "in").mkdir()

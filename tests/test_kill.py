@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import children
 
 from offload.checkpoint.disk import POINTS
 
 KILLS = int(os.environ.get("OFFLOAD_KILLS", "208"))
-LOOP = Path(__file__).with_name("kill_loop.py")
 
 
 def run(folder: Path, kills: int, seed: int, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(LOOP), str(folder), str(kills), str(seed), *more]
+    command = children.program("support.kill_loop", folder, kills, seed, *more)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return children.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.timeout(max(300, KILLS * 2))

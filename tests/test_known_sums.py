@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from storelib import (
+from support.kernels import assert_same_bits, assert_untouched_around, awkward, unaligned
+from support.stores import (
     ENGINES,
     HANG_S,
     HEALTHY,
@@ -22,7 +23,6 @@ from storelib import (
     random_bytes,
     read,
 )
-from testlib import assert_same_bits, assert_untouched_around, awkward, unaligned
 from torch import Tensor
 
 import offload

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import batch, loss_of, make
+from support.models import batch, loss_of, make
 from torch import nn
 
 import offload

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from preparelib import SEED, batch, loss_of, make
+from support.models import SEED, batch, loss_of, make
 from torch import Tensor, nn
 
 import offload

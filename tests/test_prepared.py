@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import MODELS, batch, loss_of, make
+from support.models import MODELS, batch, loss_of, make
 from torch import nn
 
 import offload

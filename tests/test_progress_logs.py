@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import batch, loss_of, make
+from support.models import batch, loss_of, make
 
 import offload
 from offload import progress_line, units

@@ -16,8 +16,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from preparelib import WORDS, loss_of, make
-from testlib import assert_same_bits
+from support.kernels import assert_same_bits
+from support.models import WORDS, loss_of, make
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -19,8 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from kill_loop import digest
-from preparelib import Gpt
+from support import children
+from support.kill_loop import digest
+from support.models import Gpt
 from torch import nn
 
 import offload
@@ -29,15 +29,14 @@ from offload.format.directory import find_newest
 from offload.format.verify import verify
 
 ENDS = int(os.environ.get("OFFLOAD_ENDS", "20"))  # `make kill`: 100
-LOOP = Path(__file__).with_name("signal_loop.py")
 
 
 @contextmanager
 def loop(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
     for name in ("swap", "saves"):
         (folder / name).mkdir(parents=True)
-    child = subprocess.Popen(
-        [sys.executable, str(LOOP), str(folder), how],
+    child = children.Popen(
+        children.program("support.signal_loop", folder, how),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -115,8 +114,8 @@ def test_a_training_saves_goes_on_and_ends(tmp_path: Path, seed: int) -> None:
 @pytest.mark.timeout(max(300, 15 * ENDS))
 def test_many_ends_at_any_moment(tmp_path: Path, seed: int) -> None:
     """Each within the limit, with its last step saved; nothing is left on the disk."""
-    done = subprocess.run(
-        [sys.executable, str(LOOP), str(tmp_path), "many", str(seed), str(ENDS)],
+    done = children.run(
+        children.program("support.signal_loop", tmp_path, "many", seed, ENDS),
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

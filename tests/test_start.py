@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from preparelib import MODELS, WIDTH, Gpt, batch, loss_of, make
 from safetensors.torch import save_file
+from support.models import MODELS, WIDTH, Gpt, batch, loss_of, make
 from torch import Tensor, nn
 from torch.nn import functional
 

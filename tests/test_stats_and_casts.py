@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from testlib import (
+from support.kernels import (
     SIZES,
     SPECIAL,
     assert_same_bits,

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interruptlib import interrupt_at
-from storelib import (
+from support.interrupts import interrupt_at
+from support.stores import (
     BLOCK,
     ENGINES,
     HANG_S,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from storelib import (
+from support.stores import (
     BLOCK,
     ENGINES,
     HEALTHY,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from storelib import KIB, nothing_left
+from support.stores import KIB, nothing_left
 
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
 from offload.machine_disk import DirectIo

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from storelib import BLOCK, MIB, memory_at, open_store, read, write
+from support.stores import BLOCK, MIB, memory_at, open_store, read, write
 
 from offload import _native
 from offload.errors import ConfigError

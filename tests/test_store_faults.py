@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from storelib import (
+from support.stores import (
     BLOCK,
     ENGINES,
     HANG_S,

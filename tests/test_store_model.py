@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from storelib import (
+from support.stores import (
     BLOCK,
     ENGINES,
     HANG_S,

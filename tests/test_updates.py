@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testlib import (
+from support.kernels import (
     ADAMW,
     CASES,
     JUDGED,

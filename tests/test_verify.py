@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formatlib import MODEL, put_manifest, write_checkpoint
+from support.formats import MODEL, put_manifest, write_checkpoint
 
 from offload import cli
 from offload.errors import ConfigError, StoreError
@@ -216,7 +216,7 @@ def test_errors_of_the_disk_are_damage_and_our_own_trouble_is_not(
 
 
 def test_little_memory_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("formatlib.PART_BYTES", limits.MOST_PART_BYTES)
+    monkeypatch.setattr("support.formats.PART_BYTES", limits.MOST_PART_BYTES)
     shards = {SHARD: (TensorSpec("x", "U8", (80 << 20,)),)}
     write_checkpoint(tmp_path / "a", shards=shards, values={})
     tracemalloc.start()

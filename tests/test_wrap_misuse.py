@@ -15,8 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.wrapping import (
+    adamw,
+    assert_equal,
+    assert_same_state,
+    give_gradients,
+    parameters,
+    train,
+)
 from torch.optim import AdamW
-from wraplib import adamw, assert_equal, assert_same_state, give_gradients, parameters, train
 
 import offload
 from offload import StateError

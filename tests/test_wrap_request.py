@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.wrapping import adamw, assert_equal, parameters, train
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from wraplib import adamw, assert_equal, parameters, train
 
 import offload
 from offload import CapacityError, ConfigError, planner

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from interruptlib import interrupt_at
-from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from wraplib import (
+from support.interrupts import interrupt_at
+from support.wrapping import (
     adamw,
     assert_equal,
     assert_same_state,
@@ -23,6 +21,8 @@ from wraplib import (
     tensors,
     train,
 )
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import offload
 from offload import CapacityError, StateError, StoreError

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule
+from support.device.transfer_cases import register
 from torch import Tensor, nn
-from transfer_cases import register
 
 from offload.budget import Budget
 from offload.metrics import Metrics

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule
-from prepare_cases import adamw, least_host_bytes, ready
-from preparelib import batch, loss_of, make
+from support.device.prepare_cases import adamw, least_host_bytes, ready
+from support.device.transfer_cases import register
+from support.models import batch, loss_of, make
 from torch import Tensor, nn
-from transfer_cases import register
 
 import offload
 from offload import planner, prepared, units

@@ -11,7 +11,7 @@ import torch
 from fake_accelerator import load
 from fake_accelerator.train_case import SCHEDULES
 from mutants import BY_HAND, Mutant, loaded, mutants, synchronisations
-from transfer_cases import CASES, run
+from support.device.transfer_cases import CASES, run
 
 from offload.errors import StoreTimeout
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import network_cases as cases
 import pytest
 import torch
 from fake_accelerator.train_case import SCHEDULES
-from launch import run
+from support.device import network_cases as cases
+from support.ranks.launch import run
 
 # The fourth stream, that between devices, is early and late, too.
 ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15))]

@@ -17,7 +17,7 @@ from fake_accelerator.train_case import SCHEDULES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from prepare_cases import (
+from support.device.prepare_cases import (
     adamw,
     assert_same_bits,
     budget_bytes,
@@ -25,9 +25,9 @@ from prepare_cases import (
     least_host_bytes,
     ready,
 )
-from preparelib import MODELS, SEED, batch, loss_of, make
+from support.device.transfer_cases import register
+from support.models import MODELS, SEED, batch, loss_of, make
 from torch import Tensor, nn
-from transfer_cases import register
 
 import offload
 from offload import planner, prepared, units

@@ -12,8 +12,8 @@ import pytest
 import torch
 from fake_accelerator import load
 from mutants import Mutant, mutants_of_models, patched
-from prepare_cases import EXPECTED, SCENES
-from transfer_cases import register
+from support.device.prepare_cases import EXPECTED, SCENES
+from support.device.transfer_cases import register
 
 from offload import planner, prepared, units
 from offload.budget import Budget

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule, load
-from preparelib import batch, loss_of, make
+from support.device.transfer_cases import register
+from support.models import batch, loss_of, make
 from torch import nn
-from transfer_cases import register
 
 import offload
 from offload import planner, progress_line

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_accelerator import DeviceModule
+from support.device.transfer_cases import register
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transfer_cases import register
 
 import offload
 from offload import planner

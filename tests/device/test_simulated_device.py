@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule
-from prepare_cases import adamw, budget_bytes, device_bytes, least_host_bytes
-from preparelib import batch, loss_of, make
-from transfer_cases import register
+from support.device.prepare_cases import adamw, budget_bytes, device_bytes, least_host_bytes
+from support.device.transfer_cases import register
+from support.models import batch, loss_of, make
 
 import offload
 from offload import planner, prepared, run_file, units

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import stage3_cases as cases
 from fake_accelerator.train_case import SCHEDULES
-from launch import outcomes, run
 from mutants import OF_STREAMS, Mutant, mutant_of, mutants_of_ranks
+from support.device import stage3_cases as cases
+from support.ranks.launch import outcomes, run
 
 # The streams of the group and that between devices are early and late, too.
 ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15, 16, 27, 31))]

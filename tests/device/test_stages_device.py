@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import stages_cases as cases
-import stages_loops as loops
 import torch
 from fake_accelerator import DeviceModule
-from launch import run
+from support.device import stages_cases as cases
+from support.device import stages_loops as loops
+from support.ranks.launch import run
 from torch import nn
 
 from offload import kernels

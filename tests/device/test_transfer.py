@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule
-from transfer_cases import CASES, SIZE, WAIT_S, WIDTH, bench, matrix, run
+from support.device.transfer_cases import CASES, SIZE, WAIT_S, WIDTH, bench, matrix, run
 
 from offload.errors import CapacityError, ConfigError, StateError, StoreTimeout
 from offload.metrics import Metrics

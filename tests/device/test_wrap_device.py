@@ -11,8 +11,8 @@ import pytest
 import torch
 from fake_accelerator import DeviceModule, load
 from fake_accelerator.train_case import SCHEDULES
+from support.device.transfer_cases import register
 from torch import Tensor, nn
-from transfer_cases import register
 
 import offload
 from offload import planner

@@ -11,6 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from goldenlib import make
+from support.golden import make
 
 make(Path(sys.argv[1]))

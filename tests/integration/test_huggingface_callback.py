@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrationlib import adamw, assert_same, assert_same_state, llama, texts
+from support.integration import adamw, assert_same, assert_same_state, llama, texts
 from torch import Tensor
 
 import offload

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrationlib import adamw, llama, texts
+from support.integration import adamw, llama, texts
 
 import offload
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrationlib import assert_same, batch, llama
+from support.integration import assert_same, batch, llama
 
 import offload
 from offload import units

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrationlib import (
+from support.integration import (
     adamw,
     assert_same,
     assert_same_state,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrationlib import VOCABULARY, adamw, assert_same, assert_same_state, batch, llama
+from support.integration import VOCABULARY, adamw, assert_same, assert_same_state, batch, llama
 from torch import Tensor, nn
 
 import offload

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrationlib import assert_same_state, bits, tight
+from support.integration import assert_same_state, bits, tight
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

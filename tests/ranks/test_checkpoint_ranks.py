@@ -16,11 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checkpoint_cases as cases
 import pytest
 import torch
-from checkpointlib import read, same
-from launch import outcomes, run
+from support.checkpoints import read, same
+from support.ranks import checkpoint_cases as cases
+from support.ranks import restart_loop
+from support.ranks.launch import outcomes, run
 
 import offload
 from offload.checkpoint.disk import GUEST_POINTS, POINTS
@@ -179,7 +180,7 @@ def test_torchrun_comes_back_from_the_newest(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     # Otherwise gloo's own first connections may take the addresses of processes that have gone.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    loop = Path(__file__).with_name("restart_loop.py")
+    loop = Path(restart_loop.__file__)
     done = subprocess.run(
         [*launcher, "--nproc-per-node=2", "--max-restarts=1", loop, tmp_path, "7", "5"],
         capture_output=True,

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import children
 
 pytestmark = pytest.mark.ranks
-LOOP = Path(__file__).with_name("ending_loop.py")
 WAYS = ["wrap closed", "wrap open", "wrap alone", "prepare closed", "prepare open"]
 
 
@@ -22,7 +22,7 @@ def test_the_end_of_the_interpreter(tmp_path: Path, how: str) -> None:
     """
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(LOOP), f"{rank}", str(tmp_path / "store"), how],
+            children.program("support.ranks.ending_loop", rank, tmp_path / "store", how),
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import fsdplib as lib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import outcomes, run
+from support.ranks import fsdp as lib
+from support.ranks.launch import outcomes, run
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import SEED, outcomes
-from stageslib import DDP, gpt, tokens
+from support.ranks.launch import SEED, outcomes
+from support.ranks.stages import DDP, gpt, tokens
 from torch import nn
 
 import offload

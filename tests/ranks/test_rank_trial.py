@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run
-from stageslib import DDP, gpt, tokens
+from support.ranks.launch import run
+from support.ranks.stages import DDP, gpt, tokens
 from torch import nn
 
 import offload

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import SEED, outcomes, run
+from support.ranks.launch import SEED, outcomes, run
 
 from offload import kernels, neighbours
 from offload.config import Config

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import SEED, outcomes, run
-from preparelib import WIDTH, WORDS, Branches, Experts, Gpt, Lora, Thrice
-from stage3lib import (
+from support.models import WIDTH, WORDS, Branches, Experts, Gpt, Lora, Thrice
+from support.ranks.launch import SEED, outcomes, run
+from support.ranks.stage3 import (
     Mixture,
     Model,
     Odd,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run
-from stageslib import Loop, Wide, experts, furthest, gpt, lora, same
+from support.ranks.launch import run
+from support.ranks.stages import Loop, Wide, experts, furthest, gpt, lora, same
 
 import offload
 from offload.optim import buckets

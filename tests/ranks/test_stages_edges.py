@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import outcomes, run
-from stageslib import reduce, same
+from support.ranks.launch import outcomes, run
+from support.ranks.stages import reduce, same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint

@@ -10,11 +10,11 @@ import signal
 import sys
 from pathlib import Path
 
-import checkpoint_cases as cases
 import torch.distributed as dist
 
 import offload
 from offload.errors import ConfigError
+from support.ranks import checkpoint_cases as cases
 
 
 def main(folder: Path, steps: int, dying: int) -> None:

@@ -25,7 +25,10 @@ from typing import Any
 
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "torch.distributed", "offload", "offload.api", "launch"])
+# torch._dynamo: the first optimizer of a process imports it, in more than a second.
+_FORKS.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "offload.api", "support.ranks.launch"]
+)
 
 
 @dataclass

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from fake_accelerator import collectives, load
 from torch import Tensor
-from transfer_cases import register
 
 from offload.budget import Budget
 from offload.pool import Pool
@@ -15,6 +14,7 @@ from offload.shard import ranks_of
 from offload.ticket import Ticket
 from offload.tiers.device_network import DeviceNetwork
 from offload.transfer import DeviceTransfer
+from support.device.transfer_cases import register
 
 SLICE, BLOCKS = 96, 5  # elements of a slice
 

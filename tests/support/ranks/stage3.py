@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launch import SEED
-from preparelib import WIDTH, WORDS, Layer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from offload.prepared import Prepared, prepared_of
+from support.models import WIDTH, WORDS, Layer
+from support.ranks.launch import SEED
 
 Model = Callable[[], nn.Module]
 

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from formatlib import put_manifest, write_checkpoint
-from hostile_watch import Watch, judge, limit_memory, warm_up
-
 from offload.format.manifest import MANIFEST
 from offload.format.strict_json import printable
+from support.formats import put_manifest, write_checkpoint
+from support.hostile_watch import Watch, judge, limit_memory, warm_up
 
 SHARD, OTHER = "model-00001.safetensors", "model-00002.safetensors"
 TIB = 1 << 40

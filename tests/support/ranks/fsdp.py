@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from preparelib import Layer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import offload
+from support.models import Layer
 
 WORDS, WIDTH = 1001, 96  # no number of ranks divides it evenly
 LEAST_BYTES = 400 << 10  # of host memory: most of the state is elsewhere then

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diskdoubles import SECTOR, StraightDisk
+from support.disk_doubles import SECTOR, StraightDisk
 
 ROOT = 0  # the number of the directory that all happens in
 

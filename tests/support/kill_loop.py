@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # which the first optimizer imports, in seconds
-from preparelib import Gpt, batch, loss_of
 
 import offload
 from offload import api, planner, units
@@ -35,6 +34,7 @@ from offload.checkpoint.disk import POINTS, Disk
 from offload.errors import ConfigError
 from offload.format.directory import find_newest
 from offload.format.verify import verify
+from support.models import Gpt, batch, loss_of
 
 IMPORTED = (api, torch._dynamo)  # before anything is forked
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diskdoubles import FaultyDisk
 from torch import nn
 
 import offload
@@ -21,6 +20,7 @@ from offload.checkpoint import guest, team, writer
 from offload.checkpoint.disk import Disk
 from offload.format.verify import verify
 from offload.metrics import Metrics
+from support.disk_doubles import FaultyDisk
 
 
 class Net(nn.Module):

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kill_loop import digest, make_small
-from preparelib import Gpt, batch, loss_of
 
 import offload
 from offload.checkpoint import writer
 from offload.checkpoint.disk import Disk
 from offload.format.directory import find_newest
 from offload.format.verify import verify
+from support.kill_loop import digest, make_small
+from support.models import Gpt, batch, loss_of
 
 
 class Slow(Disk):

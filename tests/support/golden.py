@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import offload
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).parent.with_name("golden")
 SEED = 5
 LR = 0.03125
 

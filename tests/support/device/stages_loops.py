@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from fake_accelerator import load
-from stages_cases import SOME, Pair, Wide, start, trains
 from torch import nn
 
 import offload
 from offload.errors import CapacityError, ConfigError, StateError
+from support.device.stages_cases import SOME, Pair, Wide, start, trains
 
 
 def otherwise(rank: int, stage: int, directory: str) -> None:

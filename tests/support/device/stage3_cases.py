@@ -18,8 +18,18 @@ import torch
 import torch.distributed as dist
 from fake_accelerator import DeviceModule, collectives, load
 from mutants import Mutant, patched
-from preparelib import WIDTH, WORDS, Gpt, Lora, Thrice
-from stage3lib import (
+from torch import Tensor, nn
+
+import offload
+from offload import prepared
+from offload.errors import CapacityError, ConfigError, StateError
+from offload.pool import Pool
+from offload.ticket import Ticket
+from offload.tiers.device_wholes import DeviceWhole, DeviceWholes
+from offload.tiers.wholes import Whole
+from support.device.transfer_cases import register
+from support.models import WIDTH, WORDS, Gpt, Lora, Thrice
+from support.ranks.stage3 import (
     Mixture,
     Model,
     Odd,
@@ -32,16 +42,6 @@ from stage3lib import (
     seeded,
     tokens,
 )
-from torch import Tensor, nn
-from transfer_cases import register
-
-import offload
-from offload import prepared
-from offload.errors import CapacityError, ConfigError, StateError
-from offload.pool import Pool
-from offload.ticket import Ticket
-from offload.tiers.device_wholes import DeviceWhole, DeviceWholes
-from offload.tiers.wholes import Whole
 
 
 class Fork(nn.Module):

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from fake_accelerator import collectives, load
 from fake_accelerator.train_case import SCHEDULES
-from stageslib import reduce
 from torch import Tensor, nn
-from transfer_cases import register
 
 import offload
 from offload import planner
@@ -27,6 +25,8 @@ from offload.errors import StateError
 from offload.optim import buckets, ground
 from offload.pool import Pool
 from offload.shard import Ranks, ranks_of
+from support.device.transfer_cases import register
+from support.ranks.stages import reduce
 
 # Streams in the order in which they are made: that of the collectives, up, down, between devices.
 # Each is early and late, beside each other one.

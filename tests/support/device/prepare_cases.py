@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from allowancelib import CHECKS
 from fake_accelerator import load
-from preparelib import batch, loss_of, make
 from torch import Tensor, nn
 
 import offload
@@ -24,6 +22,8 @@ from offload.errors import CapacityError
 from offload.guard import is_guarded
 from offload.prepared import prepared_of
 from offload.shares import least_device_bytes, on_device_bytes
+from support.allowance import CHECKS
+from support.models import batch, loss_of, make
 
 STEPS = 10
 FEW_STEPS = 3  # are enough for a fault to be noticed

@@ -15,11 +15,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from formatlib import MODEL, put_manifest, write_checkpoint
-from hostile_watch import Watch, judge, limit_memory, outcome, warm_up
-
 from offload.format.manifest import MANIFEST, Manifest
 from offload.format.verify import verify
+from support.formats import MODEL, put_manifest, write_checkpoint
+from support.hostile_watch import Watch, judge, limit_memory, outcome, warm_up
 
 SHARD = "model-00001.safetensors"
 SHARDS = {SHARD: MODEL}

@@ -1,0 +1,130 @@
+"""Python children that start with torch loaded: `run` and `Popen` as those of `subprocess`.
+
+A fresh interpreter takes three CPU seconds to import torch, the engine and what the first optimizer
+imports. Here a server that has them imported forks instead, in milliseconds. The child becomes a
+child of this process (the fork is orphaned at once, and this process adopts orphans), so waiting
+for it and signals to it are the ordinary ones.
+
+Not for tests of what happens at import, of start-up flags, or of memory before the first import:
+they need a fresh interpreter, by `subprocess` itself.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+_TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PR_SET_CHILD_SUBREAPER = 36
+# What an interpreter or a library reads when it starts, which is over by now.
+_TOO_LATE = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "KMP_")
+_TAKEN_OVER = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS"}
+
+
+class Popen(subprocess.Popen):
+    """A process whose command is this Python: forked with torch loaded, otherwise as usual."""
+
+    def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(super()._execute_child).bind(*args, **kwargs).arguments
+        command, environment = bound["args"], bound["env"]
+        _check(command, bound)
+        files = [
+            mine if mine != -1 else inherited
+            for mine, inherited in zip(
+                (bound["p2cread"], bound["c2pwrite"], bound["errwrite"]), (0, 1, 2), strict=True
+            )
+        ]
+        request = {
+            "argv": [os.fspath(word) for word in command[1:]],
+            "cwd": os.fspath(bound["cwd"] or os.getcwd()),
+            "env": dict(os.environ if environment is None else environment),
+            "session": bool(bound["start_new_session"]),
+        }
+        self.pid = _server().start(request, files)
+        self._child_created = True
+        for file, kept in ((bound["p2cread"], 0), (bound["c2pwrite"], 1), (bound["errwrite"], 2)):
+            if file not in (-1, kept) and file != getattr(self, "_devnull", None):
+                os.close(file)
+        if getattr(self, "_devnull", None) is not None:
+            os.close(self._devnull)
+
+
+def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Run to the end, as `subprocess.run`."""
+    check, timeout = options.pop("check", False), options.pop("timeout", None)
+    given = options.pop("input", None)
+    if given is not None:
+        options["stdin"] = subprocess.PIPE
+    if options.pop("capture_output", False):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(given, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _check(command: Any, bound: dict[str, Any]) -> None:
+    assert not bound["shell"] and command[0] == sys.executable, "only for this Python"
+    assert bound["preexec_fn"] is None and not bound["pass_fds"], "needs a fresh interpreter"
+    assert not str(command[1]).startswith("-") or command[1] in ("-c", "-m"), "needs start-up flags"
+    for name, value in (bound["env"] or {}).items():
+        if name.startswith(_TOO_LATE) and name not in _TAKEN_OVER:
+            assert os.environ.get(name) == value, f"{name} is read when an interpreter starts"
+
+
+def program(module: str, *args: object) -> list[str]:
+    """The command that runs a module below tests/, such as `support.kill_loop`."""
+    start = f"import sys; sys.path.insert(0, {_TESTS!r}); import runpy; "
+    run = f"sys.argv[0] = {module!r}; runpy.run_module({module!r}, run_name='__main__')"
+    return [sys.executable, "-c", start + run, *map(str, args)]
+
+
+class _Server:
+    """The process that forks; it ends when this process closes its end of the pair."""
+
+    def __init__(self) -> None:
+        self._here, there = socket.socketpair()
+        adopt_orphans()
+        paths = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "support.children_server", str(there.fileno())],
+                pass_fds=[there.fileno()],
+                env={**os.environ, "PYTHONPATH": paths},
+                cwd=_TESTS,
+            )
+
+    def start(self, request: dict[str, Any], files: list[int]) -> int:
+        """The process id of a new child with these three files and this request."""
+        message = json.dumps(request).encode()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+        self._here.sendmsg([len(message).to_bytes(4, "little")], rights)
+        self._here.sendall(message)
+        answer = self._here.recv(4, socket.MSG_WAITALL)
+        assert len(answer) == 4, "the server of children has ended; its error is above"
+        return int.from_bytes(answer, "little")
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its orphaned descendants, as init is of others."""
+    failed = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    assert not failed, os.strerror(ctypes.get_errno())

@@ -1,0 +1,120 @@
+"""The server behind `support.children`: imports what is slow to import, then forks on request.
+
+A request is three files (standard input, output, error) and JSON with argv, cwd, env and session.
+The child is forked twice, so that it is adopted by the process that asked. It returns from `serve`
+and runs its program at the top level of this module: it ends as any interpreter ends.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo  # which the first optimizer imports, in seconds
+import torch.distributed
+
+import offload.api
+import offload.cli  # noqa: F401
+from offload import kernels
+
+
+def serve(link: socket.socket) -> dict[str, Any] | None:
+    """Fork for every request. Returns the request in a child, None when nobody asks any more."""
+    gc.collect()
+    gc.freeze()
+    while True:
+        head, rights, _, _ = link.recvmsg(4, socket.CMSG_SPACE(3 * 4))
+        if not head:
+            return None
+        files = array.array("i")
+        files.frombytes(rights[0][2])
+        message = link.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
+        told, tell = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            parent, child = os.getpid(), os.fork()
+            if child:
+                os.write(tell, child.to_bytes(4, "little"))
+                os._exit(0)
+            for file in (link.detach(), told, tell):
+                os.close(file)
+            while os.getppid() == parent:  # which is about to end
+                time.sleep(0.0002)
+            return json.loads(message) | {"files": list(files)}
+        os.waitpid(middle, 0)
+        link.sendall(os.read(told, 4))  # not before: it can be waited for once it is adopted
+        for file in (told, tell, *files):
+            os.close(file)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take over what the request says: files, directory, environment, arguments, search path."""
+    if request["session"]:
+        os.setsid()
+    for target, file in enumerate(request["files"]):
+        os.dup2(file, target)
+    for file in request["files"]:
+        if file > 2:
+            os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.stdin, sys.stdout = _text(0, "r"), _text(1, "w")
+    sys.stderr = _text(2, "w", line_buffering=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        kernels.set_num_threads(torch.get_num_threads())
+    paths = request["env"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, paths), *_SEARCH_PATH]
+
+
+def _text(file: int, mode: str, line_buffering: bool | None = None) -> io.TextIOWrapper:
+    raw = open(file, mode + "b", closefd=False)  # noqa: SIM115
+    lines = os.isatty(file) if line_buffering is None else line_buffering
+    direct = bool(os.environ.get("PYTHONUNBUFFERED")) and mode == "w"
+    return io.TextIOWrapper(raw, line_buffering=lines or direct, write_through=direct)
+
+
+def execute(argv: list[str]) -> None:
+    """Run `python ARGV`."""
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if argv[0] == "-m":
+        sys.argv[:] = ["-m", *argv[2:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+        return
+    if argv[0] == "-c":
+        sys.argv[:] = ["-c", *argv[2:]]
+        sys.path.insert(0, "")
+        code = compile(argv[1], "<string>", "exec")
+    else:
+        sys.argv[:] = argv
+        sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+        main.__file__ = argv[0]
+        with open(argv[0], "rb") as file:
+            code = compile(file.read(), argv[0], "exec")
+    exec(code, main.__dict__)
+
+
+if __name__ == "__main__":
+    # The own folder and the search path of whoever asked come first and are not the child's.
+    own = os.environ["PYTHONPATH"].split(os.pathsep)
+    _SEARCH_PATH = [path for path in sys.path[1:] if path not in own]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the children that run
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        become(request)
+        execute(request["argv"])

@@ -1,0 +1,1 @@
+"""Cases that tests run on the fake accelerator, under every schedule."""
