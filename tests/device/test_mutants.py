@@ -10,7 +10,8 @@ import pytest
 import torch
 from fake_accelerator import load
 from fake_accelerator.train_case import SCHEDULES
-from mutants import BY_HAND, Mutant, loaded, mutants, synchronisations
+from support.device.faults import BY_HAND
+from support.device.mutants import Mutant, loaded, mutants, synchronisations
 from support.device.transfer_cases import CASES, run
 
 from offload.errors import StoreTimeout

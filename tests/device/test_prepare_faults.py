@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_accelerator import load
-from mutants import Mutant, mutants_of_models, patched
+from support.device.mutants import Mutant, mutants_of_models, patched
 from support.device.prepare_cases import EXPECTED, SCENES
 from support.device.transfer_cases import register
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from fake_accelerator.train_case import SCHEDULES
-from mutants import OF_STREAMS, Mutant, mutant_of, mutants_of_ranks
 from support.device import stage3_cases as cases
+from support.device.faults import OF_STREAMS
+from support.device.mutants import Mutant, mutant_of, mutants_of_ranks
+from support.mutation import Fault
 from support.ranks.launch import outcomes, run
 
 # The streams of the group and that between devices are early and late, too.
@@ -60,7 +62,7 @@ def test_gradients_that_several_streams_make(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("fault", OF_STREAMS, ids=lambda fault: fault[-1])
-def test_waits_for_several_streams_are_needed(fault: tuple[str, ...], tmp_path: Path) -> None:
-    found = outcomes(2, cases.forked, str(tmp_path), mutant_of(*fault), SIDES, deadline_s=120)
+@pytest.mark.parametrize("fault", OF_STREAMS, ids=lambda fault: fault.what)
+def test_waits_for_several_streams_are_needed(fault: Fault, tmp_path: Path) -> None:
+    found = outcomes(2, cases.forked, str(tmp_path), mutant_of(fault), SIDES, deadline_s=120)
     assert any(one.result is not True for one in found), "no rank notices it"

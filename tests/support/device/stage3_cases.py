@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_accelerator import DeviceModule, collectives, load
-from mutants import Mutant, patched
 from torch import Tensor, nn
 
 import offload
@@ -27,6 +26,7 @@ from offload.pool import Pool
 from offload.ticket import Ticket
 from offload.tiers.device_wholes import DeviceWhole, DeviceWholes
 from offload.tiers.wholes import Whole
+from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.models import WIDTH, WORDS, Gpt, Lora, Thrice
 from support.ranks.stage3 import (

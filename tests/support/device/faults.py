@@ -1,0 +1,244 @@
+"""Faults of the device code that are described by hand: what is held, in which order, by whom, who
+waits for what. Those that can be found in the source are in `mutants.py`.
+
+A fault whose place is no longer there raises `NoSuchPlace`, which says what to do.
+"""
+
+from __future__ import annotations
+
+from support.mutation import (
+    Fault,
+    at,
+    becomes,
+    calling,
+    dropped,
+    never,
+    stripped,
+    swapped_with_next,
+)
+
+_FILL = at("transfer.device", "DeviceTransfer._fill").call("_lift")
+_WRITE = at("transfer.device", "DeviceTransfer.write").call("_lift")
+_WAIT_OF_OWNER = at("transfer.device", "DeviceTransfer._let_go_of_sources").call("wait_event")
+_BUSY = at("transfer.buffer", "DeviceBuffer.busy").returned()
+
+# Faults of the transfer that are no missing wait.
+BY_HAND = [
+    Fault("a fill's host memory free", dropped(_FILL.argument(6).element("host"))),
+    Fault("a write's host memory free", dropped(_WRITE.argument(6).element("host"))),
+    Fault(
+        "a write's target free",
+        becomes(_WRITE.argument(5), "None"),
+        dropped(_WRITE.argument(6).element("target")),
+    ),
+    Fault(
+        "a read's source free",
+        becomes(
+            at("transfer.device", "DeviceTransfer._lower").call("_Reading").argument(5), "None"
+        ),
+    ),
+    Fault(
+        "a ticket ends before its copy",
+        dropped(at("transfer.device", "_Flights.settle").operand("query")),
+    ),
+    Fault(
+        "a lost transfer's copies",
+        dropped(at("transfer.device", "DeviceTransfer.__init__").call("finalize")),
+    ),
+    Fault("memory let go before the wait", swapped_with_next(_WAIT_OF_OWNER)),
+    Fault(
+        "another stream than the owner waits",
+        becomes(_WAIT_OF_OWNER.receiver(), "torch.accelerator.current_stream(self.device)"),
+    ),
+    Fault("a refill", dropped(_BUSY.element("record_event"))),
+    Fault("filled from elsewhere before the fill", dropped(_BUSY.element("filled"))),
+    Fault(
+        "no fill is noted",
+        dropped(at("transfer.buffer", "DeviceBuffer._note_filled").assignment("filled")),
+    ),
+    Fault(
+        "one view passes unnoticed",
+        becomes(at("transfer.buffer", "_Loan.give_back").comparison("holders").right(), "2"),
+    ),
+    Fault(
+        "the buffer's own tensor is no view",
+        stripped(at("transfer.buffer", "DeviceBuffer.use").call("detach")),
+    ),
+    Fault(
+        "users are not noted",
+        dropped(at("transfer.buffer", "DeviceBuffer.use").call("append")),
+    ),
+]
+
+_DETACH = at("tiers.copies", "Copies.detach")
+
+# Faults of what models that are prepared for a device rest on.
+OF_MODELS = [
+    Fault(
+        "nobody waits for a block",
+        calling(at("tiers.device_tier", "DeviceTier.memory_of").call("use"), "_loan.memory.detach"),
+    ),
+    Fault(
+        "an old copy is used",
+        never(at("tiers.device_tier", "DeviceTier.stale").condition("on_device")),
+    ),
+    Fault(
+        "released without the flip",
+        never(at("tiers.device_tier", "DeviceTier.forget").condition("is_attached")),
+    ),
+    Fault("no flip back", dropped(_DETACH.call("hide"))),
+    Fault("a lost edit", becomes(_DETACH.comparison("_versions").right(), "_versions(block)")),
+    Fault("other memory is lost", never(_DETACH.operand("is_in_place"))),
+    Fault(
+        "a sum of what has not come",
+        dropped(at("tiers.device_gradients", "DeviceGradients._finish_oldest").call("wait")),
+    ),
+    Fault(
+        "a gradient before it has come",
+        dropped(at("tiers.device_gradients", "DeviceGradients._await").call("wait")),
+    ),
+    Fault(
+        "a gradient stays and counts twice",
+        dropped(
+            # The other is where it raises.
+            at("tiers.device_gradients", "DeviceGradients._take").call("set_own_grad", 2, of=2)
+        ),
+    ),
+    Fault(
+        "added to what was there before",
+        never(at("tiers.device_gradients", "DeviceGradients._finish_oldest").condition("is_first")),
+    ),
+    Fault(
+        "the CPU waits for a copy",
+        never(at("tiers.device_gradients", "DeviceGradients._begin").operand("_on_disk")),
+    ),
+    Fault(
+        "a gradient that is held is overwritten",
+        never(at("tiers.device_gradients", "DeviceGradients._begin").comparison("holders")),
+    ),
+    Fault(
+        "a wrong part",
+        stripped(
+            at("tiers.device_gradients", "DeviceGradients._stage").call("_Addend").argument(2)
+        ),
+    ),
+    Fault(
+        "a gradient that was lent does not come home",
+        dropped(at("tiers.device_gradients", "DeviceGradients._take_home").call("copy_")),
+    ),
+    Fault(
+        "nothing is copied back",
+        dropped(
+            # Of what is done at the end of a lending, in reverse.
+            at("tiers.device_residency", "DeviceResidency._end_lending").call("callback", 3, of=3)
+        ),
+    ),
+    Fault(
+        "loaded values stay away",
+        never(
+            at("tiers.device_residency", "DeviceResidency._hide").condition("generation", 2, of=2)
+        ),
+    ),
+    Fault(
+        "parameters are seen outside of runs",
+        never(at("tiers.device_residency", "DeviceResidency.conceal").condition("is_attached")),
+    ),
+    Fault(
+        "dropped too early",
+        dropped(at("tiers.device_residency", "DeviceResidency._drop").call("await_lift")),
+    ),
+    Fault(
+        "updated before the device has its copy",
+        dropped(at("tiers.device_residency", "DeviceResidency.await_arrival").call("await_lift")),
+    ),
+    Fault(
+        "loaded before the device has its copy",
+        dropped(at("tiers.device_residency", "DeviceResidency._show").call("await_lift")),
+    ),
+    Fault(
+        "gradients are not seen",
+        becomes(at("guard", "guard_on_device").call("_guard").argument(4), "Guarded"),
+    ),
+    Fault(
+        "no room for others",
+        becomes(at("tiers.allowance", "Allowance._room_bytes").call("max", 1, of=2), "0 * it"),
+    ),
+    Fault(
+        "too much before anything is known",
+        becomes(at("tiers.allowance", "Allowance.blocks_bytes").call("min").argument(2), "left"),
+    ),
+]
+
+# And of models that are shared out over ranks; with the schedule that notices it.
+OF_RANKS = [
+    (
+        Fault(
+            "nobody waits for a gathered block",
+            calling(
+                at("tiers.device_wholes", "DeviceWhole.use").call("use"), "_loan.memory.detach"
+            ),
+        ),
+        ("lazy", 0),
+    ),
+    (
+        Fault(
+            "a mean ends before it has been read",
+            stripped(at("tiers.device_network", "DeviceNetwork._reduce").call("then")),
+        ),
+        ("lazy", 0),
+    ),
+    (
+        Fault(
+            "nobody waits for a lift",
+            dropped(at("tiers.gathered_tier", "GatheredTier.await_own").call("wait")),
+        ),
+        ("eager", 0),
+    ),
+    (
+        Fault(
+            "updated before the device has its slice",
+            dropped(
+                at("tiers.sharded_residency", "ShardedResidency.await_arrival").call("await_own")
+            ),
+        ),
+        ("eager", 0),
+    ),
+    (
+        Fault(
+            "a mean before it has come",
+            dropped(at("tiers.mean_gradients", "MeanGradients._finish_oldest").call("wait")),
+        ),
+        ("lazy", 0),
+    ),
+    (
+        Fault(
+            "a staging place is lost",
+            dropped(at("tiers.mean_gradients", "MeanGradients._finish_oldest").call("append")),
+        ),
+        ("lazy", 0),
+    ),
+    (
+        Fault(
+            "the CPU waits for a gradient on disk",
+            dropped(at("tiers.mean_gradients", "MeanGradients._reduce").operand("_on_disk")),
+        ),
+        ("eager", 0),
+    ),
+    (
+        Fault(
+            "old whole blocks after the update",
+            dropped(at("tiers.sharded_residency", "ShardedResidency.updating").call("forget")),
+        ),
+        ("eager", 0),
+    ),
+]
+
+# Of gradients that several streams make.
+OF_STREAMS = [
+    Fault(
+        "zeroed too late",
+        dropped(at("tiers.device_wholes", "DeviceWholes.make").call("note_fill")),
+    ),
+]
+
+ALL = [*BY_HAND, *OF_MODELS, *(fault for fault, _ in OF_RANKS), *OF_STREAMS]
