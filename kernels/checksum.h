@@ -20,7 +20,7 @@ namespace offload {
 constexpr int64_t sum_bytes = 128 << 10;
 
 inline uint64_t checksum(const void* data, int64_t bytes) {
-  static const Table& best = [] () -> const Table& {
+  static const Table& best = []() -> const Table& {
     int count = 0;
     return *available_tables(count)[0];
   }();

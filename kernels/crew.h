@@ -19,9 +19,9 @@ using Task = void (*)(const void* context, int64_t index);
 // (0: as many as the limit). Returns when all are done. Any thread; after fork() too.
 void crew_run(int64_t count, int lanes, Task task, const void* context);
 
-int crew_limit();          // at the start: the cores that the process may run on then
-void crew_set_limit(int);  // 1 or more
+int crew_limit();           // at the start: the cores that the process may run on then
+void crew_set_limit(int);   // 1 or more
 void crew_assume_forked();  // torch's threads may be gone: from now on threads of our own
-int crew_most_lanes();     // most lanes that ran at the same moment since the last call; for tests
+int crew_most_lanes();      // most lanes that ran at the same moment since the last call; for tests
 
 }  // namespace offload

@@ -35,9 +35,9 @@ struct IoRequest {
   int fd;
   char* memory;
   int64_t bytes;
-  int64_t offset;   // in the file; a multiple of align
-  int64_t align;    // of addresses, lengths and offsets for direct I/O; 1: anything goes
-  uint64_t* sums;   // one for each sum_bytes(): result of a write, expectation of a read; nullptr: none
+  int64_t offset;  // in the file; a multiple of align
+  int64_t align;   // of addresses, lengths and offsets for direct I/O; 1: anything goes
+  uint64_t* sums;  // one for each sum_bytes(): result of a write, expectation of a read; nullptr: none
   int priority;
   bool known = false;  // a write's sums that are not 0 are those of its bytes
 };
@@ -77,8 +77,8 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   void start(int threads);
 
   void submit(const IoRequest& request);
-  void promote(int64_t id, int priority);  // does nothing for a request that is past its queue
-  bool knows(int64_t id);                  // submitted, and not yet given out by reap()
+  void promote(int64_t id, int priority);      // does nothing for a request that is past its queue
+  bool knows(int64_t id);                      // submitted, and not yet given out by reap()
   std::vector<IoDone> reap(double timeout_s);  // stop() ends its wait
   std::vector<IoFlight> in_flight();
   // Gives up operations that the kernel has had for longer than `age_s`, and, when no slot is left, all that wait. Called
@@ -98,17 +98,17 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   struct Work;
   struct Piece {
     Work* work;
-    int64_t begin, length;     // within the request
-    char* buffer;              // where the I/O goes: the caller's memory or a buffer of ours
-    bool bounced;              // a buffer of ours
-    int64_t io_length;         // length rounded up to the alignment
-    int64_t moved = 0;         // so far
-    int tries = 0;             // in a row that moved nothing
-    double since = 0.0;        // when it was taken from the queue
-    double waited = 0.0;       // as write_off has counted it
-    bool landed = false;       // it is no longer the kernel's, but ours
+    int64_t begin, length;  // within the request
+    char* buffer;           // where the I/O goes: the caller's memory or a buffer of ours
+    bool bounced;           // a buffer of ours
+    int64_t io_length;      // length rounded up to the alignment
+    int64_t moved = 0;      // so far
+    int tries = 0;          // in a row that moved nothing
+    double since = 0.0;     // when it was taken from the queue
+    double waited = 0.0;    // as write_off has counted it
+    bool landed = false;    // it is no longer the kernel's, but ours
     bool written_off = false;
-    Fault fault;               // of the attempt that is under way
+    Fault fault;  // of the attempt that is under way
   };
   struct Work {  // a request on its way
     IoRequest request;
@@ -116,7 +116,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
     int64_t out = 0;         // pieces in flight
     int error = 0;
     int64_t error_at = 0;
-    bool reported = false;   // by write_off
+    bool reported = false;  // by write_off
   };
 
   // The next piece to do, ready for the kernel; nullptr: nothing to do now, or (wait) no more until the end.
@@ -134,7 +134,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   bool stopping() const { return stopping_.load(); }
   virtual void wake() {}       // there is something to do for take(), which had found nothing, or the engine stops
   virtual void hand_over() {}  // something slow follows: what is ready goes to the kernel now
-  virtual void drive() = 0;  // one thread's work, until stopping and nothing is in flight
+  virtual void drive() = 0;    // one thread's work, until stopping and nothing is in flight
 
   const int depth_;
   const int64_t piece_bytes_, sum_bytes_;
@@ -143,14 +143,14 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
  private:
   std::condition_variable work_there_, done_there_, quiet_;
   Piece* cut(bool wait, int spare);
-  bool prepare(Piece& piece);  // false: there is no memory for it
-  void settle(Piece& piece, int error);            // the piece is over
+  bool prepare(Piece& piece);                       // false: there is no memory for it
+  void settle(Piece& piece, int error);             // the piece is over
   void fail(Work& work, int error, int64_t where);  // the first error counts; no more pieces are cut
   bool end_if_over(Work& work);  // true: reap() has something to give, and its waiters are to be told
   Work* first_waiting();
-  void sum_up(const Piece& piece);              // fills in what is not known
+  void sum_up(const Piece& piece);               // fills in what is not known
   int64_t find_wrong(const Piece& piece) const;  // where in the request; -1: nowhere
-  char* borrow();  // nullptr: there is no memory
+  char* borrow();                                // nullptr: there is no memory
   void give_back(char* buffer);
 
   std::deque<Work*> queues_[priorities];
@@ -164,7 +164,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   std::vector<int64_t> late_;
   std::vector<char*> buffers_;  // free ones
   std::atomic<bool> stopping_{false};
-  const pid_t owner_;           // a forked child has no buffers: other memory may lie at their addresses
+  const pid_t owner_;  // a forked child has no buffers: other memory may lie at their addresses
   int threads_running_ = 0;
   Fault fault_;
   int64_t attempts_ = 0;

@@ -93,9 +93,9 @@ class Extents {
   int64_t round_up(int64_t size) const { return (size + align_ - 1) / align_ * align_; }
 
   const int64_t capacity_, align_;
-  std::map<int64_t, int64_t> free_;                 // begin -> size
-  std::set<std::pair<int64_t, int64_t>> by_size_;   // the same as (size, begin)
-  std::unordered_map<int64_t, int64_t> taken_;      // begin -> size
+  std::map<int64_t, int64_t> free_;                // begin -> size
+  std::set<std::pair<int64_t, int64_t>> by_size_;  // the same as (size, begin)
+  std::unordered_map<int64_t, int64_t> taken_;     // begin -> size
   int64_t used_ = 0;
 };
 

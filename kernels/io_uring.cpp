@@ -26,9 +26,7 @@ constexpr int64_t most_region_bytes = int64_t(1) << 30;  // the kernel's limit f
 // in the middle of a checksum, but is taken in with its next call.
 constexpr unsigned do_not_interrupt = 1u << 8;
 
-int call_setup(unsigned entries, io_uring_params* params) {
-  return int(syscall(__NR_io_uring_setup, entries, params));
-}
+int call_setup(unsigned entries, io_uring_params* params) { return int(syscall(__NR_io_uring_setup, entries, params)); }
 int call_enter(int ring, unsigned submit, unsigned wait, unsigned flags) {
   return int(syscall(__NR_io_uring_enter, ring, submit, wait, flags, nullptr, 0));
 }

@@ -27,8 +27,7 @@ static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v.x); }
 static inline __m256i bf16_bits(Vec v) {
   const __m256i u = _mm256_castps_si256(v.x), high = _mm256_srli_epi32(u, 16);
   const __m256i even = _mm256_and_si256(high, _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), even), 16);
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), even), 16);
   const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v.x, v.x, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, quiet, nan);

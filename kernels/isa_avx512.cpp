@@ -31,8 +31,7 @@ static inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v.x); }
 static inline __m512i bf16_bits(Vec v) {
   const __m512i u = _mm512_castps_si512(v.x), high = _mm512_srli_epi32(u, 16);
   const __m512i even = _mm512_and_si512(high, _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), even), 16);
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), even), 16);
   const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
   const __mmask16 nan = _mm512_cmp_ps_mask(v.x, v.x, _CMP_UNORD_Q);
   return _mm512_mask_blend_epi32(nan, rounded, quiet);

@@ -17,12 +17,8 @@ static inline const uint16_t* words(const void* p) { return static_cast<const ui
 static inline uint16_t* words(void* p) { return static_cast<uint16_t*>(p); }
 
 static inline Vec load(const float* p, Vec) { return {vld1q_f32(p)}; }
-static inline Vec load(const bf16* p, Vec) {
-  return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(words(p)), 16))};
-}
-static inline Vec load(const f16* p, Vec) {
-  return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(words(p))))};
-}
+static inline Vec load(const bf16* p, Vec) { return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(words(p)), 16))}; }
+static inline Vec load(const f16* p, Vec) { return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(words(p))))}; }
 
 static inline void store(float* p, Vec v) { vst1q_f32(p, v.x); }
 // The bits of bf16, to nearest even, each in a word of 32.

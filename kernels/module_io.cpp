@@ -27,7 +27,8 @@ namespace {
 using Engine = std::shared_ptr<IoEngine>;
 using Region = std::pair<uintptr_t, int64_t>;
 
-std::pair<Engine, std::vector<std::string>> open_uring(int depth, int64_t piece_bytes, const std::vector<Region>& memory,
+std::pair<Engine, std::vector<std::string>> open_uring(int depth, int64_t piece_bytes,
+                                                       const std::vector<Region>& memory,
                                                        const std::vector<int>& files) {
   std::vector<IoRegion> regions;
   for (const auto& [address, bytes] : memory) regions.push_back({reinterpret_cast<char*>(address), bytes});

@@ -44,9 +44,7 @@ void in_lower(const c10::OperatorHandle& op, Stack* stack) {
   call_cast(op, stack, at::autocast::get_autocast_dtype(kFake));
 }
 
-void in_float(const c10::OperatorHandle& op, Stack* stack) {
-  call_cast(op, stack, at::kFloat);
-}
+void in_float(const c10::OperatorHandle& op, Stack* stack) { call_cast(op, stack, at::kFloat); }
 
 void in_widest(const c10::OperatorHandle& op, Stack* stack) {
   c10::ScalarType type = at::autocast::get_autocast_dtype(kFake);
@@ -63,11 +61,10 @@ void in_widest(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  // clang-format off: several names to a line
   for (const char* name :
        {"_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input",
         "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
@@ -84,6 +81,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
         "prod.dim_int", "cumsum", "cumprod", "sum", "sum.dim_IntList", "norm.Scalar", "norm.ScalarOpt_dim"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_float>());
   }
+  // clang-format on
   for (const char* name : {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
                            "tensordot", "scatter_add", "cat", "stack"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_widest>());

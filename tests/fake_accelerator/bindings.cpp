@@ -27,7 +27,8 @@ const std::vector<std::pair<const char*, Counter>>& counter_names() {
       {"blocking_copies", &Counters::blocking_copies},
       {"host_syncs", &Counters::host_syncs},
       {"kernels", &Counters::kernels},
-      {"stream_waits", &Counters::stream_waits}};
+      {"stream_waits", &Counters::stream_waits},
+  };
   return names;
 }
 

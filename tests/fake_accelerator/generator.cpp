@@ -69,9 +69,7 @@ class Generator final : public c10::GeneratorImpl {
 
 }  // namespace
 
-at::Generator new_generator(int device) {
-  return at::make_generator<Generator>(device);
-}
+at::Generator new_generator(int device) { return at::make_generator<Generator>(device); }
 
 const at::Generator& default_generator(int device) {
   static auto* all = new std::vector<at::Generator>([] {
@@ -89,9 +87,7 @@ uint64_t draw(const at::Generator& generator, int device) {
   return static_cast<Generator*>(used.unsafeGetGeneratorImpl())->next();
 }
 
-at::Generator host_generator(uint64_t seed) {
-  return at::detail::createCPUGenerator(seed);
-}
+at::Generator host_generator(uint64_t seed) { return at::detail::createCPUGenerator(seed); }
 
 SeededHost::SeededHost(uint64_t seed) {
   const at::Generator& host = at::detail::getDefaultCPUGenerator();

@@ -13,22 +13,16 @@ void resize_storage(c10::StorageImpl* storage, size_t nbytes);
 
 namespace {
 
-Queue& queue_of(const c10::Stream& stream) {
-  return find_queue(stream.device_index(), stream.id());
-}
+Queue& queue_of(const c10::Stream& stream) { return find_queue(stream.device_index(), stream.id()); }
 
 c10::Stream stream_of(const Queue& queue) {
   c10::Device device(kFake, static_cast<c10::DeviceIndex>(queue.device));
   return c10::Stream(c10::Stream::UNSAFE, device, queue.id);
 }
 
-int index_of(c10::Device device) {
-  return device.has_index() ? device.index() : current_device();
-}
+int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
 
-Place place_of(void* event) {
-  return event ? *static_cast<Place*>(event) : Place{};
-}
+Place place_of(void* event) { return event ? *static_cast<Place*>(event) : Place{}; }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }

@@ -26,9 +26,9 @@ struct Range {
 };
 
 struct HostMemory {
-  std::map<uintptr_t, Range> ranges;                       // in use, by first address
-  std::map<uintptr_t, Range> deferred;                     // freed, but queued work still uses them
-  std::map<size_t, std::vector<void*>> cached;             // free pinned blocks by size
+  std::map<uintptr_t, Range> ranges;            // in use, by first address
+  std::map<uintptr_t, Range> deferred;          // freed, but queued work still uses them
+  std::map<size_t, std::vector<void*>> cached;  // free pinned blocks by size
   at::HostStats stats;
 };
 

@@ -45,18 +45,14 @@ std::set<std::string>& shapeless() {
   return *names;
 }
 
-bool writes(const c10::Argument& argument) {
-  return argument.alias_info() && argument.alias_info()->isWrite();
-}
+bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
 bool is_view(const c10::FunctionSchema& schema) {
   return !schema.returns().empty() && schema.returns()[0].alias_info() && !writes(schema.returns()[0]);
 }
 
 // CUDA lets the host hand over index tensors (it copies them); everything else must be on the device.
-bool takes_host_tensors(const std::string& name) {
-  return name == "aten::index" || name == "aten::_index_put_impl_";
-}
+bool takes_host_tensors(const std::string& name) { return name == "aten::index" || name == "aten::_index_put_impl_"; }
 
 void check_tensor(const Call& call, const at::Tensor& tensor) {
   if (tensor.is_privateuseone()) {

@@ -19,25 +19,23 @@ constexpr size_t kHalf = size_t{1} << 36;  // address space of one device; the b
 constexpr size_t kPage = 4096;
 constexpr size_t kBlock = 512;  // allocations are rounded up to this, as on CUDA
 
-size_t round_up(size_t nbytes, size_t unit) {
-  return (nbytes + unit - 1) / unit * unit;
-}
+size_t round_up(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
 struct Block {
   char* address = nullptr;
   size_t size = 0;
-  Queue* owner = nullptr;           // the stream that was current when it was allocated
-  std::vector<Queue*> recorded;     // other streams that use it
-  std::vector<Place> until;         // after the free: reusable once all of these are passed
+  Queue* owner = nullptr;        // the stream that was current when it was allocated
+  std::vector<Queue*> recorded;  // other streams that use it
+  std::vector<Place> until;      // after the free: reusable once all of these are passed
 };
 
 // The memory of one device: a half that nobody can read, whose addresses tensors get, and the half with the bytes.
 struct Memory {
   char* base = nullptr;
   size_t budget = size_t{1} << 30;
-  std::map<char*, size_t> holes;                                            // address space not in use
-  std::map<std::pair<Queue*, size_t>, std::vector<Block*>> cached;          // free blocks, by stream and size
-  std::vector<Block*> deferred;                                             // freed, but a recorded stream is behind
+  std::map<char*, size_t> holes;                                    // address space not in use
+  std::map<std::pair<Queue*, size_t>, std::vector<Block*>> cached;  // free blocks, by stream and size
+  std::vector<Block*> deferred;                                     // freed, but a recorded stream is behind
   DeviceStats stats;
 };
 
@@ -244,8 +242,8 @@ class DeviceMemoryAllocator final : public c10::DeviceAllocator {
   void each_stat(int device, F change) {
     Lock lock;
     DeviceStats& stats = memories().of[device].stats;
-    for (auto* one : {&stats.allocation, &stats.segment, &stats.allocated_bytes, &stats.reserved_bytes,
-                      &stats.active_bytes}) {
+    for (auto* one :
+         {&stats.allocation, &stats.segment, &stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
       change(whole(*one));
     }
   }
@@ -253,9 +251,7 @@ class DeviceMemoryAllocator final : public c10::DeviceAllocator {
 
 }  // namespace
 
-void* shadow(const void* address) {
-  return address ? static_cast<char*>(const_cast<void*>(address)) + kHalf : nullptr;
-}
+void* shadow(const void* address) { return address ? static_cast<char*>(const_cast<void*>(address)) + kHalf : nullptr; }
 
 int device_of(const void* address) {
   auto* at = static_cast<const char*>(address);

@@ -52,9 +52,7 @@ bool early(const Queue& queue) {
   return false;
 }
 
-bool runnable(const Item& item) {
-  return item.work || item.wait.passed();
-}
+bool runnable(const Item& item) { return item.work || item.wait.passed(); }
 
 void run_head(Queue& queue) {
   Item item = std::move(queue.items.front());
@@ -115,13 +113,9 @@ Lock::Lock() {
   }
 }
 
-Lock::~Lock() {
-  machine().mutex.unlock();
-}
+Lock::~Lock() { machine().mutex.unlock(); }
 
-bool Place::passed() const {
-  return queue == nullptr || queue->done >= number;
-}
+bool Place::passed() const { return queue == nullptr || queue->done >= number; }
 
 void set_schedule(Schedule schedule, uint64_t seed) {
   Lock lock;
@@ -132,9 +126,7 @@ void set_schedule(Schedule schedule, uint64_t seed) {
   throw_error();
 }
 
-Queue& default_queue(int device) {
-  return find_queue(device, 0);
-}
+Queue& default_queue(int device) { return find_queue(device, 0); }
 
 Queue& new_queue(int device) {
   Lock lock;
@@ -150,9 +142,7 @@ Queue& find_queue(int device, int64_t id) {
   return *queues[id];
 }
 
-int current_device() {
-  return the_device;
-}
+int current_device() { return the_device; }
 
 int exchange_device(int device) {
   check_device(device);

@@ -21,9 +21,7 @@ bool is_new(const at::Tensor& tensor) {
   return tensor.numel() > 0 && std::find(made.begin(), made.end(), tensor.unsafeGetTensorImpl()) != made.end();
 }
 
-void forget_new() {
-  made.clear();
-}
+void forget_new() { made.clear(); }
 
 at::Tensor empty_strided_on(int device, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
   size_t nbytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype));
@@ -43,16 +41,14 @@ struct PlainDispatch::State {
   static c10::DispatchKeySet excluded() {
     return c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
            c10::default_excluded_set |
-           c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                c10::DispatchKey::PythonDispatcher});
+           c10::DispatchKeySet(
+               {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher});
   }
   State() : keys(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), excluded()), grad(false) {}
 };
 
 PlainDispatch::PlainDispatch() : state_(new State) {}
-PlainDispatch::~PlainDispatch() {
-  delete state_;
-}
+PlainDispatch::~PlainDispatch() { delete state_; }
 
 int Views::add(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.layout() == c10::kStrided, "fake: only strided tensors are supported, got ", tensor.layout());
@@ -67,8 +63,16 @@ int Views::add(const at::Tensor& tensor) {
     void* address = const_cast<void*>(storage->data());
     bytes_.push_back({storage, tensor.is_privateuseone() ? shadow(address) : address, storage->nbytes()});
   }
-  views_.push_back({impl, which, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), tensor.dtype(),
-                    impl->is_wrapped_number(), tensor.is_conj(), tensor.is_neg(), {}});
+  views_.push_back({impl,
+                    which,
+                    tensor.sizes().vec(),
+                    tensor.strides().vec(),
+                    tensor.storage_offset(),
+                    tensor.dtype(),
+                    impl->is_wrapped_number(),
+                    tensor.is_conj(),
+                    tensor.is_neg(),
+                    {}});
   return static_cast<int>(views_.size()) - 1;
 }
 

@@ -114,8 +114,15 @@ struct Tensors {
   Buffers buffers(DType grad, DType out, int64_t tail_begin) {
     const void* gradient = half.data() + guard;
     if (grad == DType::f32) gradient = g.data() + guard;
-    return Buffers{p.data() + guard, gradient, m.data() + guard, v.data() + guard,
-                   out == DType::none ? nullptr : narrow.data() + guard, grad, out, 0.75f, tail_begin};
+    return Buffers{p.data() + guard,
+                   gradient,
+                   m.data() + guard,
+                   v.data() + guard,
+                   out == DType::none ? nullptr : narrow.data() + guard,
+                   grad,
+                   out,
+                   0.75f,
+                   tail_begin};
   }
 };
 

@@ -403,11 +403,11 @@ void no_threads_left(const Maker& make, const std::string&, uint64_t) {
 
 void run_all(const char* name, const Maker& make, const std::string& directory, uint64_t seed) {
   const std::pair<const char*, void (*)(const Maker&, const std::string&, uint64_t)> parts[] = {
-      {"round trips", round_trips},       {"registered memory", registered_memory},
-      {"planned faults", planned_faults}, {"random faults", random_faults},
+      {"round trips", round_trips},           {"registered memory", registered_memory},
+      {"planned faults", planned_faults},     {"random faults", random_faults},
       {"lost completions", lost_completions}, {"late ends", late_ends},
-      {"failed and lost", failed_and_lost}, {"stop while busy", stop_while_busy},
-      {"come and go", come_and_go},       {"fork after stop", fork_after_stop},
+      {"failed and lost", failed_and_lost},   {"stop while busy", stop_while_busy},
+      {"come and go", come_and_go},           {"fork after stop", fork_after_stop},
       {"no threads left", no_threads_left},
   };
   for (const auto& [what, part] : parts) {

@@ -182,8 +182,8 @@ class Desk {
       id = ++last_;
       kept_[id] = op;
     }
-    engine_->submit({id, write, file.fd, op->memory.begin(), op->memory.bytes(), offset, file.align, op->sums.data(),
-                     priority});
+    engine_->submit(
+        {id, write, file.fd, op->memory.begin(), op->memory.bytes(), offset, file.align, op->sums.data(), priority});
     return id;
   }
 
