@@ -24,6 +24,8 @@ else
   STAMP := .make/$(VENV)
 endif
 SOURCES := $(wildcard kernels/*.cpp kernels/*.h kernels/CMakeLists.txt)
+CXX_FILES := $(wildcard $(foreach folder,kernels tests/native tests/fake_accelerator,$(folder)/*.cpp $(folder)/*.h))
+CLANG_FORMAT := import clang_format; clang_format.clang_format()
 PYTEST := "$(PY)" -m pytest
 # For scripts: PY as a name on the PATH, which holds no space where the path may.
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
@@ -48,10 +50,11 @@ kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) and 100 SIGTERMs in a training th
 	OFFLOAD_KILLS=$(or $(OFFLOAD_KILLS),3000) OFFLOAD_ENDS=100 $(PYTEST) -s tests/test_kill.py tests/test_signals.py
 	OFFLOAD_RANK_KILLS=100 $(PYTEST) -s tests/ranks/test_rank_kills.py
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy and clang-format
 	"$(PY)" -m ruff check .
 	"$(PY)" -m ruff format --check .
 	"$(PY)" -m mypy
+	"$(PY)" -c "$(CLANG_FORMAT)" --dry-run -Werror $(CXX_FILES)
 
 quality: setup  ## validation loss after equal tokens for every precision and tier, beside plain torch, in one table
 	"$(PY)" benchmarks/quality.py
