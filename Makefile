@@ -15,7 +15,7 @@ ifdef CHOSEN
     print(hashlib.sha256(os.fsencode(name)).hexdigest()[:16], sys.executable)
   FOUND := $(shell "$(CHOSEN)" -c '$(DESCRIBE)')
   ifeq ($(FOUND),)
-    $(error PYTHON=$(CHOSEN) does not run; give the path of a Python 3.10 or later)
+    $(error PYTHON=$(CHOSEN) does not run; give the path of a Python 3.11 or later)
   endif
   PY := $(wordlist 2,99,$(FOUND))
   STAMP := .make/python-$(firstword $(FOUND))

@@ -157,4 +157,4 @@ def test_make_takes_python_from_its_command_line_only(
     assert "python3 -m venv .venv" in shown
     assert "/usr/bin/env" not in shown
     shown = run_make(checkout, "setup", "PYTHON=/no/python", code=2)
-    assert "PYTHON=/no/python does not run; give the path of a Python 3.10 or later" in shown
+    assert "PYTHON=/no/python does not run; give the path of a Python 3.11 or later" in shown
