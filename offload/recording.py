@@ -85,7 +85,7 @@ def _about(
     return About(
         title=facts.title,
         made_by=f"offload {_version()}, torch {torch.__version__}",
-        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         cpu=cpu,
         cores=cores,
         device=facts.device,
