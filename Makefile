@@ -31,7 +31,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: pictures quality numerics demo test test-device kill lint bench sanitize emulate peers wheel clean help setup
+.PHONY: pictures quality numerics demo quick test torture lint bench sanitize emulate peers wheel clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -39,16 +39,14 @@ help:  ## this list
 demo: setup  ## train a GPT that needs more memory than it gets, kill it and go on, to the bits of plain torch; ends with a page
 	"$(PY)" examples/demo.py
 
-test: setup  ## all tests
-	$(PYTEST)
-	$(PYTEST) -m device
+quick: setup  ## the heart of every promise in two minutes: what one runs after each edit
+	"$(PY)" tests/run.py quick
 
-test-device: setup  ## the tests of the device code alone, on a fake accelerator, under every schedule
-	$(PYTEST) -m device
+test: setup  ## all tests, device code included, in ten minutes on two cores
+	"$(PY)" tests/run.py test
 
-kill: setup  ## 3,000 SIGKILLs (OFFLOAD_KILLS) and 100 SIGTERMs in a training that saves, 100 of one rank; `make test` has fewer
-	OFFLOAD_KILLS=$(or $(OFFLOAD_KILLS),3000) OFFLOAD_ENDS=100 $(PYTEST) -s tests/test_kill.py tests/test_signals.py
-	OFFLOAD_RANK_KILLS=100 $(PYTEST) -s tests/ranks/test_rank_kills.py
+torture: setup  ## the long forms: thousands of kills, all schedules, all planted faults, hostile files; takes hours
+	"$(PY)" tests/run.py torture
 
 lint: setup  ## ruff, mypy and clang-format
 	"$(PY)" -m ruff check .

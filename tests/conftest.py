@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from support.loops import LOOP, counted
 
 from offload.budget import HOST, Budget
 
@@ -27,12 +33,91 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 
 
+SHUFFLE = os.environ.get("OFFLOAD_TEST_SHUFFLE")
+SECONDS = Path(__file__).with_name("seconds.json")  # of each file, for the longest first
+_spent: Counter[str] = Counter()
+
+settings.register_profile(
+    "offload", deadline=None, derandomize=True, database=None, print_blob=True
+)
+settings.load_profile("offload")
+
+
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"offload: seed {SEED} (change it with OFFLOAD_TEST_SEED), torch {torch.__version__}"
+    order = f", shuffled by OFFLOAD_TEST_SHUFFLE={SHUFFLE}" if SHUFFLE else ""
+    seed = f"seed {SEED} (change it with OFFLOAD_TEST_SEED)"
+    return f"offload: loop {LOOP}, {seed}, torch {torch.__version__}{order}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-seconds", action="store_true", help=f"write {SECONDS.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        # Each worker has a core. Two teams of threads on two cores would wait for each other.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this loop does not run, and begin with the files that take longest."""
+    if LOOP != "torture":
+        leave_out(config, items, lambda item: item.get_closest_marker("torture") is not None)
+    if LOOP == "quick":
+        leave_out(config, items, lambda item: item.get_closest_marker("quick") is None)
+    if SHUFFLE:
+        shuffle(items, random.Random(SHUFFLE))
+    else:
+        seconds = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+        items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], is_out: Any) -> None:
+    out = [item for item in items if is_out(item)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if not is_out(item)]
+
+
+def shuffle(items: list[pytest.Item], draw: random.Random) -> None:
+    """Any order of files, and of the tests of each."""
+    files = sorted({file_of(item.nodeid) for item in items})
+    place = dict(zip(files, draw.sample(range(len(files)), len(files)), strict=True))
+    draw.shuffle(items)
+    items.sort(key=lambda item: place[file_of(item.nodeid)])
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _spent[file_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand what was counted to the process that prints it."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["counted"] = dict(counted)
+    elif session.config.getoption("--record-seconds"):
+        known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+        known |= {file: round(spent, 1) for file, spent in _spent.items()}
+        here = Path(__file__).parent.parent
+        known = {file: known[file] for file in sorted(known) if (here / file).exists()}
+        SECONDS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    counted.update(getattr(node, "workeroutput", {}).get("counted", {}))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(CONFIG, ignore_errors=True)
+    if counted and not hasattr(config, "workerinput") and "OFFLOAD_TEST_COUNTS" in os.environ:
+        Path(os.environ["OFFLOAD_TEST_COUNTS"]).write_text(json.dumps(counted))
 
 
 @pytest.fixture(scope="module", autouse=True)
