@@ -6,7 +6,6 @@ off before they are imported, and a connection that is tried all the same is an 
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.leftovers import await_nothing_held
 
 from offload import planner
 from offload.budget import Budget
@@ -51,8 +51,7 @@ def nothing_is_left(own_budget: Budget) -> Iterator[None]:
     """Also where a trainer holds the optimizer and nobody closes it."""
     yield
     if own_budget.used_bytes:
-        gc.collect()
-    assert own_budget.used_bytes == 0
+        await_nothing_held(own_budget)
 
 
 @pytest.fixture(autouse=True)
