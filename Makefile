@@ -31,7 +31,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: pictures quality numerics demo quick test torture lint bench sanitize emulate peers wheel clean help setup
+.PHONY: pictures quality numerics demo quick test torture lint coverage bench sanitize emulate peers wheel clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -53,6 +53,14 @@ lint: setup  ## ruff, mypy and clang-format
 	"$(PY)" -m ruff format --check .
 	"$(PY)" -m mypy
 	"$(PY)" -c "$(CLANG_FORMAT)" --dry-run -Werror $(CXX_FILES)
+
+# Children that a test kills leave no data: what only they run is missing.
+coverage: setup  ## lines of offload/ that the tests run (ONLY=tests/test_planner.py: those of some); the page is in build/coverage/html
+	rm -rf build/coverage && mkdir -p build/coverage
+	"$(PY)" -m coverage run $(if $(ONLY),-m pytest $(ONLY),tests/run.py test)
+	"$(PY)" -m coverage combine -q
+	"$(PY)" -m coverage html -q
+	"$(PY)" -m coverage report
 
 quality: setup  ## validation loss after equal tokens for every precision and tier, beside plain torch, in one table
 	"$(PY)" benchmarks/quality.py
