@@ -4,7 +4,7 @@
 # our own in .venv; torch is then left as it is. A PYTHON that the shell exports is not taken: say it to make.
 
 VENV := .venv
-EXTRAS := test,lint,plots,integration
+EXTRAS := test,lint,plots,integration,wheel
 CHOSEN :=
 ifeq ($(origin PYTHON),command line)
   CHOSEN := $(PYTHON)
@@ -132,8 +132,11 @@ peers:  ## an environment of its own with DeepSpeed 0.19.8 for `make bench` (nee
 	  --no-build-isolation -e ".[peers]"
 	@touch $@
 
-wheel: setup  ## a wheel in dist/ that installs without a compiler
-	"$(PY)" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+wheel: setup  ## a wheel in dist/ that installs without a compiler: audited, and tagged with the oldest Linux that can run it
+	rm -rf build/wheel
+	"$(PY)" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w build/wheel .
+	$(ON_PATH) "$(PY)" -m auditwheel repair -w dist build/wheel/*.whl
+	@if ls build/wheel/*-abi3-*.whl > /dev/null 2>&1; then "$(PY)" -m abi3audit --strict --summary dist/*-abi3-*.whl; fi
 	@ls -l dist
 
 clean:  ## remove everything that make has made

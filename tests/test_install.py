@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,31 +14,54 @@ from pathlib import Path
 
 import pytest
 
+import offload
+
 ROOT = Path(__file__).parent.parent
 
 
-def run_pip_wheel(
-    target: Path, *options: str, **environment: str
+def run_backend(
+    hook: str, target: Path, *settings: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    """What pip runs to build (PEP 517), without pip, which takes as long again."""
+    program = (
+        "import sys, scikit_build_core.build as backend\n"
+        "hook, target, *settings = sys.argv[1:]\n"
+        "getattr(backend, hook)(target, dict(one.split('=') for one in settings))"
+    )
     return subprocess.run(
-        [*command, *options, "-w", target, ROOT],
+        [sys.executable, "-c", program, hook, target, *settings],
         capture_output=True,
         text=True,
         timeout=250,
+        cwd=ROOT,
         env={**os.environ, **environment},
     )
 
 
 def build_wheel(target: Path, **environment: str) -> zipfile.ZipFile:
-    done = run_pip_wheel(target, **environment)
+    done = run_backend("build_wheel", target, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = target.glob("*.whl")
     return zipfile.ZipFile(wheel)
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel for the Python at hand, built once, from the objects of `make` where they fit."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
 def top_level(wheel: zipfile.ZipFile) -> set[str]:
     return {name.split("/")[0] for name in wheel.namelist() if ".dist-info" not in name}
+
+
+def run_tool(module: str, *arguments: str) -> str:
+    """What a tool of the `wheel` extra prints; the test is skipped where it is missing."""
+    pytest.importorskip(module, reason=f"needs {module}: pip install -e '.[wheel]'")
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_wheel_without_the_native_core_needs_no_compiler(tmp_path: Path) -> None:
@@ -48,32 +72,105 @@ def test_a_wheel_without_the_native_core_needs_no_compiler(tmp_path: Path) -> No
     assert top_level(wheel) == {"offload"}
 
 
-def test_a_wheel_carries_the_native_core_and_nothing_beside_the_package(tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path)
-    assert not str(wheel.filename).endswith("-any.whl")
+def test_a_wheel_carries_the_native_core_and_nothing_beside_the_package(
+    wheel: zipfile.ZipFile,
+) -> None:
     assert len([name for name in wheel.namelist() if name.startswith("offload/_native.")]) == 2
     assert "offload/py.typed" in wheel.namelist(), "type checkers ignore our annotations without it"
     # A top-level module named `kernels` would break the users of the well-known package.
     assert top_level(wheel) == {"offload"}
 
 
+def test_a_wheel_is_for_one_python_before_the_stable_abi_and_for_all_from_it_on(
+    wheel: zipfile.ZipFile,
+) -> None:
+    path = Path(str(wheel.filename))
+    tag = "-".join(path.stem.split("-")[2:4])
+    if sys.version_info < (3, 12):
+        assert tag == "cp{0}{1}-cp{0}{1}".format(*sys.version_info)
+        return
+    assert tag == "cp312-abi3"
+    assert "offload/_native.abi3.so" in wheel.namelist(), "tagged abi3, and for one Python alone"
+    (audits,) = json.loads(run_tool("abi3audit", "--report", str(path)))["specs"].values()
+    assert [one["result"]["is_abi3_baseline_compatible"] for one in audits["wheel"]] == [True]
+
+
+def test_a_wheel_needs_the_libraries_of_every_linux_alone(wheel: zipfile.ZipFile) -> None:
+    found = json.loads(run_tool("auditwheel", "show", "--json", str(wheel.filename)))
+    assert found["overall_tag"].startswith("manylinux_2_")
+    assert found["external_libs"] == {}
+    assert not found["unsupported_isa"], "code for newer CPUs must be chosen at run time"
+
+
+# Ten steps in plain torch and with state on disk, in what the wheel has installed.
+TRAINING = """
+import sys
+import torch
+import offload
+from offload import _native, kernels
+
+assert offload.__file__.startswith(sys.prefix) and _native.__file__.startswith(sys.prefix)
+assert kernels.native_error() is None
+
+
+def train(directory):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if directory:
+        offload.wrap(optimizer, host_memory="256KiB", nvme=directory)
+    for step in range(10):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if directory:
+        assert offload.report(optimizer).disk_read_bytes > 0
+        offload.close(optimizer)
+    return list(model.parameters())
+
+
+assert all(map(torch.equal, train(None), train(sys.argv[1])))
+print("the same bits")
+"""
+
+
+def test_an_installed_wheel_trains_to_the_bits(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """In an environment that knows nothing of this checkout. What we depend on is seen through a
+    path file, which does not run the path files over there: not that of an editable install.
+    """
+    python = make_environment(tmp_path / "environment") / "bin" / "python"
+    install = ("install", "-q", "--no-deps", "--no-index", "--no-compile")
+    run_there(sys.executable, "-m", "pip", "--python", python, *install, str(wheel.filename))
+    (packages,) = (tmp_path / "environment").glob("lib/python3*/site-packages")
+    seen = [path for path in sys.path if Path(path).name.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(seen))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert run_there(python, "-I", "-c", TRAINING, elsewhere) == "the same bits\n"
+    command = python.parent / "offload"
+    assert run_there(command, "--version", cwd=elsewhere) == f"offload {offload.__version__}\n"
+
+
+def run_there(*command: str | Path, cwd: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path) -> None:
     # A build directory of its own: another remembers the compiler that it was made with.
-    build = ("-C", f"build-dir={tmp_path / 'build'}")
-    done = run_pip_wheel(tmp_path, *build, CC="/bin/false", CXX="/bin/false")
+    build = f"build-dir={tmp_path / 'build'}"
+    done = run_backend("build_wheel", tmp_path, build, CC="/bin/false", CXX="/bin/false")
     assert done.returncode != 0
     assert "OFFLOAD_NO_NATIVE=1 pip install" in done.stdout + done.stderr
 
 
 def test_an_sdist_holds_what_tests_and_documents_need(tmp_path: Path) -> None:
-    program = "import sys, scikit_build_core.build as b; b.build_sdist(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-    )
+    done = run_backend("build_sdist", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
