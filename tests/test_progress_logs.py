@@ -97,7 +97,7 @@ def test_a_report_is_logged_to_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+    importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard (pip install)"
 )
 def test_tensorboards_own_writer_takes_them(tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter

@@ -25,7 +25,7 @@ from offload.timeline import COMPUTE, STEP, Event
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None,
-    reason="Chromium is not installed: the page is checked by its structure (test_page.py) only",
+    reason="needs Chromium (apt-get install chromium): test_page.py checks the structure alone",
 )
 
 

@@ -271,7 +271,8 @@ def run_here(
     """
     for tool in ("mount", *tools):
         if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool}")
+            packages = "mount e2fsprogs xfsprogs btrfs-progs squashfs-tools"
+            pytest.skip(f"needs {tool}: apt-get install {packages}")
     pid = os.fork()
     if pid == 0:
         code = 1
