@@ -60,6 +60,72 @@ def test_the_end(code: str) -> None:
     assert forked[2].splitlines()[-1:] == fresh[2].splitlines()[-1:]
 
 
+def test_a_file_of_the_caller_stays_open(tmp_path: Path) -> None:
+    with open(tmp_path / "said", "w+") as said:
+        for word in ("one", "two"):
+            command = [sys.executable, "-c", f"import sys; print({word!r}, file=sys.stderr)"]
+            children.run(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, check=True)
+        said.seek(0)
+        assert said.read() == "one\ntwo\n"
+
+
+def test_files_that_are_passed_keep_their_numbers() -> None:
+    """Also where the server has something else at that number by chance."""
+    for number in (3, 4, 7, 40):
+        read, write = os.pipe()
+        with open(read) as answers:
+            os.dup2(write, number := max(number, write + 1))
+            code = f"import os; os.write({number}, b'here')"
+            children.run([sys.executable, "-c", code], pass_fds=[number], check=True)
+            os.close(number)
+            os.close(write)
+            assert answers.read() == "here"
+
+
+@pytest.mark.parametrize("options", [["-W", "error"], ["-W", "error", "-W", "ignore"], []])
+def test_what_is_said_of_warnings(options: list[str]) -> None:
+    code = "import sys, warnings; print(sys.warnoptions); warnings.warn('careful')"
+    fresh, forked = both([sys.executable, *options, "-c", code])
+    assert forked[:2] == fresh[:2]
+    assert forked[2].splitlines()[-1:] == fresh[2].splitlines()[-1:]
+
+
+NESTED = r"""
+import os, subprocess, sys
+code = (
+    "import os, sys; print(os.getppid(), os.getpgrp(), 'torch' in sys.modules, flush=True)\n"
+    "if len(sys.argv) > 1:\n"
+    "    import subprocess\n"
+    "    sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
+)
+done = subprocess.run([sys.executable, "-c", code, "-c", code], capture_output=True, text=True)
+assert done.stderr == "", done.stderr
+(parent, group, _), (_, others, _) = lines = [line.split() for line in done.stdout.splitlines()]
+assert (int(parent), int(group), int(others)) == (os.getpid(), os.getpgrp(), os.getpgrp())
+print([is_loaded for _, _, is_loaded in lines])
+print(subprocess.run(["echo", "others"], capture_output=True, text=True).stdout)
+sys.exit(subprocess.run([sys.executable, "-c", "raise SystemExit(5)"]).returncode)
+"""
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_children_of_children(session: bool) -> None:
+    """All have torch; each is waited for by whoever started it, in its group."""
+    options = {"capture_output": True, "text": True, "start_new_session": session, "timeout": 60}
+    command = [sys.executable, "-c", NESTED]
+    done = children.run(command, nested=True, **options)
+    assert (done.returncode, done.stderr) == (5, "")
+    assert done.stdout == "['True', 'True']\nothers\n\n"
+    assert subprocess.run(command, **options).stdout == "['False', 'False']\nothers\n\n"
+
+
+def test_in_the_place_of_popen_others_are_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", children.start)
+    code = "import sys; print('torch' in sys.modules)"
+    for command, said in (([sys.executable, "-c", code], "True\n"), (["echo", "yes"], "yes\n")):
+        assert subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout == said
+
+
 def test_signals_and_time_limits() -> None:
     code = "import time; print('there', flush=True); time.sleep(100)"
     with children.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:

@@ -3,7 +3,8 @@
 A fresh interpreter takes three CPU seconds to import torch, the engine and what the first optimizer
 imports. Here a server that has them imported forks instead, in milliseconds. The child becomes a
 child of this process (the fork is orphaned at once, and this process adopts orphans), so waiting
-for it and signals to it are the ordinary ones.
+for it and signals to it are the ordinary ones. With `nested=True` this holds for all that the child
+starts with `subprocess`, too: it gets a server of its own.
 
 Not for tests of what happens at import, of start-up flags, or of memory before the first import:
 they need a fresh interpreter, by `subprocess` itself.
@@ -17,6 +18,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,11 +28,19 @@ _TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PR_SET_CHILD_SUBREAPER = 36
 # What an interpreter or a library reads when it starts, which is over by now.
 _TOO_LATE = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "KMP_")
-_TAKEN_OVER = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS"}
+# How threads wait (OMP_WAIT_POLICY) is a matter of speed alone.
+_TAKEN_OVER = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
+
+
+_Fresh = subprocess.Popen  # also where `start` has taken its place
 
 
 class Popen(subprocess.Popen):
     """A process whose command is this Python: forked with torch loaded, otherwise as usual."""
+
+    def __init__(self, command: Any, *args: Any, nested: bool = False, **options: Any) -> None:
+        self._nested = nested
+        super().__init__(command, *args, **options)
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(super()._execute_child).bind(*args, **kwargs).arguments
@@ -47,14 +57,14 @@ class Popen(subprocess.Popen):
             "cwd": os.fspath(bound["cwd"] or os.getcwd()),
             "env": dict(os.environ if environment is None else environment),
             "session": bool(bound["start_new_session"]),
+            "group": os.getpgrp(),
+            "numbers": [0, 1, 2, *bound["pass_fds"]],
+            "nested": self._nested,
         }
-        self.pid = _server().start(request, files)
+        self.pid = _server().start(request, [*files, *bound["pass_fds"]])
         self._child_created = True
-        for file, kept in ((bound["p2cread"], 0), (bound["c2pwrite"], 1), (bound["errwrite"], 2)):
-            if file not in (-1, kept) and file != getattr(self, "_devnull", None):
-                os.close(file)
-        if getattr(self, "_devnull", None) is not None:
-            os.close(self._devnull)
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(bound[name] for name in ends))
 
 
 def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
@@ -77,10 +87,26 @@ def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
     return done
 
 
+def start(command: Any, *args: Any, nested: bool = False, **options: Any) -> Any:
+    """What `subprocess.Popen` does, with torch loaded where the command is this Python: for its
+    place, in tests of what starts processes.
+    """
+    if is_this_python(command):
+        return Popen(command, *args, nested=nested, **options)
+    return _Fresh(command, *args, **options)
+
+
+def is_this_python(command: Any) -> bool:
+    return not isinstance(command, str) and shutil.which(command[0]) == sys.executable
+
+
 def _check(command: Any, bound: dict[str, Any]) -> None:
-    assert not bound["shell"] and command[0] == sys.executable, "only for this Python"
-    assert bound["preexec_fn"] is None and not bound["pass_fds"], "needs a fresh interpreter"
-    assert not str(command[1]).startswith("-") or command[1] in ("-c", "-m"), "needs start-up flags"
+    assert not bound["shell"] and is_this_python(command), "only for this Python"
+    assert bound["preexec_fn"] is None, "needs a fresh interpreter"
+    words = [str(word) for word in command[1:]]
+    while words[0] == "-W":
+        del words[:2]
+    assert not words[0].startswith("-") or words[0] in ("-c", "-m"), "needs start-up flags"
     for name, value in (bound["env"] or {}).items():
         if name.startswith(_TOO_LATE) and name not in _TAKEN_OVER:
             assert os.environ.get(name) == value, f"{name} is read when an interpreter starts"
@@ -96,17 +122,9 @@ def program(module: str, *args: object) -> list[str]:
 class _Server:
     """The process that forks; it ends when this process closes its end of the pair."""
 
-    def __init__(self) -> None:
-        self._here, there = socket.socketpair()
+    def __init__(self, link: socket.socket, process: object = None) -> None:
+        self._here, self._process = link, process
         adopt_orphans()
-        paths = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with there:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.children_server", str(there.fileno())],
-                pass_fds=[there.fileno()],
-                env={**os.environ, "PYTHONPATH": paths},
-                cwd=_TESTS,
-            )
 
     def start(self, request: dict[str, Any], files: list[int]) -> int:
         """The process id of a new child with these three files and this request."""
@@ -121,7 +139,25 @@ class _Server:
 
 @functools.cache
 def _server() -> _Server:
-    return _Server()
+    """Of this process, which is started for the first child."""
+    here, there = socket.socketpair()
+    paths = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with there:
+        process = _Fresh(
+            [sys.executable, "-m", "support.children_server", str(there.fileno())],
+            pass_fds=[there.fileno()],
+            env={**os.environ, "PYTHONPATH": paths},
+            cwd=_TESTS,
+        )
+    return _Server(here, process)
+
+
+def use_server(link: socket.socket) -> None:
+    """All children of this process are forked by the server at the other end of `link`."""
+    global _server
+    server = _Server(link)
+    _server = functools.cache(lambda: server)
+    subprocess.Popen = functools.partial(start, nested=True)  # type: ignore[misc,assignment]
 
 
 def adopt_orphans() -> None:

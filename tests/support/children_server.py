@@ -1,13 +1,15 @@
 """The server behind `support.children`: imports what is slow to import, then forks on request.
 
-A request is three files (standard input, output, error) and JSON with argv, cwd, env and session.
-The child is forked twice, so that it is adopted by the process that asked. It returns from `serve`
-and runs its program at the top level of this module: it ends as any interpreter ends.
+A request is some files (standard input, output, error and what else is passed) and JSON: argv, cwd,
+env, session, group, the numbers of the files and nested. The child is forked twice, so that it is
+adopted by the process that asked. It returns from `serve` and runs its program at the top level of
+this module: it ends as any interpreter ends.
 """
 
 from __future__ import annotations
 
 import array
+import fcntl
 import gc
 import io
 import json
@@ -17,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,9 @@ import torch.distributed
 import offload.api
 import offload.cli  # noqa: F401
 from offload import kernels
+from support import children
+
+_MOST_FILES = 16
 
 
 def serve(link: socket.socket) -> dict[str, Any] | None:
@@ -34,7 +40,7 @@ def serve(link: socket.socket) -> dict[str, Any] | None:
     gc.collect()
     gc.freeze()
     while True:
-        head, rights, _, _ = link.recvmsg(4, socket.CMSG_SPACE(3 * 4))
+        head, rights, _, _ = link.recvmsg(4, socket.CMSG_SPACE(_MOST_FILES * 4))
         if not head:
             return None
         files = array.array("i")
@@ -58,15 +64,30 @@ def serve(link: socket.socket) -> dict[str, Any] | None:
             os.close(file)
 
 
+def start_of_child(link: socket.socket) -> dict[str, Any]:
+    """Serve; returns in the children alone, with the request that each is for."""
+    request = serve(link)
+    if request is None:
+        os._exit(0)
+    become(request)
+    if request["nested"]:
+        here, there = socket.socketpair()
+        if os.fork() == 0:  # while there is one thread
+            here.close()
+            os.setpgid(0, 0)  # not of the child's group, which may be killed or waited for
+            return start_of_child(there)
+        there.close()
+        children.use_server(here)
+    return request
+
+
 def become(request: dict[str, Any]) -> None:
     """Take over what the request says: files, directory, environment, arguments, search path."""
     if request["session"]:
         os.setsid()
-    for target, file in enumerate(request["files"]):
-        os.dup2(file, target)
-    for file in request["files"]:
-        if file > 2:
-            os.close(file)
+    elif os.getpgrp() != request["group"]:
+        os.setpgid(0, request["group"])
+    _take_files(request["files"], request["numbers"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -80,6 +101,16 @@ def become(request: dict[str, Any]) -> None:
     sys.path[:] = [*filter(None, paths), *_SEARCH_PATH]
 
 
+def _take_files(files: list[int], numbers: list[int]) -> None:
+    """Give each file its number, which may be that of another one now."""
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
 def _text(file: int, mode: str, line_buffering: bool | None = None) -> io.TextIOWrapper:
     raw = open(file, mode + "b", closefd=False)  # noqa: SIM115
     lines = os.isatty(file) if line_buffering is None else line_buffering
@@ -89,6 +120,10 @@ def _text(file: int, mode: str, line_buffering: bool | None = None) -> io.TextIO
 
 def execute(argv: list[str]) -> None:
     """Run `python ARGV`."""
+    while argv[0] == "-W":
+        sys.warnoptions.append(argv[1])
+        warnings._processoptions([argv[1]])  # type: ignore[attr-defined]
+        argv = argv[2:]
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     if argv[0] == "-m":
@@ -114,7 +149,4 @@ if __name__ == "__main__":
     own = os.environ["PYTHONPATH"].split(os.pathsep)
     _SEARCH_PATH = [path for path in sys.path[1:] if path not in own]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the children that run
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None:
-        become(request)
-        execute(request["argv"])
+    execute(start_of_child(socket.socket(fileno=int(sys.argv[1])))["argv"])
