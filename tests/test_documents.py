@@ -8,15 +8,23 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from support import children
+
+import offload.__main__
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([a-z]*)\n(.*?)^```", re.M | re.S)
 BLOCKS = [
-    pytest.param(block, id=f"{path.name}-{number}")
+    pytest.param(
+        block,
+        id=f"{path.name}-{number}",
+        marks=[pytest.mark.quick] if path.name == "README.md" else [],
+    )
     for path in DOCUMENTS
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
@@ -26,7 +34,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_code_blocks_run(block: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-W", "error", "-c", block],
         capture_output=True,
         text=True,
@@ -47,6 +55,7 @@ def shell_lines() -> list[str]:
     return list(dict.fromkeys(line for text in blocks for line in text.splitlines() if line))
 
 
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 COMMANDS = [line for line in shell_lines() if line.startswith("offload ")]
 
 
@@ -55,10 +64,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the documents' commands name: a loop, its trace, a checkpoint."""
     directory = tmp_path_factory.mktemp("documents")
     (directory / "train.py").write_text(LOOP)
-    for _ in range(2):
-        subprocess.run([sys.executable, "train.py"], cwd=directory, check=True, timeout=120)
-        (directory / "trace.json").rename(directory / "before.json")
-    shutil.copy(directory / "before.json", directory / "trace.json")
+    children.run([sys.executable, "train.py"], cwd=directory, check=True, timeout=120)
+    shutil.copy(directory / "trace.json", directory / "before.json")
     (directory / "my_model.py").write_text(MODEL)
     return directory
 
@@ -91,14 +98,31 @@ offload.save("ckpt/40", model, optimizer)
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As printed, in a directory that has what they name."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    done = subprocess.run(
-        shlex.split(line, comments=True), cwd=place, capture_output=True, text=True, timeout=280
+    """As printed, in a directory that has what they name. All checks of `offload selftest` are run
+    by test_selftest.py.
+    """
+    monkeypatch.setenv("PATH", PATH)
+    _, *words = shlex.split(line, comments=True)
+    if words[0] == "selftest":
+        words += ["--only", "kernels.slices"]
+    command = [sys.executable, "-m", "offload", *words]
+    done = children.run(
+        command, nested=True, cwd=place, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_program_is_the_module() -> None:
+    """`offload ...` is `python -m offload ...`, which the commands above are run as."""
+    (script,) = entry_points(group="console_scripts", name="offload")
+    assert script.load() is offload.__main__.main
+    done = subprocess.run(
+        [shutil.which("offload", path=PATH), "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "selftest" in done.stdout
+
+
+@pytest.mark.quick
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
     """Plain blocks show what is printed, or commands that need what a test has not."""
     for path in DOCUMENTS:
@@ -109,6 +133,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
         assert line.startswith(("offload ", "make ", "#")), line
 
 
+@pytest.mark.quick
 def test_messages_that_trouble_shooting_quotes_are_in_the_code() -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "offload").rglob("*.py")))
@@ -127,12 +152,14 @@ def test_every_picture_in_the_documents_is_made_by_a_target() -> None:
             assert picture.name in maker, target
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_to_files_exist(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+@pytest.mark.quick
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for path in DOCUMENTS:
@@ -144,7 +171,7 @@ def test_every_make_target_that_is_named_exists() -> None:
 def test_the_example_trains_to_the_bit(tmp_path: Path) -> None:
     said = []
     for kind in ("--in-memory", f"--nvme={tmp_path}"):
-        done = subprocess.run(
+        done = children.run(
             [sys.executable, "examples/train_gpt.py", "--steps=5", "--layers=1", kind],
             capture_output=True,
             text=True,
@@ -200,7 +227,7 @@ def test_benchmarks_write_results_of_good_sessions_only(
         "def test_first(table):\n    table.append('row')\n"
         f"def test_second(table):\n    table.append('row')\n    {second}\n"
     )
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_both.py"],
         capture_output=True,
         text=True,
