@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.loops import chosen, tally
 from torch.utils.data import DataLoader, Dataset
 
 from offload import _native
@@ -29,7 +30,9 @@ from offload.store import DiskStore
 from offload.store.choose import ENGINES
 
 MIB = 1 << 20
-FORKS = 200
+FORKS = chosen(test=20, torture=200)
+REFUSALS = chosen(test=3, torture=10)
+ENDS = chosen(test=1, torture=2)  # of each kind
 HANG_S = 120
 
 # Newer Pythons warn of forks in a process with threads, which is the very thing here.
@@ -161,7 +164,7 @@ def test_the_parent_is_right_through_many_forks(store: DiskStore, pool: Pool, se
         for pid in children:
             wait_for_child(pid)
         wait_for_traffic(traffic, 4)
-    print(f"{FORKS} forks, {traffic.round_trips} round trips")
+    tally("forks beside transfers", FORKS)
 
 
 # --- what a child may not do --------------------------------------------------------------------
@@ -204,7 +207,7 @@ def test_a_child_is_refused_everything(store: DiskStore, pool: Pool, seed: int) 
     store.write("a", bytes(MIB)).wait(HANG_S)
     lease, snapshot = pool.lease(4096), store.snapshot(["a"])
     with Traffic(store, pool, seed) as traffic:
-        for _ in range(10):
+        for _ in range(REFUSALS):
             wait_for_traffic(traffic, 1)
             wait_for_child(in_child(lambda: refuse_all(store, snapshot, pool, lease)))
     # Closing and releasing in the child has changed nothing here.
@@ -214,6 +217,7 @@ def test_a_child_is_refused_everything(store: DiskStore, pool: Pool, seed: int) 
     snapshot.release()
 
 
+@pytest.mark.quick
 def test_a_child_is_refused_while_a_lock_is_held(store: DiskStore, pool: Pool) -> None:
     """The thread that holds it does not exist in the child: waiting would be for ever."""
     store.write("a", bytes(MIB)).wait(HANG_S)
@@ -231,7 +235,7 @@ from pathlib import Path
 from offload.pool import Pool
 from offload.store import DiskStore
 
-directory, *engines = sys.argv[1:]
+directory, ends, *engines = sys.argv[1:]
 gc.freeze()  # children that end do not walk over all that was imported
 alive = []  # until the interpreter ends, here and in the children
 for engine in engines:
@@ -244,7 +248,7 @@ for engine in engines:
     snapshot = store.snapshot()
     alive.append((pool, store, lease, snapshot))
     children = []
-    for number, way in enumerate(["_exit", "exit", "drop"] * 2):
+    for number, way in enumerate(["_exit", "exit", "drop"] * int(ends)):
         ticket = store.write(f"{number}", lease.buffer())  # under way in the fork
         pid = os.fork()
         if pid == 0:
@@ -273,8 +277,9 @@ for engine in engines:
 def test_the_end_of_a_child_disturbs_nobody(tmp_path: Path) -> None:
     """Not that of one that runs the parent's clean-up for the end of the interpreter, too."""
     engines = [name for name in ENGINES if name != "io_uring" or not _native.probe_uring()]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, tmp_path]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, tmp_path, *engines],
+        [*command, str(ENDS), *engines],
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -286,7 +291,7 @@ def test_the_end_of_a_child_disturbs_nobody(tmp_path: Path) -> None:
     assert (done.returncode, said) == (0, [])
     assert done.stdout == "".join(f"{engine} right\n" for engine in engines)
     ends = [path for path in tmp_path.iterdir() if path.name.startswith("child")]
-    assert len(ends) == 4 * len(engines)  # all but those that left by _exit
+    assert len(ends) == 2 * ENDS * len(engines)  # all but those that left by _exit
 
 
 # --- workers of a data loader --------------------------------------------------------------------
