@@ -4,7 +4,10 @@ however cut.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import (
     ADAMW,
+    BY_NAME,
     CASES,
     JUDGED,
     LION,
+    LION_CASE,
     SIZES,
     Case,
     adam_case,
@@ -28,15 +33,24 @@ from support.kernels import (
     train_torch,
     unaligned,
 )
+from support.loops import chosen, tally
 from torch import Tensor
 
-from offload import kernels, rules
+from offload import kernels, reference, rules
 
 pytestmark = pytest.mark.kernels
 
 ISAS = kernels.available_isas()
 NATIVE_ISAS = [isa for isa in ISAS if isa != "reference"]
+SMALL = [numel for numel in SIZES if numel < 10_000]
+# Three blocks of a lane and some elements, or what no cache takes.
+LARGE = chosen(test=3 * 32768 + 11, torture=SIZES[-1])
 STEPS = 50
+HALVES = [torch.bfloat16, torch.float16]
+LIKE = {"ordinary": torch.randn, "special": awkward}
+BY_TORCH = [case for case in JUDGED if case is not LION_CASE]
+SWEPT = chosen(test=CASES, torture=CASES, quick=BY_TORCH)
+Slices = list[tuple[int, int]]
 
 
 @pytest.fixture(params=ISAS)
@@ -45,58 +59,101 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.mark.parametrize("numel", [n for n in SIZES if n < 10_000])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_torch_fused_to_the_bit(isa: str, case: Case, numel: int) -> None:
-    start = torch.randn(numel)
-    grads = [torch.randn(numel) for _ in range(STEPS)]
-    compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+class Trained(NamedTuple):
+    start: Tensor
+    grads: list[Tensor]
+    by_torch: list[Tensor]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_torch_fused_on_a_large_parameter(isa: str, case: Case) -> None:
-    numel = SIZES[-1]
-    steps = STEPS if isa in NATIVE_ISAS else 2  # plain torch needs a second for a step of this size
-    start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(5)]
-    repeated = [grads[i % 5] for i in range(steps)]
-    compare(case, train_ours(case, start, repeated), train_torch(case, start, repeated))
+@cache
+def trained(name: str, numel: int, kinds: tuple[str, ...], draw: int = 0) -> Trained:
+    """A start, a gradient of each kind, and what torch's optimizer makes of them: once for all
+    instruction sets.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1000 * numel + draw)
+        first = LIKE[kinds[0]](numel)
+        grads = [LIKE[kind](numel) for kind in kinds]
+    return Trained(first, grads, train_torch(BY_NAME[name], first, grads))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_torch_fused_on_special_numbers(isa: str, case: Case) -> None:
+def check(case: Case, expected: Trained, slices: Slices | None = None, shift: int = 0) -> None:
+    """Our kernels come to what torch's optimizer came to, whole or in slices."""
+    got = train_ours(case, expected.start, expected.grads, slices, shift)
+    compare(case, got, expected.by_torch, f"{expected.start.numel()} elements, cut at {slices}")
+
+
+@pytest.mark.quick
+def test_equals_torch_fused_to_the_bit(isa: str) -> None:
+    """Few steps for every size, and as many as a training has for one of them."""
+    few = chosen(test=6, torture=STEPS, quick=2)
+    for case in SWEPT:
+        for numel in SMALL:
+            steps = STEPS if numel == 17 else few
+            check(case, trained(case.name, numel, ("ordinary",) * steps))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch has borders at more elements than the native core."""
+    monkeypatch.setattr(reference, "BLOCK", chosen(test=32768, torture=reference.BLOCK))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_equals_torch_fused_on_a_large_parameter(isa: str) -> None:
+    """Over the borders of what a lane takes at a time."""
+    native_steps = chosen(test=3, torture=STEPS)
+    steps = native_steps if isa in NATIVE_ISAS else 2  # plain torch takes its time
+    for case in CASES if isa in NATIVE_ISAS else chosen(test=BY_TORCH, torture=CASES):
+        start, grads = torch.randn(LARGE), [torch.randn(LARGE) for _ in range(min(5, steps))]
+        repeated = [grads[i % 5] for i in range(steps)]
+        compare(case, train_ours(case, start, repeated), train_torch(case, start, repeated))
+
+
+@pytest.mark.quick
+def test_equals_torch_fused_on_special_numbers(isa: str) -> None:
     """inf, NaN, denormals, overflow in parameters and gradients: a few steps, then ordinary ones on
     top.
     """
-    for numel in (4103, *(7, 15) * 10):  # seven elements in torch's tail, many times over
-        start = awkward(numel)
-        grads = [awkward(numel) for _ in range(3)] + [torch.randn(numel) for _ in range(3)]
-        compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+    kinds = ("special",) * 3 + ("ordinary",) * 3
+    for case in SWEPT:
+        check(case, trained(case.name, 4103, kinds))
+        for numel in (7, 15):  # seven elements in torch's tail, many times over
+            for draw in range(10):
+                check(case, trained(case.name, numel, kinds, draw=draw))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_torch_fused_on_denormals_alone(isa: str, case: Case) -> None:
-    numel = 1003
-    start = torch.randn(numel) * 1e-39
-    grads = [torch.randn(numel) * 10.0 ** float(e) for e in (-38, -40, -44, -22, -30)]
-    compare(case, train_ours(case, start, grads), train_torch(case, start, grads))
+@cache
+def trained_on_denormals(name: str) -> Trained:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1003)
+        start = torch.randn(1003) * 1e-39
+        grads = [torch.randn(1003) * 10.0 ** float(e) for e in (-38, -40, -44, -22, -30)]
+    return Trained(start, grads, train_torch(BY_NAME[name], start, grads))
 
 
-@pytest.mark.parametrize("shift", [0, 1, 3, 7])
+def test_equals_torch_fused_on_denormals_alone(isa: str) -> None:
+    for case in CASES:
+        check(case, trained_on_denormals(case.name))
+
+
 @pytest.mark.parametrize("multiple", [8, 1], ids=["multiples of 8", "anywhere"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cuts_and_alignment_do_not_change_bits(
-    isa: str, case: Case, multiple: int, shift: int
-) -> None:
-    for numel in (1, 9, 127, 4099):
-        start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(4)]
-        whole = train_torch(case, start, grads)
-        compare(case, train_ours(case, start, grads, cuts(numel, 6, multiple), shift), whole)
+def test_cuts_and_alignment_do_not_change_bits(isa: str, multiple: int) -> None:
+    """Each case with each size, each size with each shift; torture has each case with both."""
+    shifts = (0, 1, 3, 7)
+    for number, case in enumerate(CASES):
+        for place, numel in enumerate((1, 9, 127, 4099)):
+            expected = trained(case.name, numel, ("ordinary",) * 4)
+            one = [shifts[(number + place) % len(shifts)]]
+            for shift in chosen(test=one, torture=list(shifts)):
+                check(case, expected, cuts(numel, 6, multiple), shift)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=chosen(test=30, torture=1500))
 @given(data=st.data())
 def test_drawn_settings_equal_torch_fused(data: st.DataObject) -> None:
     """Any betas, rates, sizes, cuts and instruction sets: those one thinks of, and the others."""
+    tally("hypothesis examples")
     case = adam_case(
         "drawn",
         decoupled=data.draw(st.booleans()),
@@ -115,10 +172,9 @@ def test_drawn_settings_equal_torch_fused(data: st.DataObject) -> None:
     compare(case, got, train_torch(case, start, grads))
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_odd_addresses_do_not_change_bits(isa: str, case: Case, half: torch.dtype) -> None:
-    for numel in (1, 9, 1003):
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_odd_addresses_do_not_change_bits(isa: str, half: torch.dtype) -> None:
+    for case, numel in itertools.product(CASES, (1, 9, 1003)):
         start, grad = torch.randn(numel), torch.randn(numel).to(half)
         states = [torch.zeros(numel) for _ in case.states]
         expected = [start.clone(), *(state.clone() for state in states)]
@@ -126,11 +182,11 @@ def test_odd_addresses_do_not_change_bits(isa: str, case: Case, half: torch.dtyp
         out, odd_out = torch.zeros(numel, dtype=half), misaligned(torch.zeros(numel, dtype=half))
         kernels.update(case.rule(1), expected[0], grad, *expected[1:], out=out)
         kernels.update(case.rule(1), got[0], misaligned(grad), *got[1:], out=odd_out)
-        compare(case, got, expected)
-        assert_same_bits(odd_out, out, f"{case.name}: out")
+        compare(case, got, expected, f"{numel} elements")
+        assert_same_bits(odd_out, out, f"{case.name}, {numel} elements: out")
 
 
-@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("half", [None, *HALVES], ids=str)
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
 def test_a_slice_is_written_and_nothing_around_it(
     isa: str, case: Case, half: torch.dtype | None
@@ -138,7 +194,9 @@ def test_a_slice_is_written_and_nothing_around_it(
     """Every length below three turns of the main loop, in the middle and at the end of its
     parameter, in the middle of buffers that have guards.
     """
-    for count in range(50):
+    # Plain torch has no loop of its own that could run over.
+    counts = range(50) if isa in NATIVE_ISAS else chosen(test=range(0, 50, 7), torture=range(50))
+    for count in counts:
         for behind in (0, 64):
             written = [unaligned(torch.zeros(count), 1) for _ in ("param", *case.states)]
             out = None if half is None else unaligned(torch.zeros(count, dtype=half), 1)
@@ -150,8 +208,9 @@ def test_a_slice_is_written_and_nothing_around_it(
                 assert (tensor != 0).all(), f"{case.name}: not all of {count} elements written"
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_cuts_of_a_large_parameter(isa: str) -> None:
-    case, numel = ADAMW, SIZES[-1]
+    case, numel = ADAMW, LARGE
     start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(2)]
     compare(
         case, train_ours(case, start, grads, cuts(numel, 5, 8)), train_torch(case, start, grads)
@@ -166,11 +225,11 @@ def lion_published(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     return p, LION["beta2"] * m + (1 - LION["beta2"]) * g
 
 
-@pytest.mark.parametrize("numel", SIZES[:-1])
+@pytest.mark.parametrize("numel", SMALL)
 def test_lion_follows_its_published_formula(isa: str, numel: int) -> None:
     p, m = torch.randn(numel), torch.zeros(numel)
     rule = rules.Lion.at(**LION)
-    for _ in range(10):
+    for _ in range(chosen(test=5, torture=10)):
         g = torch.randn(numel)
         expected_p, expected_m = lion_published(p, g, m)
         kernels.update(rule, p, g, m)
@@ -190,55 +249,55 @@ def test_lion_hands_nan_on_and_keeps_zero(isa: str) -> None:
     assert torch.equal(p[~broken], torch.ones(18))
 
 
-@pytest.mark.parametrize("native_isa", NATIVE_ISAS)
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def mixed(
+    case: Case,
+    start: Tensor,
+    grads: list[Tensor],
+    out_dtype: torch.dtype | None,
+    shift: int,
+    scale: float,
+) -> list[Tensor]:
+    """Parameter, states and 16-bit output after steps with these gradients, each in memory of its
+    own with guards, which are looked at.
+    """
+    zeros = [torch.zeros(len(start)) for _ in case.states]
+    param, *states = (unaligned(tensor, shift) for tensor in (start, *zeros))
+    out = None if out_dtype is None else unaligned(torch.zeros(len(start), dtype=out_dtype), shift)
+    for step, grad in enumerate(grads, start=1):
+        rule, grad = case.rule(step), unaligned(grad, shift)
+        kernels.update(rule, param, grad, *states, out=out, scale=scale, maximize=True)
+    made = [param, *states, *([] if out is None else [out])]
+    for tensor in made:
+        assert_untouched_around(tensor, f"{case.name}, {len(start)} elements")
+    return made
+
+
+# Size, shift, scale; the last one goes over a border of what a lane takes at a time.
+MIXED = [(0, 0, 1.0), (1, 1, 0.5), (17, 0, 0.37), (1000, 3, -1.25)]
+MIXED_LARGE = (chosen(test=33001, torture=70001), 1, 1 / 1024)
+
+
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
-def test_every_dtype_equals_the_reference(
-    case: Case, out_dtype: torch.dtype | None, grad_dtype: torch.dtype, native_isa: str
-) -> None:
+def test_every_dtype_equals_the_reference(case: Case) -> None:
     """Mixed precision, scaled and sliced: parameter, states and 16-bit output, bit for bit."""
-    for numel, shift, scale in (
-        (0, 0, 1.0),
-        (1, 1, 0.5),
-        (17, 0, 0.37),
-        (1000, 3, -1.25),
-        (70001, 1, 1 / 1024),
-    ):
-        start = awkward(numel)
-        grads = [awkward(numel, grad_dtype) for _ in range(2)]
-        results = {}
-        for isa in (native_isa, "reference"):
-            buffers = [
-                unaligned(t, shift) for t in (start, *(torch.zeros(numel) for _ in case.states))
-            ]
-            out = (
-                None if out_dtype is None else unaligned(torch.zeros(numel, dtype=out_dtype), shift)
-            )
-            with kernels.forced_isa(isa):
-                for step, grad in enumerate(grads, start=1):
-                    param, *states = buffers
-                    kernels.update(
-                        case.rule(step),
-                        param,
-                        unaligned(grad, shift),
-                        *states,
-                        out=out,
-                        scale=scale,
-                        maximize=True,
-                    )
-            results[isa] = [*buffers, *([] if out is None else [out])]
-            for tensor in results[isa]:
-                assert_untouched_around(tensor, f"{case.name} on {isa}, {numel} elements")
-        for name, got, expected in zip(
-            ("param", *case.states, "out"), results[native_isa], results["reference"], strict=False
-        ):
-            assert_same_bits(
-                got, expected, f"{case.name} {grad_dtype} -> {out_dtype}, {numel}: {name}"
-            )
+    pairs = list(itertools.product([torch.float32, *HALVES], [None, *HALVES]))
+    for place, (grad_dtype, out_dtype) in enumerate(pairs):
+        # Each case has three of the nine pairs large, and each pair is large in some case.
+        is_large = chosen(test=place % 3 == JUDGED.index(case) % 3, torture=True)
+        for numel, shift, scale in [*MIXED, *([MIXED_LARGE] if is_large else [])]:
+            start, grads = awkward(numel), [awkward(numel, grad_dtype) for _ in range(2)]
+            with kernels.forced_isa("reference"):
+                expected = mixed(case, start, grads, out_dtype, shift, scale)
+            for isa in NATIVE_ISAS:
+                with kernels.forced_isa(isa):
+                    made = mixed(case, start, grads, out_dtype, shift, scale)
+                what = f"{case.name} on {isa}, {grad_dtype} -> {out_dtype}, {numel} elements"
+                names = ("param", *case.states, "out")[: len(expected)]
+                for name, got, wanted in zip(names, made, expected, strict=True):
+                    assert_same_bits(got, wanted, f"{what}: {name}")
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("half", HALVES, ids=str)
 def test_mixed_precision_equals_torch_on_an_fp32_master(isa: str, half: torch.dtype) -> None:
     """16-bit gradients in, exact master, 16-bit parameter out: what one would write with torch
     calls.
@@ -299,7 +358,7 @@ def test_autograd_hears_of_the_change() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("half", HALVES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 7, 15, 16, 17, 4097])
 def test_a_half_parameter_that_somebody_has_set_wins(
     isa: str, numel: int, half: torch.dtype

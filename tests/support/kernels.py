@@ -277,6 +277,6 @@ def train_ours(
     return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
 
-def compare(case: Case, got: list[Tensor], expected: list[Tensor]) -> None:
+def compare(case: Case, got: list[Tensor], expected: list[Tensor], where: str = "") -> None:
     for name, ours, theirs in zip(("param", *case.states), got, expected, strict=True):
-        assert_same_bits(ours, theirs, f"{case.name}: {name}")
+        assert_same_bits(ours, theirs, f"{case.name} {where}: {name}")
