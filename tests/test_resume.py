@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from support.kernels import assert_same_bits
+from support.loops import chosen, tally
 from support.models import WORDS, loss_of, make
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -25,8 +26,9 @@ import offload
 from offload import planner, units
 from offload.budget import Budget
 
-PAIRS = 54
-STEPS = 24  # of the whole training; the last 20 at least come after the load
+DRAWN = chosen(test=54, torture=540)
+# Of the whole training; all but four at least come after the load, and schedulers change until 9.
+STEPS = chosen(test=12, torture=24)
 KI = 1024
 
 OPTIMIZERS: dict[str, Any] = {
@@ -44,6 +46,14 @@ SCHEDULERS: dict[str, Any] = {
     "warm": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
     ),
+}
+VALUES = {
+    "optimizer": set(OPTIMIZERS),
+    "scheduler": set(SCHEDULERS),
+    "dtype": {torch.float32, torch.bfloat16},
+    "model": {"gpt", "dropout", "pictures"},
+    "has_scaler": {False, True},
+    "channels_last": {False, True},
 }
 # Where things are: a kind, and how much host memory there is. None: all of it.
 PLACES = [
@@ -124,6 +134,30 @@ def draw(number: int) -> Pair:
         rng.randint(1, 4),
         rng.random() < 0.5,
     )
+
+
+def features(pair: Pair) -> set[tuple[Any, ...]]:
+    """What a pair has that some pair must have."""
+    training, (before, had), (after, has) = pair.training, pair.before, pair.after
+    return {
+        ("kinds", before, after),
+        ("memory before", before, had),
+        ("memory after", after, has),
+        ("optimizer", training.optimizer, after),
+        *((field, getattr(training, field)) for field in VALUES),
+        ("chunks", pair.chunks[0] < pair.chunks[1], pair.chunks[0] > pair.chunks[1]),
+        ("directories", *pair.directories),
+        ("background", pair.background, had),
+    }
+
+
+def covering(pairs: list[Pair]) -> list[Pair]:
+    """Few of them that have every feature: always the one that adds most."""
+    missing, found = set[Any]().union(*map(features, pairs)), []
+    while missing:
+        found.append(max(pairs, key=lambda pair: len(features(pair) & missing)))
+        missing -= features(found[-1])
+    return found
 
 
 class Run:
@@ -229,12 +263,18 @@ def uninterrupted(training: Training, kind: str) -> tuple[list[float], Any, Any]
     return found
 
 
-@pytest.mark.parametrize("number", range(PAIRS))
+ALL = [draw(number) for number in range(DRAWN)]
+# Quick: from wrap to prepare, and from the least memory to all of it.
+PAIRS = chosen(test=covering(ALL), torture=ALL, quick=[ALL[6], ALL[37]])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: str(pair.number))
 def test_resume_equals_uninterrupted(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = draw(number)
     print(pair)
+    tally("resumed pairs")
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -280,30 +320,17 @@ def test_resume_equals_uninterrupted(
 
 def test_the_draw_has_everything() -> None:
     """So that no change of the draw takes something out unseen."""
-    pairs = [draw(number) for number in range(PAIRS)]
-    kinds = {(p.before[0], p.after[0]) for p in pairs}
+    kinds = {(p.before[0], p.after[0]) for p in PAIRS}
     names = ("plain", "wrap", "prepare")
     assert kinds == {(a, b) for a in names for b in names}
-    assert (
-        {p.before[1:] for p in pairs}
-        == {p.after[1:] for p in pairs}
-        == {
-            (None,),
-            ("some",),
-            ("least",),
-        }
-    )
-    for field, values in {
-        "optimizer": set(OPTIMIZERS),
-        "scheduler": set(SCHEDULERS),
-        "dtype": {torch.float32, torch.bfloat16},
-        "model": {"gpt", "dropout", "pictures"},
-        "has_scaler": {False, True},
-        "channels_last": {False, True},
-    }.items():
-        assert {getattr(p.training, field) for p in pairs} == values, field
-    assert {p.background for p in pairs} == {False, True}
-    assert any(p.background and p.before[1] == "least" for p in pairs)
+    memories = {None, "some", "least"}
+    assert {p.before[1] for p in PAIRS} == {p.after[1] for p in PAIRS} == memories
+    for field, values in VALUES.items():
+        assert {getattr(p.training, field) for p in PAIRS} == values, field
+    missing = {(o, k) for o in OPTIMIZERS for k in ("wrap", "prepare")}
+    assert not missing - {(p.training.optimizer, p.after[0]) for p in PAIRS}
+    assert {p.background for p in PAIRS} == {False, True}
+    assert any(p.background and p.before[1] == "least" for p in PAIRS)
 
 
 def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
