@@ -1,4 +1,5 @@
-"""A loop that trains and saves and is killed, again and again: `kill_loop.py FOLDER KILLS SEED`.
+"""A loop that trains and saves and is killed, again and again:
+`kill_loop.py FOLDER KILLS SEED [early | "one way"]`.
 
 Everything is imported once. Each loop is forked from here, so it starts in milliseconds; this
 process trains nothing and has no threads. A loop resumes from the newest checkpoint, tells by lines
@@ -305,7 +306,7 @@ def plan_kills(kills: int, rng: random.Random) -> list[tuple[str, int, float]]:
     return found
 
 
-def main(folder: Path, kills: int, seed: int, early: bool) -> None:
+def main(folder: Path, kills: int, seed: int, early: bool, ways: list[Way]) -> None:
     assert torch.get_num_threads() == 1, "threads would not survive a fork: OMP_NUM_THREADS=1"
     rng = random.Random(seed)
     digests: dict[int, str] = {}
@@ -315,11 +316,9 @@ def main(folder: Path, kills: int, seed: int, early: bool) -> None:
     child.end()
     assert len(digests) == REFERENCE_STEPS
     totals = Seen()
-    for number, way in enumerate(WAYS):
-        if early and not way.background:
-            continue
+    for number, way in enumerate(ways):
         contest = Contest(way, folder / f"{number}", digests, early)
-        for point, count, delay_s in plan_kills(-(-kills // len(WAYS)), rng):
+        for point, count, delay_s in plan_kills(-(-kills // len(ways)), rng):
             contest.kill(point, count, delay_s)
         seen = contest.seen
         assert set(seen.at_points) == set(POINTS), f"never at {set(POINTS) - set(seen.at_points)}"
@@ -331,4 +330,8 @@ def main(folder: Path, kills: int, seed: int, early: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "early" in sys.argv[4:])
+    how = sys.argv[4:]
+    early = "early" in how
+    ways = [way for way in WAYS if way.background] if early else WAYS
+    ways = ways[-1:] if "one way" in how else ways
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), early, ways)
