@@ -1,13 +1,14 @@
 """How good the tests are: random faults in the package, and which of them the tests notice.
 
-    python tests/mutation_score.py record --root CHECKOUT --out contexts.db
     python tests/mutation_score.py draw --root CHECKOUT --count 20 --seed 1 --out mutants.json
+    python tests/mutation_score.py record --root CHECKOUT --mutants mutants.json --out contexts.db
     python tests/mutation_score.py run --root CHECKOUT --mutants mutants.json \\
         --coverage contexts.db --durations contexts.db.durations.json --out results.json
 
 `record` runs the tests once, and again those with the mark `device`, with coverage.py in every
-Python process: which lines run under which test. Words after `--` are pytest's, so that a part can
-be recorded (`-- tests/test_layers.py`); what was recorded before in the same file stays. A line
+Python process: which lines run under which test, of the files of these mutants, or of all. Words
+after `--` are pytest's, for a part (`-- tests/test_layers.py`) or for both cores (`-- -n 2`); what
+was recorded before in the same file stays. A line
 that only a process runs that is killed by SIGKILL, or that Python starts without `site`, is taken
 for one that no test executes. `run` also reads what `pytest --cov=offload --cov-context=test` and
 `context = ${PYTEST_CURRENT_TEST}` in a child's configuration have written.
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True)
     record = commands.add_parser("record", help="which test executes which line")
     record.add_argument("words", nargs="*", help="of pytest, after --")
+    record.add_argument("--mutants", type=Path, help="only lines of their files, which is faster")
     draw = commands.add_parser("draw", help="random faults")
     draw.add_argument("--count", type=int, default=20)
     draw.add_argument("--seed", type=int, required=True)
@@ -98,20 +100,25 @@ def _record(options: argparse.Namespace) -> int:
     hook.write_text(f"{_RECORDER}\n{_AT_START}\n")
     try:
         for group in ([], ["-m", "device"]):
-            _run_recorded(python, options.root, parts / out.name, [*group, *options.words])
+            words = [*group, *options.words]
+            _run_recorded(python, options.root, parts / out.name, _sources(options), words)
     finally:
         hook.unlink()
     _combine(python, parts, out)
     return 0
 
 
-def _run_recorded(python: Path, root: Path, data: Path, words: list[str]) -> None:
+def _sources(options: argparse.Namespace) -> str:
+    """Patterns of the files whose lines are recorded."""
+    if options.mutants is None:
+        return str(options.root / "offload" / "*")
+    files = {one["file"] for one in json.loads(options.mutants.read_text())["mutants"]}
+    return os.pathsep.join(str(options.root / file) for file in sorted(files))
+
+
+def _run_recorded(python: Path, root: Path, data: Path, sources: str, words: list[str]) -> None:
     """Failures do not matter here: what was executed was."""
-    environment = {
-        **os.environ,
-        "CONTEXTS_DATA": str(data),
-        "CONTEXTS_SOURCES": str(root / "offload"),
-    }
+    environment = {**os.environ, "CONTEXTS_DATA": str(data), "CONTEXTS_SOURCES": sources}
     options = ["-p", "record_tests", "-p", "no:cacheprovider", "-q"]
     subprocess.run([str(python), "-m", "pytest", *options, *words], cwd=root, env=environment)
 

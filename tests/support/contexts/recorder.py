@@ -4,7 +4,7 @@ A `.pth` file imports this where Python starts, so that it is the same for pytes
 that tests start, and for what is forked from either. A process records under the test that runs
 when it begins, which pytest has written to a file: the environment of a fork server is that of the
 test that has started the server. Nothing is recorded without `CONTEXTS_DATA` (where the data
-goes, each process to a file of its own beside it) and `CONTEXTS_SOURCES` (the package).
+goes, each process to a file of its own beside it) and `CONTEXTS_SOURCES` (patterns of files).
 
 What is killed by SIGKILL has recorded nothing.
 """
@@ -33,7 +33,7 @@ def begin() -> None:
         data_file=os.environ[DATA],
         data_suffix=True,
         config_file=False,
-        include=[f"{os.environ[SOURCES]}/*"],
+        include=os.environ[SOURCES].split(os.pathsep),
         context=_test() or None,
         messages=False,
     )
