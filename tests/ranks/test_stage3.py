@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.loops import chosen
 from support.models import WIDTH, WORDS, Branches, Experts, Gpt, Lora, Thrice
 from support.ranks.launch import SEED, outcomes, run
 from support.ranks.stage3 import (
@@ -44,6 +45,9 @@ from offload.errors import CapacityError, ConfigError, StateError
 from offload.tiers.sharded_residency import ShardedResidency
 
 pytestmark = pytest.mark.ranks
+STEPS = chosen(test=4, torture=20)
+FEW_STEPS = chosen(test=3, torture=6)
+DRAWS = chosen(test=4, torture=100)
 
 
 # --- the same bits --------------------------------------------------------------------------------
@@ -61,14 +65,14 @@ MODELS: dict[str, tuple[Model, Model]] = {
     "layers recomputed, reentrant": (lambda: Gpt(around=True), Gpt),
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "micro-batches, reduced once": {"micro": 3, "syncs": False, "steps": 6},
-    "clipped": {"clip": clip},
+    "micro-batches, reduced once": {"micro": 3, "syncs": False, "steps": FEW_STEPS},
+    "clipped": {"clip": clip, "steps": STEPS},
 }
 
 
 def all_models(rank: int, directory: str) -> None:
     for name, (make, make_plain) in MODELS.items():
-        steps = 20 if name in ("tied", "adapters", "experts") else 6
+        steps = STEPS if name in ("tied", "adapters", "experts") else FEW_STEPS
         plain, model = seeded(make_plain), seeded(make)
         losses = train(in_ddp(plain), adamw(plain), rank, steps)
         model, optimizer = offload.prepare(model, adamw(model))
@@ -88,9 +92,9 @@ def all_ways(rank: int, directory: str) -> None:
         check_same(name, model, plain)
         optimizer.close()
     plain, model = seeded(Mixture), seeded(Mixture)
-    losses = train_averaged(plain, adamw(plain), rank, steps=6, micro=3)
+    losses = train_averaged(plain, adamw(plain), rank, steps=FEW_STEPS, micro=3)
     model, optimizer = offload.prepare(model, adamw(model))
-    assert train(model, optimizer, rank, steps=6, micro=3) == losses
+    assert train(model, optimizer, rank, steps=FEW_STEPS, micro=3) == losses
     check_same("micro-batches, reduced each", model, plain)
     optimizer.close()
 
@@ -98,9 +102,9 @@ def all_ways(rank: int, directory: str) -> None:
 def four(rank: int, directory: str) -> None:
     for make in (Gpt, Mixture, Odd):
         plain, model = seeded(make), seeded(make)
-        losses = train_averaged(plain, adamw(plain), rank, steps=6)
+        losses = train_averaged(plain, adamw(plain), rank, steps=FEW_STEPS)
         model, optimizer = offload.prepare(model, adamw(model))
-        assert train(model, optimizer, rank, steps=6) == losses, make.__name__
+        assert train(model, optimizer, rank, steps=FEW_STEPS) == losses, make.__name__
         check_same(make.__name__, model, plain)
         optimizer.close()
 
@@ -123,14 +127,14 @@ def budget_for(model: nn.Module, directory: str, depth: int) -> int:
 
 def on_disk(rank: int, directory: str) -> None:
     plain, model = seeded(lambda: Wide(32)), seeded(lambda: Wide(32))
-    losses = train(in_ddp(plain), adamw(plain), rank, steps=6, clip=clip_in_double)
+    losses = train(in_ddp(plain), adamw(plain), rank, steps=FEW_STEPS, clip=clip_in_double)
     nbytes = budget_for(model, directory, 1)
     plan = offload.plan(model, adamw(model), host_memory=nbytes, nvme=directory, prefetch_depth=1)
     assert plan.away_bytes and plan.state.disk_bytes and plan.shares.spilled, plan
     model, optimizer = offload.prepare(
         model, adamw(model), host_memory=nbytes, nvme=directory, prefetch_depth=1
     )
-    assert train(model, optimizer, rank, steps=6, clip=clip) == losses
+    assert train(model, optimizer, rank, steps=FEW_STEPS, clip=clip) == losses
     check_same("on disk", model, plain)
     counts = offload.report(optimizer).counts
     state = optimizer.state_dict()["state"]
@@ -433,10 +437,10 @@ def other_kinds(rank: int, directory: str) -> None:
     for name, (make, optimizer_of, fields) in makers.items():
         alone, model = seeded(make), seeded(make)
         alone, theirs = offload.prepare(alone, optimizer_of(alone), process_group=False)
-        losses = train(alone, theirs, 0, 5)
+        losses = train(alone, theirs, 0, FEW_STEPS)
         theirs.close()
         model, optimizer = offload.prepare(model, optimizer_of(model), **fields)
-        assert train(model, optimizer, 0, 5) == losses, name
+        assert train(model, optimizer, 0, FEW_STEPS) == losses, name
         check_same(name, model, alone)
         report = str(offload.report(optimizer))
         assert f"rank {rank} of 2, stage 3" in report and "gathered" in report
@@ -446,9 +450,9 @@ def other_kinds(rank: int, directory: str) -> None:
 def experts_as_layers(rank: int, directory: str) -> None:
     """Layers of which each rank runs others must be gathered together."""
     plain, model = seeded(Experts), seeded(Experts)
-    losses = train(in_ddp(plain), adamw(plain), rank, 6)
+    losses = train(in_ddp(plain), adamw(plain), rank, FEW_STEPS)
     model, optimizer = offload.prepare(model, adamw(model), units=[Experts])
-    assert train(model, optimizer, rank, 6) == losses
+    assert train(model, optimizer, rank, FEW_STEPS) == losses
     check_same("experts", model, plain)
     optimizer.close()
 
@@ -508,7 +512,7 @@ def follow(
 def drawn(rank: int, directory: str) -> None:
     """Any budget, depth and order of passes: the same bits."""
     draw = random.Random(SEED)
-    for _ in range(12):
+    for _ in range(DRAWS):
         name = draw.choice(list(MODELS))
         make, make_plain = MODELS[name]
         schedule = [
@@ -629,10 +633,11 @@ OF_FOUR: dict[str, Case] = {
 }
 
 
-def run_cases(rank: int, count: int, directory: str) -> dict[str, str | None]:
+def run_cases(rank: int, count: int, names: list[str], directory: str) -> dict[str, str | None]:
     """What each has raised; those behind the first that raises are not there."""
     found: dict[str, str | None] = {}
-    for name, case in (OF_TWO if count == 2 else OF_FOUR).items():
+    for name in names:
+        case = (OF_TWO if count == 2 else OF_FOUR)[name]
         folder = Path(directory) / name
         folder.mkdir(exist_ok=True)
         try:
@@ -644,14 +649,28 @@ def run_cases(rank: int, count: int, directory: str) -> dict[str, str | None]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    return run(2, run_cases, 2, str(tmp_path_factory.mktemp("two")), deadline_s=240)
+def run_those_of(request: pytest.FixtureRequest, count: int) -> list[dict[str, str | None]]:
+    """Run the cases of the tests that ask for this fixture."""
+    fixture = str(request.fixturename)
+    asking = [
+        item
+        for item in request.session.items
+        if item.path == request.path and fixture in getattr(item, "fixturenames", ())
+    ]
+    names = [item.callspec.params["name"] for item in asking]  # type: ignore[attr-defined]
+    folder = request.getfixturevalue("tmp_path_factory").mktemp(fixture)
+    deadline_s = chosen(test=240, torture=2000)
+    return run(count, run_cases, count, names, str(folder), deadline_s=deadline_s)
 
 
 @pytest.fixture(scope="module")
-def fours(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    return run(4, run_cases, 4, str(tmp_path_factory.mktemp("four")), deadline_s=120)
+def two(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
+    return run_those_of(request, 2)
+
+
+@pytest.fixture(scope="module")
+def fours(request: pytest.FixtureRequest) -> list[dict[str, str | None]]:
+    return run_those_of(request, 4)
 
 
 def check(name: str, found: list[dict[str, str | None]]) -> None:
@@ -660,7 +679,12 @@ def check(name: str, found: list[dict[str, str | None]]) -> None:
         assert one[name] is None, f"rank {rank}:\n{one[name]}"
 
 
-@pytest.mark.parametrize("name", OF_TWO)
+QUICK = {"slices, gradients and state may be on disk"}
+ALL_OF_TWO = [pytest.param(n, marks=[pytest.mark.quick] if n in QUICK else []) for n in OF_TWO]
+
+
+@pytest.mark.timeout(chosen(test=300, torture=2100))
+@pytest.mark.parametrize("name", ALL_OF_TWO)
 def test_two_ranks(name: str, two: list[dict[str, str | None]]) -> None:
     check(name, two)
 

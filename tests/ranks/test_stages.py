@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.loops import chosen
 from support.ranks.launch import run
 from support.ranks.stages import Loop, Wide, experts, furthest, gpt, lora, same
 
@@ -20,7 +21,7 @@ from offload.optim import buckets
 from offload.shard import ranks_of
 
 pytestmark = pytest.mark.ranks
-STEPS = 20
+STEPS = chosen(test=5, torture=20)
 BOUND = 3e-5  # of parameters, where means are taken, or norms, in another order
 SMALL = 16 << 10  # of buckets, so that there are several, and parameters that are larger
 
@@ -39,7 +40,7 @@ def equal_to_ddp(rank: int, stage: int, directory: str) -> None:
         check_bytes(ours, make)
         same_state(ours)
         ours.optimizer.close()
-    compare(Loop(0, experts, micro=3), ours := Loop(stage, experts, micro=3), 10)
+    compare(Loop(0, experts, micro=3), ours := Loop(stage, experts, micro=3), STEPS // 2)
     ours.optimizer.close()
     on_disk = {"nvme": directory, "host_memory": (600 if stage == 1 else 900) << 10}
     compare(Loop(0, Wide), ours := Loop(stage, Wide, settings=on_disk))
@@ -71,6 +72,18 @@ def same_state(ours: Loop) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, sums)
     assert found.count(sums) == len(found)
+
+
+def few_steps(rank: int) -> None:
+    buckets.BUCKET_BYTES = SMALL
+    for stage in (1, 2):
+        compare(Loop(0), ours := Loop(stage), steps=2)
+        ours.optimizer.close()
+
+
+@pytest.mark.quick
+def test_the_first_steps_have_the_bits_of_ddp() -> None:
+    run(2, few_steps)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

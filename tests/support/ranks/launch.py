@@ -8,10 +8,13 @@ picklable. All are killed when the deadline has passed, and whenever the test en
 
 from __future__ import annotations
 
+import functools
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -19,16 +22,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 _FORKS = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first optimizer of a process imports it, in more than a second.
-_FORKS.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "offload.api", "support.ranks.launch"]
-)
+_PRELOADED = "support.ranks.preloaded"
+_FORKS.set_forkserver_preload([_PRELOADED])
+_TESTS = str(Path(__file__).parents[2])
 
 
 @dataclass
@@ -59,6 +64,7 @@ def outcomes(
     count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 150
 ) -> list[Outcome]:
     """How each has ended, whatever it was. `function(rank, *args)` runs in each."""
+    _start_server()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         pipes, processes = [], []
@@ -78,6 +84,14 @@ def outcomes(
                 with suppress(ProcessLookupError):
                     os.kill(process.pid or 0, signal.SIGKILL) if process.is_alive() else None
                 process.join()
+
+
+@functools.cache
+def _start_server() -> None:
+    """Start the server, which finds what it imports by the environment alone (Python 3.11)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", _TESTS, prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 def _collect(pipes: list[Connection], processes: list[Any], deadline_s: float) -> list[Outcome]:
@@ -110,6 +124,8 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    assert _PRELOADED in sys.modules, "the server has not imported it, and nobody was told why"
+    gc.freeze()  # the test's own imports, too
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
