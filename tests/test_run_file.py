@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import train_on_noise
 from torch import nn
 
 import offload
@@ -29,13 +30,6 @@ def layers() -> nn.Sequential:
     )
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
-    for _ in range(steps):
-        model(torch.randn(8, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.fixture(scope="module")
 def prepared_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model most of which is on disk."""
@@ -44,7 +38,7 @@ def prepared_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = offload.prepare(model, optimizer, host_memory="600KiB", nvme=directory)
     with optimizer:
-        train(model, optimizer)
+        train_on_noise(model, optimizer, WIDTH)
         offload.report(model).save_trace(directory / "trace.json")
     return directory / "trace.json"
 
@@ -118,7 +112,7 @@ def test_a_wrapped_optimizer_has_no_units(tmp_path: Path) -> None:
         torch.optim.AdamW(model.parameters(), fused=True), host_memory="512KiB", nvme=tmp_path
     )
     with optimizer:
-        train(model, optimizer)
+        train_on_noise(model, optimizer, WIDTH)
         offload.report(optimizer).save_trace(tmp_path / "trace.json")
     about = run_file.load(tmp_path / "trace.json").about
     assert (about.kind, about.title, about.units, about.order) == ("wrap", "AdamW", (), ())

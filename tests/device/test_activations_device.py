@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule
+from support.bits import same_tensors
 from support.device.transfer_cases import register
 from torch import Tensor, nn
 
@@ -83,10 +84,6 @@ def gradients(net: Net, x: Tensor, times: int = 1) -> list[Tensor]:
     return found
 
 
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("pieces", [6, 100])
 def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
     """In little host memory, most of them on disk; in enough, none."""
@@ -95,7 +92,7 @@ def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
     expected = [gradients(net, x * n, 1 + n % 2) for n in range(1, 4)]
     with offloaded(pieces * PIECE, tmp_path) as (made, outside):
         for n in range(1, 4):
-            assert same(gradients(net, x * n, 1 + n % 2), expected[n - 1])
+            assert same_tensors(gradients(net, x * n, 1 + n % 2), expected[n - 1])
         loss = net(x)
         assert 0 < made.host_bytes <= pieces * PIECE and (made.disk_bytes > 0) is (pieces == 6)
         del loss
@@ -147,7 +144,7 @@ def test_without_a_drive_the_rest_stays(fake: DeviceModule) -> None:
     x, net = torch.ones(ROWS, 64).to("fake"), Net("fake")
     expected = gradients(net, x)
     with offloaded(4 * PIECE, None) as (made, _outside):
-        assert same(gradients(net, x), expected)
+        assert same_tensors(gradients(net, x), expected)
         assert "offload of activations" in made._metrics.snapshot().fallbacks
 
 
@@ -185,7 +182,7 @@ def test_what_has_come_back_goes_again(pieces: int, fake: DeviceModule, tmp_path
     expected = run()
     with offloaded(pieces * PIECE, tmp_path) as (made, outside):
         before = torch.accelerator.memory_allocated()
-        assert same(run(), expected)
+        assert same_tensors(run(), expected)
         gc.collect()
         made._take_in_ended()
         assert made._held_bytes == 0 and is_empty(outside)

@@ -15,7 +15,8 @@ import torch
 from fake_accelerator import DeviceModule
 from support.device.prepare_cases import adamw, least_host_bytes, ready
 from support.device.transfer_cases import register
-from support.models import batch, loss_of, make
+from support.models import make
+from support.training import train
 from torch import Tensor, nn
 
 import offload
@@ -50,17 +51,6 @@ def build(kind: str, folder: Path, seed: int) -> tuple[nn.Module, Any]:
     return model, offload.wrap(adamw(model), host_memory="8MiB")
 
 
-def train(model: nn.Module, optimizer: Any, begin: int, end: int) -> list[float]:
-    losses = []
-    for step in range(begin, end):
-        loss = loss_of(model, batch(step).to("fake"))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     found = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
@@ -75,10 +65,10 @@ def test_training_on_a_device_goes_on(
     fake: DeviceModule, tmp_path: Path, own_budget: Budget, before: str, after: str
 ) -> None:
     model, optimizer = build(before, tmp_path, seed=0)
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2), "fake")
     expected = state_of(model, optimizer)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
-    losses = train(model, optimizer, 2, 4)  # while it is written
+    losses = train(model, optimizer, range(2, 4), "fake")  # while it is written
     ticket.wait(60.0)
     end = state_of(model, optimizer)
     offload.close(model)
@@ -87,11 +77,11 @@ def test_training_on_a_device_goes_on(
     del model, optimizer
 
     model, optimizer = build(after, tmp_path, seed=7)
-    train(model, optimizer, 5, 6)
+    train(model, optimizer, range(5, 6), "fake")
     offload.load(tmp_path / "c", model, optimizer)
     for name, value in state_of(model, optimizer).items():
         assert torch.equal(value, expected[name]), name
-    assert train(model, optimizer, 2, 4) == losses
+    assert train(model, optimizer, range(2, 4), "fake") == losses
     for name, value in state_of(model, optimizer).items():
         assert torch.equal(value, end[name]), name
     offload.close(model)

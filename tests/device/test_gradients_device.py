@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_accelerator import DeviceModule, load
 from fake_accelerator.train_case import SCHEDULES
+from support.bits import same_tensors
 from support.device.transfer_cases import register
 from torch import Tensor, nn
 
@@ -118,10 +119,6 @@ def train(
         optimizer.close()
 
 
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 VARIOUS = [1, 3, 2, 1]
 
 
@@ -142,7 +139,7 @@ def test_whatever_happens_before_the_step(
 ) -> None:
     theirs, _ = train("cpu", between, batches)
     ours, report = train("fake", between, batches)
-    assert same(ours, theirs)
+    assert same_tensors(ours, theirs)
     assert report.counts["gradients_early_bytes"] > 0
     if between is not change_one:  # whose gradient comes late in the step of the change, or early
         assert bool(report.fallbacks) is (between is not nothing)
@@ -152,7 +149,7 @@ def test_whatever_happens_before_the_step(
 def test_zeroed_both_ways(fake: DeviceModule, dtype: torch.dtype, set_to_none: bool) -> None:
     theirs, _ = train("cpu", batches=2, dtype=dtype, set_to_none=set_to_none)
     ours, report = train("fake", batches=2, dtype=dtype, set_to_none=set_to_none)
-    assert same(ours, theirs) and not report.fallbacks
+    assert same_tensors(ours, theirs) and not report.fallbacks
 
 
 @pytest.mark.parametrize(
@@ -168,7 +165,7 @@ def test_released(
     disk = {"host_memory": 90 << 10, "nvme": tmp_path} if on_disk else {}
     theirs, _ = train("cpu", nothing, batches, dtype)
     ours, report = train("fake", there_are_none, batches, dtype, release_grads=True, **disk)
-    assert same(ours, theirs) and not report.fallbacks
+    assert same_tensors(ours, theirs) and not report.fallbacks
     assert bool(report.plan.disk_bytes) is on_disk
     assert "gradients_late_bytes" not in report.counts
 
@@ -410,7 +407,7 @@ def test_every_check_and_wait_is_needed(
 
     def is_wrong(schedule: tuple[str, int]) -> bool:
         load(*schedule)
-        return not same(train("fake", **loop)[0], right)
+        return not same_tensors(train("fake", **loop)[0], right)
 
     assert not any(is_wrong(schedule) for schedule in SCHEDULES)
     monkeypatch.setattr(owner, name, fault)

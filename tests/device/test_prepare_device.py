@@ -17,6 +17,7 @@ from fake_accelerator.train_case import SCHEDULES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
+from support.bits import assert_same_model
 from support.device.prepare_cases import (
     adamw,
     assert_same_bits,
@@ -29,6 +30,7 @@ from support.device.transfer_cases import register
 from support.leftovers import await_nothing_held
 from support.loops import chosen, tally
 from support.models import MODELS, SEED, batch, loss_of, make
+from support.training import step
 from torch import Tensor, nn
 
 import offload
@@ -99,21 +101,8 @@ def on_device(seed: int = 0) -> tuple[nn.Module, Any]:
     return model, offload.wrap(adamw(model))
 
 
-def step(model: nn.Module, optimizer: Any, seed: int) -> float:
-    loss = loss_of(model, batch(seed).to("fake"))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
 def counts_of(model: nn.Module) -> dict[str, int]:
     return dict(prepared_of(model).metrics.snapshot().counts)
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, p), q in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
-        assert torch.equal(p.cpu(), q.cpu()), name
 
 
 @under_some
@@ -155,7 +144,7 @@ def test_both_stages_work_at_once(tmp_path: Path) -> None:
     )
     for seed in range(4):
         before = counts_of(model)
-        step(model, optimizer, seed)
+        step(model, optimizer, seed, "fake")
     after = counts_of(model)
     found = {name: after[name] - before.get(name, 0) for name in after}
     assert found["disk_read_bytes"] > 0
@@ -190,7 +179,7 @@ def test_a_longer_batch_shrinks_what_is_resident() -> None:
     assert other_peak.others_peak_bytes > others
     optimizer.close()
     other.close()
-    assert_same(model, plain_model)
+    assert_same_model(model, plain_model)
 
 
 def test_budgets_that_cannot_work_are_refused_before_anything_is_allocated() -> None:
@@ -213,7 +202,7 @@ def test_budgets_that_cannot_work_are_refused_before_anything_is_allocated() -> 
     with pytest.raises(CapacityError, match="activations, gradients and others hold"):
         loss_of(model, batch(0).to("fake"))
     offload.close(model)
-    assert_same(model, make("gpt"))
+    assert_same_model(model, make("gpt"))
 
 
 def test_auto_is_the_device_that_torch_has() -> None:
@@ -239,7 +228,7 @@ def test_a_model_that_is_on_the_device_goes_back_there() -> None:
     assert all(p.grad.is_cpu for p in ours.parameters())
     assert ours.extra.device.type == "fake"
     for seed in range(3):
-        assert step(ours, mine, seed) == step(theirs, other, seed)
+        assert step(ours, mine, seed, "fake") == step(theirs, other, seed, "fake")
     loss_of(ours, batch(3).to("fake")).backward()
     loss_of(theirs, batch(3).to("fake")).backward()
     mine.close()
@@ -254,13 +243,13 @@ def test_a_model_that_is_on_the_device_goes_back_there() -> None:
     del ours._buffers["extra"]
     mine.step()
     other.step()
-    assert_same(ours, theirs)
+    assert_same_model(ours, theirs)
 
 
 def test_parameters_are_guarded_outside_of_runs() -> None:
     load("lazy", 0)
     model, optimizer = ready()
-    step(model, optimizer, 0)
+    step(model, optimizer, 0, "fake")
     tier = prepared_of(model).engine.residency.tier
     model(batch(0).to("fake"))
     assert any(block.on_device is Presence.HERE for block in tier._blocks)
@@ -289,7 +278,7 @@ def test_edits_are_kept(how: str, is_tight: bool, tmp_path: Path, own_budget: Bu
     host = least + 20 * KI + own_budget.used_bytes
     model, optimizer = ready(tmp_path, **({"host_memory": host} if is_tight else {}))
     for seed in range(3):
-        assert step(model, optimizer, seed) == step(theirs, other, seed)
+        assert step(model, optimizer, seed, "fake") == step(theirs, other, seed, "fake")
         with torch.no_grad(), offload.resident(model.layers[seed]):
             for p, q in zip(
                 model.layers[seed].parameters(), theirs.layers[seed].parameters(), strict=True
@@ -301,7 +290,7 @@ def test_edits_are_kept(how: str, is_tight: bool, tmp_path: Path, own_budget: Bu
             assert torch.equal(model(batch(9).to("fake")), theirs(batch(9).to("fake")))
     optimizer.close()
     other.close()
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
 
 
 def test_what_does_not_fit_the_place_is_refused() -> None:
@@ -315,10 +304,10 @@ def test_what_does_not_fit_the_place_is_refused() -> None:
     with pytest.raises(StateError, match=words), offload.resident(model.layers[1]):
         weight.data = weight.data.bfloat16()
     weight.data = kept
-    assert step(model, optimizer, 0) == step(theirs, other, 0)
+    assert step(model, optimizer, 0, "fake") == step(theirs, other, 0, "fake")
     optimizer.close()
     other.close()
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
 
 
 def test_a_look_changes_nothing() -> None:
@@ -345,15 +334,15 @@ def test_a_look_changes_nothing() -> None:
     other.step()
     optimizer.close()
     other.close()
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
 
 
 def test_state_dicts_go_out_and_in(tmp_path: Path) -> None:
     load("lazy", 0)
     theirs, other = on_device(seed=3)
     model, optimizer = ready(tmp_path)
-    step(theirs, other, 5)
-    step(model, optimizer, 4)
+    step(theirs, other, 5, "fake")
+    step(model, optimizer, 4, "fake")
     loss = loss_of(model, batch(1).to("fake"))
     model.load_state_dict(theirs.state_dict())
     with pytest.raises(StateError, match="have changed since the forward pass"):
@@ -362,13 +351,13 @@ def test_state_dicts_go_out_and_in(tmp_path: Path) -> None:
     optimizer.load_state_dict(other.state_dict())
     saved = model.state_dict()
     assert saved["head.weight"] is saved["embedding.weight"] and saved["norm.bias"].is_cpu
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
     before = {name: value.clone() for name, value in saved.items()}
-    assert step(model, optimizer, 6) == step(theirs, other, 6)
+    assert step(model, optimizer, 6, "fake") == step(theirs, other, 6, "fake")
     assert all(torch.equal(saved[name], before[name]) for name in before), "copies"
     optimizer.close()
     other.close()
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
 
 
 @under_some
@@ -394,14 +383,14 @@ def test_gradients_add_up_as_on_the_device(fake: DeviceModule) -> None:
         stepper.zero_grad(set_to_none=False)
         assert all(not p.grad.any() for p in one.parameters())
         mine = [grad.clone() for grad in mine[: len(mine) // 2]]
-        step(one, stepper, 8)
+        step(one, stepper, 8, "fake")
         held.append([grad.cpu() for grad in mine])
     for a, b in zip(*held, strict=True):
         assert torch.equal(a, b)
     assert counts_of(model)["gradients_outside_of_their_place"] > 0
     optimizer.close()
     other.close()
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
 
 
 def test_large_gradients_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +423,7 @@ def test_a_view_that_escapes_is_not_pulled_away(fake: DeviceModule) -> None:
             model(batch(seed).to("fake"))
         assert torch.equal(kept[0].cpu(), before)
         kept.clear()
-    step(model, optimizer, 0)
+    step(model, optimizer, 0, "fake")
     offload.close(model)
 
 
@@ -460,12 +449,12 @@ def test_an_exception_leaves_everything_consistent(fake: DeviceModule) -> None:
     model.zero_grad()
     del loss
     for seed in range(2):
-        assert step(model, optimizer, seed) == step(theirs, other, seed)
+        assert step(model, optimizer, seed, "fake") == step(theirs, other, seed, "fake")
     blocks = prepared_of(model).engine.residency.blocks
     assert not any(block.device_pins or block.pins for block in blocks)
     optimizer.close()
     other.close()
-    assert_same(model, theirs)
+    assert_same_model(model, theirs)
 
 
 def test_two_models_make_room_for_each_other(tmp_path: Path) -> None:
@@ -503,7 +492,7 @@ def test_two_models_make_room_for_each_other(tmp_path: Path) -> None:
         other.zero_grad()
         assert losses[seed] == float(loss.detach())
     other.close()
-    assert_same(policy, theirs)
+    assert_same_model(policy, theirs)
 
 
 def test_create_graph_is_refused() -> None:
@@ -560,7 +549,7 @@ def test_other_optimizers_types_and_frozen_weights(
             stepper.zero_grad()
     mine.close()
     other.close()
-    assert_same(ours, theirs)
+    assert_same_model(ours, theirs)
 
 
 ACTS = st.sampled_from(["train", "forward", "backward", "evaluate", "fail", "layer", "touch"])
@@ -617,7 +606,7 @@ def test_any_order(
     assert not any(block.device_pins or block.pins or block.is_attached for block in blocks)
     waiting.clear()
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 @pytest.mark.parametrize("unscales", [True, False])
@@ -634,7 +623,7 @@ def test_a_grad_scaler_is_refused(unscales: bool) -> None:
         scaler.step(optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimizer.zero_grad()
-    step(model, optimizer, 1)
+    step(model, optimizer, 1, "fake")
     optimizer.close()
     assert not getattr(optimizer, "_step_supports_amp_scaling", False)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import DeviceModule, load
 from support.device.transfer_cases import register
-from support.models import batch, loss_of, make
-from torch import nn
+from support.models import make
+from support.training import step
 
 import offload
 from offload import planner, progress_line
@@ -28,14 +27,6 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(ground, "Pool", partial(Pool, register=register))
 
 
-def step(model: nn.Module, optimizer: Any, seed: int) -> torch.Tensor:
-    loss = loss_of(model, batch(seed).to("fake"))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 def test_bytes_on_the_device_are_told(tmp_path: Path) -> None:
     load("eager", 0)
     for kind in ("wrap", "prepare"):
@@ -46,7 +37,7 @@ def test_bytes_on_the_device_are_told(tmp_path: Path) -> None:
             optimizer = torch.optim.AdamW(model.parameters())
             offload.prepare(model, optimizer, device="fake", nvme=tmp_path)
         for seed in offload.progress(range(3), optimizer, file=out):
-            step(model, optimizer, seed)
+            step(model, optimizer, seed, "fake")
         last = out.getvalue().splitlines()[-1]
         assert "| device " in last and ", host " in last and ", disk " in last, kind
         if kind == "wrap":  # looked at for the line

@@ -23,6 +23,7 @@ from offload.guard import is_guarded
 from offload.prepared import prepared_of
 from offload.shares import least_device_bytes, on_device_bytes
 from support.allowance import CHECKS
+from support.bits import assert_same_tensors
 from support.models import batch, loss_of, make
 
 STEPS = 10
@@ -51,12 +52,6 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[Any]:
             seen += [loss.detach().cpu(), model(batch(step).to("fake")).cpu()]
         model.train()
     return seen
-
-
-def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert (a is None) is (b is None), number
-        assert a is None or torch.equal(a, b), number
 
 
 @functools.cache
@@ -119,7 +114,7 @@ def assert_same_bits(
     torch.accelerator.reset_peak_memory_stats()
     offload.prepare(ours, mine, device="fake", nvme=folder, **options)
     counts = prepared_of(ours).metrics
-    assert_equal(train(ours, mine, steps), seen)
+    assert_same_tensors(train(ours, mine, steps), seen)
     assert torch.accelerator.max_memory_allocated() <= options.get("device_memory", 1 << 30)
     found = counts.snapshot()
     assert not found.fallbacks, found.fallbacks
@@ -202,7 +197,7 @@ def adds_right(folder: Path, schedule: tuple[str, int]) -> None:
     load(*schedule)
     model, _ = ready(folder)
     try:
-        assert_equal(sums_of(model), expected)
+        assert_same_tensors(sums_of(model), expected)
     finally:
         offload.close(model)
 
@@ -244,7 +239,7 @@ def edits_right(folder: Path, schedule: tuple[str, int]) -> None:
     load(*schedule)
     model, _ = ready(folder)
     try:
-        assert_equal(edits(model, offload.resident), expected)
+        assert_same_tensors(edits(model, offload.resident), expected)
         assert all(is_guarded(p) for p in model.parameters())
     finally:
         offload.close(model)
@@ -292,7 +287,7 @@ def looks_back_right(folder: Path, schedule: tuple[str, int]) -> None:
         load(*schedule)
         model, optimizer = ready(folder, device_memory=limit)
         try:
-            assert_equal(look_back(model, optimizer), expected)
+            assert_same_tensors(look_back(model, optimizer), expected)
         finally:
             offload.close(model)
 
