@@ -182,7 +182,7 @@ def test_an_sdist_holds_what_tests_and_documents_need(tmp_path: Path) -> None:
     assert tables
     assert {*tables, "README.md", "LICENSE", "Makefile", "offload/py.typed"} <= names
     assert {"tests/conftest.py", "kernels/CMakeLists.txt", "docs/doctor.md"} <= names
-    assert {".github/workflows/ci.yml", ".pre-commit-config.yaml"} <= names
+    assert {".github/workflows/ci.yml", ".pre-commit-config.yaml", "CITATION.cff"} <= names
     assert not [name for name in names if name.startswith((".venv", ".make", "build/"))]
 
 

@@ -1,12 +1,15 @@
-"""Files about the project that nothing runs here: hosted CI, hooks."""
+"""Files about the project that nothing runs here: hosted CI, hooks, how to cite it."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+import offload
 
 ROOT = Path(__file__).parent.parent
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -50,3 +53,12 @@ def test_hooks_download_nothing() -> None:
     assert [repository["repo"] for repository in hooks["repos"]] == ["local"]
     for hook in hooks["repos"][0]["hooks"]:
         assert hook["language"] == "system" and hook["entry"].startswith(".venv/bin/python ")
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = read_yaml(ROOT / "CITATION.cff")
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= citation.keys(), "CFF requires these"
+    assert citation["version"] == offload.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["license"] == project["license"]
