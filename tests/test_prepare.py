@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.loops import chosen
 from support.models import batch, loss_of, make
 from torch import nn
 
@@ -80,6 +81,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_the_same_objects_come_back_and_train_the_same(tmp_path: Path) -> None:
     plain, theirs = plain_after()
     ours = make("gpt")
@@ -224,7 +226,7 @@ def test_edits_are_kept(gpt: tuple[nn.Module, Any], how: str, inside: bool) -> N
     """Inside `resident`, and of whatever happens to be in memory."""
     model, optimizer = gpt
     plain, theirs = plain_after(0)
-    for seed in (1, 2, 3):
+    for seed in chosen(test=(1, 2), torture=(1, 2, 3)):
         number = seed % 4
         layer, other = model.layers[number], plain.layers[number]  # type: ignore[index]
         with torch.no_grad():

@@ -20,6 +20,7 @@ import pytest
 import torch
 from support import children
 from support.kill_loop import digest
+from support.loops import chosen, tally
 from support.models import Gpt
 from torch import nn
 
@@ -28,7 +29,7 @@ from offload.errors import ConfigError, StateError
 from offload.format.directory import find_newest
 from offload.format.verify import verify
 
-ENDS = int(os.environ.get("OFFLOAD_ENDS", "20"))  # `make kill`: 100
+ENDS = chosen(test=5, torture=100)
 
 
 @contextmanager
@@ -121,6 +122,7 @@ def test_many_ends_at_any_moment(tmp_path: Path, seed: int) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.stdout == f"ended\t{ENDS}\n", done.stderr[-3000:]
+    tally("kills", ENDS)
 
 
 def test_a_scheduler_is_saved_at_the_point(tmp_path: Path) -> None:
@@ -150,8 +152,9 @@ def test_the_limit_holds_and_nothing_is_left(how: str, tmp_path: Path) -> None:
         wait_for(child, "ready" if how == "idle" else "step", 1 if how == "idle" else 2)
         if how == "slow background":
             wait_for(child, "stuck")
-        # The save looks up after two seconds, when the process has gone: the next one removes it.
-        end(child, signal.SIGTERM, 3.0)
+        # The save would look up after a minute; the process is gone long before, and the next one
+        # removes what it has left.
+        end(child, signal.SIGTERM, 30.0)
     assert not [name for name in os.listdir(tmp_path / "saves") if not name.startswith(".")]
     model = nn.Linear(2, 2)
     offload.save(tmp_path / "saves" / "next", model)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.loops import chosen, tally
 from support.stores import (
     BLOCK,
     ENGINES,
@@ -33,6 +34,7 @@ from offload.store.engine import Fault, FaultKind
 
 NBYTES = 4 * PIECE + 777
 NAMES = ("layer.0", "layer.1")
+ROUNDS = chosen(test=30, torture=2000)
 
 
 @pytest.fixture(params=ENGINES)
@@ -77,20 +79,25 @@ def spoilt(store: DiskStore, name: str, begin: int, data: bytes) -> Iterator[Non
     poke(store, 0, offset, before)
 
 
+@pytest.mark.quick
 def test_single_bits(store: DiskStore, seed: int) -> None:
     rng = np.random.default_rng(seed)
     bits = [0, 7, 8 * PIECE - 1, 8 * PIECE, 8 * (NBYTES - 1), 8 * NBYTES - 1]
-    bits += [int(bit) for bit in rng.integers(0, 8 * NBYTES, 1000 - len(bits))]
+    bits += [
+        int(bit) for bit in rng.integers(0, 8 * NBYTES, chosen(test=150, torture=10_000, quick=20))
+    ]
     for bit in bits:
         flip_bit(store, "layer.0", bit)
         assert_caught(store, "layer.0", bit // 8)
         flip_bit(store, "layer.0", bit)
     assert_good(store)
+    tally("planted faults", len(bits))
 
 
 def test_zeroed_pages(store: DiskStore, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    for _ in range(200):
+    tally("planted faults", ROUNDS)
+    for _ in range(ROUNDS):
         page = int(rng.integers(-(-NBYTES // BLOCK))) * BLOCK
         with spoilt(store, "layer.0", page, bytes(BLOCK)):
             assert_caught(store, "layer.0", page)
@@ -115,7 +122,8 @@ def test_swapped_chunks(store: DiskStore, seed: int) -> None:
     """Two of the same size, whole or a page of each; and pages within one chunk."""
     rng = np.random.default_rng(seed)
     raw = {name: peek(store, 0, begin_of(store, name), NBYTES) for name in NAMES}
-    for i in range(200):
+    tally("planted faults", ROUNDS)
+    for i in range(ROUNDS):
         first = int(rng.integers(4 * PIECE // BLOCK)) * BLOCK if i % 2 else 0
         nbytes = BLOCK if i % 2 else NBYTES
         part = {name: raw[name][first : first + nbytes] for name in NAMES}
@@ -142,7 +150,8 @@ def test_swapped_chunks(store: DiskStore, seed: int) -> None:
 def test_lost_writes(store: DiskStore, seed: int) -> None:
     """The drive says that it has written and has not: what lay there before is still there."""
     rng = np.random.default_rng(seed)
-    for i in range(200):
+    tally("planted faults", ROUNDS)
+    for i in range(ROUNDS):
         store.engine.inject(Fault(FaultKind.LOST_WRITE, nth=int(rng.integers(1, 6))))
         write(store, "victim", random_bytes(NBYTES, 1000 + i))
         assert store.engine.attempts() == 5
@@ -157,7 +166,8 @@ def test_old_bytes_in_the_place_of_new_ones(store: DiskStore, seed: int) -> None
     """The generation before, of the same size, right where the new one should be."""
     rng = np.random.default_rng(seed)
     old = random_bytes(NBYTES, 1000)
-    for i in range(200):
+    tally("planted faults", ROUNDS)
+    for i in range(ROUNDS):
         new = random_bytes(NBYTES, 1001 + i)
         write(store, "victim", new)
         piece = int(rng.integers(5)) * PIECE
@@ -175,7 +185,9 @@ def test_truncation(store: DiskStore, seed: int) -> None:
     last = max(NAMES, key=lambda name: begin_of(store, name))
     begin = begin_of(store, last)
     raw = peek(store, 0, begin, NBYTES)
-    for _ in range(200 if store.engine.name != "aiofiles" else 50):  # it is slow to give up
+    rounds = ROUNDS if store.engine.name != "aiofiles" else ROUNDS // 4  # it is slow to give up
+    tally("planted faults", rounds)
+    for _ in range(rounds):
         left = int(rng.integers(NBYTES))
         os.ftruncate(fd, begin + left)
         with pytest.raises(StoreError, match=r"ENODATA.*was it cut short\?") as caught:
@@ -204,13 +216,14 @@ def test_snapshots_are_checked_too(store: DiskStore) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_false_alarm(engine: str, tmp_path: Path) -> None:
-    """Two gigabytes in all engines together, large and small, old and new."""
-    with open_store(tmp_path, engine, capacity_bytes=140 * MIB) as store:
-        source = random_bytes(64 * MIB + 13, 1)
+    """Large and small, old and new: in torture two gigabytes in all engines together."""
+    largest = chosen(test=8 * MIB, torture=64 * MIB)
+    with open_store(tmp_path, engine, capacity_bytes=2 * largest + 12 * MIB) as store:
+        source = random_bytes(largest + 13, 1)
         target = np.empty_like(source)
         total = 0
         for i in range(4):
-            large = source[i : 64 * MIB - i]
+            large = source[i : largest - i]
             tickets = [store.write("large", large)]
             for j in range(20):
                 tickets.append(store.write(f"small {j}", source[j : 100 * i + 4096 * j + 1]))
@@ -222,4 +235,4 @@ def test_no_false_alarm(engine: str, tmp_path: Path) -> None:
             assert (target[: large.nbytes] == large).all()
             for j in range(20):
                 assert (read(store, f"small {j}") == source[j : 100 * i + 4096 * j + 1]).all()
-        assert total * len(ENGINES) > 2_000_000_000
+        assert total * len(ENGINES) > chosen(test=250_000_000, torture=2_000_000_000)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.loops import chosen, tally
 from support.stores import (
     BLOCK,
     ENGINES,
@@ -70,6 +71,7 @@ class Machine(RuleBasedStateMachine):
         self.pinned: dict[int, dict[str, tuple[int, bytes]]] = {}
         self.handles: dict[int, Any] = {}
         self.taken = 0
+        tally("hypothesis examples")
 
     def room(self, nbytes: int) -> int:
         return -(-nbytes // self.align) * self.align
@@ -208,9 +210,6 @@ def run(make: Callable[[], Any], align: int, examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=30,
-            derandomize=True,
-            database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -230,22 +229,25 @@ def test_a_disk_store_is_like_its_model(engine: str, directories: int, tmp_path:
     run(
         lambda: open_store(paths, engine, capacity_bytes=CAPACITY, piece_bytes=PIECE, depth=4),
         BLOCK,
-        examples=8,
+        examples=chosen(test=3, torture=80),
     )
 
 
 def test_a_memory_store_is_like_its_model() -> None:
-    run(lambda: MemoryStore(CAPACITY), 1, examples=10)
+    run(lambda: MemoryStore(CAPACITY), 1, examples=chosen(test=5, torture=100))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_large_and_odd_sizes(engine: str, tmp_path: Path) -> None:
-    """One byte to 64 MiB, primes and whole pieces and one more and one less, in two directories."""
-    sizes = [1, 65537, MIB - 1, MIB + 1, 7_340_033, 16 * MIB + 4095, 64 * MIB]
+    """One byte to many pieces, primes and whole pieces and one more and one less, in two
+    directories.
+    """
+    largest = chosen(test=8 * MIB, torture=64 * MIB)
+    sizes = [1, 65537, MIB - 1, MIB + 1, 3_145_739, largest // 4 + 4095, largest]
     paths = folders(tmp_path, 2)
-    with open_store(paths, engine, capacity_bytes=100 * MIB) as store:
+    with open_store(paths, engine, capacity_bytes=2 * largest + 16 * MIB) as store:
         tickets = []
-        source = random_bytes(64 * MIB + 7, 1)
+        source = random_bytes(largest + 7, 1)
         for begin, nbytes in enumerate(sizes):
             tickets.append(store.write(f"w{nbytes}", source[begin : begin + nbytes]))
         for ticket in tickets:

@@ -29,12 +29,12 @@ from support.models import Gpt, batch, loss_of
 
 
 class Slow(Disk):
-    """Comes to no end within any limit of a test, but to one."""
+    """Comes to no end within any limit of a test."""
 
     def hook(self, point: str) -> None:
         if point == "data written":
             tell("stuck")
-            time.sleep(2.0)
+            time.sleep(60.0)
 
 
 def tell(*words: Any) -> None:
