@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support import children
 from support.models import Gpt, batch, loss_of, make
 from torch import Tensor, nn
 
@@ -832,7 +832,7 @@ if sys.argv[2] == "error":
 @pytest.mark.parametrize("how", ["end", "error"])
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", _AT_EXIT, str(tmp_path), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = children.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == (3 if how == "error" else 0), done.stderr
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())

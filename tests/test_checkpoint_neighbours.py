@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from support import children
 from support.checkpoints import SMALL, contents_of, fill, read, same, save, umask
 from support.disk_doubles import FaultyDisk, StraightDisk
 from support.stores import HANG_S, nothing_left
@@ -231,7 +231,7 @@ save(sys.argv[1], contents_of(2), keep=1, disk=Killing())
 @pytest.mark.parametrize("point", ["data written", "old one hidden"])
 def test_what_a_killed_saver_leaves_goes_with_the_next_save(tmp_path: Path, point: str) -> None:
     save(tmp_path / "old", CONTENTS)
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", KILLED, str(tmp_path / "new"), point],
         cwd=Path(__file__).parent,
         timeout=HANG_S,

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import children
 from support.stores import (
     BLOCK,
     ENGINES,
@@ -527,7 +528,7 @@ with DiskStore(directory, 1 << 20, engine=engine, depth=1, timeout_s=1.0) as sto
 
 
 def test_a_process_that_was_stopped_does_not_blame_the_drive(engine: str, tmp_path: Path) -> None:
-    child = subprocess.Popen(
+    child = children.Popen(
         [sys.executable, "-c", STOPPED, str(tmp_path), engine], stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
@@ -645,7 +646,7 @@ store.close()
 
 
 def test_a_drive_that_hangs_does_not_hold_the_process_at_its_end(tmp_path: Path) -> None:
-    ended = subprocess.run(
+    ended = children.run(
         [sys.executable, "-c", STUCK, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert (ended.stdout, ended.returncode) == (f"{errno.ETIMEDOUT}\n", 0), ended.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import children
 from support.models import MODELS, batch, loss_of, make
 from torch import nn
 
@@ -303,7 +303,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
