@@ -39,6 +39,7 @@ from support.ranks.stage3 import (
     clip_in_double,
     loss_of,
     made_of,
+    means,
     seeded,
     tokens,
 )
@@ -151,8 +152,8 @@ class Plain:
 
     def average(self) -> None:
         """Add the mean of what the passes since the last time have given."""
-        for param, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-            mean = _mean(param) if param.requires_grad else None
+        params = list(self.model.parameters())
+        for param, twin, mean in zip(params, self.twin.parameters(), means(params), strict=True):
             if mean is not None:
                 twin.grad = mean if twin.grad is None else twin.grad + mean
             param.grad = None
@@ -165,22 +166,6 @@ class Plain:
 
     def zero_grad(self) -> None:
         self.twin.zero_grad()
-
-
-def _mean(param: Tensor) -> Tensor | None:
-    """Over the ranks, in their order; zero where one has none, None where all have none."""
-    count = dist.get_world_size()
-    mine = torch.zeros(param.shape) if param.grad is None else param.grad.cpu()
-    each = [torch.empty_like(mine) for _ in range(count)]
-    there = [torch.empty(1) for _ in range(count)]
-    dist.all_gather(each, mine.contiguous())
-    dist.all_gather(there, torch.tensor([float(param.grad is not None)]))
-    if not sum(map(float, there)):
-        return None
-    total = each[0] / count
-    for one in each[1:]:
-        total = total + one / count
-    return total
 
 
 @cache

@@ -133,20 +133,31 @@ class Averaged(nn.Module):
         return self.module(batch)
 
     def average(self, before: list[Tensor | None]) -> None:
-        for param, sums in zip(self.module.parameters(), before, strict=True):
-            mine = param.grad if param.grad is not None else torch.zeros_like(param)
-            each = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            there = [torch.empty(1) for _ in each]
-            dist.all_gather(each, mine.contiguous())
-            dist.all_gather(there, torch.tensor([float(param.grad is not None)]))
-            if sum(map(float, there)):
-                shares = [one / len(each) for one in each]
-                mean = shares[0]
-                for one in shares[1:]:
-                    mean = mean + one
-                param.grad = mean if sums is None else sums + mean
-            else:
-                param.grad = sums
+        params = list(self.module.parameters())
+        for param, sums, mean in zip(params, before, means(params), strict=True):
+            param.grad = sums if mean is None else mean if sums is None else sums + mean
+
+
+def means(params: list[nn.Parameter]) -> list[Tensor | None]:
+    """Of gradients over the ranks, in their order, in host memory; zero where a rank has none,
+    None where all have none.
+    """
+    count = dist.get_world_size()
+    grads = [torch.zeros(p.shape) if p.grad is None else p.grad.cpu() for p in params]
+    mine = torch.cat([grad.flatten() for grad in grads])
+    there = torch.tensor([float(p.grad is not None) for p in params])
+    each, having = ([torch.empty_like(one) for _ in range(count)] for one in (mine, there))
+    dist.all_gather(each, mine)
+    dist.all_gather(having, there)
+    total = each[0] / count
+    for one in each[1:]:
+        total = total + one / count
+    parts = total.split([p.numel() for p in params])
+    used = torch.stack(having).sum(0).tolist()
+    return [
+        part.view(p.shape).clone() if any_ else None
+        for p, part, any_ in zip(params, parts, used, strict=True)
+    ]
 
 
 def train_averaged(
