@@ -31,7 +31,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: pictures quality numerics demo quick test torture lint coverage bench sanitize emulate peers wheel clean help setup
+.PHONY: pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -39,14 +39,17 @@ help:  ## this list
 demo: setup  ## train a GPT that needs more memory than it gets, kill it and go on, to the bits of plain torch; ends with a page
 	"$(PY)" examples/demo.py
 
-quick: setup  ## the heart of every promise in two minutes: what one runs after each edit
+quick: built  ## the heart of every promise in two minutes: what one runs after each edit
 	"$(PY)" tests/run.py quick
 
-test: setup  ## all tests, device code included, in ten minutes on two cores
+test: built  ## all tests, device code included, in ten minutes on two cores
 	"$(PY)" tests/run.py test
 
-torture: setup  ## the long forms: thousands of kills, all schedules, all planted faults, hostile files; takes hours
+torture: built  ## the long forms: thousands of kills, all schedules, all planted faults, hostile files; takes hours
 	"$(PY)" tests/run.py torture
+
+built: setup
+	@"$(PY)" tests/fake_accelerator/build.py
 
 lint: setup  ## ruff, mypy and clang-format
 	"$(PY)" -m ruff check .
@@ -55,7 +58,7 @@ lint: setup  ## ruff, mypy and clang-format
 	"$(PY)" -c "$(CLANG_FORMAT)" --dry-run -Werror $(CXX_FILES)
 
 # Children that a test kills leave no data: what only they run is missing.
-coverage: setup  ## lines of offload/ that the tests run (ONLY=tests/test_planner.py: those of some); the page is in build/coverage/html
+coverage: built  ## lines of offload/ that the tests run (ONLY=tests/test_planner.py: those of some); the page is in build/coverage/html
 	rm -rf build/coverage && mkdir -p build/coverage
 	"$(PY)" -m coverage run $(if $(ONLY),-m pytest $(ONLY),tests/run.py test)
 	"$(PY)" -m coverage combine -q

@@ -44,7 +44,8 @@ class Case:
     maximize: bool = False
 
 
-def _adam(name: str, decoupled: bool, maximize: bool = False, **options: Any) -> Case:
+def adam_case(name: str, decoupled: bool, maximize: bool = False, **options: Any) -> Case:
+    """AdamW if the decay is decoupled, else Adam."""
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     values = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **options}
     beta1, beta2 = values["betas"]
@@ -58,7 +59,7 @@ def _adam(name: str, decoupled: bool, maximize: bool = False, **options: Any) ->
     )
 
 
-def _sgd(name: str, maximize: bool = False, **options: Any) -> Case:
+def sgd_case(name: str, maximize: bool = False, **options: Any) -> Case:
     values = {
         "lr": 0.03,
         "momentum": 0.0,
@@ -76,7 +77,7 @@ def _sgd(name: str, maximize: bool = False, **options: Any) -> Case:
     )
 
 
-def _adagrad(name: str, maximize: bool = False, **options: Any) -> Case:
+def adagrad_case(name: str, maximize: bool = False, **options: Any) -> Case:
     values = {"lr": 0.02, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, **options}
     return Case(
         f"Adagrad {name}",
@@ -87,23 +88,22 @@ def _adagrad(name: str, maximize: bool = False, **options: Any) -> Case:
     )
 
 
+LION = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+LION_CASE = Case("Lion", None, lambda step: rules.Lion.at(**LION), ("exp_avg",))
+
+
 CASES = (
-    _adam("with decay", True, weight_decay=0.1),
-    _adam("plain", True),
-    _adam("beta1=0.5", True, betas=(0.5, 0.95), eps=1e-3),
-    _adam("beta1=0", True, betas=(0.0, 0.99), eps=0.0),
-    _adam("with decay", False, weight_decay=0.1),
-    _adam("beta1=0.3", False, betas=(0.3, 0.9), weight_decay=0.1, maximize=True),
-    _sgd("plain", weight_decay=0.1, maximize=True),
-    _sgd("with dampening", momentum=0.7, dampening=0.3),
-    _sgd("nesterov", momentum=0.9, nesterov=True, weight_decay=0.1),
-    _adagrad("with decay", lr_decay=0.01, weight_decay=0.1, eps=1e-6),
-    Case(
-        "Lion",
-        None,
-        lambda step: rules.Lion.at(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1),
-        ("exp_avg",),
-    ),
+    adam_case("with decay", True, weight_decay=0.1),
+    adam_case("plain", True),
+    adam_case("beta1=0.5", True, betas=(0.5, 0.95), eps=1e-3),
+    adam_case("beta1=0", True, betas=(0.0, 0.99), eps=0.0),
+    adam_case("with decay", False, weight_decay=0.1),
+    adam_case("beta1=0.3", False, betas=(0.3, 0.9), weight_decay=0.1, maximize=True),
+    sgd_case("plain", weight_decay=0.1, maximize=True),
+    sgd_case("with dampening", momentum=0.7, dampening=0.3),
+    sgd_case("nesterov", momentum=0.9, nesterov=True, weight_decay=0.1),
+    adagrad_case("with decay", lr_decay=0.01, weight_decay=0.1, eps=1e-6),
+    LION_CASE,
 )
 
 
