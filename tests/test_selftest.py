@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import children
 
 from offload import cli, kernels
 from offload.errors import ConfigError, OffloadError, StateError, StoreError
@@ -52,26 +53,22 @@ def failure_of(name: str, folder: Path) -> str:
     return result.text
 
 
-def selftest(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def selftest(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return children.run(
         [sys.executable, "-m", "offload", "selftest", *arguments],
+        nested=True,
         capture_output=True,
         text=True,
-        timeout=250,
-        env={**os.environ, **environment},
+        timeout=280,
     )
 
 
 # --- the whole of it ------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(600)
 def test_all_checks_pass_here_and_nothing_is_left(tmp_path: Path) -> None:
     """Not on this machine's own device: there is none."""
-    command = [sys.executable, "-m", "offload", "selftest", "--quick", "--json", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--nvme", str(tmp_path)], capture_output=True, text=True, timeout=580
-    )
+    done = selftest("--quick", "--json", "--device", "cpu", "--nvme", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert [each["name"] for each in told["checks"]] == list(registry.CHECKS)
@@ -100,6 +97,7 @@ def test_all_checks_pass_here_and_nothing_is_left(tmp_path: Path) -> None:
     assert f"[1/{len(registry.CHECKS)}]" in done.stderr
 
 
+@pytest.mark.quick
 def test_every_name_is_a_check() -> None:
     for name in registry.CHECKS:
         assert callable(registry.find(name)), name
@@ -155,6 +153,7 @@ def test_a_kernel_that_writes_too_far_fails(
     assert "bytes outside of its memory: got 4 written" in text
 
 
+@pytest.mark.quick
 def test_a_sum_and_a_cast_that_are_wrong_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +310,7 @@ def tear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "save", torn)
 
 
+@pytest.mark.quick
 def test_a_torn_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tear(monkeypatch)
     assert "expected whole" in failure_of("checkpoints.resume", tmp_path)
@@ -351,7 +351,7 @@ sys.exit(kill_loop.main(*sys.argv[1:]))
 
 
 def test_a_save_that_is_acknowledged_and_not_there_fails(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", EARLY, str(tmp_path), "quick", "3"],
         capture_output=True,
         text=True,
@@ -448,7 +448,7 @@ def on_fake(folder: Path, fault: str, *names: str) -> list[Result]:
     from fake_accelerator.build import library
 
     library()
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", ON_FAKE, str(folder), fault, ",".join(names)],
         cwd=TESTS,
         capture_output=True,
@@ -483,6 +483,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], Facts])
     monkeypatch.setattr(runner, "find", lambda name: function)
 
 
+@pytest.mark.quick
 def test_what_becomes_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def not_here(setting: Setting) -> Facts:
         raise NotRun("no such thing here")
@@ -562,10 +563,9 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(PLANTED)
     folder = tmp_path / "folder"
     folder.mkdir()
-    real = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> Any:
-        return real([sys.executable, str(program), command[-1]], **options)
+        return children.start([sys.executable, str(program), command[-1]], **options)
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", start)
     return folder
@@ -594,9 +594,9 @@ def test_a_check_that_crashes_is_a_failure_and_the_others_run(planted: Path) -> 
 
 def test_a_check_that_hangs_is_a_failure_and_the_others_run(planted: Path) -> None:
     names = ("kernels.statistics", "kernels.slices")
-    found = supervise(request_of(planted, *names), lambda *_: None, limit_s=8.0)
+    found = supervise(request_of(planted, *names), lambda *_: None, limit_s=3.0)
     assert [result.status for result in found.results] == [Status.FAILED, Status.PASSED]
-    assert "its process had not ended after 8 s" in found.results[0].text
+    assert "its process had not ended after 3 s" in found.results[0].text
     assert list(planted.iterdir()) == []
 
 
@@ -621,7 +621,8 @@ def test_interrupted_it_leaves_no_process_and_no_file(number: int, tmp_path: Pat
         "subprocess.Popen = start\n"
         f"sys.exit(main(['selftest', '--only', 'kernels.statistics', '--nvme', {str(folder)!r}]))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    command = [sys.executable, "-c", code]
+    process = children.Popen(command, nested=True, stderr=subprocess.PIPE)
     try:
         pids = [pid_in(folder, name) for name in ("pid", "child")]
         process.send_signal(number)
@@ -711,8 +712,13 @@ def test_the_same_seed_draws_the_same() -> None:
     ],
 )
 def test_what_cannot_be_done_is_exit_code_2(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(supervisor.subprocess, "Popen", children.start)
     (tmp_path / "file").touch()
     given = [word.format(folder=tmp_path) for word in arguments]
     assert cli.main(["selftest", "--quick", *given]) == 2
