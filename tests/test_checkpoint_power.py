@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from support.checkpoints import SMALL, contents_of, same, save
 from support.checkpoints import read as read_checkpoint
+from support.loops import chosen, tally
 from support.power_loss import SYNCS, Change, RecordingDisk, Tree, crash_states
 
 from offload.errors import OffloadError
@@ -21,7 +22,7 @@ from offload.format.directory import find_newest
 from offload.format.verify import verify
 
 OLD, NEW = contents_of(1), contents_of(2)
-DRAWS = 200  # of each prefix
+DRAWS = chosen(test=30, torture=2000, quick=3)  # of each prefix
 
 
 class Recording:
@@ -81,6 +82,7 @@ def found_after(tree: Tree, place: Path, images: dict[str, dict[str, bytes]]) ->
     return newest.name
 
 
+@pytest.mark.quick
 def test_old_or_new_after_every_power_failure(recording: Recording, place: Path, seed: int) -> None:
     changes = recording.changes
     begun, done = recording.count_at("renamed") - 1, recording.count_at("parent synced")
@@ -95,7 +97,8 @@ def test_old_or_new_after_every_power_failure(recording: Recording, place: Path,
         )
         outcomes[when, outcome] += 1
     print(dict(outcomes))
-    assert outcomes.total() >= 2000
+    assert outcomes.total() >= 10 * DRAWS
+    tally("power-loss states", outcomes.total())
     assert set(outcomes) == {
         ("before", "old"),
         ("in between", "old"),
@@ -108,7 +111,8 @@ def test_the_next_save_cleans_up_after_a_power_failure(
     recording: Recording, tmp_path: Path, seed: int
 ) -> None:
     states = list(crash_states(recording.disk.tree, recording.changes, random.Random(seed), 3))
-    for _, tree in states[:: len(states) // 40]:
+    for _, tree in states[:: len(states) // chosen(test=20, torture=len(states))]:
+        tally("power-loss states")
         shutil.rmtree(tmp_path / "disk", ignore_errors=True)
         tree.write_to(tmp_path / "disk")
         save(tmp_path / "disk" / "next", NEW, keep=1)

@@ -7,7 +7,7 @@ into another; a background save goes on while the one that was saved trains on.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.covering import covering
 from support.kernels import assert_same_bits
 from support.loops import chosen, tally
 from support.models import WORDS, loss_of, make
@@ -136,7 +137,7 @@ def draw(number: int) -> Pair:
     )
 
 
-def features(pair: Pair) -> set[tuple[Any, ...]]:
+def features(pair: Pair) -> set[Hashable]:
     """What a pair has that some pair must have."""
     training, (before, had), (after, has) = pair.training, pair.before, pair.after
     return {
@@ -149,15 +150,6 @@ def features(pair: Pair) -> set[tuple[Any, ...]]:
         ("directories", *pair.directories),
         ("background", pair.background, had),
     }
-
-
-def covering(pairs: list[Pair]) -> list[Pair]:
-    """Few of them that have every feature: always the one that adds most."""
-    missing, found = set[Any]().union(*map(features, pairs)), []
-    while missing:
-        found.append(max(pairs, key=lambda pair: len(features(pair) & missing)))
-        missing -= features(found[-1])
-    return found
 
 
 class Run:
@@ -265,7 +257,7 @@ def uninterrupted(training: Training, kind: str) -> tuple[list[float], Any, Any]
 
 ALL = [draw(number) for number in range(DRAWN)]
 # Quick: from wrap to prepare, and from the least memory to all of it.
-PAIRS = chosen(test=covering(ALL), torture=ALL, quick=[ALL[6], ALL[37]])
+PAIRS = chosen(test=covering(ALL, features), torture=ALL, quick=[ALL[6], ALL[37]])
 
 
 @pytest.mark.quick

@@ -6,13 +6,15 @@ import copy
 import gc
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.covering import covering
+from support.loops import chosen
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
@@ -22,7 +24,7 @@ from offload import CapacityError, ConfigError, StateError, StoreError, kernels,
 from offload.budget import Budget
 from offload.store.engine import Fault, FaultKind
 
-STEPS = 30
+STEPS = chosen(test=14, torture=30)  # states are swapped at 1 or 11
 
 
 @pytest.fixture(autouse=True)
@@ -153,12 +155,28 @@ def make_optimizer(net: nn.Module, case: Draw) -> Optimizer:
     return case.kind(groups, **case.settings)
 
 
-@pytest.mark.parametrize("number", range(64))
+def features(case: Draw) -> set[Hashable]:
+    kind = case.kind.__name__
+    return {
+        (kind, "budget", case.budget_share),
+        (kind, "swap", case.swap_at),
+        (kind, "schedule", case.schedule),
+        (kind, "settings", isinstance(case.settings["lr"], Tensor), case.settings["maximize"]),
+        *((name, getattr(case, name)) for name in ("groups", "chunk_numel", "accumulate")),
+        *((name, getattr(case, name)) for name in ("threads", "clip")),
+    }
+
+
+DRAWN = [draw(number) for number in range(chosen(test=64, torture=640))]
+CASES = chosen(test=covering(DRAWN, features), torture=DRAWN, quick=covering(DRAWN, features)[:3])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.number))
 def test_the_bits_are_those_of_torch(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Draw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp32 parameters and state after 30 steps, wherever the state lives."""
-    case = draw(number)
+    """fp32 parameters and state after some steps, wherever the state lives."""
     monkeypatch.setattr(planner, "CHUNK_NUMEL", case.chunk_numel)
     kernels.set_num_threads(case.threads)
     nets = Net(), Net()
@@ -202,10 +220,9 @@ def test_the_bits_are_those_of_torch(
 
 
 def test_draws_cover_what_they_should() -> None:
-    cases = [draw(number) for number in range(64)]
-    assert {case.kind for case in cases} == {AdamW, Adam, SGD, Adagrad}
-    assert {case.budget_share for case in cases} == {None, 0.9, 0.5, 0.3}
-    assert {case.swap_at for case in cases} == {None, 1, 11}
+    assert {case.kind for case in CASES} == {AdamW, Adam, SGD, Adagrad}
+    assert {case.budget_share for case in CASES} == {None, 0.9, 0.5, 0.3}
+    assert {case.swap_at for case in CASES} == {None, 1, 11}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -284,8 +301,8 @@ def test_other_optimizers_of_torch_run_slice_by_slice(
     wrapped = kind(nets[1].parameters(), foreach=False, **settings)
     offload.wrap(wrapped, **tight(wrapped, tmp_path))
     assert offload.report(wrapped).plan.disk_bytes
-    for step in range(12):
-        if step == 6:
+    for step in range(chosen(test=6, torture=12)):
+        if step == 3:
             states = copy.deepcopy(plain.state_dict()), copy.deepcopy(wrapped.state_dict())
             plain.load_state_dict(states[1])
             wrapped.load_state_dict(states[0])
