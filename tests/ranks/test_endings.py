@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import children
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 WAYS = ["wrap closed", "wrap open", "wrap alone", "prepare closed", "prepare open"]
 
 
-@pytest.mark.timeout(200)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each program has said, and its exit code. A fresh interpreter has forked them, in which
+    offload was not imported.
+    """
+    folder = tmp_path_factory.mktemp("ended")
+    with subprocess.Popen(
+        children.program("support.ranks.ending_loop", folder, *WAYS),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as program:
+        try:
+            assert program.wait(240) == 0
+        finally:
+            if program.returncode is None:
+                os.killpg(program.pid, signal.SIGKILL)
+    return folder
+
+
+def said_and_code(folder: Path, name: str) -> tuple[str, str]:
+    return (folder / f"{name}.txt").read_text(), (folder / f"{name}.code").read_text()
+
+
 @pytest.mark.parametrize("how", WAYS)
-def test_the_end_of_the_interpreter(tmp_path: Path, how: str) -> None:
+def test_the_end_of_the_interpreter(ended: Path, how: str) -> None:
     """A thread of ours, or of our connections, that wants the GIL at that moment would abort it;
     so none is left by then, which the program looks at itself.
     """
-    ranks = [
-        subprocess.Popen(
-            children.program("support.ranks.ending_loop", rank, tmp_path / "store", how),
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [rank.communicate(timeout=90)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    found = [said_and_code(ended, f"{how} {rank}") for rank in (0, 1)]
+    assert [code for _, code in found] == ["0", "0"], "\n".join(said for said, _ in found)
 
 
-def test_what_is_under_way_at_the_end_is_waited_for() -> None:
-    """Though nobody has the worker any more, and its thread is a daemon."""
-    program = (
-        "import os, time\n"
-        "from offload.shard.worker import Worker\n"
-        "def act():\n"
-        "    time.sleep(0.5)\n"
-        "    return lambda: os.write(1, b'done')\n"
-        "Worker('slow', at_end=lambda: os.write(1, b' and over')).put(act)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, b"done and over"), done.stderr
+def test_what_is_under_way_at_the_end_is_waited_for(ended: Path) -> None:
+    assert said_and_code(ended, "worker") == ("done and over", "0")

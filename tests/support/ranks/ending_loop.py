@@ -1,19 +1,29 @@
-"""One rank that trains a little and ends as programs do: RANK STORE HOW, where HOW says what is
-closed before the end. A program of its own: processes that tests fork leave without the end of the
-interpreter.
+"""Programs that end as programs do: FOLDER WAY... For each way two ranks train a little; it says
+what is closed before the end. What each says and its exit code come to FOLDER.
+
+Each is a process of its own, which leaves by the end of the interpreter. All are forked from one
+that has torch imported, but not offload: what offload does at the end of a process is registered in
+an order that the program looks at.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which the first optimizer imports, in seconds
 import torch.distributed as dist
+
+BEFORE: set[str] = set()  # threads that are not ours
+DEADLINE_S = 120
 
 
 def _tasks() -> dict[str, str]:
@@ -21,7 +31,6 @@ def _tasks() -> dict[str, str]:
     return {task.name: (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
 
 
-@atexit.register  # before those of offload, so that it is called after them
 def _look_for_connections() -> None:
     """Threads of gloo, each of which may let go of a tensor at any moment. The program's own may
     be there: torch holds on to its group.
@@ -33,12 +42,10 @@ def _look_for_connections() -> None:
         os._exit(3)
 
 
-import offload  # noqa: E402
+def train(rank: int, store: Path, how: str) -> None:
+    atexit.register(_look_for_connections)  # before those of offload: it is called after them
+    import offload
 
-BEFORE: set[str] = set()  # threads that are not ours
-
-
-def main(rank: int, store: str, how: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -65,5 +72,44 @@ def main(rank: int, store: str, how: str) -> None:
         dist.destroy_process_group()
 
 
+def leave_work_behind() -> None:
+    """Though nobody has the worker any more, and its thread is a daemon."""
+    from offload.shard.worker import Worker
+
+    def act() -> Any:
+        time.sleep(0.5)
+        return lambda: os.write(2, b"done")
+
+    Worker("slow", at_end=lambda: os.write(2, b" and over")).put(act)
+
+
+def fork(name: str, folder: Path) -> int:
+    """0 in the child, whose errors go to a file of that name."""
+    child = os.fork()
+    if not child:
+        signal.alarm(DEADLINE_S)  # it may hang anywhere
+        with open(folder / f"{name}.txt", "wb") as file:
+            os.dup2(file.fileno(), 2)
+    return child
+
+
+def main(folder: Path, ways: list[str]) -> None:
+    gc.collect()
+    gc.freeze()  # what is imported is not walked over at each end
+    children: dict[str, int] = {}
+    for how in ways:
+        for rank in (0, 1):
+            name = f"{how} {rank}"
+            children[name] = fork(name, folder)
+            if not children[name]:
+                return train(rank, folder / f"{how} store", how)
+    children["worker"] = fork("worker", folder)
+    if not children["worker"]:
+        return leave_work_behind()
+    for name, child in children.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        (folder / f"{name}.code").write_text(str(code))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -32,7 +32,6 @@ import pytest
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 _FORKS = multiprocessing.get_context("forkserver")
 _PRELOADED = "support.ranks.preloaded"
-_FORKS.set_forkserver_preload([_PRELOADED])
 _TESTS = str(Path(__file__).parents[2])
 
 
@@ -48,7 +47,7 @@ class Outcome:
     ended_s: float | None = None  # after the beginning
 
 
-def run(count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 150) -> list[Any]:
+def run(count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240) -> list[Any]:
     """The results of all, by rank; raises with the tracebacks where one has failed."""
     found = outcomes(count, function, *args, deadline_s=deadline_s)
     bad = [
@@ -61,7 +60,7 @@ def run(count: int, function: Callable[..., Any], *args: Any, deadline_s: float 
 
 
 def outcomes(
-    count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 150
+    count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240
 ) -> list[Outcome]:
     """How each has ended, whatever it was. `function(rank, *args)` runs in each."""
     _start_server()
@@ -88,7 +87,11 @@ def outcomes(
 
 @functools.cache
 def _start_server() -> None:
-    """Start the server, which finds what it imports by the environment alone (Python 3.11)."""
+    """Start the server, which finds what it imports by the environment alone (Python 3.11). With
+    the fake accelerator if there is one here.
+    """
+    device = ["support.device.preloaded"] if "fake_accelerator" in sys.modules else []
+    _FORKS.set_forkserver_preload([*device, _PRELOADED])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _TESTS, prepend=os.pathsep)
         forkserver.ensure_running()
