@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import children
 from torch import nn
 
 import offload
@@ -270,6 +272,31 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Iterat
     assert made.left() == [], "nothing is left behind"
 
 
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of Python programs run here: what they are is not what such a test is about."""
+
+    def carry_out(self: tune_trials.Program, order: Path, result: Path, *others: Any) -> Any:
+        stderr = others[0]
+        with monkeypatch.context() as patch:
+            patch.setenv(trial.ENVIRONMENT, str(order))
+            patch.setattr(sys, "argv", list(self.command[1:]))
+            try:
+                runpy.run_path(self.command[1], run_name="__main__")
+            except SystemExit as error:
+                stderr.write_text(str(error.code))
+                return 1, 0.0
+        stderr.touch()
+        return 0, 0.0
+
+    monkeypatch.setattr(tune_trials.Program, "_carry_out", carry_out)
+
+
+here = pytest.mark.usefixtures("without_processes")
+
+
+@here
+@pytest.mark.quick
 def test_what_is_best_is_found_told_and_written(desk: Desk) -> None:
     code, out, err = desk.tune(desk.fake({"prefetch_depth": 3}), *ONLY_DEPTH)
     assert code == 0
@@ -305,12 +332,14 @@ def test_json_is_one_object_with_every_trial(desk: Desk) -> None:
     assert found["targets"] == [dataclasses.asdict(target())]
 
 
+@here
 def test_where_nothing_helps_the_derived_is_kept_and_written(desk: Desk) -> None:
     code, out, _ = desk.tune(desk.fake({}), *FEW)
     assert code == 0 and "nothing has beaten it" in out
     assert profile.load(desk.profile).tuned[0].tuning == Tuning()
 
 
+@here
 def test_a_profile_keeps_what_else_it_knows(desk: Desk) -> None:
     cpu, cores = profile.this_machine()
     other = Tuned("m", "n", "cpu", None, None, 1, Tuning(threads=1), 1.0, 0.0, 0.0, 0.5, "2026")
@@ -325,6 +354,7 @@ def test_a_profile_keeps_what_else_it_knows(desk: Desk) -> None:
     assert found.tuned[0] == other
 
 
+@here
 def test_the_machines_own_profile_is_made_and_used(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +367,7 @@ def test_the_machines_own_profile_is_made_and_used(
     assert (profile.own_path().parent / "profile_tune.png").exists()
 
 
+@here
 def test_activations_are_tried_where_the_loop_leaves_them_open(desk: Desk) -> None:
     options = ("--try", "depth=", *ONLY_DEPTH, "--activations", "auto")
     code, *_ = desk.tune(desk.fake({"activations": "recompute"}), *options)
@@ -344,6 +375,7 @@ def test_activations_are_tried_where_the_loop_leaves_them_open(desk: Desk) -> No
     assert profile.load(desk.profile).tuned[0].tuning == Tuning(activations="recompute")
 
 
+@here
 def test_without_matplotlib_a_line_says_so(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, _ = desk.tune(desk.fake({}), "--try", "depth=", *ONLY_DEPTH)
@@ -395,6 +427,8 @@ def test_a_loop_that_swallows_its_end_is_ended(desk: Desk, monkeypatch: pytest.M
     assert not is_alive(int((desk.path / "pid").read_text()))
 
 
+@here
+@pytest.mark.quick
 def test_a_tuning_that_does_not_work_is_a_line_and_the_search_goes_on(desk: Desk) -> None:
     program = desk.fake({"prefetch_depth": 1})
     text = Path(program[1]).read_text()
@@ -433,6 +467,7 @@ def test_wrong_arguments_are_refused(desk: Desk, words: list[str], message: str)
     assert out == "" and message in err
 
 
+@here
 def test_a_loop_that_does_not_leave_open_what_is_to_be_tried_is_refused(desk: Desk) -> None:
     program = desk.fake({}, tunes_activations=False, tunes_depth=False)
     code, _, err = desk.tune(program, "--activations", "auto")
@@ -472,7 +507,7 @@ def test_a_signal_ends_the_trial_and_leaves_nothing(
     program = desk.fake({"prefetch_depth": 1}, hang=6, pids=str(pids))
     options = ["--profile", str(desk.profile), *FEW, *(["--keep"] if keeps else [])]
     command = [sys.executable, "-m", "offload", "tune", *options, "--", *program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with children.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             until_s = time.monotonic() + 120
             while not (pids.exists() and pids.read_text()):
@@ -637,6 +672,7 @@ def test_knobs_are_told_in_the_words_of_the_command() -> None:
 # --- what the tuner writes is what the runtime reads ----------------------------------------------
 
 
+@here
 def test_every_number_that_the_tuner_has_found_is_in_force_afterwards(
     desk: Desk, own_budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -717,21 +753,23 @@ def test_a_real_loop_is_tuned_untouched_and_then_runs_with_it(desk: Desk) -> Non
     program = [*desk.script(LOOP), str(desk.path)]
     options = ["--steps", "1", "--warm-up", "1", "--try", "depth=3", *ONLY_DEPTH, "--json"]
     words = ["tune", "--profile", str(desk.profile), *options, "--", *program]
-    done = subprocess.run(
-        [sys.executable, "-m", "offload", *words], capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "-m", "offload", *words]
+    done = children.run(command, nested=True, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["best"] == dataclasses.asdict(Tuning(prefetch_depth=3))
     assert found["targets"] == [dataclasses.asdict(target())]
     assert [t["failure"] for t in found["trials"] if t["failure"]] == []
     again = [*program, str(desk.profile)]
-    after = subprocess.run(again, capture_output=True, text=True, timeout=120, check=True)
+    after = children.run(again, capture_output=True, text=True, timeout=120, check=True)
     assert re.search(r"prefetch +3 units ahead", after.stdout)
     assert f"prefetch_depth 3; from {desk.profile}" in after.stdout
 
 
-def test_a_model_that_is_named_runs_the_stand_in_loop(desk: Desk) -> None:
+def test_a_model_that_is_named_runs_the_stand_in_loop(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_trials.subprocess, "Popen", children.start)
     words = ["300K", "--layers", "2", "--hidden", "64", "--vocabulary", "500", "--sequence", "8"]
     words += ["--host-memory", "3MiB", "--nvme", str(desk.path), "--dtype", "float32"]
     words += ["--steps", "1", "--warm-up", "1", "--try", "depth=", *ONLY_DEPTH, "--json"]
@@ -744,7 +782,10 @@ def test_a_model_that_is_named_runs_the_stand_in_loop(desk: Desk) -> None:
     assert found["trials"][0]["result"]["is_prepared"]
 
 
-def test_a_model_that_there_is_not_is_an_error_of_one_line(desk: Desk) -> None:
+def test_a_model_that_there_is_not_is_an_error_of_one_line(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_trials.subprocess, "Popen", children.start)
     code = cli.main(["tune", "--profile", str(desk.profile), "no_such_module:model"])
     _, err = desk.capsys.readouterr()
     assert code == 2 and "no_such_module" in err and "Traceback" not in err
