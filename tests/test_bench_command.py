@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator.build import library
+from support import children
 
 import offload
 from offload import cli, profile, tuning
@@ -189,6 +190,7 @@ def test_every_speed_is_measured_and_the_profile_has_it(
         assert word in table
 
 
+@pytest.mark.quick
 def test_json_has_every_figure_and_the_profile_as_it_was_written(
     drive: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -362,6 +364,7 @@ def test_a_long_run_tells_of_its_first_and_last_tenth(
 # --- the profile that is there already ------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_second_run_keeps_tunings_and_what_it_did_not_measure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -859,7 +862,7 @@ def program(sizes: Sizes, before: str = "pass") -> list[str]:
 def test_as_a_program_with_the_sizes_that_people_get(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     argv = ["--json", "--output", str(path), "--only", "memory", "--seconds", "0.01"]
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-m", "offload", "bench", *argv],
         capture_output=True,
         text=True,
@@ -892,7 +895,7 @@ def test_help_ends_with_an_example_and_needs_no_torch() -> None:
 )
 def test_ctrl_c_leaves_nothing(part: str, line: str, drive: Path) -> None:
     long = replace(TINY, seconds=2.0, disk_runs=10**6, steps=10**6)
-    child = subprocess.Popen(
+    child = children.Popen(
         [*program(long), str(drive), "--only", part],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -918,7 +921,7 @@ def test_with_an_accelerator_copies_and_products_are_its_own(drive: Path, tmp_pa
     library()  # the build has a time limit of its own
     path = tmp_path / "p.json"
     load = f"sys.path.insert(0, {str(HERE)!r}); from fake_accelerator import load; load('lazy', 1)"
-    done = subprocess.run(
+    done = children.run(
         [*program(TINY, load), str(drive), "--json", "--output", str(path)],
         capture_output=True,
         text=True,
