@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support import children
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = ("--steps=10", "--every=3", "--layers=2")
@@ -27,8 +28,8 @@ def command(out: Path) -> list[str]:
 @pytest.mark.timeout(300)
 def test_it_is_killed_and_ends_with_the_same_bits_and_a_page(tmp_path: Path) -> None:
     out = tmp_path / "build"
-    done = subprocess.run(
-        command(out), capture_output=True, text=True, timeout=280, env=_environment()
+    done = children.run(
+        command(out), nested=True, capture_output=True, text=True, timeout=280, env=_environment()
     )
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
@@ -60,8 +61,9 @@ def _environment() -> dict[str, str]:
 @pytest.mark.timeout(120)
 def test_it_leaves_nothing_when_it_is_interrupted(tmp_path: Path) -> None:
     out = tmp_path / "build"
-    process = subprocess.Popen(
+    process = children.Popen(
         command(out),
+        nested=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=_environment(),
@@ -129,11 +131,15 @@ def test_what_differs_is_named_and_is_a_failure(
     assert "resumed   with step 2; steps 2 to 2 were run twice" in said
 
 
+@pytest.mark.quick
 def test_a_loss_that_does_not_fall_is_a_failure(demo: ModuleType) -> None:
     assert not demo.tell(Told(3.0, 3.0), Told(3.0), Told(3.0, 3.0))
 
 
-def test_a_run_that_fails_ends_the_show(demo: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_fails_ends_the_show(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.subprocess, "Popen", children.start)
     run = demo.Run("wrong", tmp_path, "log", ["--no-such-option"])
     with pytest.raises(SystemExit, match=r"train_gpt\.py ended with 2"):
         run.wait()

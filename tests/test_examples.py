@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import children
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RUNNABLE = sorted(
@@ -33,7 +33,7 @@ def test_it_learns_with_most_of_the_model_on_disk(path: Path, tmp_path: Path) ->
     needed = re.findall(r"^from (transformers|peft)\b", path.read_text(), re.M)
     for package in needed:
         pytest.importorskip(package)
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-W", "error", path, str(STEPS)],
         capture_output=True,
         text=True,
