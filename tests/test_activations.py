@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.loops import chosen
 from support.models import MODELS, WIDTH, Gpt, Layer, batch, loss_of, make
 from torch import Tensor, nn
 from torch.nn import functional
@@ -160,7 +161,7 @@ def test_bits_of_the_plain_model(name: str, mode: str, tmp_path: Path) -> None:
     with prepared(ours, mode, tmp_path) as made:
         if mode == "offload":  # nearly all of them
             made.engine.activations._outside.limit_bytes = 2048  # type: ignore[union-attr]
-        compare(ours, plain)
+        compare(ours, plain, steps=chosen(test=2, torture=4))
         if mode == "offload":
             assert nothing_is_outside(made)
             assert counts(made)["activations_offloaded_bytes"] > 0

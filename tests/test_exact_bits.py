@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.kernels import adagrad_case, assert_same_bits, compare, train_ours, train_torch
+from support.loops import chosen
 from torch import Tensor
 
 from offload import kernels, rules
@@ -172,6 +173,10 @@ def check_division(divisor: float, roots: np.ndarray) -> None:
     assert_same_bits(p, torch.from_numpy(expected), f"m / (sqrt(v) / {divisor!r})")
 
 
+STRIDE = chosen(test=64, torture=8)
+SOME = (1 << 23) // STRIDE + 7
+
+
 @pytest.mark.parametrize("native_isa", NATIVE_ISAS)
 def test_the_division_without_a_division_is_correctly_rounded(native_isa: str) -> None:
     """A dense set of mantissas for each divisor, and every one for the hardest divisors."""
@@ -180,7 +185,7 @@ def test_the_division_without_a_division_is_correctly_rounded(native_isa: str) -
         assert len(divisors()) >= 36
         for index, divisor in enumerate(divisors()):
             hard = divisor == rules.to_f32(1 - 2.0**-24)
-            some = every if hard else np.resize(every[index % 8 :: 8], (1 << 20) + 7)
+            some = every if hard else np.resize(every[index % STRIDE :: STRIDE], SOME)
             check_division(divisor, some.view(np.float32))
 
 

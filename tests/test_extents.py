@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.interrupts import interrupt_at
+from support.loops import chosen, tally
 
 from offload.errors import StateError
 from offload.extents import Extents
@@ -25,6 +26,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.extents = Extents(CAPACITY, ALIGN)
         self.owner: list[int | None] = [None] * CAPACITY
         self.taken: dict[int, int] = {}
+        tally("hypothesis examples")
 
     @rule(size=st.integers(1, CAPACITY))
     def take(self, size: int) -> None:
@@ -59,7 +61,7 @@ class ExtentsMachine(RuleBasedStateMachine):
 
 
 ExtentsMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, derandomize=True, database=None
+    max_examples=chosen(test=20, torture=1000), stateful_step_count=60
 )
 TestExtentsMachine = ExtentsMachine.TestCase
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 from support import children, hostile_layouts
+from support.loops import chosen, tally
 from support.models import SEED
 
 from offload.format import limits
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(chosen(test=240, torture=1200))
 
-MUTANTS = 5000
+MUTANTS = chosen(test=1000, torture=50_000)
+PATTERNS = chosen(test=1, torture=5)  # how each byte is changed
 HERE = Path(__file__).parent
 
 
@@ -31,7 +33,7 @@ def run_python(*args: object) -> str:
         [sys.executable, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=chosen(test=200, torture=1000),
         env={**os.environ, "PYTHONPATH": str(HERE)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -48,7 +50,7 @@ def run_program(text: str, *args: object) -> str:
 
 def test_every_flipped_byte_and_every_mutant_is_refused_or_harmless(tmp_path: Path) -> None:
     print(f"mutants of seed {SEED}")
-    found = run("hostile_mutants", tmp_path, SEED, MUTANTS)
+    found = run("hostile_mutants", tmp_path, SEED, MUTANTS, PATTERNS)
     assert found["wrong"] == []
     counts = Counter(found["counts"])
     print(json.dumps(counts, indent=1))
@@ -56,9 +58,10 @@ def test_every_flipped_byte_and_every_mutant_is_refused_or_harmless(tmp_path: Pa
     for name, count in counts.items():
         kinds[name.partition(":")[0]] += count
     nbytes = found["sizes"]["manifest"]
-    assert kinds["flip"] == 5 * nbytes and counts["flip: ok"] == 0
+    tally("hostile files", counts.total())
+    assert kinds["flip"] == PATTERNS * nbytes and counts["flip: ok"] == 0
     assert kinds["sealed flip"] == nbytes - found["sizes"]["digest"]
-    assert kinds["header flip"] > 4096 and counts["header flip: ok"] == 0
+    assert kinds["header flip"] >= 4096 and counts["header flip: ok"] == 0
     assert kinds["mutant"] + kinds["header mutant"] == MUTANTS
     # The changes are neither all nonsense nor all harmless.
     assert counts["mutant: ok"] > MUTANTS / 50 and counts["mutant: FormatError"] > MUTANTS / 2
@@ -69,6 +72,7 @@ def test_hostile_directories_are_refused(tmp_path: Path) -> None:
     found = run("hostile_layouts", tmp_path)
     assert len(hostile_layouts.LAYOUTS) >= 40
     assert len(found) == len(hostile_layouts.LAYOUTS) + len(hostile_layouts.HARMLESS)
+    tally("hostile files", len(found))
     for name, said in found.items():
         assert "problems" not in said, (name, said["problems"])
         if name in hostile_layouts.HARMLESS:
@@ -108,7 +112,8 @@ with Directory(path) as directory:
 def test_memory_grows_with_the_manifest_and_no_more(
     fill: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
-    program = BIG % (limits.MOST_MANIFEST_BYTES // 16, 256 << 20)
+    part = chosen(test=32, torture=16)
+    program = BIG % (limits.MOST_MANIFEST_BYTES // part, (4096 << 20) // part)
     # Some are below the number of values that is allowed; a `MemoryError` is what may not come.
     assert run_program(program, tmp_path, repr(fill)) in ("ok\n", "FormatError\n")
 

@@ -4,6 +4,7 @@ writes them: right ones save a look at every byte, wrong ones must not pass.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.kernels import assert_same_bits, assert_untouched_around, awkward, unaligned
+from support.loops import chosen
 from support.stores import (
     ENGINES,
     HANG_S,
@@ -314,11 +316,17 @@ MAKERS: dict[str, Any] = {
 }
 
 
+WIDE, NARROW = torch.float32, torch.bfloat16
+TRAININGS = chosen(
+    test=[("AdamW", WIDE), ("SGD", NARROW), ("Adagrad", WIDE), ("Lion", NARROW)],
+    torture=list(itertools.product(MAKERS, (WIDE, NARROW))),
+)
+
+
 @pytest.mark.usefixtures("own_budget")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(("make", "dtype"), TRAININGS, ids=str)
 def test_training_writes_with_sums_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, make: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str, dtype: torch.dtype
 ) -> None:
     """Nearly all bytes of large parameters are known when they are written, and no read is refused,
     whatever changes the state in between: steps without some gradients, loads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import children
+from support.loops import chosen
 from support.models import MODELS, batch, loss_of, make
 from torch import nn
 
@@ -26,6 +28,7 @@ from offload.tiers import gradients
 from offload.units import find_units
 
 KI = 1024
+STEPS = chosen(test=4, torture=10)
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -81,7 +84,7 @@ def compare(
     theirs, mine = offload.wrap(make_one(plain)), make_one(ours)
     before = own_budget.used_bytes
     prepared = opened(ours, mine, folder, host_bytes)
-    assert train(plain, theirs, 10) == train(ours, mine, 10)
+    assert train(plain, theirs, STEPS) == train(ours, mine, STEPS)
     counts = dict(prepared.metrics.snapshot().counts)
     assert own_budget.used_bytes - before <= host_bytes
     assert "gradients_outside_of_their_place" not in counts
@@ -96,17 +99,22 @@ def compare(
     return counts
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick
+@pytest.mark.parametrize("name", chosen(test=[*MODELS], torture=[*MODELS], quick=["gpt"]))
 def test_bits_with_little_memory(name: str, tmp_path: Path, own_budget: Budget) -> None:
     least = least_bytes(name, torch.float32, adamw)
     counts = compare(name, torch.float32, tmp_path, least, adamw, own_budget)
     assert counts.get("disk_read_bytes", 0) > 0 or name == "pictures"  # whose least holds all
 
 
-@pytest.mark.parametrize("times", [1.0, 1.2, 1.5, 20.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ANY_MEMORY = list(itertools.product([torch.float32, torch.bfloat16], [1.0, 1.2, 1.5, 20.0]))
+# The least is in the test above for float32; of the rest each share once.
+SOME_MEMORY = [ANY_MEMORY[number] for number in (1, 3, 4, 6)]
+
+
+@pytest.mark.parametrize(("dtype", "times"), chosen(test=SOME_MEMORY, torture=ANY_MEMORY))
 def test_bits_with_any_memory(
-    times: float, dtype: torch.dtype, tmp_path: Path, own_budget: Budget
+    dtype: torch.dtype, times: float, tmp_path: Path, own_budget: Budget
 ) -> None:
     budget = int(times * least_bytes("gpt", dtype, adamw))
     counts = compare("gpt", dtype, tmp_path, budget, adamw, own_budget)

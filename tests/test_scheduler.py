@@ -7,6 +7,7 @@ from itertools import chain, cycle, islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.loops import chosen, tally
 
 from offload.scheduler import Moves, Tier, derive_depth, look_ahead, make_room, next_uses
 
@@ -44,9 +45,10 @@ def test_one_at_a_time() -> None:
     assert make_room(Tier(ONES, 2, {0}, {0}), uses, 1) == ()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=chosen(test=60, torture=3000))
 @given(data=st.data())
 def test_moves_are_always_legal(data: st.DataObject) -> None:
+    tally("hypothesis examples")
     count = data.draw(st.integers(1, 8))
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     blocks = st.sets(st.integers(0, count - 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.loops import chosen, tally
 
 from offload import trace as trace_module
 from offload.errors import ConfigError, FormatError, StoreError
@@ -84,7 +85,7 @@ def test_another_order_costs_its_own_misses_once() -> None:
     assert step(trace, usual) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=chosen(test=20, torture=1000))
 @given(
     orders=st.lists(
         st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=1, max_size=4, unique_by=str
@@ -92,6 +93,7 @@ def test_another_order_costs_its_own_misses_once() -> None:
 )
 def test_the_next_repetition_of_any_order_hits(orders: list[list[int]]) -> None:
     """A round of several orders that was seen twice is known by heart."""
+    tally("hypothesis examples")
     trace = Trace("m", 10)
     # Orders that share long runs cannot be told apart before they part.
     tokens = [unit for order in orders for unit in order]

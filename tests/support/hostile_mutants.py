@@ -145,8 +145,9 @@ def mutate_header(good: dict[str, Any], draw: random.Random) -> bytes:
 
 
 class Judges:
-    def __init__(self, path: Path, watch: Watch) -> None:
+    def __init__(self, path: Path, watch: Watch, patterns: int) -> None:
         self.path, self.watch = path, watch
+        self.patterns = patterns  # of which each byte is changed
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.manifest = (path / MANIFEST).read_bytes()
@@ -158,11 +159,16 @@ class Judges:
             self.wrong.append(f"{kind} {what!a}: {result}; {self.watch.problems[:3]}")
             self.watch.problems.clear()
 
+    def patterns_at(self, offset: int) -> list[int]:
+        """As many as are wanted; over five neighbours all there are."""
+        turned = offset % len(PATTERNS)
+        return [*PATTERNS[turned:], *PATTERNS[:turned]][: self.patterns]
+
     def flip_manifest(self) -> None:
         """As damage does it, and as somebody does it who can make the digest right again."""
         end = self.manifest.rindex(b",")
         for offset in range(len(self.manifest)):
-            for pattern in PATTERNS:
+            for pattern in self.patterns_at(offset):
                 bad = bytearray(self.manifest)
                 bad[offset] ^= pattern
                 with self.watch.armed():
@@ -178,7 +184,7 @@ class Judges:
     def flip_header(self) -> None:
         last = self.shard.index(b"  ")
         for offset in range(4096):
-            for pattern in PATTERNS if offset <= last else PATTERNS[offset % 5 :][:1]:
+            for pattern in self.patterns_at(offset)[: self.patterns if offset <= last else 1]:
                 self.judge_header(bytes([self.shard[offset] ^ pattern]), offset, "header flip")
 
     def judge_header(self, piece: bytes, offset: int, kind: str) -> None:
@@ -230,7 +236,7 @@ def parse_twice(text: bytes) -> None:
     assert Manifest.parse(found.to_bytes()) == found
 
 
-def main(root: Path, seed: int, count: int) -> None:
+def main(root: Path, seed: int, count: int, patterns: int) -> None:
     outside = root / "outside"
     write_checkpoint(outside)
     path = root / "in" / "a"
@@ -238,7 +244,7 @@ def main(root: Path, seed: int, count: int) -> None:
         path, shards=SHARDS, values={"optimizer": {"dict": {"step": 7}}, "extra": None}
     )
     warm_up(path)
-    judges = Judges(path, Watch(root, outside))
+    judges = Judges(path, Watch(root, outside), patterns)
     limit_memory(128 << 20)
     judges.flip_manifest()
     judges.flip_header()
@@ -252,4 +258,4 @@ def main(root: Path, seed: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
