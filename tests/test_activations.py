@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import assert_same_gradients
 from support.loops import chosen
 from support.models import MODELS, WIDTH, Gpt, Layer, batch, loss_of, make
 from torch import Tensor, nn
@@ -70,15 +71,6 @@ def counts(made: Prepared) -> dict[str, int]:
     return dict(made.metrics.snapshot().counts)
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        assert (p.grad is None) is (q.grad is None), name
-        if p.grad is not None:
-            assert torch.equal(p.grad, q.grad), name
-    for (name, p), q in zip(theirs.named_buffers(), ours.buffers(), strict=True):
-        assert torch.equal(p, q), name
-
-
 def kept_bytes() -> int:
     """Of what autograd keeps in memory of the model's run, each storage once."""
     gc.collect()
@@ -120,7 +112,7 @@ def compare(ours: nn.Module, plain: nn.Module, steps: int = 4) -> None:
             losses.append((loss.detach(), torch.rand(3)))  # and the random numbers behind it
         assert torch.equal(losses[0][0], losses[1][0])
         assert torch.equal(losses[0][1], losses[1][1])
-        assert_same(ours, plain)
+        assert_same_gradients(ours, plain)
         theirs.step()
         mine.step()
         with torch.no_grad():
@@ -217,7 +209,7 @@ def test_layers_that_are_not_one_unit_each_run_twice_to_the_same_bits(
         assert max(in_unit) == (2 if cut == "joined" else 0)
         assert runs_of(ours, lambda: loss_of(ours, batch(0)).backward()) == 8
         loss_of(theirs, batch(0)).backward()
-        assert_same(ours, theirs)
+        assert_same_gradients(ours, theirs)
 
 
 def test_recomputing_where_there_are_no_layers_is_told(tmp_path: Path) -> None:
@@ -245,7 +237,7 @@ def test_a_checkpoint_around_the_whole_model_is_enough(tmp_path: Path) -> None:
             torch.manual_seed(1)
             out = checkpoint(model, batch(0), use_reentrant=False)
             out.square().mean().backward()
-        assert_same(ours, plain)
+        assert_same_gradients(ours, plain)
         again = lambda: checkpoint(ours, batch(0), use_reentrant=False).sum().backward()  # noqa: E731
         assert runs_of(ours, again) == 8
         ours.zero_grad()
@@ -317,7 +309,7 @@ def test_any_arguments_and_outputs_and_buffers_that_change(
             for loss in losses:
                 loss.backward(retain_graph=True)
                 loss.backward()
-        assert_same(ours, plain)
+        assert_same_gradients(ours, plain)
         monkeypatch.setattr(recompute, "COPIED_BYTES", 8)
         loss = loss_of(ours, batch(0))
         ours.layers[1].table.add_(1.0)  # type: ignore[operator]

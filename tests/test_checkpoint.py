@@ -17,7 +17,9 @@ import numpy
 import pytest
 import torch
 from support import children
-from support.models import Gpt, batch, loss_of, make
+from support.bits import assert_same_named
+from support.models import Gpt, make
+from support.training import train
 from torch import Tensor, nn
 
 import offload
@@ -72,28 +74,11 @@ def on_disk(folder: Path) -> dict[str, Any]:
     return {"host_memory": 60_000, "nvme": folder}
 
 
-def train(model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
-    losses = []
-    for step in range(begin, end):
-        loss = loss_of(model, batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     found = {name: value.clone() for name, value in model.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         found |= {f"{number}/{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
     return found
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    wrong = [name for name in got if not torch.equal(got[name], expected[name])]
-    assert not wrong
 
 
 def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> dict[str, Tensor]:
@@ -110,7 +95,7 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> dic
 
 def test_names_of_a_model_and_its_state(tmp_path: Path) -> None:
     model, optimizer = build(torch.bfloat16, **on_disk(tmp_path))
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     path = offload.save(tmp_path / "c", model, optimizer, extra={"step": 2})
     tensors = manifest_of(path).tensors
     names = [f"model/{name}" for name in model.state_dict() if name != "head.weight"]
@@ -266,7 +251,7 @@ def unchanged(model: Any, optimizer: Any, action: Callable[[], Any]) -> None:
     before = state_of(model, optimizer)
     torchs, python = torch.get_rng_state(), random.getstate()
     action()
-    assert_same(state_of(model, optimizer), before)
+    assert_same_named(state_of(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), torchs) and random.getstate() == python
 
 
@@ -281,7 +266,7 @@ class Other(nn.Module):
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     path = offload.save(tmp_path / "c", model, optimizer)
     other = Other()
     second = torch.optim.AdamW(other.parameters(), fused=True)
@@ -340,7 +325,7 @@ def test_objects_that_do_not_fit(tmp_path: Path, how: str, told: str) -> None:
 
 def test_what_was_saved_must_be_asked_for(tmp_path: Path) -> None:
     model, optimizer = build()
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     path = offload.save(tmp_path / "c", model, optimizer, scheduler=scheduler)
     with pytest.raises(ConfigError, match=r"only in the checkpoint \(1\): scheduler"):
@@ -349,7 +334,7 @@ def test_what_was_saved_must_be_asked_for(tmp_path: Path) -> None:
         offload.load(path, model, scheduler=scheduler)
     other, _ = build()
     offload.load(path, other)  # for evaluation
-    assert_same(other.state_dict(), model.state_dict())
+    assert_same_named(other.state_dict(), model.state_dict())
     alone = offload.save(tmp_path / "d", model)
     with pytest.raises(ConfigError, match=r"not in the checkpoint \(1\): optimizer"):
         offload.load(alone, model, optimizer)
@@ -390,9 +375,9 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_byte_is_found_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     path = offload.save(tmp_path / "c", model, optimizer)
-    train(model, optimizer, 1, 2)
+    train(model, optimizer, range(1, 2))
     file = path / "optimizer-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 4
@@ -408,19 +393,19 @@ def test_a_damaged_byte_is_found_before_anything_changes(tmp_path: Path) -> None
 
 def test_a_mixed_state_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     expected = state_of(model, optimizer)
     good = offload.save(tmp_path / "good", model, optimizer)
     with monkeypatch.context() as patch:
         fail_update(patch, after=2)
         with pytest.raises(OSError, match="no more"):
-            train(model, optimizer, 1, 2)
+            train(model, optimizer, range(1, 2))
     with pytest.raises(StateError, match=r"an earlier step ended .* last one: .*good"):
         offload.save(tmp_path / "bad", model, optimizer)
     assert not (tmp_path / "bad").exists()
     offload.load(good, model, optimizer)  # mends it
-    assert_same(state_of(model, optimizer), expected)
-    train(model, optimizer, 1, 2)
+    assert_same_named(state_of(model, optimizer), expected)
+    train(model, optimizer, range(1, 2))
     optimizer.close()
 
 
@@ -457,22 +442,22 @@ def test_an_error_in_the_middle_of_a_load(
     else:
         offload.prepare(model, optimizer, device="cpu", host_memory=120_000, nvme=tmp_path)
     fragile = Fragile()
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     path = offload.save(tmp_path / "c", model, optimizer, fragile=fragile)
     expected = state_of(model, optimizer)
-    train(model, optimizer, 1, 2)
+    train(model, optimizer, range(1, 2))
     with monkeypatch.context() as patch:
         break_reads(patch, where)
         with pytest.raises(OSError, match="broken"):
             offload.load(path, model, optimizer, fragile=fragile)
     assert fragile.loads == 2, "it was put back"
     with pytest.raises(StateError, match=r"an earlier load .* ended with an error in its middle"):
-        train(model, optimizer, 2, 3)
+        train(model, optimizer, range(2, 3))
     with pytest.raises(StateError, match="an earlier load"):
         offload.save(tmp_path / "d", model, optimizer, fragile=fragile)
     offload.load(path, model, optimizer, fragile=fragile)
-    assert_same(state_of(model, optimizer), expected)
-    train(model, optimizer, 1, 2)
+    assert_same_named(state_of(model, optimizer), expected)
+    train(model, optimizer, range(1, 2))
     optimizer.close()
 
 
@@ -498,7 +483,7 @@ def break_reads(patch: pytest.MonkeyPatch, section: str) -> None:
 def test_masters_come_and_go(tmp_path: Path) -> None:
     """A plain optimizer keeps none: they are left out with a warning, and made again."""
     model, optimizer = build(torch.bfloat16, **on_disk(tmp_path))
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     offload.save(tmp_path / "c", model, optimizer)
     masters = optimizer.state_dict()["state"][0]["master"]
     plain, second = build(torch.bfloat16)
@@ -535,11 +520,11 @@ def test_weights_of_others_stay_in_their_files(tmp_path: Path) -> None:
     assert not offload.prepared.prepared_of(first)._spare  # type: ignore[attr-defined]
     other = make("thrice", seed=9)
     offload.load(path, other)
-    assert_same(other.state_dict(), model.state_dict())
+    assert_same_named(other.state_dict(), model.state_dict())
     changed = make("thrice", seed=9)
     offload.save(tmp_path / "d", changed)
     offload.load(tmp_path / "d", first)
-    assert_same(dict(first.state_dict()), changed.state_dict())
+    assert_same_named(dict(first.state_dict()), changed.state_dict())
     offload.close(first)
 
 
@@ -552,13 +537,13 @@ def test_an_optimizer_without_a_kernel_in_sixteen_bits(tmp_path: Path) -> None:
         return model, offload.wrap(optimizer, host_memory=60_000 * turn, nvme=tmp_path)
 
     model, optimizer = objects(1)
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     path = offload.save(tmp_path / "c", model, optimizer)
     states = values_of(path, "optimizer")["states"]
     assert all(set(state) == {"step", "mu_product"} for state in states.values())
     other, second = objects(2)
     offload.load(path, other, second)
-    assert_same(state_of(other, second), state_of(model, optimizer))
+    assert_same_named(state_of(other, second), state_of(model, optimizer))
     for each in (second, optimizer):
         assert "master" not in each._offload_session.updater.records[0].scalars
         each.close()
@@ -589,24 +574,24 @@ def test_steps_save_what_they_change(
     """The saver's thread comes too late for everything."""
     held = Held(monkeypatch)
     model, optimizer = build(torch.bfloat16, **(fields or on_disk(tmp_path)))
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     expected = state_of(model, optimizer)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
-    train(model, optimizer, 2, 4)
+    train(model, optimizer, range(2, 4))
     assert not ticket.done and not (tmp_path / "c").exists()
     held.may_go.set()
     assert ticket.wait(WAIT_S) == tmp_path / "c"
     assert optimizer._offload_session.updater._tiers.watcher is None
     assert "checkpoint" in offload.report(optimizer).total.seconds
     optimizer.close()
-    assert_same(loaded(tmp_path / "c", torch.bfloat16), expected)
+    assert_same_named(loaded(tmp_path / "c", torch.bfloat16), expected)
 
 
 def test_a_step_waits_for_a_chunk_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = build(host_memory="8MiB")
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     expected = state_of(model, optimizer)
     writing, waited = threading.Event(), threading.Event()
     write, wait = Saver._write, Saver._await
@@ -625,11 +610,11 @@ def test_a_step_waits_for_a_chunk_that_is_being_written(
     monkeypatch.setattr(Saver, "_await", seen)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
     assert writing.wait(WAIT_S)
-    train(model, optimizer, 2, 4)
+    train(model, optimizer, range(2, 4))
     assert waited.is_set()
     ticket.wait(WAIT_S)
     optimizer.close()
-    assert_same(loaded(tmp_path / "c"), expected)
+    assert_same_named(loaded(tmp_path / "c"), expected)
 
 
 def test_a_buffer_is_not_reused_while_it_is_written(
@@ -639,7 +624,7 @@ def test_a_buffer_is_not_reused_while_it_is_written(
     pass that changes nothing.
     """
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 3)
+    train(model, optimizer, range(0, 3))
     assert optimizer._offload_session.updater._tiers.unwritten
     writing, released = threading.Event(), threading.Event()
     write, release = Saver._write, Saver.before_release
@@ -665,12 +650,12 @@ def test_a_buffer_is_not_reused_while_it_is_written(
     assert released.is_set()
     ticket.wait(WAIT_S)
     optimizer.close()
-    assert_same(loaded(tmp_path / "c"), now)
+    assert_same_named(loaded(tmp_path / "c"), now)
 
 
 def test_memory_of_a_save_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     made: list[int] = []
     original = Saver._make_memory
 
@@ -693,17 +678,17 @@ def test_a_failed_step_does_not_spoil_a_save(
 ) -> None:
     held = Held(monkeypatch)
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     expected = state_of(model, optimizer)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
     with monkeypatch.context() as patch:
         fail_update(patch, after=3)
         with pytest.raises(OSError, match="no more"):
-            train(model, optimizer, 2, 3)
+            train(model, optimizer, range(2, 3))
     held.may_go.set()
     ticket.wait(WAIT_S)
     offload.load(tmp_path / "c", model, optimizer)
-    assert_same(state_of(model, optimizer), expected)
+    assert_same_named(state_of(model, optimizer), expected)
     optimizer.close()
 
 
@@ -725,27 +710,27 @@ def test_a_failed_save_does_not_spoil_training(
 ) -> None:
     """The write fails in a step, which goes on; the ticket tells."""
     plain, reference = build()
-    expected = train(plain, reference, 0, 6)
+    expected = train(plain, reference, range(0, 6))
     held = Held(monkeypatch)
     model, optimizer = build(**on_disk(tmp_path))
-    losses = train(model, optimizer, 0, 2)
+    losses = train(model, optimizer, range(0, 2))
     before = set(tmp_path.iterdir())
     fail_writes(monkeypatch, after=2)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
-    losses += train(model, optimizer, 2, 4)
+    losses += train(model, optimizer, range(2, 4))
     held.may_go.set()
     with pytest.raises(StoreError, match="no space left"):
         ticket.wait(WAIT_S)
     assert set(tmp_path.iterdir()) == before
     monkeypatch.undo()
-    assert losses + train(model, optimizer, 4, 6) == expected
+    assert losses + train(model, optimizer, range(4, 6)) == expected
     offload.save(tmp_path / "d", model, optimizer)  # told already: nothing is in its way
     optimizer.close()
 
 
 def test_errors_that_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     with monkeypatch.context() as patch:
         fail_writes(patch, after=0)
         ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
@@ -769,10 +754,10 @@ def test_what_comes_while_a_save_is_under_way(
     """It waits, as long as it must, and does not disturb."""
     held = Held(monkeypatch)
     model, optimizer = build(**on_disk(tmp_path))
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     held.may_go.set()
     offload.save(tmp_path / "before", model, optimizer)
-    train(model, optimizer, 1, 2)
+    train(model, optimizer, range(1, 2))
     given = optimizer.state_dict()
     expected = state_of(model, optimizer)
     held.may_go.clear()
@@ -796,7 +781,7 @@ def test_what_comes_while_a_save_is_under_way(
     timer.join()
     assert ticket.wait(WAIT_S) == tmp_path / "c"
     offload.close(optimizer)
-    assert_same(loaded(tmp_path / "c"), expected)
+    assert_same_named(loaded(tmp_path / "c"), expected)
 
 
 def test_closing_a_prepared_model_during_a_save(
@@ -804,12 +789,12 @@ def test_closing_a_prepared_model_during_a_save(
 ) -> None:
     model, optimizer = build()
     offload.prepare(model, optimizer, device="cpu", host_memory=120_000, nvme=tmp_path)
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     expected = state_of(model, optimizer)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
     offload.close(model)
     ticket.wait(WAIT_S)
-    assert_same(loaded(tmp_path / "c"), expected)
+    assert_same_named(loaded(tmp_path / "c"), expected)
 
 
 _AT_EXIT = """
@@ -844,9 +829,9 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None
 def test_a_plain_optimizer_in_the_background(tmp_path: Path) -> None:
     """All of it is written at the call, for anybody may change it."""
     model, optimizer = build()
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     expected = state_of(model, optimizer)
     ticket = offload.save(tmp_path / "c", model, optimizer, background=True)
-    train(model, optimizer, 2, 4)
+    train(model, optimizer, range(2, 4))
     ticket.wait(WAIT_S)
-    assert_same(loaded(tmp_path / "c"), expected)
+    assert_same_named(loaded(tmp_path / "c"), expected)

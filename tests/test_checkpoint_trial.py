@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import same_tensors
 from support.models import Gpt
 from torch import Tensor, nn
 
@@ -48,10 +49,6 @@ def train(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
 
 def values(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(map(torch.equal, left, right))
 
 
 def flip(path: Path, offset: int) -> None:
@@ -88,7 +85,7 @@ def test_an_object_that_refuses_leaves_all_others_as_they_were(kind: str, tmp_pa
     before, beside_before, numbers = values(model), values(other), torch.get_rng_state()
     with pytest.raises(ConfigError, match=r"scaler: its load_state_dict .*another one"):
         offload.load(path, model, optimizer, beside=other, scaler=scaler)
-    assert same(values(model), before) and same(values(other), beside_before)
+    assert same_tensors(values(model), before) and same_tensors(values(other), beside_before)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert float(optimizer.state_dict()["state"][0]["step"]) == 1.0
     train(model, optimizer)
@@ -115,7 +112,7 @@ def test_below_a_directory_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
         pytest.raises(FormatError, match=r"no checkpoint there is whole"),
     ):
         offload.load(tmp_path / "c", model, optimizer)
-    assert same(values(model), before)
+    assert same_tensors(values(model), before)
 
 
 @pytest.mark.parametrize("kind", ["plain", "wrap"])
@@ -139,7 +136,7 @@ def test_a_default_device_changes_nothing(kind: str, tmp_path: Path) -> None:
     for each in (model, optimizer), (other, second):
         torch.manual_seed(2)
         train(*each, 2)
-    assert same(values(model), values(other))
+    assert same_tensors(values(model), values(other))
     offload.close(optimizer)
     offload.close(second)
 

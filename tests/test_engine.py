@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bits import assert_same_gradients
 from support.loops import chosen
 from support.models import MODELS, batch, loss_of, make
 from torch import nn
@@ -72,13 +73,6 @@ def nothing_is_used(engine: Engine) -> bool:
     return all(b.pins == (b.number in kept) for b in engine.residency.blocks)
 
 
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        assert (p.grad is None) is (q.grad is None), name
-        if p.grad is not None:
-            assert torch.equal(p.grad, q.grad), name
-
-
 SHARES = [0.0, 0.4, 0.8, 1.5]
 # Every model with the least memory and with one other share; torture has all.
 BUDGETS = chosen(
@@ -102,7 +96,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name: str, share: flo
                     loss.backward()
                 losses.append(loss.detach())
             assert torch.equal(*losses)
-            assert_same(ours, plain)
+            assert_same_gradients(ours, plain)
             plain.zero_grad()
             ours.zero_grad()
             for model in (plain, ours):
@@ -125,7 +119,7 @@ def test_from_disk(tmp_path: Path) -> None:
         for step in range(3):
             for model in (plain, ours):
                 loss_of(model, batch(step)).backward()
-        assert_same(ours, plain)
+        assert_same_gradients(ours, plain)
         counts = engine.metrics.snapshot().counts
         assert counts["parameter_hits"] > counts["parameter_misses"] > 0
 
@@ -173,7 +167,7 @@ def test_an_exception_leaves_everything_consistent() -> None:
         ours.zero_grad()
         for model in (plain, ours):
             loss_of(model, batch(1)).backward()
-        assert_same(ours, plain)
+        assert_same_gradients(ours, plain)
 
 
 def test_a_graph_that_is_forgotten_keeps_nothing() -> None:
@@ -211,7 +205,7 @@ def test_a_gradient_belongs_to_whoever_holds_it(tmp_path: Path) -> None:
             for model in (plain, ours):
                 model.zero_grad()
                 loss_of(model, batch(step)).backward()
-            assert_same(ours, plain)
+            assert_same_gradients(ours, plain)
             held.append((ours.norm.weight.grad, plain.norm.weight.grad))
             if step == 1:  # one that is not held
                 held.pop(0)

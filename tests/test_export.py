@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Gpt, batch, loss_of
+from support.models import Gpt
+from support.training import train
 
 import offload
 from offload import planner, units
@@ -41,17 +42,6 @@ def build(kind: str, swap: Path, dtype: torch.dtype = torch.float32) -> tuple[An
     return model, optimizer
 
 
-def train(model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
-    losses = []
-    for step in range(begin, end):
-        loss = loss_of(model, batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def close(model: Any, optimizer: Any) -> None:
     offload.close(model)
     offload.close(optimizer)
@@ -61,10 +51,10 @@ def close(model: Any, optimizer: Any) -> None:
 def test_a_plain_training_goes_on_from_an_export(kind: str, tmp_path: Path) -> None:
     """Model by Hugging Face's library, optimizer by torch.load with nothing but weights."""
     model, optimizer = build(kind, tmp_path)
-    train(model, optimizer, 0, 3)
+    train(model, optimizer, range(0, 3))
     offload.save(tmp_path / "saves" / "3", model, optimizer)
     names = list(model.state_dict())
-    expected = train(model, optimizer, 3, 8)
+    expected = train(model, optimizer, range(3, 8))
     close(model, optimizer)
     out, file = tmp_path / "model", tmp_path / "optimizer.pt"
     assert main(["export", str(tmp_path / "saves"), str(out), "--optimizer", str(file)]) == 0
@@ -73,7 +63,7 @@ def test_a_plain_training_goes_on_from_an_export(kind: str, tmp_path: Path) -> N
     plain, own = build("plain", tmp_path)
     assert plain.load_state_dict(tensors, strict=False).missing_keys == ["head.weight"]
     own.load_state_dict(torch.load(file, weights_only=True))
-    assert train(plain, own, 3, 8) == expected
+    assert train(plain, own, range(3, 8)) == expected
     assert not [name for name in os.listdir(tmp_path) if name.startswith((".", "tmp"))]
 
 
@@ -146,7 +136,7 @@ def test_an_old_checkpoint_without_orders_is_told(
 
 def test_shards_have_an_index_and_the_same_bits(tmp_path: Path) -> None:
     model, optimizer = build("wrap", tmp_path, torch.bfloat16)
-    train(model, optimizer, 0, 2)
+    train(model, optimizer, range(0, 2))
     offload.save(tmp_path / "c", model, optimizer)
     command = ["export", str(tmp_path / "c"), str(tmp_path / "out"), "--max-shard-size", "4KiB"]
     assert main(command) == 0
@@ -174,21 +164,21 @@ def test_shards_have_an_index_and_the_same_bits(tmp_path: Path) -> None:
 def test_plain_states_go_in_and_out(tmp_path: Path) -> None:
     """`load` is for checkpoints; what torch.save has written goes in by load_state_dict."""
     plain, own = build("plain", tmp_path)
-    train(plain, own, 0, 3)
+    train(plain, own, range(0, 3))
     torch.save([plain.state_dict(), own.state_dict()], tmp_path / "plain.pt")
-    expected = train(plain, own, 3, 6)
+    expected = train(plain, own, range(3, 6))
     for kind in ("wrap", "prepare"):
         model, optimizer = build(kind, tmp_path)
         states = torch.load(tmp_path / "plain.pt", weights_only=True)
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
-        assert train(model, optimizer, 3, 6) == expected
+        assert train(model, optimizer, range(3, 6)) == expected
         close(model, optimizer)
 
 
 def test_mistakes_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = build("plain", tmp_path)
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     path = offload.save(tmp_path / "c", model, optimizer)
     (tmp_path / "there").mkdir()
     (tmp_path / "there.pt").touch()
@@ -213,7 +203,7 @@ def test_mistakes_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = build("plain", tmp_path)
-    train(model, optimizer, 0, 1)
+    train(model, optimizer, range(0, 1))
     path = offload.save(tmp_path / "c", model, optimizer)
 
     def refuse(fd: int) -> None:

@@ -20,7 +20,7 @@ from offload.format.manifest import Manifest
 from offload.format.verify import verify
 
 CHECKPOINTS = sorted(GOLDEN.glob("checkpoint-v*"))
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("nothing_is_left")]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from torch.nn import functional
 from offload.errors import StateError
 from offload.guard import Guarded, guard, is_guarded, unguard
 
+pytestmark = pytest.mark.quick
+
 
 class Keeper:
     """Owns one parameter's values; brings them when it may."""

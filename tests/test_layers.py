@@ -9,6 +9,8 @@ import pytest
 
 import offload
 
+pytestmark = pytest.mark.quick
+
 # Row 0 stands below everything; its files and those of row 1 may import each other, but not in a
 # circle.
 ROWS = [

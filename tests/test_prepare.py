@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import assert_same_model
 from support.loops import chosen
 from support.models import batch, loss_of, make
+from support.training import step
 from torch import nn
 
 import offload
@@ -57,25 +59,12 @@ def gpt(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
     offload.close(model)
 
 
-def step(model: nn.Module, optimizer: Any, seed: int) -> float:
-    loss = loss_of(model, batch(seed))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
 def plain_after(*seeds: int) -> tuple[nn.Module, Any]:
     model = make("gpt")
     optimizer = adamw(model)
     for seed in seeds:
         step(model, optimizer, seed)
     return model, optimizer
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, p), q in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
-        assert torch.equal(p, q), name
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -95,7 +84,7 @@ def test_the_same_objects_come_back_and_train_the_same(tmp_path: Path) -> None:
         other.step()
     mine.close()
     assert prepared_of(ours) is None and type(mine) is torch.optim.AdamW
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
     for seed in range(5, 7):
         assert step(plain, theirs, seed) == step(ours, mine, seed)
 
@@ -107,7 +96,7 @@ def test_state_that_is_there_goes_on(tmp_path: Path) -> None:
     for seed in (2, 3):
         assert step(plain, theirs, seed) == step(ours, mine, seed)
     mine.close()
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 def test_refusals_change_nothing(tmp_path: Path) -> None:
@@ -162,7 +151,7 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was(
         patch.setattr(Residency, "take_in", fail_third)
         with pytest.raises(OSError, match="the third"):
             offload.prepare(model, adamw(model), **tight(tmp_path))
-    assert_same(model, plain)
+    assert_same_model(model, plain)
     loss_of(model, batch(0)).backward()
 
 
@@ -246,7 +235,7 @@ def test_edits_are_kept(gpt: tuple[nn.Module, Any], how: str, inside: bool) -> N
                 assert edited
             assert torch.equal(model(batch(9)), plain(batch(9)))
         assert step(model, optimizer, seed) == step(plain, theirs, seed)
-    assert_same(model, plain)
+    assert_same_model(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +259,7 @@ def test_what_does_not_fit_the_place_is_refused(
         weight.data = change(weight)  # type: ignore[union-attr]
     weight.data = kept  # type: ignore[union-attr]
     assert step(model, optimizer, 1) == step(plain, theirs, 1)
-    assert_same(model, plain)
+    assert_same_model(model, plain)
 
 
 def test_too_much_at_once_is_refused(gpt: tuple[nn.Module, Any]) -> None:
@@ -290,7 +279,7 @@ def test_state_dict_is_that_of_the_plain_model(gpt: tuple[nn.Module, Any]) -> No
     saved = model.state_dict()
     assert list(saved) == list(plain.state_dict())
     assert saved["head.weight"] is saved["embedding.weight"]
-    assert_same(model, plain)
+    assert_same_model(model, plain)
     before = {name: value.clone() for name, value in saved.items()}
     step(model, optimizer, 1)
     assert all(torch.equal(saved[name], before[name]) for name in before), "copies"
@@ -302,14 +291,14 @@ def test_load_state_dict(gpt: tuple[nn.Module, Any]) -> None:
     model, optimizer = gpt
     plain, theirs = plain_after(5, 6)
     assert str(model.load_state_dict(plain.state_dict())) == "<All keys matched successfully>"
-    assert_same(model, plain)
+    assert_same_model(model, plain)
     optimizer.load_state_dict(theirs.state_dict())
     assert step(model, optimizer, 7) == step(plain, theirs, 7)
     with pytest.raises(RuntimeError, match=r"Missing key|size mismatch"):
         model.load_state_dict({"embedding.weight": torch.zeros(2)})
     with pytest.raises(ConfigError, match="assign=True"):
         model.load_state_dict(plain.state_dict(), assign=True)
-    assert_same(model, plain)
+    assert_same_model(model, plain)
     assert step(model, optimizer, 8) == step(plain, theirs, 8)
 
 
@@ -319,7 +308,7 @@ def test_loading_between_forward_and_backward_is_refused(gpt: tuple[nn.Module, A
     model.load_state_dict(make("gpt", seed=3).state_dict())
     with pytest.raises(StateError, match="have changed since the forward pass"):
         loss.backward()
-    assert_same(model, make("gpt", seed=3))
+    assert_same_model(model, make("gpt", seed=3))
     model.zero_grad()  # some gradients had come
 
 
@@ -375,7 +364,7 @@ def test_two_models_share_one_budget(tmp_path: Path) -> None:
         assert losses[0] == losses[1]
     offload.close(reference)
     offload.close(policy)
-    assert_same(policy, plain)
+    assert_same_model(policy, plain)
 
 
 def test_with_room_for_all_autograd_is_left_alone(tmp_path: Path) -> None:
@@ -448,7 +437,7 @@ def test_state_without_masters_goes_on(tmp_path: Path) -> None:
         assert step(plain, theirs, seed) == step(ours, mine, seed)
     mine.close()
     theirs.close()
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -487,9 +476,9 @@ def test_an_interrupt_in_forward_leaves_the_model_usable(tmp_path: Path) -> None
                 if not is_guarded(q):
                     p.data.mul_(1.01)
                     q.data.mul_(1.01)
-        assert_same(ours, plain)
+        assert_same_model(ours, plain)
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 def test_threads_do_not_disturb_each_other(gpt: tuple[nn.Module, Any]) -> None:
@@ -513,7 +502,7 @@ def test_threads_do_not_disturb_each_other(gpt: tuple[nn.Module, Any]) -> None:
     kept = enclosing(made.units)
     assert all(b.pins == (b.number in kept) for b in made.engine.residency.blocks)
     assert step(model, optimizer, 1) == step(plain, theirs, 1)
-    assert_same(model, plain)
+    assert_same_model(model, plain)
 
 
 def test_a_model_that_nobody_closes_gives_its_budget_back(tmp_path: Path, own_budget: Any) -> None:
@@ -588,7 +577,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
         assert step(plain, theirs, seed) == step(compiled, optimizer, seed)
     torch._dynamo.reset()
     offload.close(model)
-    assert_same(model, plain)
+    assert_same_model(model, plain)
 
 
 class Turned(nn.Module):

@@ -13,7 +13,8 @@ import pytest
 import torch
 from support import children
 from support.loops import chosen
-from support.models import MODELS, batch, loss_of, make
+from support.models import MODELS, batch, make
+from support.training import train_in_parts
 from torch import nn
 
 import offload
@@ -40,21 +41,6 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(model: nn.Module, optimizer: Any, steps: int, clip: bool = True) -> list[float]:
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        for micro in range(1 + step % 2):
-            loss = loss_of(model, batch(10 * step + micro))
-            loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def opened(model: nn.Module, optimizer: Any, folder: Path | str, nbytes: int | None) -> Prepared:
@@ -84,7 +70,7 @@ def compare(
     theirs, mine = offload.wrap(make_one(plain)), make_one(ours)
     before = own_budget.used_bytes
     prepared = opened(ours, mine, folder, host_bytes)
-    assert train(plain, theirs, STEPS) == train(ours, mine, STEPS)
+    assert train_in_parts(plain, theirs, STEPS) == train_in_parts(ours, mine, STEPS)
     counts = dict(prepared.metrics.snapshot().counts)
     assert own_budget.used_bytes - before <= host_bytes
     assert "gradients_outside_of_their_place" not in counts
@@ -146,9 +132,9 @@ def test_frozen_parameters_are_never_written(tmp_path: Path) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     prepared = opened(model, optimizer, tmp_path, 140 * KI)
-    train(model, optimizer, 2)
+    train_in_parts(model, optimizer, 2)
     before = prepared.store.stats()
-    train(model, optimizer, 3)
+    train_in_parts(model, optimizer, 3)
     after = prepared.store.stats()
     adapters = sum(p.numel() for p in trained)
     assert after.written_bytes - before.written_bytes <= 3 * adapters * 16
@@ -160,7 +146,7 @@ def test_a_new_plan_leaves_no_state_behind(tmp_path: Path) -> None:
     optimizer = adamw(model)
     least = least_bytes("gpt", torch.float32, adamw)
     prepared = opened(model, optimizer, tmp_path, least)
-    train(model, optimizer, 1)
+    train_in_parts(model, optimizer, 1)
     before = prepared.store.stats()
     prepared.session.reopen()
     after = prepared.store.stats()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import pytest
 import torch
 
 import offload
 from offload import errors
+
+pytestmark = pytest.mark.quick
 
 NAMES = {
     "CapacityError",

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.bits import assert_same_model
 from support.models import MODELS, WIDTH, Gpt, batch, loss_of, make
+from support.training import step
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,14 +50,6 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
 
 
-def step(model: nn.Module, optimizer: Any, seed: int) -> float:
-    loss = loss_of(model, batch(seed))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
 def saved(model: nn.Module, path: Path, **changes: Tensor | None) -> Path:
     """Each parameter under its first name; changes: other values, or None to leave them out."""
     tensors: dict[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
@@ -66,11 +60,6 @@ def saved(model: nn.Module, path: Path, **changes: Tensor | None) -> Path:
             tensors[name] = value
     save_file(tensors, path)
     return path
-
-
-def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, p), q in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
-        assert p.dtype == q.dtype and torch.equal(p, q), name
 
 
 def counts(model: nn.Module) -> dict[str, int]:
@@ -113,7 +102,7 @@ def test_meta_models_have_the_values_of_ordinary_ones(
     for seed in range(4):
         assert step(plain, theirs, seed) == step(ours, mine, seed)
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
     assert step(plain, theirs, 4) == step(ours, mine, 4)
 
 
@@ -132,7 +121,7 @@ def test_weights_win_and_train_the_same(name: str, meta: bool, tmp_path: Path) -
     for seed in range(4):
         assert step(plain, theirs, seed) == step(ours, mine, seed)
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -153,7 +142,7 @@ def test_other_floats_are_cast(
     casts = [r.getMessage() for r in caplog.records if "are cast from" in r.getMessage()]
     assert len(casts) == (given != wanted)
     offload.close(ours)
-    assert_same(ours, source.to(wanted))
+    assert_same_model(ours, source.to(wanted))
 
 
 def test_progress_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +167,7 @@ def test_tied_parameters_once_or_twice(tmp_path: Path) -> None:
         ours = on_meta("gpt")
         offload.prepare(ours, weights=path, host_memory=60 * KI, nvme=tmp_path)
         offload.close(ours)
-        assert_same(ours, plain)
+        assert_same_model(ours, plain)
     path = saved(plain, tmp_path / "other.safetensors", **{"head.weight": tied + 1})
     with pytest.raises(FormatError, match=r"embedding\.weight and head\.weight are one parameter"):
         offload.prepare(on_meta("gpt"), weights=path)
@@ -322,7 +311,7 @@ def test_a_failure_on_the_way_leaves_a_meta_model(
     assert is_as_it_was(ours, ids)
     offload.prepare(ours, optimizer, weights=path, host_memory=100 * KI, nvme=tmp_path)
     offload.close(ours)
-    assert_same(ours, make("gpt", seed=3))
+    assert_same_model(ours, make("gpt", seed=3))
 
 
 def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
@@ -360,7 +349,7 @@ def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
     ours.zero_grad()
     offload.prepare(ours, adamw(ours), **way)
     offload.close(ours)
-    assert_same(ours, new)
+    assert_same_model(ours, new)
 
 
 def test_weights_that_change_while_the_model_is_prepared_are_noticed_first(
@@ -386,7 +375,7 @@ def test_weights_that_change_while_the_model_is_prepared_are_noticed_first(
     monkeypatch.setattr(Prepared, "_open_memory", touched)
     with pytest.raises(StoreError, match="has changed while it was in use"):
         offload.prepare(ours, adamw(ours), weights=folder)
-    assert_same(ours, old)
+    assert_same_model(ours, old)
 
 
 def _raise_late(*_: object) -> None:
@@ -503,7 +492,7 @@ def test_lora_writes_nothing_but_adapters(tmp_path: Path) -> None:
         assert len(frozen) == 4 and not frozen & set(made.store.names())
     assert counts(ours)["original_read_bytes"] > 2 * 30 * KI
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
     del made
     # The same model in memory reserves room for all of it.
     other = adapted(make("gpt", seed=6))
@@ -528,7 +517,7 @@ def test_without_an_optimizer_nothing_is_written_or_reserved(tmp_path: Path) -> 
     pool = made.pool
     assert pool is not None and pool.stats().peak_bytes <= 24 * KI
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 def test_a_file_that_is_cut_while_the_model_runs(tmp_path: Path) -> None:
@@ -548,7 +537,7 @@ def test_a_file_that_is_cut_while_the_model_runs(tmp_path: Path) -> None:
         os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
         assert torch.equal(ours(batch(0)), expected)
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 def test_frozen_weights_that_are_changed_all_the_same(tmp_path: Path) -> None:
@@ -566,7 +555,7 @@ def test_frozen_weights_that_are_changed_all_the_same(tmp_path: Path) -> None:
     ours.load_state_dict(make("gpt", seed=8).state_dict())
     assert torch.equal(ours(batch(0)), make("gpt", seed=8)(batch(0)))
     offload.close(ours)
-    assert_same(ours, make("gpt", seed=8))
+    assert_same_model(ours, make("gpt", seed=8))
     assert path.read_bytes() == before
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import bits
 from torch import Tensor
 
 from offload.errors import ConfigError, CorruptionError, FormatError, StateError, StoreError
@@ -23,10 +24,6 @@ from offload.store.safetensors_file import DTYPES, MOST_HEADER_BYTES, Safetensor
 from offload.store.weights import INDEX, SINGLE, Weights
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def written(path: Path, header: Any, data: bytes = b"", claimed: int | None = None) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import assert_same_model, assert_same_state, bits
 from support.covering import covering
 from support.loops import chosen
 from torch import Tensor, nn
@@ -65,29 +66,6 @@ class Net(nn.Module):
 
 def words(turn: int) -> Tensor:
     return torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(turn))
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def assert_same(left: nn.Module, right: nn.Module) -> None:
-    for (name, a), b in zip(left.named_parameters(), right.parameters(), strict=True):
-        assert torch.equal(bits(a), bits(b)), name
-
-
-def assert_same_state(left: Optimizer, right: Optimizer) -> None:
-    a, b = left.state_dict(), right.state_dict()
-    assert a["state"].keys() == b["state"].keys()
-    for number, state in a["state"].items():
-        assert state.keys() == b["state"][number].keys()
-        for name, value in state.items():
-            other = b["state"][number][name]
-            if isinstance(value, Tensor):
-                assert torch.equal(bits(value), bits(other)), (number, name)
-                assert value.dtype == other.dtype and value.shape == other.shape, (number, name)
-            else:
-                assert value == other, (number, name)
 
 
 # --- parity ---------------------------------------------------------------------------------------
@@ -208,7 +186,7 @@ def test_the_bits_are_those_of_torch(
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         for scheduler in schedulers:
             scheduler.step()
-    assert_same(*nets)
+    assert_same_model(*nets)
     assert_same_state(*optimizers)
     told = offload.report(wrapped)
     assert told.counts["steps"] == STEPS
@@ -266,7 +244,7 @@ def test_weights_that_were_loaded_win_over_the_master(small_chunks: None) -> Non
     net.load_state_dict(other.state_dict())
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()  # by nothing
-    assert_same(net, other)
+    assert_same_model(net, other)
     assert not torch.equal(before["up.weight"], net.up.weight)
     net.up.weight.data = before["up.weight"].clone()  # what no version counter sees
     net.up.weight.grad = torch.zeros_like(net.up.weight)
@@ -343,7 +321,7 @@ def test_an_optimizer_of_ones_own_needs_a_word(small_chunks: None) -> None:
             net(words(step), step).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(*nets)
+    assert_same_model(*nets)
     own.close()
 
 
@@ -468,7 +446,7 @@ def test_a_schedule_may_end_below_zero(kind: type[Optimizer]) -> None:
             scheduler.step()
         if step == 4:
             assert -1e-15 < optimizers[1].param_groups[0]["lr"] < 0
-    assert_same(*nets)
+    assert_same_model(*nets)
     assert_same_state(*optimizers)
     optimizers[1].close()
 
@@ -504,7 +482,7 @@ def test_groups_can_be_added_and_parameters_thawed(tmp_path: Path, small_chunks:
             (loss + net.frozen.sum() if step >= 6 else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(*nets)
+    assert_same_model(*nets)
     assert_same_state(*optimizers)
     with pytest.raises(ConfigError, match=r"float32, bfloat16 or float16, got torch.int64"):
         optimizers[1].add_param_group({"params": [torch.zeros(3, dtype=torch.int64)]})
@@ -551,7 +529,7 @@ def test_state_before_the_first_step_is_empty_and_existing_state_is_taken_over()
         if step == 2:
             offload.wrap(optimizers[1])
             assert len(optimizers[1].state) == 0
-    assert_same(*nets)
+    assert_same_model(*nets)
     assert_same_state(*optimizers)
     optimizers[1].close()
 

@@ -15,14 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.wrapping import (
-    adamw,
-    assert_equal,
-    assert_same_state,
-    give_gradients,
-    parameters,
-    train,
-)
+from support.bits import assert_same_state, assert_same_tensors
+from support.wrapping import adamw, give_gradients, parameters, train
 from torch.optim import AdamW
 
 import offload
@@ -96,7 +90,7 @@ def test_a_second_thread_is_refused(
     assert f"{second} while another thread is in {first}" in str(told["got"])
     if first == "step":
         plain.step()
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     assert_same_state(plain, wrapped)
     wrapped.close()
 

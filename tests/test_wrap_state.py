@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import assert_same_state, assert_same_tensors
 from support.interrupts import interrupt_at
-from support.wrapping import (
-    adamw,
-    assert_equal,
-    assert_same_state,
-    give_gradients,
-    parameters,
-    tensors,
-    train,
-)
+from support.wrapping import adamw, give_gradients, parameters, tensors, train
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -68,7 +61,7 @@ def test_no_room_for_more_groups_loses_nothing(
         assert offload.report(wrapped).counts["steps"] == 2
     train(here, plain, 2, 3)
     train(there, wrapped, 2, 3)  # goes on by itself once there is room
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     assert_same_state(plain, wrapped)
     wrapped.close()
 
@@ -95,7 +88,7 @@ def test_state_that_is_kept_aside_can_leave(
     assert_same_state(plain, wrapped)
     train(here, plain, 4)
     train(there, wrapped, 4)
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     wrapped.close()
 
 
@@ -116,7 +109,7 @@ def test_a_fault_while_state_moves_over_loses_nothing(
             wrapped.add_param_group({"params": [nn.Parameter(torch.ones(9))]})
     train(here, plain, 2)
     train(there, wrapped, 2)
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     assert_same_state(plain, wrapped)
     wrapped.close()
 
@@ -152,7 +145,7 @@ def test_a_checkpoint_mends_a_broken_optimizer(tmp_path: Path) -> None:
             param.copy_(weight)
     optimizer.load_state_dict(saved)
     train(params, optimizer, 2, 3)
-    assert_equal(here, params)
+    assert_same_tensors(here, params)
     assert_same_state(plain, optimizer)
     optimizer.close()
 
@@ -167,7 +160,7 @@ def test_a_broken_load_is_told_as_such_and_can_be_repeated(tmp_path: Path) -> No
     wrapped.load_state_dict(plain.state_dict())
     train(here, plain, 2)
     train(there, wrapped, 2)
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     wrapped.close()
 
 
@@ -231,7 +224,7 @@ def test_an_interrupted_state_dict_leaves_everything_as_it_was(
     assert_same_state(plain, wrapped)
     train(here, plain, 2)
     train(there, wrapped, 2)
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     wrapped.close()
 
 
@@ -279,7 +272,7 @@ def test_a_closed_optimizer_of_half_parameters_steps(
         assert all(v.dtype == param.dtype for v in state.values() if v.shape == param.shape)
     train(params, optimizer, 2, 3)
     train(others, judge, 2, 3)
-    assert_equal(params, others)
+    assert_same_tensors(params, others)
     offload.wrap(optimizer)
     train(params, optimizer, 4)
     optimizer.close()
@@ -339,7 +332,7 @@ def test_loading_reads_nothing(tmp_path: Path) -> None:
     plain.load_state_dict(saved)
     train(here, plain, 2)
     train(there, wrapped, 2)
-    assert_equal(here, there)
+    assert_same_tensors(here, there)
     assert_same_state(plain, wrapped)
     wrapped.close()
 
@@ -368,7 +361,7 @@ def test_a_copy_while_the_plan_is_made_anew_is_accounted_for(
     plain = AdamW(others, lr=1e-2, fused=True)
     train(others, plain, 0, 1)
     train(params, optimizer, 1)
-    assert_equal(params, others)
+    assert_same_tensors(params, others)
     optimizer.close()
 
 

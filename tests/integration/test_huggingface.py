@@ -13,15 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.integration import (
-    adamw,
-    assert_same,
-    assert_same_state,
-    batch,
-    llama,
-    moved_bytes,
-    texts,
-)
+from support.bits import assert_same_model, assert_same_state
+from support.integration import adamw, batch, llama, moved_bytes, texts
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -89,7 +82,7 @@ class Run:
 
 def assert_same_run(left: Run, right: Run) -> None:
     assert left.told == right.told and len(left.told) == STEPS
-    assert_same(left.model, right.model)
+    assert_same_model(left.model, right.model)
     assert_same_state(left.optimizer.state_dict(), right.optimizer.state_dict())
 
 
@@ -142,7 +135,7 @@ def test_a_trainer_makes_its_own_scheduler_and_nobody_closes(tmp_path: Path) -> 
             optimizers=(adamw(model.parameters(), nvme), None),
         ).train()
         models.append(model)
-    assert_same(*models)
+    assert_same_model(*models)
 
 
 # --- accelerate -----------------------------------------------------------------------------------
@@ -190,7 +183,7 @@ class Loop:
 
 def assert_same_loop(left: Loop, right: Loop) -> None:
     assert torch.equal(torch.stack(left.losses), torch.stack(right.losses))
-    assert_same(left.model, right.model)
+    assert_same_model(left.model, right.model)
     assert_same_state(left.optimizer.state_dict(), right.optimizer.state_dict())
 
 
@@ -288,7 +281,7 @@ def test_accelerates_optimizer_with_a_scaler(accelerator: Any, tmp_path: Path) -
         assert skipped == [nvme is not None and number == 2 for number in range(6)]
         runs.append((scaler.get_scale(), bare))
     assert runs[0][0] == runs[1][0]
-    assert_same(*models)
+    assert_same_model(*models)
     assert_same_state(runs[0][1].state_dict(), runs[1][1].state_dict())
     runs[1][1].close()
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.integration import adamw, assert_same, assert_same_state, llama, texts
+from support.bits import assert_same_model, assert_same_state
+from support.integration import adamw, llama, texts
 from torch import Tensor
 
 import offload
@@ -98,7 +99,7 @@ def test_a_trainer_saves_and_resumes_through_checkpoints(kind: str, tmp_path: Pa
         with pytest.warns(UserWarning, match=rf"checkpoint-{STEPS} is passed over"):
             again.trainer.train(resume_from_checkpoint=True)
         assert torch.equal(torch.stack(plain.losses[SAVE_AT:]), torch.stack(again.losses)), name
-        assert_same(plain.model, again.model)
+        assert_same_model(plain.model, again.model)
         assert_same_state(plain.optimizer.state_dict(), again.optimizer.state_dict())
         assert again.trainer.state.global_step == STEPS
         again.close()
@@ -117,7 +118,7 @@ def test_one_with_a_changed_byte_is_passed_over(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=rf"checkpoint-{STEPS} is passed over: .*model-00001"):
         again.trainer.train(resume_from_checkpoint=True)
     assert len(again.losses) == STEPS - SAVE_AT, "from the one before it"
-    assert_same(run.model, again.model)
+    assert_same_model(run.model, again.model)
 
 
 def test_the_best_one_comes_back_and_older_ones_go(tmp_path: Path) -> None:
@@ -140,9 +141,9 @@ def test_the_best_one_comes_back_and_older_ones_go(tmp_path: Path) -> None:
     assert kept == {best.name, f"checkpoint-{STEPS}"} and len(kept) == 2
     other = llama()
     offload.load(best / "offload", other)
-    assert_same(other, run.model)
+    assert_same_model(other, run.model)
     run.trainer.save_model(str(tmp_path / "model"))  # Hugging Face's own files
-    assert_same(type(other).from_pretrained(tmp_path / "model"), run.model)
+    assert_same_model(type(other).from_pretrained(tmp_path / "model"), run.model)
     run.close()
 
 
@@ -183,7 +184,7 @@ def test_a_step_that_has_a_checkpoint_is_saved_again(
     assert (last / "offload" / "manifest.json").read_bytes() != before
     model = llama()
     offload.load(last, model)
-    assert_same(model, again.model)
+    assert_same_model(model, again.model)
 
 
 def test_checkpoints_of_the_trainers_own_are_resumed(tmp_path: Path) -> None:

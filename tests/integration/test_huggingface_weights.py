@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.integration import assert_same, batch, llama
+from support.bits import assert_same_model
+from support.integration import batch, llama
 
 import offload
 from offload import units
@@ -58,7 +59,7 @@ def test_generate_from_shards(plain: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(ours(**batch(2)).logits, plain(**batch(2)).logits)
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 def test_training_from_one_file(plain: Any, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_training_from_one_file(plain: Any, tmp_path: Path) -> None:
             losses.append(float(loss.detach()))
         assert losses[0] == losses[1]
     offload.close(ours)
-    assert_same(ours, plain)
+    assert_same_model(ours, plain)
 
 
 def test_a_model_that_fills_itself() -> None:
@@ -127,7 +128,7 @@ def test_adapters_of_peft_on_frozen_weights(tmp_path: Path) -> None:
         assert losses[0] == losses[1]
         assert made.store.stats().written_bytes - before <= 3 * nbytes + 16 * KI
     offload.close(ours)
-    assert_same(ours, theirs)
+    assert_same_model(ours, theirs)
 
 
 def test_adapters_of_peft_without_weights() -> None:

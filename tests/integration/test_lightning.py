@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.integration import (
-    adamw,
-    assert_same,
-    assert_same_state,
-    llama,
-    moved_bytes,
-    texts,
-)
+from support.bits import assert_same_model, assert_same_state
+from support.integration import adamw, llama, moved_bytes, texts
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -110,7 +104,7 @@ def test_lightning_trains_saves_and_resumes(settings: dict[str, Any], tmp_path: 
     if not is_half:  # plain torch keeps no master
         plain = fit(tmp_path / "plain", None, 6, **settings)
         assert torch.equal(torch.stack(plain.losses), torch.stack(wrapped.losses))
-        assert_same(plain.model, wrapped.model)
+        assert_same_model(plain.model, wrapped.model)
         assert_same_state(plain.made.state_dict(), expected)
     names = ["wrapped"] if is_half else ["wrapped", "plain"]
     for name in names:
@@ -119,7 +113,7 @@ def test_lightning_trains_saves_and_resumes(settings: dict[str, Any], tmp_path: 
         tail = wrapped.losses[-len(resumed.losses) :]
         assert len(tail) == 2 * settings.get("accumulate_grad_batches", 1)
         assert torch.equal(torch.stack(tail), torch.stack(resumed.losses))
-        assert_same(wrapped.model, resumed.model)
+        assert_same_model(wrapped.model, resumed.model)
         assert_same_state(expected, resumed.made.state_dict())
         resumed.made.close()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.integration import VOCABULARY, adamw, assert_same, assert_same_state, batch, llama
+from support.bits import assert_same_model, assert_same_state
+from support.integration import VOCABULARY, adamw, batch, llama
 from torch import Tensor, nn
 
 import offload
@@ -59,7 +60,7 @@ class Run:
 
 def assert_same_run(left: Run, right: Run) -> None:
     assert torch.equal(torch.stack(left.losses), torch.stack(right.losses))
-    assert_same(left.model, right.model)
+    assert_same_model(left.model, right.model)
     assert_same_state(left.optimizer.state_dict(), right.optimizer.state_dict())
     assert left.scaler.get_scale() == right.scaler.get_scale()
 

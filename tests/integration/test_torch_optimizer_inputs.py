@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.integration import assert_same_state, bits, tight
+from support.bits import assert_same_state, bits
+from support.integration import tight
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.bits import assert_same_named
 from support.ranks import fsdp as lib
 from support.ranks.launch import outcomes, run
 from torch import Tensor, nn, optim
@@ -539,12 +540,6 @@ def test_state_goes_to_torch_and_to_other_numbers_of_ranks(tmp_path: Path) -> No
     four = run(4, go_on, folder, "two", "four")[0]
     one = run(1, go_on, folder, "four", "one")[0]
     for name in ("full", "half"):
-        assert_same_arrays(four[f"{name} before"], two[name])
-        assert_same_arrays(one[f"{name} before"], four[f"{name} after"])
+        assert_same_named(four[f"{name} before"], two[name])
+        assert_same_named(one[f"{name} before"], four[f"{name} after"])
     assert any(key.endswith(".master") for key in two["half"])
-
-
-def assert_same_arrays(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bits import same_tensors
 from support.loops import chosen
 from support.ranks.launch import run
-from support.ranks.stages import Loop, Wide, experts, furthest, gpt, lora, same
+from support.ranks.stages import Loop, Wide, experts, furthest, gpt, lora
 
 import offload
 from offload.optim import buckets
@@ -29,8 +30,8 @@ SMALL = 16 << 10  # of buckets, so that there are several, and parameters that a
 def compare(plain: Loop, ours: Loop, steps: int = STEPS) -> None:
     """Every loss and every parameter after every step."""
     for _ in range(steps):
-        assert same(plain.step(), ours.step())
-        assert same(plain.params, ours.params)
+        assert same_tensors(plain.step(), ours.step())
+        assert same_tensors(plain.params, ours.params)
 
 
 def equal_to_ddp(rank: int, stage: int, directory: str) -> None:
@@ -128,8 +129,8 @@ def four(rank: int) -> None:
         other = Loop(1, make, micro=micro, settings=settings, reduced_by=ranks)
         for _ in range(STEPS // 2):
             plain.step()
-            assert same(ours.step(), other.step())
-            assert same(ours.params, other.params)
+            assert same_tensors(ours.step(), other.step())
+            assert same_tensors(ours.params, other.params)
         assert (far := furthest(plain.params, ours.params)) < BOUND, far
         equal_on_all(ours.params)
         ours.optimizer.close()

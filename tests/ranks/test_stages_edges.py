@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.bits import same_tensors
 from support.ranks.launch import outcomes, run
-from support.ranks.stages import reduce, same
+from support.ranks.stages import reduce
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -96,7 +97,7 @@ class Pair:
 
     def check(self) -> None:
         left, right = list(self.plain.parameters()), list(self.shared.parameters())
-        assert same(left, right), [n for n, _ in self.plain.named_parameters()]
+        assert same_tensors(left, right), [n for n, _ in self.plain.named_parameters()]
 
     def check_state(self) -> None:
         left, right = self.alone.state_dict(), self.ours.state_dict()

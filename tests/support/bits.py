@@ -40,9 +40,10 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
-    """The gradients of all parameters; None where the other has none."""
+    """The gradients of all parameters, None where the other has none; and all buffers."""
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         assert_same_tensors([q.grad], [p.grad], f"the gradient of {name}")
+    assert_same_named(dict(ours.named_buffers()), dict(theirs.named_buffers()))
 
 
 def assert_same_state(ours: Any, theirs: Any) -> None:

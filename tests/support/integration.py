@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 import offload
@@ -67,30 +67,3 @@ def moved_bytes(optimizer: Any) -> int:
     """Bytes that a wrapped optimizer has moved to and from the drive so far."""
     told = offload.report(optimizer)
     return int(told.disk_read_bytes + told.disk_written_bytes)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def assert_same(left: nn.Module, right: nn.Module) -> None:
-    """Parameters, bit for bit."""
-    for (name, a), (other, b) in zip(
-        left.named_parameters(), right.named_parameters(), strict=True
-    ):
-        assert name == other and a.dtype == b.dtype
-        assert torch.equal(bits(a), bits(b)), name
-
-
-def assert_same_state(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
-    """The states of two `state_dict`s, bit for bit."""
-    assert left["state"].keys() == right["state"].keys()
-    for number, state in left["state"].items():
-        assert state.keys() == right["state"][number].keys()
-        for name, value in state.items():
-            other = right["state"][number][name]
-            if isinstance(value, Tensor):
-                assert value.dtype == other.dtype and value.shape == other.shape, (number, name)
-                assert torch.equal(bits(value), bits(other)), (number, name)
-            else:
-                assert value == other, (number, name)

@@ -46,17 +46,3 @@ def adamw(params: Sequence[Tensor], directory: Path | None = None, **settings: A
     """AdamW, wrapped; with a directory most of its state is there."""
     optimizer = AdamW(params, **{"lr": 1e-2, "fused": True, **settings})
     return offload.wrap(optimizer, **(tight(optimizer, directory) if directory else {}))
-
-
-def assert_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    for a, b in zip(left, right, strict=True):
-        assert torch.equal(a, b)
-
-
-def assert_same_state(left: Optimizer, right: Optimizer) -> None:
-    a, b = left.state_dict()["state"], right.state_dict()["state"]
-    assert a.keys() == b.keys()
-    for number, state in a.items():
-        assert state.keys() == b[number].keys()
-        for name, value in state.items():
-            assert torch.equal(value, b[number][name]), (number, name)

@@ -4,7 +4,7 @@ in a process each (`launch.run`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,10 +208,6 @@ def mean(grad: Tensor, ranks: Ranks) -> Tensor:
     ranks.reduce_scatter(own, whole, "gradients").wait()
     ranks.gather(whole, own, "gradients").wait()
     return whole[: grad.numel()]
-
-
-def same(left: Iterator[Tensor] | list[Tensor], right: Iterator[Tensor] | list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def furthest(left: list[Tensor], right: list[Tensor]) -> float:
