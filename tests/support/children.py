@@ -13,6 +13,7 @@ they need a fresh interpreter, by `subprocess` itself.
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import functools
 import inspect
@@ -122,8 +123,8 @@ def program(module: str, *args: object) -> list[str]:
 class _Server:
     """The process that forks; it ends when this process closes its end of the pair."""
 
-    def __init__(self, link: socket.socket, process: object = None) -> None:
-        self._here, self._process = link, process
+    def __init__(self, link: socket.socket) -> None:
+        self._here = link
         adopt_orphans()
 
     def start(self, request: dict[str, Any], files: list[int]) -> int:
@@ -149,7 +150,16 @@ def _server() -> _Server:
             env={**os.environ, "PYTHONPATH": paths},
             cwd=_TESTS,
         )
-    return _Server(here, process)
+    atexit.register(_end, os.getpid(), here, process)
+    return _Server(here)
+
+
+def _end(owner: int, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Of the server, in the process that has started it: forks of that one run this as well."""
+    if os.getpid() == owner:
+        link.close()
+        process.kill()
+        process.wait()
 
 
 def use_server(link: socket.socket) -> None:
