@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support import contestants
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TASK = {"layers": 1, "width": 128, "heads": 2, "tokens": 16, "vocabulary": 512}
@@ -17,6 +19,7 @@ TASK = {"layers": 1, "width": 128, "heads": 2, "tokens": 16, "vocabulary": 512}
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
     monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(subprocess, "Popen", contestants.start)
     return importlib.import_module("wrap_contest"), importlib.import_module("wrap_results")
 
 
