@@ -373,6 +373,7 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
         offload.load(tmp_path / "nothing", model, optimizer)
 
 
+@pytest.mark.quick
 def test_a_damaged_byte_is_found_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer = build(**on_disk(tmp_path))
     train(model, optimizer, range(0, 1))

@@ -108,6 +108,7 @@ def test_what_is_in_a_buffer_is_not_read_and_not_written(counted: Counted) -> No
     counted.check()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("places", [None, InOneDirection()], ids=["at hand first", "by number"])
 def test_any_order_finds_the_newest(counted: Counted, seed: int, places: Any) -> None:
