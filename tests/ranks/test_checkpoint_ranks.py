@@ -1,27 +1,26 @@
 """Checkpoints that all ranks write and read together: the bytes of one process, any number of ranks
 afterwards, and one rank that fails or dies at any point. checkpoint_cases.py has what each rank
 does.
-
-OFFLOAD_RANK_KILLS: how many ranks are killed (20).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import read, same
+from support.loops import chosen, tally
 from support.ranks import checkpoint_cases as cases
 from support.ranks import restart_loop
-from support.ranks.launch import outcomes, run
+from support.ranks.launch import SEED, outcomes, run
 
 import offload
 from offload.checkpoint.disk import GUEST_POINTS, POINTS
@@ -30,7 +29,8 @@ from offload.format.limits import MOST_PART_BYTES
 from offload.format.verify import verify
 
 pytestmark = pytest.mark.ranks
-KILLS = int(os.environ.get("OFFLOAD_RANK_KILLS", "20"))
+DRAWN = chosen(test=2, torture=90)  # kills at any moment, beside those at each point
+STRIDE = chosen(test=3, torture=1)  # of the calls that fail
 NAMED = [(0, point) for point in POINTS[:9]] + [(1, point) for point in GUEST_POINTS]
 
 
@@ -98,24 +98,40 @@ def test_what_differs_over_ranks_is_refused_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_has_a_failing_disk(tmp_path: Path, victim: int) -> None:
-    found = run(2, cases.faults, tmp_path, victim, 1, deadline_s=120)
+    found = run(2, cases.faults, tmp_path, victim, STRIDE)
     assert found[0] == found[1]
     expected = {"write_data", "fsync", "write"}
     assert expected <= found[0].keys(), found[0]
+    tally("disk faults", sum(found[0].values()))
 
 
-def kills() -> list[tuple[int, str, float, bool]]:
-    rng = random.Random(int(os.environ.get("OFFLOAD_TEST_SEED", "20261116")))
-    named = [(victim, point, 0.0, bool(n % 2)) for n, (victim, point) in enumerate(NAMED)]
-    drawn = [(n % 2, "", rng.uniform(0.0, 0.3), rng.random() < 0.5) for n in range(KILLS)]
-    return list(itertools.islice(itertools.chain(named, drawn), max(KILLS, len(NAMED))))
+@dataclass(frozen=True)
+class Kill:
+    """point: where, or a moment after `delay_s`, if there is none."""
+
+    victim: int
+    point: str
+    delay_s: float
+    background: bool
+    name: str
 
 
-@pytest.mark.parametrize(("victim", "point", "delay_s", "background"), kills())
-def test_one_rank_is_killed(
-    tmp_path: Path, victim: int, point: str, delay_s: float, background: bool
-) -> None:
-    found = outcomes(2, cases.kill, tmp_path, victim, point, delay_s, background)
+def kills() -> list[Kill]:
+    rng = random.Random(SEED)
+    found = [
+        Kill(victim, point, 0.0, bool(n % 2), f"rank {victim} {point}")
+        for n, (victim, point) in enumerate(NAMED)
+    ]
+    for n in range(DRAWN):
+        delay_s, background = rng.uniform(0.0, 0.3), rng.random() < 0.5
+        found.append(Kill(n % 2, "", delay_s, background, f"drawn {n}"))
+    return found
+
+
+@pytest.mark.parametrize("kill", kills(), ids=lambda kill: kill.name)
+def test_one_rank_is_killed(tmp_path: Path, kill: Kill) -> None:
+    victim, point = kill.victim, kill.point
+    found = outcomes(2, cases.kill, tmp_path, victim, point, kill.delay_s, kill.background)
     other: dict[str, Any] = found[1 - victim].result
     assert found[victim].exit_code == -9, found[victim]
     assert other is not None, found[1 - victim].error
@@ -129,6 +145,7 @@ def test_one_rank_is_killed(
     if point:
         is_through = POINTS.index(point) >= POINTS.index("renamed") if victim == 0 else False
         assert newest == (2 if is_through else 1)
+    tally("rank kills")
 
 
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
@@ -161,13 +178,13 @@ def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("kind", ["plain", "wrap"])
 def test_sharded_models(tmp_path: Path, kind: str) -> None:
     """FSDP2, with copies and without; what is saved is what one process would have."""
-    first = run(4, cases.sharded, tmp_path, kind, 2, False)
+    both = run(4, cases.sharded_and_back, tmp_path, kind, 2)
+    first, again = zip(*both, strict=True)
     assert verify(tmp_path / "all").is_whole
     tensors = read(tmp_path / "all")
     for name, value in first[0]["saved"].items():
         section = "optimizer" if "/" in name else "model"
         assert tensors[section][name].tobytes() == value.tobytes(), name
-    again = run(4, cases.sharded, tmp_path, kind, 2, True)
     for before, after in zip(first, again, strict=True):
         assert equal(after["loaded"], before["saved"])
         assert equal(after["later"], before["later"])  # the bits of the run that was not cut
@@ -175,6 +192,20 @@ def test_sharded_models(tmp_path: Path, kind: str) -> None:
     assert equal(fewer[2]["loaded"], first[0]["saved"])
 
 
+def test_a_second_start_comes_back_from_the_newest(tmp_path: Path) -> None:
+    """One rank is killed; the other ends with an error, and both are started again."""
+    first, second = outcomes(2, restart_loop.train, tmp_path, 7, 4)
+    assert second.exit_code == -signal.SIGKILL and first.exit_code == 1
+    assert first.error is not None and "dist.barrier()" in first.error
+    model, optimizer = cases.build()
+    cases.train(model, optimizer, range(7))
+    ended = (4, cases.digest(model, optimizer))
+    assert run(2, restart_loop.train, tmp_path, 7, None) == [ended, ended]
+    assert sorted(os.listdir(tmp_path)) == ["4", "6"]
+    tally("rank kills")
+
+
+@pytest.mark.torture
 def test_torchrun_comes_back_from_the_newest(tmp_path: Path) -> None:
     """One rank is killed; torchrun ends the others and starts all of them again."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

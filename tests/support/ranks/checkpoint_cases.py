@@ -390,3 +390,11 @@ def sharded(rank: int, folder: Path, kind: str, replicas: int, loads: bool) -> d
     saved = wholes(model, optimizer)
     train_sharded(model, optimizer, range(3, 5))
     return {"saved": saved, "later": wholes(model, optimizer)}
+
+
+def sharded_and_back(
+    rank: int, folder: Path, kind: str, replicas: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Saved, and then loaded into a new model."""
+    first = sharded(rank, folder, kind, replicas, loads=False)
+    return first, sharded(rank, folder, kind, replicas, loads=True)

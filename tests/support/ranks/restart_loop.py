@@ -17,8 +17,10 @@ from offload.errors import ConfigError
 from support.ranks import checkpoint_cases as cases
 
 
-def main(folder: Path, steps: int, dying: int) -> None:
-    dist.init_process_group("gloo")
+def train(rank: int, folder: Path, steps: int, dying: int | None) -> tuple[int, str]:
+    """The step it began with, and the digest at the end. dying: the step in which rank 1 is
+    killed.
+    """
     model, optimizer = cases.build()
     begin = 0
     try:
@@ -28,14 +30,20 @@ def main(folder: Path, steps: int, dying: int) -> None:
     for step in range(begin, steps):
         dist.barrier()  # as gradients that are averaged
         cases.train(model, optimizer, range(step, step + 1))
-        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if is_first and step == dying and dist.get_rank() == 1:
+        if step == dying and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if step % 2 == 1:
             path = folder / f"{step + 1}"
             offload.save(path, model, optimizer, extra={"step": step + 1}, keep=2)
+    return begin, cases.digest(model, optimizer)
+
+
+def main(folder: Path, steps: int, dying: int) -> None:
+    dist.init_process_group("gloo")
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    found = train(dist.get_rank(), folder, steps, dying if is_first else None)
     if dist.get_rank() == 0:
-        print("ended", begin, cases.digest(model, optimizer))
+        print("ended", *found)
     dist.destroy_process_group()
 
 
