@@ -630,6 +630,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["python -m offload", "--version"])
+    monkeypatch.delitem(sys.modules, "offload.__main__", raising=False)  # of another test
     with pytest.raises(SystemExit) as leaving:
         runpy.run_module("offload", run_name="__main__")
     assert leaving.value.code == 0
@@ -645,6 +646,7 @@ def test_ctrl_c_while_it_is_imported(
                 raise AttributeError(name)
             raise KeyboardInterrupt
 
+    monkeypatch.delitem(sys.modules, "offload.__main__", raising=False)
     monkeypatch.setitem(sys.modules, "offload.cli", Slow("offload.cli"))
     with pytest.raises(SystemExit) as leaving:
         runpy.run_module("offload", run_name="__main__")

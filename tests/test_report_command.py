@@ -231,7 +231,7 @@ def chromium(page: Path, *options: str, width: int = 1280, height: int = 1600) -
         "--disable-sync",
         "--hide-scrollbars",
         "--enable-logging=stderr",
-        "--virtual-time-budget=3000",
+        "--virtual-time-budget=60000",
         f"--user-data-dir={page.parent / 'profile'}",
         f"--window-size={width},{height}",
         *options,

@@ -14,6 +14,7 @@ import torch
 from fake_accelerator import DeviceModule, load
 from fake_accelerator.train_case import SCHEDULES
 from support.loops import chosen, tally
+from support.ranks.launch import preload_device
 
 # The ends and two between; `make torture` has all.
 CHOSEN = chosen(test=[SCHEDULES[i] for i in (0, 1, 4, 7)], torture=SCHEDULES)
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/device/" in item.path.as_posix():
             item.add_marker(pytest.mark.device)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_have_the_device() -> None:
+    preload_device()
 
 
 @pytest.fixture(params=CHOSEN, ids=NAMES)

@@ -32,6 +32,7 @@ import pytest
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 _FORKS = multiprocessing.get_context("forkserver")
 _PRELOADED = "support.ranks.preloaded"
+_preload = [_PRELOADED]
 _TESTS = str(Path(__file__).parents[2])
 
 
@@ -85,13 +86,15 @@ def outcomes(
                 process.join()
 
 
+def preload_device() -> None:
+    """Have the server load the fake accelerator, too; before the first `run`."""
+    _preload.insert(0, "support.device.preloaded")
+
+
 @functools.cache
 def _start_server() -> None:
-    """Start the server, which finds what it imports by the environment alone (Python 3.11). With
-    the fake accelerator if there is one here.
-    """
-    device = ["support.device.preloaded"] if "fake_accelerator" in sys.modules else []
-    _FORKS.set_forkserver_preload([*device, _PRELOADED])
+    """Start the server, which finds what it imports by the environment alone (Python 3.11)."""
+    _FORKS.set_forkserver_preload(_preload)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _TESTS, prepend=os.pathsep)
         forkserver.ensure_running()
