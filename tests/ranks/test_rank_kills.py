@@ -1,7 +1,5 @@
 """One rank of a training is killed at a random moment, in each stage: all others say so within the
 time-out, with an error, and nothing is left on the disk.
-
-OFFLOAD_RANK_KILLS: how many (15; `make kill` has 100).
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import os
 import random
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.loops import chosen, tally
 from support.ranks.launch import SEED, outcomes
 from support.ranks.stages import DDP, gpt, tokens
 from torch import nn
@@ -26,7 +24,7 @@ from torch import nn
 import offload
 from offload import planner
 
-KILLS = int(os.environ.get("OFFLOAD_RANK_KILLS", "15"))
+KILLS = chosen(test=5, torture=100, quick=1)  # one after the other in each kind of training
 TIME_OUT_S = 30  # of the group, see launch.py
 AT_ONCE = 2
 
@@ -119,10 +117,10 @@ def check(kill: Kill, folder: Path) -> None:
     assert os.listdir(swap) == [], kill
 
 
-@pytest.mark.timeout(60 + 20 * KILLS)
+@pytest.mark.quick
+@pytest.mark.timeout(300 + 20 * KILLS)
 def test_one_rank_is_killed_and_all_others_say_so(tmp_path: Path) -> None:
-    begin = time.monotonic()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in [pool.submit(check, kill, tmp_path) for kill in kills()]:
             done.result()
-    print(f"{KILLS} kills in {time.monotonic() - begin:.0f} s")
+    tally("rank kills", KILLS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.bits import same_tensors
+from support.loops import chosen
 from support.ranks.launch import outcomes, run
 from support.ranks.stages import reduce
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from offload.optim import buckets, joint
 from offload.shard import Ranks, ranks_of
 
 pytestmark = pytest.mark.ranks
+STEPS = chosen(test=2, torture=4)
 
 
 class Odd(nn.Module):
@@ -148,12 +150,12 @@ def optimizers(rank: int, stage: int) -> None:
     ranks = my_ranks()
     for make in OPTIMIZERS:
         pair = Pair(ranks, stage, make)
-        for _ in range(3):
+        for _ in range(STEPS):
             pair.step()
         pair.check_state()
         pair.close()
     pair = Pair(ranks, stage, adamw, torch.bfloat16, max_grad_norm=0.05)
-    for _ in range(4):
+    for _ in range(STEPS):
         pair.step()
         assert pair.ours.grad_norm == pytest.approx(pair.alone.grad_norm, rel=1e-12)
     pair.check_state()
@@ -437,6 +439,7 @@ def steps_that_are_refused(rank: int) -> None:
     optimizer.close()
 
 
+@pytest.mark.quick
 def test_a_refusal_on_one_rank_is_one_on_all() -> None:
     run(2, refusals)
 

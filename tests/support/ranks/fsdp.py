@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import offload
+from support.loops import chosen
 from support.models import Layer
 
 WORDS, WIDTH = 1001, 96  # no number of ranks divides it evenly
@@ -64,7 +65,7 @@ class Case:
     copies: bool = False  # two rows of ranks, each with all parameters
     parallel: bool = False  # two rows of ranks, each with half of each matrix of the small networks
     all_used: bool = False  # of those that are trained
-    turns: int = 5
+    turns: int = chosen(test=3, torture=5)
     fields: tuple[dict[str, Any], ...] = ({},)  # for `wrap`, one run each
 
     def build(self) -> nn.Module:
@@ -99,7 +100,7 @@ def cases(count: int) -> list[Case]:
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offloaded = CPUOffloadPolicy(pin_memory=False)
     found = [
-        Case("plain", fields=({}, disk), turns=20),
+        Case("plain", fields=({}, disk), turns=chosen(test=5, torture=20)),
         Case("clipped", clip=True, fields=({**disk, "self_check": 3},)),
         Case("passes", {"reshard_after_forward": False}, passes=3),
         Case("offloaded", {"offload_policy": offloaded, "mp_policy": mixed}),

@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -31,6 +32,7 @@ import pytest
 
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 _FORKS = multiprocessing.get_context("forkserver")
+_STARTING = threading.Lock()  # tests have threads
 _PRELOADED = "support.ranks.preloaded"
 _preload = [_PRELOADED]
 _TESTS = str(Path(__file__).parents[2])
@@ -64,7 +66,8 @@ def outcomes(
     count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240
 ) -> list[Outcome]:
     """How each has ended, whatever it was. `function(rank, *args)` runs in each."""
-    _start_server()
+    with _STARTING:
+        _start_server()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         pipes, processes = [], []
