@@ -31,7 +31,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel clean help setup
+.PHONY: pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel versions clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -122,6 +122,11 @@ sanitize: setup  ## the native core under AddressSanitizer and UBSan, its I/O en
 emulate: setup  ## AVX-512 and NEON on a machine that has neither (needs Debian's simde, cross compiler and qemu)
 	$(ON_PATH) tests/native/emulate.sh
 
+# --- other versions -----------------------------------------------------------------------------------------------------
+
+versions:  ## bits, trainings and names on torch 2.13, 2.14, 2.15, and on other Pythons (ONLY=2.15.0, PYTHONS="python3.12"; gigabytes each)
+	"$(or $(CHOSEN),python3)" tests/versions.py --only "$(ONLY)" --pythons "$(PYTHONS)"
+
 # --- peers and packages -----------------------------------------------------------------------------------------------
 
 peers:  ## an environment of its own with DeepSpeed 0.19.8 for `make bench` (needs Debian's libaio-dev)
@@ -143,5 +148,5 @@ wheel: setup  ## a wheel in dist/ that installs without a compiler: audited, and
 	@ls -l dist
 
 clean:  ## remove everything that make has made
-	rm -rf .venv .venv-peers .make build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-peers .venv-torch-* .make build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ from offload.errors import (
     StateError,
     StoreError,
     StoreTimeout,
+    TorchVersionWarning,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "TorchVersionWarning",
     "TrainerCallback",
     "close",
     "load",

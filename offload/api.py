@@ -32,6 +32,7 @@ from offload.planner import Plan
 from offload.prepared import Prepared, prepared_of, refuse_prepared
 from offload.reports import Report
 from offload.shard import Ranks, is_sharded, place_of, ranks_of
+from offload.torch_versions import warn_if_unknown
 from offload.units import Choice
 
 
@@ -55,6 +56,7 @@ def wrap(
     spend about a second on the speed of drives and update, so that plan and report can predict a
     step; it writes up to 384 MiB. fields: those of `Config`.
     """
+    warn_if_unknown(torch.__version__)
     ranks = _ranks_for(optimizer, config, fields)
     session = open_session(
         optimizer,
@@ -112,6 +114,7 @@ def prepare(
     units: module classes, or a function of name and module, for what is to be fetched together; by
     itself it takes the model's repeated layers. fields: those of `Config`.
     """
+    warn_if_unknown(torch.__version__)
     config = Config.of(config, **fields)
     refuse_prepared(model)
     with joined(config.process_group) as ranks:

@@ -62,6 +62,10 @@ class CorruptionError(StoreError):
     """Bytes came back from the disk that are not the bytes that were written."""
 
 
+class TorchVersionWarning(UserWarning):
+    """Nobody has compared this version of torch with ours, bit by bit; given once."""
+
+
 def kind_of(name: str) -> type[OffloadError]:
     """The error of that name, which another rank has raised: what a program does about it, it does
     on all ranks. `StateError` where it is none of ours.

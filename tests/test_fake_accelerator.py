@@ -19,6 +19,7 @@ from fake_accelerator.build import library
 from fake_accelerator.offload_case import FAULTS
 from fake_accelerator.run_checks import CHECKS
 from fake_accelerator.train_case import SCHEDULES
+from support import children
 
 HERE = Path(__file__).resolve().parent
 NAMES = [f"{name}-{seed}" for name, seed in SCHEDULES]
@@ -27,7 +28,7 @@ CHECKED_UNDER = [("eager", 0), ("lazy", 0), ("seeded", 2)]
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     library()  # the build has a time limit of its own
-    return subprocess.run(
+    return children.run(
         [sys.executable, *arguments],
         cwd=HERE,
         env=os.environ | environment,

@@ -26,6 +26,7 @@ NAMES = {
     "StateError",
     "StoreError",
     "StoreTimeout",
+    "TorchVersionWarning",
     "TrainerCallback",
     "close",
     "load",
@@ -69,6 +70,7 @@ ERRORS = {
     "CorruptionError": errors.StoreError,
     "FormatError": errors.OffloadError,
     "StateError": errors.OffloadError,
+    "TorchVersionWarning": UserWarning,
 }
 
 

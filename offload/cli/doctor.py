@@ -28,6 +28,7 @@ from offload.machine import (
     usable_cores,
 )
 from offload.machine_disk import Directory, Mount, read_directory
+from offload.torch_versions import describe, is_known
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
 
@@ -280,7 +281,9 @@ def judge_torch(machine: Machine) -> Row:
         if not value.startswith("ModuleNotFoundError"):
             advice = "its files do not fit this system: pip install --force-reinstall torch"
         return make_row("torch", value, why, advice, Status.MISSING)
-    return make_row("torch", machine.torch.version, why, None)
+    version = machine.torch.version
+    advice_bits = None if is_known(version) else "offload selftest compares them on this machine"
+    return make_row("torch", describe(version), why, advice_bits)
 
 
 # --- judgement: the directory ------------------------------------------------------------------

@@ -14,6 +14,7 @@ from offload.machine_disk import read_directory
 from offload.metrics import Metrics
 from offload.selftest.check import Setting
 from offload.store.choose import open_engine
+from offload.torch_versions import describe
 
 _CHOICES = ("OFFLOAD_ISA", "OFFLOAD_IO")  # what can be forced from outside
 
@@ -31,7 +32,7 @@ def about_machine(setting: Setting, directory: Path) -> dict[str, str]:
         + (f", limited to {_size(limit)}" if limit else ""),
         "kernel": f"{machine.system} {machine.kernel}",
         "python": platform.python_version(),
-        "torch": machine.torch.version or f"broken: {machine.torch.error}",
+        "torch": _torch(machine),
         "instruction set": _instruction_set(),
         "I/O engine": _io_engine(),
         "device": _device(setting, machine),
@@ -45,6 +46,11 @@ def about_machine(setting: Setting, directory: Path) -> dict[str, str]:
 
 def _size(nbytes: int | None) -> str:
     return "unknown" if nbytes is None else format_size(nbytes)
+
+
+def _torch(machine: Machine) -> str:
+    version = machine.torch.version
+    return f"broken: {machine.torch.error}" if version is None else describe(version)
 
 
 def _instruction_set() -> str:

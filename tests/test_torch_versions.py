@@ -1,0 +1,130 @@
+"""Which versions of torch were compared, and who is told of another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import versions
+from torch import nn
+
+import offload
+from offload import torch_versions
+from offload.cli import doctor
+from offload.cli.diagnosis import Status
+from offload.machine import Torch, read_machine
+from offload.selftest import about
+from offload.selftest.check import Setting
+
+ROOT = Path(__file__).parent.parent
+UNKNOWN = "2.99.1+cpu"
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch, which nobody was told of yet."""
+    monkeypatch.setattr(torch, "__version__", UNKNOWN)
+    monkeypatch.setattr(torch_versions, "_told", set())
+
+
+def wrapped() -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    return offload.wrap(optimizer, host_memory="64MiB")
+
+
+def prepared() -> nn.Module:
+    return offload.prepare(nn.Sequential(nn.Linear(4, 4)), host_memory="64MiB")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [
+        ("2.13.0", True),
+        ("2.13.0+cpu", True),
+        ("2.14.1+cu130", True),
+        ("2.15.0+rocm7.2", True),
+        ("2.12.1", False),
+        ("2.16.0", False),
+        ("3.13.0", False),
+        ("2.15.0a0+git1234567", False),
+        ("2.15.0.dev20261001", False),
+        ("2.150.0", False),
+        ("unknown", False),
+    ],
+)
+def test_releases_of_compared_versions_are_known(version: str, is_known: bool) -> None:
+    assert torch_versions.is_known(version) is is_known
+
+
+def test_make_compares_all_that_are_known() -> None:
+    compared = {release.rpartition(".")[0] for release in versions.RELEASES}
+    assert compared == set(torch_versions.KNOWN)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    least = f"torch>={torch_versions.KNOWN[0]}"
+    assert least in project["dependencies"], "newer ones are tried, not refused"
+
+
+@pytest.mark.usefixtures("own_budget", "unknown")
+@pytest.mark.parametrize("first", [wrapped, prepared])
+def test_an_unknown_version_is_told_once_at_the_caller(first: type) -> None:
+    with pytest.warns(offload.TorchVersionWarning) as told:
+        made = [first(), wrapped(), prepared()]
+    for each in made:
+        offload.close(each)
+    (warning,) = told
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert message.startswith(f"torch {UNKNOWN} is not among") and "offload selftest" in message
+
+
+@pytest.mark.usefixtures("own_budget", "unknown")
+def test_a_warning_that_is_an_error_comes_before_anything_is_changed() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    for _ in range(2):  # not only the first time: nobody has let it pass
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(offload.TorchVersionWarning):
+                offload.wrap(optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", offload.TorchVersionWarning)
+        offload.wrap(optimizer, host_memory="64MiB").close()
+
+
+@pytest.mark.usefixtures("own_budget")
+def test_of_a_known_version_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", f"{torch_versions.KNOWN[-1]}.7")
+    monkeypatch.setattr(torch_versions, "_told", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (wrapped(), prepared()):
+            offload.close(each)
+
+
+def test_importing_neither_warns_nor_needs_torch() -> None:
+    program = "import sys, offload, offload.torch_versions; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("version", "word", "status"),
+    [("2.13.0", "one", Status.OK), (UNKNOWN, "none", Status.DEGRADED)],
+)
+def test_doctor_and_selftest_say_which_it_is(
+    version: str, word: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = dataclasses.replace(read_machine(), torch=Torch(version, None))
+    told = f"{version}, {word} of those whose bits were compared (2.13, 2.14, 2.15)"
+    row = doctor.judge_torch(machine)
+    assert (row.value, row.status) == (told, status)
+    assert (row.advice is None) == (status is Status.OK)
+    monkeypatch.setattr(about, "read_machine", lambda: machine)
+    setting = Setting("cpu", tmp_path, is_quick=True, seed=1)
+    assert about.about_machine(setting, tmp_path)["torch"] == told
