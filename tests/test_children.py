@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -71,10 +72,10 @@ def test_a_file_of_the_caller_stays_open(tmp_path: Path) -> None:
 
 def test_files_that_are_passed_keep_their_numbers() -> None:
     """Also where the server has something else at that number by chance."""
-    for number in (3, 4, 7, 40):
+    for least in (3, 4, 7, 40):
         read, write = os.pipe()
         with open(read) as answers:
-            os.dup2(write, number := max(number, write + 1))
+            number = fcntl.fcntl(write, fcntl.F_DUPFD, least)  # one that nobody has here
             code = f"import os; os.write({number}, b'here')"
             children.run([sys.executable, "-c", code], pass_fds=[number], check=True)
             os.close(number)
