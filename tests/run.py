@@ -1,9 +1,9 @@
 """Run the tests: `python tests/run.py quick|test|torture [options of pytest]`.
 
-Three parts, one after the other, each with both cores busy: tests on the host; tests on the fake
-accelerator, which is registered for the life of a process; tests that need the machine for
-themselves, in one process. Every part runs, whatever became of the one before. The last lines tell
-what was run, how long it took and how many of each kind of trial (kills, schedules, ...) it had.
+Two parts, one after the other, each with both cores busy: tests on the host, and tests on the fake
+accelerator, which is registered for the life of a process. The second runs whatever became of the
+first. The last lines tell what was run, how long it took and how many of each kind of trial (kills,
+schedules, ...) it had.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class Part:
 
 
 PARTS = [
-    Part("host", ["-m", "not device and not alone", f"--ignore={TESTS / 'device'}", *SPREAD]),
+    Part("host", ["-m", "not device", f"--ignore={TESTS / 'device'}", *SPREAD]),
     Part("device", ["-m", "device", str(TESTS / "device"), *SPREAD]),
-    Part("alone", ["-m", "alone", f"--ignore={TESTS / 'device'}"]),
 ]
 
 
