@@ -9,6 +9,10 @@ import torch
 from fake_accelerator import DeviceModule
 from support.device import stages_cases as cases
 from support.device import stages_loops as loops
+from support.device.faults import OF_STAGE_1, OF_STAGE_2, OF_TWO_STREAMS
+from support.device.mutants import mutant_of
+from support.loops import tally
+from support.mutation import Fault
 from support.ranks.launch import run
 from torch import nn
 
@@ -76,64 +80,6 @@ def test_refusals() -> None:
     run(2, loops.refusals)
 
 
-IDLE = "mark = Mark(None, torch.Stream(self.transfer.device).record_event())"
-FLIGHT = "self._flying.append(_Flight(step, buffer, ticket, to_add, held))"
-# What is wrong: module, text, text instead of it.
-OF_STAGE_1 = {
-    "gathered while the parameters were still in use": (
-        "tiers.device_network",
-        "mark = self.transfer.mark()\n\n        def work",
-        f"{IDLE}\n\n        def work",
-    ),
-    "gathered before the own part was written": (
-        "optim.device_exchange",
-        "        self._transfer.join()  # own",
-        "        # own",
-    ),
-    "gathered before the last chunk was sent back": (
-        "optim.updater",
-        "is_fresh, scale, sums)\n        return True",
-        "is_fresh, scale, sums)\n        self.company.advance()\n        return True",
-    ),
-    "used before they were gathered": (
-        "optim.device_exchange",
-        "self._transfer.wait_for(self._last)",
-        "pass",
-    ),
-}
-OF_STAGE_2 = {
-    "summed up before the gradients were there": (
-        "tiers.device_network",
-        "return self._reduce(whole, target, what, [self.transfer.mark().event])",
-        f"{IDLE}; return self._reduce(whole, target, what, [mark.event])",
-    ),
-    "a buffer filled again too early": (
-        "optim.reducer",
-        FLIGHT,
-        f"{FLIGHT}; exchange.free.append(buffer)",
-    ),
-    "gradients dropped before they were copied": (
-        "optim.reducer",
-        "there.copy_(grad[span.first : span.end])",
-        "net = exchange._transfer; there, grad = there, grad[span.first : span.end]; "
-        "net.across(lambda a=there, b=grad: a.copy_(b), after=[net.mark().event])",
-    ),
-    "means used before they came": (
-        "optim.reducer",
-        "            self._exchange.wait(flight.ticket)\n",
-        "            flight.ticket\n",
-    ),
-}
-OF_TWO_STREAMS = {
-    "gradients copied before they were made": (
-        "optim.device_exchange",
-        "            self._transfer.wait_for(mark)\n",
-        "            pass\n",
-    ),
-    "gradients not held": ("optim.reducer", "if has_other_makers else", "if 0 else"),
-}
-
-
 @pytest.mark.parametrize(
     ("stage", "make", "faults"),
     [
@@ -143,9 +89,8 @@ OF_TWO_STREAMS = {
     ],
     ids=["stage 1", "stage 2", "two streams"],
 )
-def test_every_wait_is_needed(
-    stage: int, make: type[nn.Module], faults: dict[str, tuple[str, str, str]]
-) -> None:
-    texts = [(f"offload.{module}", old, new) for module, old, new in faults.values()]
-    for found in run(2, cases.with_faults, stage, make, texts):
-        assert dict(zip(faults, found, strict=True)) == dict.fromkeys(faults, True)
+def test_every_wait_is_needed(stage: int, make: type[nn.Module], faults: list[Fault]) -> None:
+    tally("planted faults", len(faults))
+    planted = [mutant_of(fault) for fault in faults]
+    for found in run(2, cases.with_faults, stage, make, planted):
+        assert [fault.what for fault, seen in zip(faults, found, strict=True) if not seen] == []

@@ -241,4 +241,58 @@ OF_STREAMS = [
     ),
 ]
 
+# Of optimizers that ranks share, stages 1 and 2.
+_IDLE = "Mark(None, torch.Stream(self.transfer.device).record_event())"
+_SEND = at("optim.reducer", "Reducer._send_round")
+_LATER = (
+    "exchange._transfer.across(lambda a=there, b=grad[span.first : span.end]: a.copy_(b), "
+    "after=[exchange._transfer.mark().event])"
+)
+OF_STAGE_1 = [
+    Fault(
+        "gathered while the parameters were still in use",
+        becomes(at("tiers.device_network", "DeviceNetwork.gather_there").call("mark"), _IDLE),
+    ),
+    Fault(
+        "gathered before the own part was written",
+        dropped(at("optim.device_exchange", "DeviceExchange.gather").call("join")),
+    ),
+    Fault(
+        "gathered before the last chunk was sent back",
+        becomes(
+            at("optim.updater", "Updater._update").returned(), "(self.company.advance(), it)[1]"
+        ),
+    ),
+    Fault(
+        "used before they were gathered",
+        dropped(at("optim.device_exchange", "DeviceExchange.join").call("wait_for")),
+    ),
+]
+OF_STAGE_2 = [
+    Fault(
+        "summed up before the gradients were there",
+        becomes(at("tiers.device_network", "DeviceNetwork.reduce_there").call("mark"), _IDLE),
+    ),
+    Fault(
+        "a buffer filled again too early",
+        becomes(_SEND.call("append"), "(it, exchange.free.append(buffer))"),
+    ),
+    Fault("gradients dropped before they were copied", becomes(_SEND.call("copy_"), _LATER)),
+    Fault(
+        "means used before they came",
+        becomes(at("optim.reducer", "Reducer._land").call("wait"), "flight.ticket"),
+    ),
+]
+OF_TWO_STREAMS = [
+    Fault(
+        "gradients copied before they were made",
+        dropped(at("optim.device_exchange", "DeviceExchange.wait_for_makers").call("wait_for")),
+    ),
+    Fault(
+        "gradients not held",
+        never(at("optim.reducer", "Reducer._send").condition("has_other_makers")),
+    ),
+]
+
 ALL = [*BY_HAND, *OF_MODELS, *(fault for fault, _ in OF_RANKS), *OF_STREAMS]
+ALL += [*OF_STAGE_1, *OF_STAGE_2, *OF_TWO_STREAMS]

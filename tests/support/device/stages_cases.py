@@ -6,12 +6,9 @@ hand.
 from __future__ import annotations
 
 import gc
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from offload.errors import StateError
 from offload.optim import buckets, ground
 from offload.pool import Pool
 from offload.shard import Ranks, ranks_of
+from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.ranks.stages import reduce
 
@@ -301,12 +299,12 @@ def sent(pair: Pair) -> dict[str, int]:
 
 
 def with_faults(
-    rank: int, stage: int, make: Callable[[], nn.Module], faults: list[tuple[str, str, str]]
+    rank: int, stage: int, make: Callable[[], nn.Module], faults: list[Mutant]
 ) -> list[bool]:
-    """For each whether some schedule shows that the text of a module was changed."""
+    """For each whether some schedule shows that it is there."""
     ranks, found = start(), []
     for fault in faults:
-        with mutated(*fault):
+        with patched(fault):
             found.append(any(goes_wrong(ranks, stage, make, schedule) for schedule in ALL))
     return found
 
@@ -327,25 +325,3 @@ def goes_wrong(
     gc.collect()
     torch.accelerator.synchronize()
     return not all(right)
-
-
-@contextmanager
-def mutated(name: str, old: str, new: str) -> Iterator[None]:
-    """The classes of a module have the methods that its changed text makes."""
-    module = importlib.import_module(name)
-    assert module.__file__ is not None
-    text = Path(module.__file__).read_text()
-    assert text.count(old) == 1, (name, old)
-    made, undo = dict(vars(module)), []
-    exec(compile(text.replace(old, new), module.__file__, "exec"), made)
-    for key, kind in vars(module).items():
-        if isinstance(kind, type) and kind.__module__ == name:
-            for method, function in vars(made[key]).items():
-                if isinstance(function, FunctionType) and method != "__init__":  # it may say super
-                    undo.append((kind, method, vars(kind)[method]))
-                    setattr(kind, method, function)
-    try:
-        yield
-    finally:
-        for each in undo:
-            setattr(*each)
