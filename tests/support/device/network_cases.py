@@ -72,6 +72,10 @@ def gather_and_sum(rank: int, schedule: str, seed: int) -> tuple[list[Tensor], i
     return results, sent["gather"], sent["reduce"]
 
 
+def under_all(rank: int, schedules: list[tuple[str, int]]) -> list[tuple[list[Tensor], int, int]]:
+    return [gather_and_sum(rank, *schedule) for schedule in schedules]
+
+
 def without_a_backend(rank: int) -> str:
     load("eager", 0)
     if rank == 0:
