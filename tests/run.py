@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-# One worker more than cores: tests wait for drives, time limits and each other's processes.
-WORKERS = os.environ.get("OFFLOAD_TEST_WORKERS", str((os.cpu_count() or 1) + 1))
+WORKERS = os.environ.get("OFFLOAD_TEST_WORKERS", str(os.cpu_count() or 1))
 # Files in the order of collection, which is longest first, each as a whole to one worker.
 SPREAD = ["-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder"]
 NO_TESTS = 5  # pytest's exit code where none was chosen
