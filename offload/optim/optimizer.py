@@ -9,7 +9,7 @@ its state.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Any
@@ -111,9 +111,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Take the state of a plain or a wrapped optimizer. Nothing has changed when it raises a
         `ConfigError` or a `ValueError`. It mends an optimizer whose last step or load broke off.
         """
-        session, taken = session_of(self), {}
+        session = session_of(self)
+        taken: dict[int, Mapping[str, Any]] = {}
 
-        def take(_: object, given: dict[str, Any]) -> dict[str, Any]:
+        def take(_: object, given: dict[str, Any]) -> dict[str, Any] | None:
+            if session.incoming is not taken:
+                return None  # left behind by a load that Ctrl-C ended before it could remove it
             taken.update(session.checked(given))
             return {**given, "state": {}}
 
