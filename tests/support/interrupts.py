@@ -29,6 +29,8 @@ def interrupt_at(instruction: int, *kinds: type) -> Iterator[list[bool]]:
             raise KeyboardInterrupt
         return trace
 
+    # Python 3.12 tells of instructions only where a frame had asked for them before tracing began.
+    sys._getframe().f_trace_opcodes = True
     before = sys.gettrace()
     sys.settrace(trace)
     try:
