@@ -70,6 +70,37 @@ def test_make_compares_all_that_are_known() -> None:
     assert least in project["dependencies"], "newer ones are tried, not refused"
 
 
+@pytest.mark.parametrize(
+    ("lines", "code", "cell"),
+    [
+        (["2983 passed in 150.12s (0:02:30)", "a library's last words"], 0, "2983 passed"),
+        (["26 passed, 0 failed, 1 not run, in 88 s: all is right."], 0, "26 passed, 1 not run"),
+        (
+            ["1 failed, 7 passed, 1 error in 3.2s", "=== 3 passed, 9 deselected in 1s ==="],
+            1,
+            "FAILED (1), 1 failed, 1 error, 10 passed",
+        ),
+        (["Segmentation fault"], -11, "FAILED (-11)"),
+    ],
+)
+def test_make_counts_what_was_run(lines: list[str], code: int, cell: str) -> None:
+    assert versions.cell_of(lines, code) == cell
+
+
+def test_make_takes_every_python_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {sys.executable: "3.11", "python3.12": "3.12", "other": "3.12"}
+    monkeypatch.setattr(versions, "version_of", known.get)
+    names = [row.name for row in versions.rows_for(None, ["other", "python3.12"])]
+    assert names == [
+        *(f"torch-{release}" for release in versions.RELEASES),
+        f"torch-{versions.RELEASES[0]}-python3.12",
+    ]
+    assert [row.name for row in versions.rows_for(None, None)] == names
+    assert [row.name for row in versions.rows_for("2.15.0", None)] == ["torch-2.15.0"]
+    with pytest.raises(SystemExit, match="nowhere does not run"):
+        versions.rows_for(None, ["nowhere"])
+
+
 @pytest.mark.usefixtures("own_budget", "unknown")
 @pytest.mark.parametrize("first", [wrapped, prepared])
 def test_an_unknown_version_is_told_once_at_the_caller(first: type) -> None:

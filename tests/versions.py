@@ -1,23 +1,23 @@
 """`make versions`: what depends on the version of torch, on each release in its own environment.
 
 The environments are `.venv-torch-<release>` in this checkout, made if they are not there. Other
-Pythons get one with the first of the releases, and a part of the test suite more. All output is in
-`build/versions`; a table ends it. Needs the standard library alone.
+Pythons get one with the first of the releases. All output is in `build/versions`; a table ends it.
+Needs the standard library alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
 
 RELEASES = ("2.13.0", "2.14.1", "2.15.0")  # the last one of each known version
 OTHER_PYTHONS = ("python3.11", "python3.12", "python3.13")
@@ -28,41 +28,30 @@ BUILD_TOOLS = ("scikit-build-core>=0.10", "nanobind>=2.2", "cmake>=3.18,<5", "ni
 ENVIRONMENT_GB = 5.5  # with a CUDA build, which is what PyPI has for Linux; the download is half
 LOG_LINES = 40  # of a failure
 
-# What is run, by the name of its column; a list of test files and options, or a command.
-PYTEST = {
-    "names": ["tests/test_torch_names.py"],
-    "bits": ["tests/test_exact_bits.py", "tests/test_updates.py", "tests/test_stats_and_casts.py"],
-    "training": ["tests/test_wrap.py", "tests/test_prepare.py"],
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+# What is run, in the order of the table's columns.
+CHECKS = {
+    "names": [*PYTEST, "tests/test_torch_names.py"],
+    "bits": [
+        *PYTEST,
+        "tests/test_exact_bits.py",
+        "tests/test_updates.py",
+        "tests/test_stats_and_casts.py",
+    ],
+    "training": [*PYTEST, "tests/test_wrap.py", "tests/test_prepare.py"],
     "device": [
+        *PYTEST,
         "-mdevice",
         "tests/device/test_transfer.py",
         "tests/device/test_wrap_device.py",
-        "tests/device/test_network_device.py",
     ],
-    "suite": [
-        "tests/test_arguments.py",
-        "tests/test_checkpoint.py",
-        "tests/test_checkpoint_files.py",
-        "tests/test_crew.py",
-        "tests/test_exact_bits.py",
-        "tests/test_format.py",
-        "tests/test_golden.py",
-        "tests/test_layers.py",
-        "tests/test_pool.py",
-        "tests/test_public_api.py",
-        "tests/test_store.py",
-        "tests/test_store_fork.py",
-        "tests/test_ticket.py",
-        "tests/test_verify.py",
-        "tests/test_wrap_misuse.py",
-        "tests/test_wrap_state.py",
-        "tests/ranks/test_shard.py",
-    ],
+    "quick": ["tests/run.py", "quick"],
+    "selftest": ["-m", "offload", "selftest", "--quick", "--device", "cpu"],
 }
-SELFTEST = ["-m", "offload", "selftest", "--quick", "--device", "cpu", "--json"]
-OF_TORCH = ("names", "bits", "training", "device", "selftest")
-OF_PYTHON = ("names", "training", "suite", "selftest")
-COLUMNS = ("names", "bits", "training", "device", "suite", "selftest")
+COUNTED = ("failed", "error", "errors", "passed", "skipped", "not run")
+LOOPS = {"bits": "torture"}  # the contract in its long form; all else as in `make test`
+# The line that ends a run of pytest, and that of the selftest.
+COUNTS = re.compile(r"^=* ?((?:\d+ [a-z ]+, )*\d+ [a-z ]+),? in \d")
 
 
 @dataclass
@@ -72,7 +61,6 @@ class Row:
     interpreter: str  # which it is made with
     release: str  # of torch
     path: Path
-    checks: Sequence[str]
     torch: str = ""
     python: str = ""
     cells: dict[str, str] = field(default_factory=dict)
@@ -95,10 +83,7 @@ def rows_for(only: str | None, pythons: Sequence[str] | None) -> list[Row]:
     those that are found, unless one release alone is asked for.
     """
     releases = [only] if only else list(RELEASES)
-    rows = [
-        Row(sys.executable, release, ROOT / f".venv-torch-{release}", OF_TORCH)
-        for release in releases
-    ]
+    rows = [Row(sys.executable, release, ROOT / f".venv-torch-{release}") for release in releases]
     asked = pythons if pythons is not None else (() if only else OTHER_PYTHONS)
     seen = {version_of(sys.executable)}
     for name in asked:
@@ -109,7 +94,7 @@ def rows_for(only: str | None, pythons: Sequence[str] | None) -> list[Row]:
             continue
         seen.add(version)
         path = ROOT / f".venv-torch-{releases[0]}-python{version}"
-        rows.append(Row(name, releases[0], path, OF_PYTHON))
+        rows.append(Row(name, releases[0], path))
     return rows
 
 
@@ -151,7 +136,7 @@ def set_up(row: Row) -> None:
     call([*pip, held, *BUILD_TOOLS])
     # Not where `make` builds: what CMake remembers is of one environment.
     build = f"build-dir=build/{row.name}"
-    call([*pip, "--no-build-isolation", "-C", build, held, "-e", ".[test]"])
+    call([*pip, "--no-build-isolation", "-C", build, held, "-e", ".[test,plots,integration]"])
     program = "import platform, torch; print(torch.__version__, platform.python_version())"
     done = subprocess.run(
         [row.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
@@ -170,52 +155,33 @@ def run(row: Row, check: str) -> None:
     """Run one check; its cell says what came of it."""
     begin_s = time.monotonic()
     log = LOGS / f"{row.name}-{check}.log"
-    cell, is_good = run_selftest(row, log) if check == "selftest" else run_tests(row, check, log)
-    row.cells[check] = cell
-    seconds = time.monotonic() - begin_s
-    print(f"{row.name}: {check}: {cell}, in {seconds:.0f} s", flush=True)
-    if not is_good:
-        row.has_failed = True
-        print("\n".join(log.read_text().splitlines()[-LOG_LINES:]), flush=True)
-
-
-def logged(row: Row, arguments: Sequence[str], log: Path) -> int:
+    environment = {**os.environ, "OFFLOAD_LOOP": LOOPS.get(check, "test")}
     with log.open("w") as file:
-        return subprocess.run(
-            [row.executable, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+        code = subprocess.run(
+            [row.executable, *CHECKS[check]],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         ).returncode
+    lines = log.read_text().splitlines()
+    row.cells[check] = cell_of(lines, code)
+    seconds = time.monotonic() - begin_s
+    print(f"{row.name}: {check}: {row.cells[check]}, in {seconds:.0f} s", flush=True)
+    if code:
+        row.has_failed = True
+        print("\n".join(lines[-LOG_LINES:]), flush=True)
 
 
-def run_tests(row: Row, check: str, log: Path) -> tuple[str, bool]:
-    # Libraries print at the end of the process, behind pytest's last line: its counts are taken
-    # from a file.
-    counts = log.with_suffix(".xml")
-    counts.unlink(missing_ok=True)
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={counts}"]
-    code = logged(row, [*options, *PYTEST[check]], log)
-    if not counts.exists():
-        return f"FAILED (exit code {code})", False
-    suite = next(ElementTree.parse(counts).getroot().iter("testsuite"))
-    ran, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
-    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    cell = f"{ran - skipped - failed} passed"
-    cell += f", {skipped} skipped" if skipped else ""
-    if failed or code:
-        return f"{failed or 'some'} FAILED, {cell}", False
-    return cell, True
-
-
-def run_selftest(row: Row, log: Path) -> tuple[str, bool]:
-    code = logged(row, SELFTEST, log)
-    lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
-    if not lines:
-        return f"FAILED (exit code {code})", False
-    summary = json.loads(lines[-1])["summary"]
-    cell = f"{summary['passed']} passed"
-    cell += f", {summary['not run']} not run" if summary["not run"] else ""
-    if summary["failed"] or code:
-        return f"{summary['failed']} FAILED, {cell}", False
-    return cell, True
+def cell_of(lines: Sequence[str], code: int) -> str:
+    """What was counted, over all parts of a run; libraries may print behind the last line of it."""
+    counts = Counter[str]()
+    for found in filter(None, map(COUNTS.match, lines)):
+        for part in found[1].split(", "):
+            number, kind = part.split(" ", 1)
+            counts[kind] += int(number)
+    shown = [f"{counts[kind]} {kind}" for kind in COUNTED if counts[kind]]
+    return ", ".join([f"FAILED ({code})"] * bool(code) + shown) or "nothing"
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -223,9 +189,9 @@ def run_selftest(row: Row, log: Path) -> tuple[str, bool]:
 
 def table(rows: Sequence[Row]) -> str:
     """Torch, Python and every column, in lines of one width."""
-    lines = [["torch", "Python", *COLUMNS]]
+    lines = [["torch", "Python", *CHECKS]]
     for row in rows:
-        cells = [row.cells.get(column, "-") for column in COLUMNS]
+        cells = [row.cells.get(check, "-") for check in CHECKS]
         lines.append([row.torch or row.release, row.python or "-", *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -249,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row.cells, row.has_failed = {"names": "no environment"}, True
             print(f"{row.name}: {error}", flush=True)
             continue
-        for check in row.checks:
+        for check in CHECKS:
             run(row, check)
     print(table(rows))
     return int(any(row.has_failed for row in rows))
