@@ -9,14 +9,24 @@ from typing import Any
 
 import torch
 
+from offload.budget import HOST
 from offload.errors import ConfigError
+from offload.heap import HEAP
 from offload.metrics import Metrics, Snapshot
 from offload.optim import Session, is_wrapped
 from offload.optim.ledger import Ledger
 from offload.planner import make_plan
 from offload.prepared import Prepared, prepared_of
 from offload.recording import Facts
-from offload.reports import Account, ActivationUse, ModelUse, RankUse, Report, SharedUse
+from offload.reports import (
+    Account,
+    ActivationUse,
+    ModelUse,
+    ProcessUse,
+    RankUse,
+    Report,
+    SharedUse,
+)
 from offload.run_file import UnitFact
 from offload.tiers.gathered_tier import NETWORK
 from offload.tiers.sharded_residency import ShardedResidency
@@ -43,7 +53,9 @@ def _report(
     """At least one of the first two is there."""
     total, speeds = metrics.snapshot(), ledger.speeds
     store = session.store if session is not None else made.store if made is not None else None
-    pools = [one.pool for one in (session, made) if one is not None]
+    pools = list(session.pools) if session is not None else []
+    if made is not None and made.pool is not None:
+        pools.append(made.pool)
     ranks = session.ranks if session is not None else None
     plan = session.plan if session is not None else make_plan([], None, has_disk=False)
     return Report(
@@ -54,16 +66,22 @@ def _report(
         speeds=speeds,
         fallbacks=dict(total.fallbacks),
         disk_engine=store.stats().engine if store else None,
-        host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools if pool),
+        host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools),
         events=metrics.events(),
         model=use_of(made, ledger) if made is not None else None,
         ranks=RankUse(plan.ranks, dict(ranks.sent_bytes)) if ranks and plan.ranks else None,
+        process=_process_use(),
         trace=made.trace if made is not None else None,
         samples=metrics.samples(),
         steps_done=list(ledger.steps),
         facts=_facts_of(made, session),
         tuned=_tuned(_chosen(made, session)),
     )
+
+
+def _process_use() -> ProcessUse | None:
+    base, peak = HEAP.base_bytes, HEAP.peak_bytes()
+    return None if base is None or peak is None else ProcessUse(base, HOST.peak_bytes, peak)
 
 
 def _session_of(optimizer: Any) -> Session:

@@ -21,11 +21,12 @@ from offload.foresight.ask import Ask
 from offload.foresight.forecast import Forecast
 from offload.foresight.forecaster import forecast
 from offload.foresight.outline import Outline
-from offload.heap import keep_freed_memory
+from offload.heap import HEAP
 from offload.hooks import watch_gradients, watch_passes
 from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
 from offload.model_plan import ModelPlan
+from offload.modes import outside_inference_mode
 from offload.optim import Request, attach, is_wrapped
 from offload.optim.opening import open_session
 from offload.planner import Plan
@@ -36,6 +37,7 @@ from offload.torch_versions import warn_if_unknown
 from offload.units import Choice
 
 
+@outside_inference_mode
 def wrap(
     optimizer: torch.optim.Optimizer,
     config: Config | None = None,
@@ -69,8 +71,7 @@ def wrap(
     )
     kind = type(optimizer).__name__
     attach(optimizer, session)
-    if any(record.param.is_cpu for record in session.updater.records):
-        keep_freed_memory()
+    HEAP.settle()
     LOG.info("%s is wrapped:\n%s", kind, session.plan)
     return optimizer
 
@@ -91,6 +92,7 @@ def _is_sharded(optimizer: object) -> bool:
     return any(is_sharded(param) for group in groups for param in group["params"])
 
 
+@outside_inference_mode
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -120,14 +122,15 @@ def prepare(
     with joined(config.process_group) as ranks:
         allowed_bytes, _ = host_bytes(config)
         place = None if ranks is None else ranks.place
-        with limited(config), telling_of_the_budget(config):
+        holder = f"{type(model).__name__}, prepared"
+        with telling_of_the_budget(config), limited(config, holder):
             outline = draw_up(
                 ranks,
                 allowed_bytes,
                 lambda nbytes: Outline(model, optimizer, config, nbytes, units, weights, place),
             )
             made = Prepared(outline, model, optimizer, ranks)
-    keep_freed_memory()
+    HEAP.settle()
     LOG.info("%s is prepared:\n%s", type(model).__name__, made.outline.plan)
     return model if optimizer is None else (model, optimizer)
 
@@ -147,6 +150,7 @@ def resident(*modules: nn.Module) -> Iterator[None]:
         yield
 
 
+@outside_inference_mode
 def close(prepared: Any) -> None:
     """Leave a prepared model (with its optimizer, if it has one) or a wrapped optimizer as ordinary
     ones. Nothing where it was done before.
@@ -160,6 +164,7 @@ def close(prepared: Any) -> None:
         raise ConfigError(f"close: expected a model or an optimizer, got {type(prepared).__name__}")
 
 
+@outside_inference_mode
 def save(
     path: str | PathLike[str],
     model: nn.Module,
@@ -189,6 +194,7 @@ def save(
     )
 
 
+@outside_inference_mode
 def load(
     path: str | PathLike[str],
     model: nn.Module,
@@ -208,6 +214,7 @@ def load(
     return load_checkpoint(path, model, optimizer, prepared_of(model), stateful)
 
 
+@outside_inference_mode
 def plan(
     optimizer: torch.optim.Optimizer | nn.Module | str | PathLike[str],
     config: Config | torch.optim.Optimizer | str | None = None,

@@ -51,6 +51,8 @@ class Block:
     is_stored: bool = False  # the store has these very bytes
     is_attached: bool = False  # the parameters are seen with their values
     pins: int = 0  # users who rely on its being attached
+    runs: int = 0  # of these, units that run: they can ask again
+    runner: int | None = None  # the thread in which they run; None: none, or more than one
     generation: int = 0  # counts the changes of its values
     version: int = 0  # of its parameters, as torch counts, when their values were last known
     seen: int | None = None  # checksum of what is attached, when others could last change it

@@ -9,17 +9,52 @@ as long as their holders. Knows numbers and names, no memory. Any thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whom a share is for, in words that its user knows: a model or an optimizer, since when."""
+
+    name: str
+    since_s: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s))
+        return f"{self.name} at {since}"
+
+
+_HOLDER: ContextVar[Holder | None] = ContextVar("holder", default=None)
+
+
+@contextmanager
+def held_by(holder: Holder | None) -> Iterator[None]:
+    """Shares that this thread takes inside are the holder's."""
+    token = _HOLDER.set(holder)
+    try:
+        yield
+    finally:
+        _HOLDER.reset(token)
+
+
+def holder_now() -> Holder | None:
+    """Whose shares this thread takes."""
+    return _HOLDER.get()
 
 
 class Share:
     """Bytes taken from a budget. `release()` gives them back; idempotent."""
 
     def __init__(self, budget: Budget, what: str, nbytes: int) -> None:
-        self.what, self.nbytes = what, nbytes
+        self.what, self.nbytes, self.holder = what, nbytes, holder_now()
         self._budget: Budget | None = budget
 
     def release(self) -> None:
@@ -84,6 +119,16 @@ class Budget:
     def _table(self) -> str:
         rows = [f"{share.what} {format_size(share.nbytes)}" for share in self._shares]
         return ", ".join(rows) or "nothing"
+
+    def holders(self) -> dict[str, int]:
+        """Bytes by whom they are for; by what they are where nobody has said."""
+        found: dict[str, int] = {}
+        with self._lock:
+            self._sum()
+            for share in self._shares:
+                name = str(share.holder or share.what)
+                found[name] = found.get(name, 0) + share.nbytes
+        return found
 
     @property
     def limit_bytes(self) -> int | None:

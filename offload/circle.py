@@ -12,18 +12,21 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.errors import StateError
+from offload.locks import nap
 from offload.shard import (
     Members,
     Speakers,
     Worker,
+    deadline_of,
     default_store,
     members_of,
     name_for,
@@ -31,6 +34,8 @@ from offload.shard import (
 )
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
+_BEAT_S = 1.0  # between two signs of life
+_LEAST_BYTES_S = 20 << 20  # a second; what moves fewer has stopped
 _MEETINGS: Counter[str] = Counter()  # how many there have been, by name
 _LOCK = threading.Lock()
 
@@ -42,7 +47,8 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
     members = members_of(process_group)
     if members is None:
         return None
-    name = name_for("meeting", members.ranks)
+    name, limit_s = name_for("meeting", members.ranks), deadline_of(process_group)
+    deadline_s = min(deadline_s, limit_s)
     with _LOCK:
         key = f"{name}/{_MEETINGS[name]}"
         _arrive(default_store(), key, members.rank, len(members.ranks), what, deadline_s)
@@ -54,7 +60,7 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
             f"{what}: the ranks cannot be connected, or one has gone in this moment; look at what "
             f"the other ranks have said ({str(error).strip().splitlines()[0]})"
         ) from error
-    return Circle(members.rank, len(members.ranks), speakers)
+    return Circle(members.rank, len(members.ranks), speakers, limit_s)
 
 
 def _arrive(store: Any, key: str, rank: int, count: int, what: str, deadline_s: float) -> None:
@@ -68,7 +74,7 @@ def _arrive(store: Any, key: str, rank: int, count: int, what: str, deadline_s: 
         while not store.check([f"{key}/go"]):
             if time.monotonic() > until_s:
                 raise StateError(_missing(store, key, rank, count, what, deadline_s))
-            time.sleep(nap_s)
+            nap(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
     except BaseException:
         if store.add(key, -1) + 1 < count:
@@ -87,94 +93,135 @@ def _missing(store: Any, key: str, rank: int, count: int, what: str, deadline_s:
 
 
 class Circle:
-    """Of `count` ranks, this being `rank`. One thread speaks; any may `leave`."""
+    """Of `count` ranks, this being `rank`. One thread speaks at a time; any may `leave`.
 
-    def __init__(self, rank: int, count: int, speakers: Speakers) -> None:
+    While a rank works on what it will say, a thread of its own tells the others every moment that
+    it is still there. So a rank that was stopped, or hangs as a whole, is missed after `limit_s`,
+    by name, however long the work of the others takes.
+    """
+
+    def __init__(self, rank: int, count: int, speakers: Speakers, limit_s: float) -> None:
         self.rank, self.count = rank, count
-        self._speakers: Speakers | None = speakers
+        self._speakers, self._limit_s = speakers, limit_s
         self._why: BaseException | None = None
-        self._is_waiting = False  # for others
+        self._is_over = False
+        self._talk: _Talk | None = None
         self._lock = threading.Lock()
+        self._thread = Worker("offload speaks", at_end=speakers.close)
 
-    def exchange(self, value: Any, what: str, deadline_s: float) -> list[Any]:
+    def begin(self, what: str) -> None:
+        """Be heard from now on, until what there is to say is said by `exchange` or `gather`."""
+        with self._lock:
+            if self._is_over:
+                raise self._why or StateError(f"{what}: rank {self.rank} has left")
+            talk = self._talk = _Talk(what)
+            self._thread.put(lambda: self._converse(talk))
+
+    def exchange(self, value: Any) -> list[Any]:
         """What every rank has to say, by rank: anything that JSON can express. Raises `StateError`
-        where one has gone, or does not come within the deadline.
+        where one has gone, or is not heard for too long.
         """
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        found = self.gather(data, what, deadline_s)
-        return [json.loads(one.numpy().tobytes()) for one in found]
+        return [json.loads(one.numpy().tobytes()) for one in self.gather(data)]
 
-    def gather(self, mine: Tensor, what: str, deadline_s: float) -> list[Tensor]:
+    def gather(self, mine: Tensor) -> list[Tensor]:
         """The bytes of every rank, by rank, as many as it has."""
-        lengths = self._gather(torch.tensor([mine.numel()], dtype=torch.int64), what, deadline_s)
-        sizes = [int(one.item()) for one in lengths]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        found = self._gather(padded, what, deadline_s)
-        return [one[:size] for one, size in zip(found, sizes, strict=True)]
-
-    def _gather(self, mine: Tensor, what: str, deadline_s: float) -> Sequence[Tensor]:
-        with self._lock:
-            speakers = self._speakers
-            if speakers is None:
-                raise self._why or StateError(f"{what}: rank {self.rank} has left")
-            self._is_waiting = True
-        found = [torch.empty_like(mine) for _ in range(self.count)]
-        work = None
-        try:
-            work = speakers.gather(found, mine, deadline_s)
-            self._await(work)
-        except BaseException as error:
-            self._why = self._why or error
-            if work is not None and not work.is_completed():
-                self._speakers = None
-                _close_later(speakers, work, [*found, mine])
-            if not isinstance(error, RuntimeError) or isinstance(error, StateError):
-                raise
-            raise StateError(
-                f"{what}: another rank has gone, or has not come within {deadline_s:g} s; look at "
-                f"what the other ranks have said ({str(error).strip().splitlines()[0]})"
-            ) from error
-        finally:
-            with self._lock:
-                self._is_waiting = False
-            if self._why is not None:
-                self.leave()
-        return found
-
-    def _await(self, work: Any) -> None:
-        """With naps, so that signals are heard, and others can end it."""
+        talk = self._talk
+        assert talk is not None, "begin comes first"
+        talk.mine = mine
         nap_s = _FIRST_NAP_S
-        while not work.is_completed():
-            if self._why is not None:
-                raise self._why
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        work.wait()
+        try:
+            while talk.found is None:
+                if talk.error is not None or self._why is not None:
+                    raise self._why or talk.error  # type: ignore[misc]
+                nap(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        except BaseException as error:
+            self.leave(error)
+            raise
+        return talk.found
 
     def leave(self, why: BaseException | None = None) -> None:
         """Idempotent. Who waits for us hears that we have gone. why: what this rank's own thread
-        gets, and leaves by itself, if it is waiting for others now.
+        gets, if it is waiting for others now, or asks them later.
         """
         with self._lock:
             self._why = self._why or why or StateError(f"rank {self.rank} has left")
-            speakers = None
-            if not self._is_waiting:
-                speakers, self._speakers = self._speakers, None
-        if speakers is not None:
-            speakers.close()
+            self._is_over = True
+            if self._talk is not None:
+                self._talk.is_over = True
+        self._thread.end()  # closes the connections, when nothing is under way on them
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _converse(self, talk: _Talk) -> Callable[[], None]:
+        try:
+            sizes = self._say_sizes(talk)
+            if sizes is not None:
+                assert talk.mine is not None
+                parts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+                parts[self.rank] = talk.mine
+                self._swap(talk.what, talk.mine, parts)
+                talk.found = parts
+        except StateError as error:
+            talk.error = error
+        except BaseException as error:  # of the connections
+            talk.error = StateError(
+                f"{talk.what}: another rank has gone; look at what the other ranks have said, and "
+                f"start all of them again ({str(error).strip().splitlines()[:1]})"
+            )
+            talk.error.__cause__ = error
+        return lambda: None
+
+    def _say_sizes(self, talk: _Talk) -> list[int] | None:
+        """How many bytes each has to say, when all know it; None: we have left. Until then each
+        says, every moment, that it is there.
+        """
+        while not talk.is_over:
+            until_s = time.monotonic() + min(_BEAT_S, self._limit_s / 4)
+            while talk.mine is None and not talk.is_over and time.monotonic() < until_s:
+                time.sleep(_FIRST_NAP_S * 5)
+            mine = -1 if talk.mine is None else talk.mine.numel()
+            heads = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
+            heads[self.rank] = torch.tensor([mine], dtype=torch.int64, device="cpu")
+            self._swap(talk.what, heads[self.rank], heads)
+            sizes = [int(head.item()) for head in heads]
+            if min(sizes) >= 0:
+                return sizes
+        return None
+
+    def _swap(self, what: str, mine: Tensor, parts: Sequence[Tensor]) -> None:
+        """Send ours to everybody, and fill everybody's part. From rank to rank: who does not send
+        is known.
+        """
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        coming = {r: self._speakers.receive(parts[r], r) for r in others if parts[r].numel()}
+        going = [self._speakers.send(mine, rank) for rank in others if mine.numel()]
+        most = max((part.nbytes for part in parts), default=0)
+        limit = timedelta(seconds=self._limit_s + most / _LEAST_BYTES_S)
+        for rank, work in coming.items():
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                raise StateError(
+                    f"{what}: rank {rank} has gone, or was not heard of within "
+                    f"{limit.total_seconds():g} s (is its process stopped?); look at what it and "
+                    f"the other ranks have said, and start all of them again "
+                    f"({str(error).strip().splitlines()[0]})"
+                ) from error
+        for work in going:
+            work.wait(limit)
 
 
-def _close_later(speakers: Speakers, work: Any, touched: list[Tensor]) -> None:
-    """When what is under way has ended: the connections cannot be closed before."""
+class _Talk:
+    """One thing that all ranks say."""
 
-    def close() -> None:
-        while not work.is_completed():
-            time.sleep(_LONGEST_NAP_S)
-        speakers.close()
-        touched.clear()
-
-    Worker("offload leaves", at_end=close).end()
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.mine: Tensor | None = None  # None: it is still being worked on
+        self.found: list[Tensor] | None = None
+        self.error: BaseException | None = None
+        self.is_over = False  # nobody waits for it any more
 
 
 class Bell:

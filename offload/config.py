@@ -118,8 +118,8 @@ class Config:
     """
 
     host_memory: int | str | None = None
-    """Host bytes that the engine may hold. None: leaves 20 % or 8 GiB of the machine (or cgroup)
-    free.
+    """Host bytes that the engine may hold. None: leaves 20 % of the machine (or cgroup) free, and
+    at least 8 GiB, but no more than 40 %.
     """
 
     nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None

@@ -19,9 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.block import Block, Reference
+from offload.casts import Casts
 from offload.errors import StateError
+from offload.heap import HEAP
 from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
+from offload.locks import uninterrupted
 from offload.metrics import Metrics
+from offload.modes import entered_outside, outside_inference_mode
 from offload.pieces import Saved
 from offload.pool import Pool
 from offload.store import DiskStore, MemoryStore
@@ -60,13 +64,15 @@ class _Runs(threading.local):
     """What is under way in a thread."""
 
     open = 0  # runs of the model and of units that have not ended
-    saving: Any = None  # in force as long as one of them is
+
+    def __init__(self) -> None:
+        self.saving: list[Any] = []  # hooks that are in force for each of them; None: those before
 
 
 class Engine:
     """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
-    they are counted in the budget, and have places where they need them: on disk if `spill` says
-    so. among: other ranks that have a part of it.
+    they are counted in the budget, and have places where they need them: in the store if `spill`
+    says so. among: other ranks that have a part of it.
     """
 
     def __init__(
@@ -95,27 +101,40 @@ class Engine:
         self._lock = threading.Lock()
         self._backward = False  # one runs, and has reached a unit
         self.activations: Activations | None = None  # None: autograd keeps them in memory
+        self.recomputes = False  # layers are run again in backward
+        self._casts = Casts(self.device, metrics)
         self._handles: list[Any] = []
         trace = Trace(_fingerprint(units), len(units))
         parts = Parts(units, pool, store, trace, self, metrics, depth)
         trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
         placed = trained if keeps_gradients else {}
+        spill = spill or Spill()
+        area = spill.open(pool, store, metrics)
         self.gradients: Gradients | DeviceGradients | ShardedGradients
         self.residency: Residency
         if among is not None:
             sharded = ShardedResidency(parts, among.ranks, among.sharding, among.wholes)
             self.residency = sharded
             self.gradients = ShardedGradients(
-                units, placed, among, pool, metrics, sharded.left_in_backward
+                units, placed, among, pool, metrics, sharded.left_in_backward, area
             )
             trained = placed
         elif on is None:
             trained = placed
-            self.gradients = Gradients(placed, metrics, spill)
+            self.gradients = Gradients(placed, metrics, self.name_of, spill.params, area)
             self.residency = Residency(parts)
         else:
-            places = Places(placed, pool, metrics, spill)
-            self.gradients = DeviceGradients(trained, places, pool, on.transfer, metrics)
+            here = {n: param for n, param in placed.items() if param not in spill.params}
+            self.gradients = DeviceGradients(
+                trained,
+                Places(here, pool),
+                pool,
+                on.transfer,
+                metrics,
+                self.name_of,
+                spill.params,
+                area,
+            )
             self.residency = DeviceResidency(parts, on.transfer, on.limit_bytes)
         try:
             if not isinstance(self.gradients, Gradients):
@@ -148,38 +167,54 @@ class Engine:
 
     # --- runs -------------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def enter(self) -> None:
         if self._runs.open == 0:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
                 self.residency.wake()
+                self._casts.restart()
             with self._lock:
                 self._running += 1
-            self._begin_saving()
+        self._runs.saving.append(self._begin_saving())
         self._runs.open += 1
 
-    def _begin_saving(self) -> None:
-        """Have a say in what autograd keeps, where parameters or activations may have to go."""
+    def _begin_saving(self) -> Any:
+        """Have a say in what autograd keeps, where parameters or activations may have to go. What
+        ends it, if it was begun.
+        """
         if self.residency.never_drops and self.activations is None:
-            return
+            return None
         others = _hooks_of_others()
-        # Recomputation counts what is saved, in its own hooks; they must see all of it, in forward
-        # as in backward.
-        if others is None or not (_in_backward() or _is_checkpoint(others[0])):
-            pack = partial(self._pack, others and others[0])
-            unpack = partial(self._unpack, others and others[1])
-            self._runs.saving = saved_tensors_hooks(pack, unpack)
-            self._runs.saving.__enter__()
+        is_counted = others is not None and _is_checkpoint(others[0])
+        if not is_counted and (self._runs.open or (others is not None and _in_backward())):
+            return None  # ours are in force, or somebody's who came after us
+        pack = partial(self._pack_counted if is_counted else self._pack, others and others[0])
+        unpack = partial(self._unpack, others and others[1])
+        saving = saved_tensors_hooks(pack, unpack)
+        saving.__enter__()
+        return saving
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Have the same say inside the block, in which a checkpoint runs something."""
+        begun = self._begin_saving()
+        try:
+            yield
+        finally:
+            if begun is not None:
+                begun.__exit__()
+
+    @outside_inference_mode
     def leave(self) -> None:
         runs = self._runs
         runs.open -= 1
         assert runs.open >= 0, "a run has ended that had not begun"
+        saving = runs.saving.pop()
+        if saving is not None:
+            saving.__exit__()
         if runs.open:
             return
-        if runs.saving is not None:
-            runs.saving.__exit__()
-            runs.saving = None
         with self._lock:
             self._running -= 1
             is_last = self._running == 0
@@ -190,12 +225,15 @@ class Engine:
         elif is_last:
             self.residency.rest()
 
+    @outside_inference_mode
     def expect(self, numel: int) -> None:
         if not self._runs.open:
             self.residency.expect(numel)
 
+    @outside_inference_mode
     def before_forward(self, unit: Unit) -> None:
         phase = self._phase()
+        self._casts.begin(unit, are_kept=self._keeps_casts(phase))
         self.residency.use(unit, phase)
         if phase is Phase.BACKWARD:
             self.gradients.visited(unit)
@@ -205,19 +243,25 @@ class Engine:
             self.residency.done(unit)
             raise
 
+    @outside_inference_mode
     def after_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
         self.leave()
         self.residency.done(unit)
+        HEAP.look()
         if torch.is_grad_enabled():
             made = [tensor for tensor in outputs if tensor.grad_fn is not None]
             if made:
                 call_in_backward(made, lambda: self._visit(unit))
 
+    @uninterrupted
+    @outside_inference_mode
     def _visit(self, unit: Unit) -> None:
         self._begin_backward()
         self.residency.visit(unit, Phase.BACKWARD)
         self.gradients.visited(unit)
+        HEAP.look()
 
+    @outside_inference_mode
     def _begin_backward(self) -> None:
         if not self._backward and _in_backward():
             self._backward = True
@@ -225,11 +269,20 @@ class Engine:
             self.gradients.begin()
             at_end_of_backward(self._end_backward)
 
+    @uninterrupted
+    @outside_inference_mode
     def _end_backward(self) -> None:
         self._backward = False
         self.residency.pace.pause()
         self.gradients.settle()
         self.residency.rest()
+
+    def _keeps_casts(self, phase: Phase) -> bool:
+        """Whether autograd keeps casts of weights on the device, as it keeps what a layer makes."""
+        if phase is not Phase.FORWARD or self.recomputes or self.activations is not None:
+            return False
+        others = _hooks_of_others()
+        return others is None or not _is_checkpoint(others[0])
 
     def _phase(self) -> Phase:
         if _in_backward():  # recomputation
@@ -238,6 +291,7 @@ class Engine:
 
     # --- what autograd keeps ----------------------------------------------------------------------
 
+    @uninterrupted
     def _pack(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         block = self.residency.block_of(tensor)
         if block is not None:
@@ -248,6 +302,22 @@ class Engine:
         saved = self.activations.save(tensor) if self.activations else None
         return saved or _Kept.of(tensor)
 
+    @uninterrupted
+    def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+        """Inside a checkpoint, which counts what is saved in the first run and in the second, and
+        keeps what the second saves until backward has come to it. It is told of parameters, too,
+        but nothing is left that would make it keep them: a block per unit would stay.
+        """
+        assert others is not None, "those of a checkpoint"
+        kept = others(tensor)
+        block = self.residency.block_of(tensor)
+        if block is None:
+            return kept
+        self.residency.note_edit(block)
+        return Reference.to(block, tensor)
+
+    @uninterrupted
+    @outside_inference_mode
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
         if isinstance(kept, _Kept | Saved):
             return kept.checked()
@@ -267,6 +337,8 @@ class Engine:
     def name_of(self, param: Tensor) -> str:
         return self._names[param]  # type: ignore[index]
 
+    @uninterrupted
+    @outside_inference_mode
     def bring(self, params: Sequence[Tensor]) -> bool:
         if not self._runs.open and not _in_backward():
             return False
@@ -278,11 +350,14 @@ class Engine:
     def resident(self, units: Sequence[Unit]) -> Iterator[None]:
         """The parameters of these are there, all at once, for code that we do not see."""
         params = [member.param for unit in units for member in unit.members]
-        with self.residency.lent(units), self.gradients.lent(params):
+        lent, grads = self.residency.lent(units), self.gradients.lent(params)
+        with entered_outside(lent), entered_outside(grads):
             yield
 
     # --- end --------------------------------------------------------------------------------------
 
+    @uninterrupted
+    @outside_inference_mode
     def close(self, make: Callable[[Tensor], Tensor] = torch.empty_like) -> None:
         """Leave the model with all its parameters in memory that `make` gives. Idempotent."""
         for handle in self._handles:
@@ -290,8 +365,7 @@ class Engine:
         self._handles = []
         for block in self.residency.in_order_of_return():
             self.residency.give_back(block, make)
-        if not isinstance(self.gradients, Gradients):
-            self.gradients.give_back()
+        self.gradients.give_back(make)
 
 
 @dataclass(frozen=True)

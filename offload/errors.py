@@ -66,6 +66,14 @@ class TorchVersionWarning(UserWarning):
     """Nobody has compared this version of torch with ours, bit by bit; given once."""
 
 
+def reason(error: BaseException) -> str:
+    """What an error is and says, for messages; an interrupt says nothing by itself."""
+    if isinstance(error, KeyboardInterrupt) and not str(error):
+        return "KeyboardInterrupt (Ctrl-C)"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}, without a word"
+
+
 def kind_of(name: str) -> type[OffloadError]:
     """The error of that name, which another rank has raised: what a program does about it, it does
     on all ranks. `StateError` where it is none of ours.

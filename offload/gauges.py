@@ -20,21 +20,41 @@ class _Holder(Protocol):
     def stats(self) -> _Stats: ...
 
 
-def used_by(holder: _Holder, besides_bytes: int = 0) -> Callable[[], int | None]:
-    """Asks a pool or a store as long as it is there; it is not held. besides_bytes: in use on the
-    same tier, always.
-    """
+def used_by(holder: _Holder) -> Callable[[], int | None]:
+    """Asks a pool or a store as long as it is there; it is not held."""
     there = weakref.ref(holder)
 
     def ask() -> int | None:
         found = there()
-        return None if found is None else found.stats().used_bytes + besides_bytes
+        return None if found is None else found.stats().used_bytes
 
     return ask
 
 
 def resident_bytes() -> int | None:
     """Of this process, as the system counts them; None where it does not tell."""
-    with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
+    pages = _pages()
+    return None if pages is None else pages[0] * _PAGE_BYTES
+
+
+def private_bytes() -> int | None:
+    """The same without pages of files and of memory that is shared."""
+    pages = _pages()
+    return None if pages is None else (pages[0] - pages[1]) * _PAGE_BYTES
+
+
+def resident_peak_bytes() -> int | None:
+    """Most that `resident_bytes` ever was."""
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _pages() -> tuple[int, int] | None:
+    """That are resident, and those of them that are shared."""
+    with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
+        _, resident, shared, _ = file.read().split(maxsplit=3)
+        return int(resident), int(shared)
     return None

@@ -157,7 +157,7 @@ def guard_on_device(param: Tensor, owner: Owner, nowhere: Tensor) -> None:
     `GradientKeeper`.
     """
     if type(param) is Guarded:  # in host memory, until now
-        unguard(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
+        unguard(param, torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape))
     if isinstance(param, GuardedOnDevice):
         setattr(param, _OWNER, owner)
     else:

@@ -16,6 +16,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from offload.heap import HEAP
+from offload.locks import steadfast, uninterrupted
 from offload.shard import is_connected
 from offload.units import Unit
 
@@ -29,10 +31,12 @@ def watch_gradients(
     """
     method = weakref.WeakMethod(arrived)
 
-    def hook(number: int, _: Tensor) -> None:
+    def hook(number: int, param: Tensor) -> None:
         owner = method()
         if owner is not None and (reduces or not is_connected()):
-            owner(number)
+            with uninterrupted:
+                owner(number)
+            HEAP.arrived(param.nbytes if param.is_cpu else 0)
 
     return [
         param.register_post_accumulate_grad_hook(_bound(hook, number))  # type: ignore[no-untyped-call]
@@ -62,7 +66,8 @@ class _Passes:
     tell_ended: weakref.WeakMethod[Callable[[], None]]
     pass_id: int | None = None  # of the one whose end will be told
 
-    def arrived(self, number: int, _: Tensor) -> None:
+    @uninterrupted
+    def arrived(self, number: int, param: Tensor) -> None:
         tell = self.tell_arrived()
         if tell is None:
             return
@@ -71,7 +76,9 @@ class _Passes:
             self.pass_id = now
             at_end_of_backward(self.ended)
         tell(number)
+        HEAP.arrived(param.nbytes if param.is_cpu else 0)
 
+    @uninterrupted
     def ended(self) -> None:
         self.pass_id = None
         tell = self.tell_ended()
@@ -135,21 +142,24 @@ def _follow_run(
         end(outputs)
 
     def before(*_: object) -> None:
-        begin()
-        runs.ends.append(mine)
+        with uninterrupted:
+            begin()
+            runs.ends.append(mine)
 
     def after(_module: nn.Module, _inputs: object, output: object) -> None:
-        if runs.ends and runs.ends[-1] is mine:  # else something before us raised
-            runs.ends.pop()
-            end(_tensors_in(output))
+        with uninterrupted:
+            if runs.ends and runs.ends[-1] is mine:  # else something before us raised
+                runs.ends.pop()
+                end(_tensors_in(output))
 
     def call(_module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         depth = len(runs.ends)
         try:
             return original(*args, **kwargs)
         except BaseException:  # torch calls no hook for an interrupt
-            while len(runs.ends) > depth:
-                runs.ends.pop()([])
+            with steadfast:
+                while len(runs.ends) > depth:
+                    runs.ends.pop()([])
             raise
 
     return [

@@ -24,6 +24,8 @@ from torch.utils.flop_counter import flop_registry
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+# GPUs have one for values of another width than queries (DeepSeek's); processors have none.
+_UNEQUAL_ATTENTION = _ATEN._scaled_dot_product_efficient_attention
 
 _attention_flops: Callable[..., int] = flop_counter.sdpa_flop_count
 _attention_backward_flops: Callable[..., int] = flop_counter.sdpa_backward_flop_count
@@ -57,7 +59,7 @@ class Meter(TorchDispatchMode):
         named = kwargs or {}
         if func is _ATEN._local_scalar_dense.default and id(args[0]) in self._verdicts:
             return self._verdicts[id(args[0])]
-        output = func(*args, **named)
+        output = _run(func, args, named)
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if func.overloadpacket in (_ATEN.all, _ATEN.any):
             self._judge(made[0], func.overloadpacket is _ATEN.all)
@@ -109,10 +111,26 @@ class Meter(TorchDispatchMode):
         self.live_bytes -= nbytes
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """On shapes, torch knows the products of experts' matrices in bfloat16 only."""
+    if func.overloadpacket is not _ATEN._grouped_mm or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    left, right, *rest = args
+    ends: Any = rest[0] if rest else kwargs.get("offs")
+    shape = [*left.shape[-2:-1], right.size(-1)]
+    if left.dim() == right.dim():
+        shape.insert(0, left.size(0) if left.dim() == 3 else ends.size(0))
+    return left.new_empty(shape)
+
+
 class _Attention(TorchFunctionMode):
-    """Attention as processors and GPUs compute it, without the matrix of all pairs. On the meta
-    device torch itself would take the way that has it.
+    """Attention as processors or, `on_device`, GPUs compute it: without the matrix of all pairs
+    where they can. On the meta device torch itself would always take the way that has it.
     """
+
+    def __init__(self, on_device: bool) -> None:
+        super().__init__()
+        self._on_device = on_device
 
     def __torch_function__(
         self,
@@ -123,11 +141,12 @@ class _Attention(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            return _attend(*args, **named)
+            return _attend(self._on_device, *args, **named)
         return func(*args, **named)
 
 
 def _attend(
+    on_device: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -137,18 +156,49 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # A mask that is learned (T5's places) goes the way with the matrix on processors, too.
-    is_learned = attn_mask is not None and attn_mask.requires_grad
-    if query.dim() != 4 or key.dim() != 4 or is_learned:
+    is_equal = value.size(-1) == query.size(-1)
+    # Processors have no kernel for unequal widths or dropout, GPUs none for unequal shared heads.
+    is_known = (is_equal or query.shape[:-2] == key.shape[:-2]) if on_device else is_equal
+    is_known = is_known and (on_device or dropout_p == 0.0)
+    if not is_known or not _is_fusible(query, key, value, attn_mask, enable_gqa):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.dtype)
-    output: Tensor = _ATTENTION(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
+    output: Tensor
+    if is_equal:
+        output = _ATTENTION(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    else:
+        needs_sums = any(tensor.requires_grad for tensor in (query, key, value))
+        output = _UNEQUAL_ATTENTION(
+            query, key, value, attn_mask, needs_sums, dropout_p, is_causal, scale=scale
+        )[0]
     return output
+
+
+def _is_fusible(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_grouped: bool
+) -> bool:
+    """Whether some kernel takes it. One that is not, be it because its shapes do not fit at all, is
+    torch's own to compute, or to refuse. A mask that is learned (T5's places) has the matrix
+    anyway.
+    """
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
+        return False
+    heads, shared = query.size(1), key.size(1)
+    is_same = heads == shared or (is_grouped and shared > 0 and heads % shared == 0)
+    return (
+        is_same
+        and key.shape[:3] == value.shape[:3]
+        and query.size(0) == key.size(0)
+        and query.size(-1) == key.size(-1)
+        and min(query.size(2), key.size(2)) > 0
+    )
 
 
 def _whole_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
@@ -159,7 +209,9 @@ def _whole_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
 
 
 @contextmanager
-def metered(meter: Meter) -> Iterator[None]:
-    """What runs inside is counted, and new tensors are on the meta device."""
-    with torch.device("meta"), _Attention(), meter:
+def metered(meter: Meter, on_device: bool = False) -> Iterator[None]:
+    """What runs inside is counted, and new tensors are on the meta device. on_device: as a GPU
+    computes it, else a processor.
+    """
+    with torch.device("meta"), _Attention(on_device), meter:
         yield

@@ -32,7 +32,7 @@ COMPUTING = frozenset(
 )  # the other causes are waits
 MOST_EVENTS = 8192  # of the last steps; some 200 bytes each
 MOST_SAMPLES = 4096  # of memory
-_SAMPLE_EVERY_S = 0.005
+_SAMPLE_EVERY_S = 0.02  # one costs up to 0.1 ms of the thread that trains
 _SHORT_WAIT_S = 50e-6  # outside of steps, shorter ones are counted and not drawn
 
 

@@ -57,7 +57,7 @@ class ModelPlan:
     @property
     def step_written_bytes(self) -> int:
         """About: what the update changes of parameters, where not all stay in memory, gradients
-        (once more where the loop clips them in place), and state.
+        (once more for each further pass whose gradients are added), and state.
         """
         changed = self.param_bytes - self.file_bytes if self.state.chunks else 0
         gradients = self.shares.gradients_on_disk

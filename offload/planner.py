@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from offload.config import format_size
 from offload.errors import CapacityError
-from offload.layout import CHUNK_NUMEL, Chunk, ParamSpec, Slice, lay_out
+from offload.layout import CHUNK_NUMEL, ELEMENT_BYTES, Chunk, ParamSpec, Slice, lay_out
 from offload.rank_share import RankShare
 
 BUFFERS = 16  # chunks under way: some being read, one updated, some written
@@ -20,6 +20,7 @@ DISK_CHUNK_NUMEL = 1 << 20  # less to wait for where a step begins and ends
 LEAST_BUFFERS = 2
 DESKS = 3  # chunks of device parameters under way: one comes, one is updated, one goes
 LEAST_CHUNK_NUMEL = 16 << 10
+_CHUNKS_STAGED = 4  # whose gradients come from disk, where there is memory for more than one
 _PAGE = 4096
 _LINE = 64
 STEPS_OF_INTEREST = 10_000
@@ -116,8 +117,13 @@ class Plan:
         """Host memory that the optimizer takes: resident chunks, buffers, desks and homes, and what
         it takes to share with other ranks.
         """
-        moving = self.buffers * self.buffer_bytes + self.desks * self.desk_bytes
-        return self.resident_bytes + moving + self.homes_bytes + self.shared_bytes
+        copied = self.desks * self.desk_bytes + self.homes_bytes
+        return self.chunk_bytes + copied + self.shared_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of it, for resident chunks and buffers: what no device comes to see."""
+        return self.resident_bytes + self.buffers * self.buffer_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -212,7 +218,7 @@ class Plan:
         if parts is None:
             if self.desks:
                 return "not predicted: the speed of copies to and from a device is not known"
-            return "not predicted: no speeds known; measure=True finds them out in a second or two"
+            return "not predicted: no speeds known; wrap(..., measure=True) measures them"
         rates = {"disk": speeds.disk_bytes_per_s, "update": speeds.update_bytes_per_s}
         each = [f"{n} {s:.3g} s at {(rates[n] or 0.0) / 1e9:.3g} GB/s" for n, s in parts.items()]
         return f"{max(parts.values()):.3g} s at best: {', '.join(each)}"
@@ -261,6 +267,28 @@ def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
     return min(LEAST_BUFFERS * _largest(chunks), sum(chunk.nbytes for chunk in chunks))
 
 
+def least_spill_bytes(params: Sequence[ParamSpec], itemsizes: Sequence[int]) -> int:
+    """Host memory with which gradients on disk can pass through: one chunk's. itemsizes: bytes of
+    an element of each one's gradient, 0 where there is none.
+    """
+    return _spilled_bytes(lay_out([_beginning(p) for p in params], LEAST_CHUNK_NUMEL), itemsizes)
+
+
+def _spilled_bytes(chunks: Sequence[Chunk], itemsizes: Sequence[int]) -> int:
+    """Of the gradients of any chunk."""
+    each = (
+        sum(_round_up((p.end - p.begin) * itemsizes[p.param], _LINE) for p in chunk.slices)
+        for chunk in chunks
+    )
+    return max(each, default=0)
+
+
+def most_numel(staging_bytes: int) -> int:
+    """Of a chunk, so that the gradients of several at once have room in that much memory."""
+    fitting = staging_bytes // (_CHUNKS_STAGED * ELEMENT_BYTES)
+    return max(LEAST_CHUNK_NUMEL, 1 << max(0, fitting.bit_length() - 1))
+
+
 def _beginning(param: ParamSpec) -> ParamSpec:
     """A few chunks of it, or all if it has no more."""
     begin, end = param.own or (0, param.numel)
@@ -278,6 +306,7 @@ def make_plan(
     held_bytes: int = 0,
     ranks: RankShare | None = None,
     disk_chunk_numel: int | None = None,
+    most_numel: int | None = None,
 ) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
@@ -286,9 +315,11 @@ def make_plan(
     have host memory of their own; they get it anyway where it costs no chunk its place. held_bytes:
     what others hold beside it, for the message. ranks: what is shared, with memory of its own;
     `params` have `own` then. disk_chunk_numel: instead of 1 Mi, still less where the budget asks
-    for it. Raises `CapacityError` where nothing works.
+    for it. most_numel: of any chunk, whatever else is said. Raises `CapacityError` where nothing
+    works.
     """
     numel = chunk_numel or CHUNK_NUMEL
+    numel = min(numel, most_numel or numel)
     while True:
         for has_homes in (True,) if needs_homes else (True, False):
             whole = _keep_all(params, numel, has_homes, host_memory_bytes, speeds, ranks)
@@ -310,6 +341,7 @@ def make_plan(
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
     numel = chunk_numel or disk_chunk_numel or min(numel, DISK_CHUNK_NUMEL)
+    numel = min(numel, most_numel or numel)
     chunks, free = lay_out(params, numel), host_memory_bytes - whole.homes_bytes
     free -= whole.shared_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:

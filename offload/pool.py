@@ -1,11 +1,11 @@
 """Host memory for blocks in flight and for state that lives in memory.
 
 One arena is mapped at the start, exactly as large as the budget, aligned to 2 MiB, on huge pages
-where the system has them, and registered with the accelerator where there is one. It is cut into
-leases. A lease has one holder and returns its piece by itself: when it is released, when its `with`
-block is left, or when it is forgotten; but never before the last tensor that was made on it is
-gone, so that no memory is reused under somebody's feet. A request beyond the budget waits or raises
-`CapacityError`; the arena never grows. Any thread. Knows bytes, not tensor names or files.
+where the system has them, and registered with a device if it is copied to and from one. It is cut
+into leases. A lease has one holder and returns its piece by itself: when it is released, when its
+`with` block is left, or when it is forgotten; but never before the last tensor that was made on it
+is gone, so that no memory is reused under somebody's feet. A request beyond the budget waits or
+raises `CapacityError`; the arena never grows. Any thread. Knows bytes, not tensor names or files.
 
 The arena is not inherited by a forked child (MADV_DONTFORK): the kernel would otherwise copy pages
 under running transfers. Using a pool there is a `StateError`.
@@ -13,15 +13,19 @@ under running transfers. Using a pool there is a `StateError`.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +34,9 @@ from offload.budget import HOST, Budget
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.extents import Extents
+from offload.locks import Gate, uninterrupted
+from offload.log import LOG
+from offload.metrics import Metrics
 
 ARENA_ALIGN = 2 << 20  # a huge page
 PIECE_ALIGN = 4096  # every lease starts at a page: direct I/O wants it, and 64-byte lines follow
@@ -38,8 +45,8 @@ _RECHECK_S = (
 )
 
 # Pieces that a stuck operation may still write to. They hold their arena's map, which must outlive
-# the pool then.
-_QUARANTINE: list[ctypes.Array[ctypes.c_char]] = []
+# the pool then. So do arenas that the device does not let go of.
+_QUARANTINE: list[object] = []
 
 
 class _Arena(mmap.mmap):
@@ -50,29 +57,108 @@ class _Arena(mmap.mmap):
     unregister: Callable[[], None] | None = None
 
     def __del__(self) -> None:
-        if self.unregister is not None:
-            self.unregister()
+        unregister, self.unregister = self.unregister, None
+        if unregister is None:
+            return
+        try:
+            unregister()
+        except Exception as error:  # nobody could catch it here
+            LOG.warning("host memory: could not be unpinned, and stays mapped: %s", error)
+            _QUARANTINE.append(self)  # other memory here would be taken for pinned
 
 
 _ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
 
+
+@atexit.register
+def _leave_registered() -> None:
+    """The end of the process unpins all memory, in less time, when torch may be gone already."""
+    for arena in list(_ARENAS):
+        arena.unregister = None
+
+
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
+_MOST_TOUCHING = 8  # threads; more gained nothing where that was measured
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
-
-# Makes the arena known to the accelerator and returns what undoes it; None when there is nobody to
-# tell.
-Register = Callable[[int, int], Callable[[], None] | None]
+_ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
-def register_host_memory(address: int, nbytes: int) -> Callable[[], None] | None:
-    """Pin the arena for the accelerator that torch has. The one call that has no general form in
-    torch.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != "cuda":
+class RegistrationError(RuntimeError):
+    """The device's runtime did not take host memory, or does not let go of it."""
+
+
+# Makes the arena known to a device and returns what undoes it; None when there is nobody to tell.
+# Raises `RegistrationError` where the device does not want it.
+Register = Callable[[int, int, torch.device], Callable[[], None] | None]
+
+
+def register_host_memory(
+    address: int, nbytes: int, device: torch.device
+) -> Callable[[], None] | None:
+    """Pin the arena for a GPU. The one call that has no general form in torch."""
+    if device.type != "cuda":
         return None
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
-    return lambda: torch.cuda.check_error(runtime.cudaHostUnregister(address))
+    with torch.accelerator.device_index(device.index):  # else a context is made on the first
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(result) == _ALREADY:  # by somebody whose memory was here, and is gone
+            runtime.cudaHostUnregister(address)
+            result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        _check_registered(runtime, result, device)
+    return partial(_unregister_host_memory, runtime, address, device)
+
+
+def _unregister_host_memory(runtime: Any, address: int, device: torch.device) -> None:
+    with torch.accelerator.device_index(device.index):
+        _check_registered(runtime, runtime.cudaHostUnregister(address), device)
+
+
+def _check_registered(runtime: Any, result: Any, device: torch.device) -> None:
+    if int(result) == 0:
+        return
+    _clear_last_error(device)
+    if int(result) == _ALREADY:
+        raise StateError(
+            f"host memory: {device} takes some of it for pinned by somebody who has freed it since "
+            "without telling CUDA, and would copy other bytes; start the process anew"
+        )
+    raise RegistrationError(f"{runtime.cudaGetErrorString(result)} ({int(result)})")
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """CUDA keeps the error for the next launch, which is somebody's who has done nothing wrong. A
+    launch reads and clears it; torch has no other call that does. What is there a second time is
+    no refusal: the device is lost.
+    """
+    for has_tried in (False, True):
+        try:
+            torch.full((1,), 1.0, dtype=torch.float32, device=device)
+            return
+        except RuntimeError:
+            if has_tried:
+                raise
+
+
+def _fault_in(address: int, nbytes: int) -> None:
+    """Have the system give all pages now, by several threads: whoever pins them does it by one,
+    which takes three times as long. Where it cannot be asked, that one does it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    advise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    count = max(1, min(_MOST_TOUCHING, len(os.sched_getaffinity(0))))
+    part = -(-nbytes // count // ARENA_ALIGN) * ARENA_ALIGN
+    threads = [
+        threading.Thread(
+            target=advise, args=(address + begin, min(part, nbytes - begin), _MADV_POPULATE_WRITE)
+        )
+        for begin in range(0, nbytes, part)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @dataclass(frozen=True)
@@ -90,6 +176,9 @@ class PoolStats:
 class Pool:
     """An arena of `nbytes`, cut into leases. `close()` gives the memory back once the last lease
     has returned.
+
+    device: it is copied to and from, so that the arena is registered with it; None, or the CPU: no
+    device hears of it. Where it refuses, copies block, and `metrics` is told.
     """
 
     def __init__(
@@ -97,6 +186,8 @@ class Pool:
         nbytes: int,
         register: Register = register_host_memory,
         budget: Budget = HOST,
+        device: torch.device | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         if nbytes < PIECE_ALIGN:
             raise ConfigError(f"nbytes: expected at least {PIECE_ALIGN} bytes, got {nbytes}")
@@ -112,11 +203,12 @@ class Pool:
         whole = (ctypes.c_char * len(arena)).from_buffer(arena)
         self._begin = -ctypes.addressof(whole) % ARENA_ALIGN
         self.address = ctypes.addressof(whole) + self._begin
-        arena.unregister = register(self.address, self.capacity_bytes)
+        if device is not None and device.type != "cpu":
+            arena.unregister = self._pin(register, device, metrics or Metrics())
         self._map: _Arena | None = arena  # None: closed
         self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Gate(self._lock)
         # Pieces that have come back. A finalizer may run at any moment, even in a thread that holds
         # the lock, so it only leaves the piece here.
         self._returned: deque[int] = deque()
@@ -124,6 +216,28 @@ class Pool:
         self._peak_bytes = 0
         self._quarantined_bytes = 0
 
+    def _pin(
+        self, register: Register, device: torch.device, metrics: Metrics
+    ) -> Callable[[], None] | None:
+        size = format_size(self.capacity_bytes)
+        LOG.info("host memory: pinning %s for %s", size, device)
+        begin_s = time.monotonic()
+        _fault_in(self.address, self.capacity_bytes)
+        try:
+            unregister = register(self.address, self.capacity_bytes, device)
+        except RegistrationError as error:
+            metrics.fall_back(
+                "pinned host memory",
+                f"{device} refused {size}: {error}; the CPU waits for each copy of it; give "
+                "host_memory= less than may be pinned here (WSL2 and some containers allow "
+                "little), or raise the limit",
+            )
+            return None
+        if unregister is not None:
+            LOG.info("host memory: pinned %s in %.1f s", size, time.monotonic() - begin_s)
+        return unregister
+
+    @uninterrupted
     def lease(self, nbytes: int, timeout_s: float | None = 0.0, what: str = "a block") -> Lease:
         """The right to use `nbytes`. Waits up to `timeout_s` (None: as long as it takes) for others
         to return theirs.
@@ -183,11 +297,7 @@ class Pool:
     def _put_back(self, begin: int) -> None:
         """Called by finalizers: must not block and must not fail."""
         self._returned.append(begin)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._changed.notify_all()
-            finally:
-                self._lock.release()
+        self._changed.notify_all()
 
     def buffer(self) -> memoryview:
         """The whole arena, to register it with others; whoever has it keeps it."""

@@ -17,7 +17,10 @@ from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.foresight.outline import Outline
 from offload.gauges import resident_bytes, used_by
+from offload.heap import HEAP
 from offload.hooks import watch_gradients
+from offload.layout import Chunk, slices_by_param
+from offload.locks import uninterrupted
 from offload.log import LOG
 from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
@@ -43,6 +46,7 @@ from offload.tiers.device_wholes import DeviceWholes
 from offload.tiers.mean_gradients import Among
 from offload.tiers.outside import InHost, OnDisk, Outside
 from offload.tiers.sharded_gradients import ShardedGradients
+from offload.tiers.spill import Shelf, slot_bytes
 from offload.tiers.wholes import HostWholes, Wholes
 from offload.trace import Trace
 from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
@@ -86,6 +90,8 @@ class Prepared:
         self.config, self.units, self.shares = outline.config, outline.units, outline.shares
         self.metrics = Metrics(strict=self.config.strict)
         outline.chosen.begin(self.metrics)
+        if outline.device_note is not None:
+            self.metrics.fall_back("device_memory", outline.device_note)
         self._unit_of = outline.unit_of
         self._directories = outline.directories
         self.pool: Pool | None = None
@@ -131,15 +137,16 @@ class Prepared:
         # has memory for gradients.
         sharding = self.outline.sharding
         is_made_here = self.outline.is_on_cpu and sharding is None
-        params = shares.params if is_made_here else shares.params + shares.gradients
-        self.pool = Pool(max(params, PIECE_ALIGN), budget=HOST)
+        # Blocks, and what gradients pass through.
+        params = shares.params + (shares.staging if is_made_here else shares.gradients)
+        self.pool = self._copied_pool(max(params, PIECE_ALIGN))
         if sharding is not None and not sharding.on_device:
             what = "whole parameters and gradients"
             self._whole_share = self._take_share(sharding.fixed_bytes, what)
         if is_made_here:
-            self._gradients_share = self._take_share(shares.gradients, "gradients")
+            self._gradients_share = self._take_share(shares.gradients - shares.staging, "gradients")
         if shares.state:
-            self.state_pool = Pool(shares.state, budget=HOST)
+            self.state_pool = Pool(shares.state, budget=HOST)  # no device comes to see it
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = self.outline.disk_room_bytes
         if room:
@@ -148,6 +155,10 @@ class Prepared:
                 self._directories, room, metrics=self.metrics, memory=memory, **options
             )
 
+    def _copied_pool(self, nbytes: int) -> Pool:
+        """Of memory that is copied to and from the device, if there is one."""
+        return Pool(nbytes, budget=HOST, device=self.outline.device, metrics=self.metrics)
+
     def _watch_memory(self) -> None:
         """Samples of it go with the timeline. Who is watched is not held."""
         watched = {"host: parameters": self.pool, "host: optimizer state": self.state_pool}
@@ -155,10 +166,11 @@ class Prepared:
             if pool is not None:
                 self.metrics.watch(name, used_by(pool))
         if self.store is not None:
-            self.metrics.watch("disk", used_by(self.store, self.shares.gradients_on_disk))
+            self.metrics.watch("disk", used_by(self.store))
         if not self.outline.is_on_cpu:
             self.metrics.watch("device", partial(used_bytes, self.outline.device))
         self.metrics.watch("process", resident_bytes)
+        HEAP.serve(self, self.metrics)
 
     def _take_share(self, nbytes: int, what: str) -> Share:
         """Of the budget, for memory that others allocate; as long as we are there."""
@@ -213,7 +225,7 @@ class Prepared:
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.backing.open_spare = self._open_spare
-        self.services = Services(model, residency, self._unit_of, self._directories)
+        self.services = Services(model, residency, self._unit_of, self._directories, self.metrics)
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
         if self.ranks is not None and not hasattr(model, _NO_SYNC):  # as DDP has it
@@ -227,7 +239,7 @@ class Prepared:
         if self.transfer is not None:
             network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
             wholes = DeviceWholes(network, self.outline.device_left_bytes)
-        return Among(self.ranks, sharding, wholes, self.outline.spilled_units, self._directories)
+        return Among(self.ranks, sharding, wholes, self.outline.spilled_units)
 
     def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None
@@ -244,7 +256,9 @@ class Prepared:
                 layers,
                 lambda unit: tuple(blocks[number].generation for number in unit.needs),
                 self.metrics,
+                saving=self.engine.saving,
             )
+            self.engine.recomputes = True
         elif self.config.activations == "offload":
             device = self.engine.device
             self.engine.activations = Activations(self._outside(device), device, self.metrics)
@@ -255,7 +269,7 @@ class Prepared:
         store = GrowingStore(self._directories, self.metrics) if self._directories else None
         if device.type != "cpu":
             transfer = DeviceTransfer(device, metrics=self.metrics)
-            return InHost(transfer, Pool(nbytes, budget=HOST), store)
+            return InHost(transfer, self._copied_pool(nbytes), store)
         assert store is not None, "check_preparable has seen it"
         self._activations_share = self._take_share(nbytes, "activations")
         return OnDisk(store, nbytes)
@@ -351,8 +365,27 @@ class Prepared:
             begin = next(m.begin for m in unit.members if m.param is record.param)
             places[record.number] = block, begin - block.span[0], record.dtype
             firsts[record.number] = record.own[0] if record.own else 0
-        desks = Workbench(residency, places, self.engine.gradients.push_out, firsts)
+        gradients = self.engine.gradients
+        staging: Shelf | None = None
+        if gradients.area is not None:
+            gradients.cut_for(_slices_of(records, plan.chunks))
+            gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
+            staging = Shelf(gradients.area, firsts)
+        desks = Workbench(residency, places, staging, firsts)
         return _SharedGround(self.state_pool, self.store, plan, desks)
+
+    def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
+        """Bytes of an element, of each parameter whose gradient is spilled."""
+        spilled, units = self.outline.spill.params, self.outline.spilled_units
+        return {
+            record.number: record.dtype.itemsize
+            for record in records
+            if record.param in spilled or self._unit_of[record.param].number in units  # type: ignore[index]
+        }
+
+    @property
+    def most_chunk_numel(self) -> int | None:
+        return self.outline.most_chunk_numel
 
     # --- for users --------------------------------------------------------------------------------
 
@@ -392,6 +425,7 @@ class Prepared:
 
     # --- end --------------------------------------------------------------------------------------
 
+    @uninterrupted
     def close(self) -> None:
         """Leave model and optimizer as ordinary ones. Idempotent."""
         if self.has_lost_ranks:
@@ -407,9 +441,10 @@ class Prepared:
         if self.session is not None:
             self.session.close()
             self.session = None
-        self._close_model()
+        self._close_model(None if self.engine is None else self.services.rooms())
 
-    def _close_model(self) -> None:
+    def _close_model(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
+        """make: gives memory for parameters; None: any, as they come."""
         if self.recompute is not None:
             self.recompute.close()
             self.recompute = None
@@ -421,7 +456,7 @@ class Prepared:
         self._activations_share = self._gradients_share = self._whole_share = None
         if self.engine is not None:
             self.services.close()
-            self.engine.close(self.services.like)
+            self.engine.close(make or self.services.like)
             for module in self.engine.model.modules():
                 object.__delattr__(module, _PREPARED)
             if vars(self.engine.model).get(_NO_SYNC) == self.no_sync:
@@ -446,6 +481,16 @@ class Prepared:
             self.ranks.close()
 
 
+def _slices_of(
+    records: Sequence[Record], chunks: Sequence[Chunk]
+) -> dict[Tensor, list[tuple[int, int]]]:
+    """The elements of each parameter that the update asks for at once."""
+    return {
+        records[number].param: [(part.begin, part.end) for _, part in each]
+        for number, each in slices_by_param(chunks).items()
+    }
+
+
 class _SharedGround:
     """What an optimizer stands on beside its model."""
 
@@ -453,6 +498,7 @@ class _SharedGround:
         self, pool: Pool | None, store: DiskStore | None, plan: Plan, desks: Workbench
     ) -> None:
         self.pool = pool
+        self.copies: Pool | None = None
         self.store = store
         self.desks: Places | None = desks
         self.homes: Homes | None = None

@@ -2,16 +2,17 @@
 
 torch's own checkpointing around each layer of a prepared model, put in place without touching the
 model: only what goes into a layer is kept. The second run gives the bits of the first: random
-numbers are those of the first, and so are buffers that the layer itself changes (batch norm's
-statistics), which change once, not twice. A layer that recomputes already is left alone, be it by
-itself, within, or by somebody around it.
+numbers are those of the first (`draws`), and so are buffers that the layer itself changes (batch
+norm's statistics), which change once, not twice. Now and then that is compared. A layer that
+recomputes already is left alone, be it by itself, within, or by somebody around it.
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
@@ -20,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from offload.draws import Draw, drawing_again, source_at, sources_of
 from offload.errors import StateError
 from offload.hooks import Interception, intercept
 from offload.metrics import Metrics
@@ -30,8 +33,11 @@ from offload.units import Unit, enclosing, large_layers
 # Buffers up to this size are copied at each run, larger ones only where their version shows that
 # the run has changed them: batch norm changes its own without one.
 COPIED_BYTES = 64 << 10
+# Of a layer's runs the first ones, and later every so many, are compared with their second run.
+CHECKED_FIRST, CHECKED_EVERY = 2, 32
 
 GenerationsOf = Callable[[Unit], tuple[int, ...]]
+Saving = Callable[[], AbstractContextManager[None]]
 Layers = Mapping[nn.Module, tuple[Unit, ...]]  # and the units that have their parameters
 _CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while it runs something
 
@@ -40,19 +46,36 @@ _CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while i
 class _Layer:
     units: tuple[Unit, ...]
     is_probed: bool = False  # has run once, and was watched
+    runs: int = 0
+    generators: list[object] = field(default_factory=list)  # that it was seen to use
     is_let_alone: bool = False  # recomputes itself
 
     @property
     def name(self) -> str:
         return self.units[0].name
 
+    def is_due(self) -> bool:
+        """Whether this run is one of those that are compared."""
+        self.runs += 1
+        return self.runs <= CHECKED_FIRST or self.runs % CHECKED_EVERY == 0
+
 
 class Recompute:
     """Around each of these layers until `close`. generations_of: of the blocks that a unit needs;
-    they tell whether its parameters have changed since.
+    they tell whether its parameters have changed since. compares: some runs with their second.
+    saving: entered around what a checkpoint runs.
     """
 
-    def __init__(self, layers: Layers, generations_of: GenerationsOf, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        generations_of: GenerationsOf,
+        metrics: Metrics,
+        compares: bool = True,
+        saving: Saving = nullcontext,
+    ) -> None:
+        self._compares = compares
+        self._saving = saving
         self._generations_of = generations_of
         self._metrics = metrics
         self._interceptions: list[Interception] = [
@@ -79,8 +102,11 @@ class Recompute:
             )
             return original(*args, **kwargs)
         run = _Run(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
-        # Keywords, too, are given as values: then torch looks after the tensors among them.
-        return checkpoint(run, *values, use_reentrant=False)
+        run.saving = self._saving
+        run.is_compared = self._compares and layer.is_due()
+        # Keywords, too, are given as values: then torch looks after the tensors among them. To be
+        # compared, a second run must go on to its output.
+        return checkpoint(run, *values, use_reentrant=False, early_stop=not run.is_compared)
 
     def close(self) -> None:
         for interception in self._interceptions:
@@ -98,23 +124,30 @@ class _Run:
     keywords: tuple[str, ...]
     generations_of: GenerationsOf
     metrics: Metrics
+    saving: Saving = nullcontext
     generations: tuple[int, ...] | None = None  # None: has not run
     buffers: list[_Buffer] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    is_compared: bool = False
+    crc: int | None = None  # of what it has returned
 
     def __call__(self, *values: Any) -> Any:
         number = len(values) - len(self.keywords)
         named = dict(zip(self.keywords, values[number:], strict=True))
         call = partial(self.original, *values[:number], **named)
-        if self.generations is None:
-            return self._first(call)
-        return self._again(call)
+        with self.saving():
+            return self._first(call) if self.generations is None else self._again(call)
 
     def _first(self, call: Callable[[], Any]) -> Any:
         self.generations = self._generations()
         self.buffers = [_Buffer.of(*found) for found in _buffers_of(self.module)]
+        self.draws = [Draw.of(s) for s in sources_of(self.module, self.layer.generators)]
         output = call() if self.layer.is_probed else self._probe(call)
+        self.draws = [draw for draw in self.draws if draw.is_used]
         for buffer in self.buffers:
             buffer.note_change()
+        if self.is_compared:
+            self.crc = _crc_of(output)
         return output
 
     def _generations(self) -> tuple[int, ...]:
@@ -124,6 +157,9 @@ class _Run:
         with _Probe(type(self)._probe.__code__) as probe:
             output = call()
         self.layer.is_probed = True
+        self.layer.generators = [draw.source.owner for draw in probe.draws]
+        known = {id(draw.source.owner) for draw in self.draws}
+        self.draws += [draw for draw in probe.draws if id(draw.source.owner) not in known]
         if probe.has_found:
             self.layer.is_let_alone = True
             self.metrics.count("layers_that_recompute_themselves")
@@ -136,8 +172,23 @@ class _Run:
                 f"{name}: its parameters have changed since the forward pass whose backward needs "
                 "them; run the forward pass again"
             )
-        with _as_they_were(self.buffers, name):
-            return call()
+        with _as_they_were(self.buffers, name), drawing_again(self.draws):
+            output = call()
+        if self.is_compared and self.crc != _crc_of(output):
+            self._tell_of_difference(output)
+        return output
+
+    def _tell_of_difference(self, output: Any) -> None:
+        """An error where the same work gives the same bits; some kernels of devices do not."""
+        told = (
+            f"{self.layer.name}: run again in backward it gave other values than in forward, so "
+            "that its gradients would be those of another run; it draws random numbers from where "
+            "nobody looks, or keeps something from one run to the next: make its generator an "
+            'attribute of the module, or prepare with activations="keep" or "offload"'
+        )
+        if all(tensor.is_cpu for tensor in _tensors(output)):
+            raise StateError(told)
+        self.metrics.fall_back("recomputation of activations", told)
 
 
 @dataclass(eq=False)
@@ -190,13 +241,14 @@ def _as_they_were(buffers: Sequence[_Buffer], layer: str) -> Iterator[None]:
 
 class _Probe(TorchFunctionMode):
     """Finds out whether something is run by a checkpoint, between here and the function that has
-    `outermost`.
+    `outermost`; and which generators are drawn from.
     """
 
     def __init__(self, outermost: CodeType) -> None:
         super().__init__()
         self._outermost = outermost
         self.has_found = False
+        self.draws: list[Draw] = []  # of generators that are handed to torch, before their first
 
     def __torch_function__(
         self,
@@ -206,6 +258,10 @@ class _Probe(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.has_found = self.has_found or _is_within_checkpoint(self._outermost)
+        owner = kwargs.get("generator") if kwargs else None
+        if owner is not None and all(draw.source.owner is not owner for draw in self.draws):
+            source = source_at(owner)
+            self.draws += [] if source is None else [Draw.of(source)]
         return func(*args, **(kwargs or {}))
 
 
@@ -253,6 +309,20 @@ def _is_within_checkpoint(outermost: CodeType | None = None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _crc_of(output: Any) -> int:
+    """Of the bytes of all tensors in it."""
+    crc = 0
+    for tensor in _tensors(output):
+        values: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(values, crc)
+    return crc
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves = tree_leaves(output)
+    return [t for t in leaves if type(t) is Tensor and t.layout == torch.strided and t.numel()]
 
 
 def _is_cache(value: object) -> bool:

@@ -185,9 +185,9 @@ def block_sums(grad: Tensor, sums: Tensor) -> None:
     pairwise.
     """
     rows = STATS_BLOCK // STATS_LANES
-    squares = torch.zeros(sums.numel() * STATS_BLOCK, dtype=torch.float64)
+    squares = torch.zeros(sums.numel() * STATS_BLOCK, dtype=torch.float64, device="cpu")
     squares[: grad.numel()] = grad.double().square()  # zeros behind the end add nothing
-    lanes = torch.zeros(sums.numel(), STATS_LANES, dtype=torch.float64)
+    lanes = torch.zeros(sums.numel(), STATS_LANES, dtype=torch.float64, device="cpu")
     for row in squares.view(-1, rows, STATS_LANES).unbind(1):
         lanes += row
     while lanes.size(1) > 1:

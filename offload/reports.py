@@ -24,6 +24,7 @@ MOVES = {
     "disk_read_bytes": "read from disk",
     "disk_written_bytes": "written to disk",
     "spilled_bytes": "gradients written to disk",
+    "spilled_read_bytes": "gradients read from disk",
     "device_to_host_bytes": "copied from device to host",
     "host_to_device_bytes": "copied from host to device",
     "updated_bytes": "read and written by the update",
@@ -40,6 +41,7 @@ CAUSES = {
 }
 
 
+BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the books, before the report tells of it
 _SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
 
 
@@ -262,6 +264,38 @@ class RankUse:
 
 
 @dataclass(frozen=True)
+class ProcessUse:
+    """Memory of this process as the kernel counts it, beside the engine's books. base_bytes: RSS
+    before the engine had anything. engine_bytes: the most that it has taken of `host_memory`.
+    peak_bytes: most RSS since then.
+    """
+
+    base_bytes: int
+    engine_bytes: int
+    peak_bytes: int
+
+    @property
+    def beyond_bytes(self) -> int:
+        """That the books do not explain."""
+        return max(0, self.peak_bytes - self.base_bytes - self.engine_bytes)
+
+    def to_dict(self) -> dict[str, int]:
+        return {"peak_bytes": self.peak_bytes, "beyond_books_bytes": self.beyond_bytes}
+
+    def notes(self) -> list[tuple[str, str]]:
+        """None where memory is what the books say, give or take `BOOKS_MARGIN_BYTES`."""
+        if self.beyond_bytes <= BOOKS_MARGIN_BYTES:
+            return []
+        size = format_size
+        text = (
+            f"{size(self.peak_bytes)} at the peak, {size(self.beyond_bytes)} more than the "
+            f"{size(self.base_bytes)} before and the {size(self.engine_bytes)} that the engine has "
+            "taken: activations, gradients in autograd's hands, your own data"
+        )
+        return [("resident memory", text)]
+
+
+@dataclass(frozen=True)
 class Report:
     """A snapshot. `str()` is for people, `to_dict()` for machines, `save_trace()` for a timeline.
 
@@ -281,6 +315,7 @@ class Report:
     events: list[Event] = field(repr=False)
     model: ModelUse | None = None  # None: the model is not prepared
     ranks: RankUse | None = None  # None: the state is not shared over ranks
+    process: ProcessUse | None = None  # None: not known, or it had more memory before
     # The order in which the model's units run, as far as it is known: no snapshot, it goes on.
     trace: Trace | None = field(default=None, repr=False, compare=False)
     # What a file of the run needs. No model, no optimizer: a report keeps nobody's memory.
@@ -324,6 +359,10 @@ class Report:
             **{name: value for name, value in speeds.items() if value is not None},
             **{f"model/{k}": v for k, v in (self.model.to_dict() if self.model else {}).items()},
             **{f"ranks/{k}": v for k, v in (self.ranks.to_dict() if self.ranks else {}).items()},
+            **{
+                f"process/{k}": v
+                for k, v in (self.process.to_dict() if self.process else {}).items()
+            },
             "state_bytes": self.plan.state_bytes,
             "state_bytes_in_host_memory": self.plan.resident_bytes,
             "state_bytes_on_disk": self.plan.disk_bytes,
@@ -400,6 +439,7 @@ class Report:
         state = f"{size(plan.resident_bytes)} in host memory, {size(plan.disk_bytes)} on disk"
         notes.append(("state", state))
         notes.append(("host pools, peak", size(self.host_peak_bytes)))
+        notes += self.process.notes() if self.process is not None else []
         if self.tuned is not None:
             notes.append(("tuned", self.tuned))
         if self.disk_engine:

@@ -7,17 +7,20 @@ and handed to a trainer that moves them to the device they are for.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from offload.errors import ConfigError, StateError
 from offload.hooks import Interception, intercept
+from offload.metrics import Metrics
+from offload.modes import outside_inference_mode
 from offload.store.mapped import mapped_tensor
 from offload.tiers.residency import Residency
 from offload.units import Unit
@@ -34,13 +37,15 @@ class Services:
         residency: Residency,
         unit_of: Mapping[nn.Parameter, Unit],
         directories: Sequence[Path],
+        metrics: Metrics,
     ) -> None:
+        self._metrics = metrics
         self._residency = residency
         self._unit_of = unit_of
         self._directories = directories
         self._device = residency.device
         self._saved: tuple[Any, dict[Tensor, Tensor]] = (lambda: None, {})
-        self._interceptions: list[Interception] = []
+        self._interceptions: list[Interception] = [intercept(model, "parameters", _own)]
         for module in model.modules():
             self._interceptions += [
                 intercept(module, "_save_to_state_dict", self._save),
@@ -58,9 +63,32 @@ class Services:
         """Host memory outside of the budget for a tensor of the same shape and type; on a file
         where the model does not fit in memory.
         """
-        if not self._directories or self._residency.has_room_for_all:
+        if self._fits:
             return torch.empty_like(values, device="cpu")
-        return mapped_tensor(self._directories[0], values.shape, values.stride(), values.dtype)
+        return self._mapped(values.shape, values.stride(), values.dtype)
+
+    @property
+    def _fits(self) -> bool:
+        return not self._directories or self._residency.has_room_for_all
+
+    def _mapped(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return mapped_tensor(self._directories, shape, stride, dtype, self._metrics)
+
+    def rooms(self) -> Callable[[Tensor], Tensor]:
+        """As `like`, for all parameters, with the files made now: where there is no room for one,
+        nothing has changed yet.
+        """
+        ready: dict[tuple[Any, ...], list[Tensor]] = {}
+        units = [] if self._fits else list({u.number: u for u in self._unit_of.values()}.values())
+        for member in (member for unit in units for member in unit.members):
+            key = member.shape, member.stride, member.dtype
+            ready.setdefault(key, []).append(self._mapped(*key))
+
+        def take(values: Tensor) -> Tensor:
+            found = ready.get((values.shape, values.stride(), values.dtype))
+            return found.pop() if found else self.like(values)
+
+        return take
 
     def _units(self, module: nn.Module) -> list[Unit]:
         own = [
@@ -72,6 +100,7 @@ class Services:
 
     # --- what torch does with a module ------------------------------------------------------------
 
+    @outside_inference_mode
     def _save(
         self,
         module: nn.Module,
@@ -106,6 +135,7 @@ class Services:
             copies[param] = self.like(values).copy_(values)
         return copies[param]
 
+    @outside_inference_mode
     def _load(
         self,
         module: nn.Module,
@@ -151,6 +181,29 @@ class Services:
                 if buffer is not None:
                     inner._buffers[name] = function(buffer)
         return module
+
+
+def _own(
+    module: nn.Module, original: Callable[..., Iterator[nn.Parameter]], *args: Any, **kwargs: Any
+) -> Iterator[nn.Parameter]:
+    """Its parameters; but not for `DataParallel`, which is about to copy all of them to all devices
+    at once. That asks for them before it does anything else, and gives no other sign.
+    """
+    caller = sys._getframe(1)
+    if caller.f_code is nn.DataParallel.forward.__code__:
+        around: Any = caller.f_locals["self"]  # a frame that was asked keeps its variables
+        if len(around.device_ids) > 1:
+            refuse_data_parallel(around.device_ids)
+    return original(*args, **kwargs)
+
+
+def refuse_data_parallel(device_ids: Sequence[int]) -> NoReturn:
+    raise ConfigError(
+        f"model: is in nn.DataParallel over devices {list(device_ids)}, which copies all "
+        "parameters to all of them in every pass; start the program with CUDA_VISIBLE_DEVICES=0 to "
+        "train on one (Hugging Face's Trainer puts every model into DataParallel where it "
+        "sees several), or with torchrun --nproc-per-node=N to train on all"
+    )
 
 
 def _refuse_copy(module: nn.Module, *_: object) -> None:

@@ -51,7 +51,7 @@ def _complete(
 ) -> None:
     slices, size = sharding.slices(unit), unit.members[0].dtype.itemsize
     numel = slices.slice_bytes // size
-    whole = torch.zeros(ranks.count, numel, dtype=torch.float32)
+    whole = torch.zeros(ranks.count, numel, dtype=torch.float32, device="cpu")
     mine = whole.view(-1)
     for member, values in targets:
         first, end = slices.own(ranks.rank, member.begin, member.shape.numel(), size)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from offload.config import format_size
 from offload.errors import CapacityError
+from offload.layout import Chunk
 from offload.units import Unit, enclosing
 
 _PAGE = 4096
@@ -22,6 +23,8 @@ _DEVICE_ALIGN = 512
 DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
 _ACTIVATIONS_SHARE = 1 / 8  # of the budget, where they are offloaded
 _ACTIVATIONS_BYTES = 1 << 30  # where there is no budget
+_STAGING_SHARE = 1 / 16  # of the budget, for spilled gradients on their way
+_STAGING_MOST_BYTES = 32 << 20  # eight slices of the usual size
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Shares:
     activations: int = 0  # for those that are offloaded
     gradients_on_disk: int = 0  # beside those in memory
     spilled: tuple[int, ...] = ()  # numbers of the gradients there
+    staging: int = 0  # of gradients, what spilled ones pass through
     whole: int = 0  # for whole blocks and gradients, where ranks have slices
 
     def __str__(self) -> str:
@@ -111,11 +115,15 @@ def share_out(
     offloads_activations: bool = False,
     staging_bytes: int = 0,
     least_state_bytes: int = 0,
+    least_spill_bytes: int = 0,
     nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes,
+    fixed_bytes: int = 0,
+    fixed: str = "",
 ) -> Shares:
     """Shares of the budget; None is no limit. gradients: bytes of each. staging_bytes: for those on
     their way from a device. least_state_bytes: with which optimizer state can pass through.
-    nbytes_of: what of a unit is in host memory. Raises
+    least_spill_bytes: with which gradients on disk can. nbytes_of: what of a unit is in host
+    memory. fixed_bytes: of the budget, for what `fixed` says: they are no share. Raises
     `CapacityError` with the arithmetic where not even one unit at a time works, or not all fits and
     there is no disk.
     """
@@ -128,6 +136,9 @@ def share_out(
         offloads_activations,
         staging_bytes,
         least_state_bytes,
+        least_spill_bytes,
+        fixed_bytes,
+        fixed,
     )
 
 
@@ -140,6 +151,9 @@ def share_out_sizes(
     offloads_activations: bool = False,
     staging_bytes: int = 0,
     least_state_bytes: int = 0,
+    least_spill_bytes: int = 0,
+    fixed_bytes: int = 0,
+    fixed: str = "",
 ) -> Shares:
     """The same for units of which only the sizes are known."""
     params = sum(sizes.pages)
@@ -148,76 +162,93 @@ def share_out_sizes(
     if budget_bytes is None:
         activations = _ACTIVATIONS_BYTES if offloads_activations else 0
         return Shares(params, grads, state, True, activations)
-    budget = budget_bytes - budget_bytes % _PAGE
-    least_state = min(state, _page_up(least_state_bytes))
-    _, activations = _reserved(budget, state, least_state, offloads_activations)
-    whole = params + grads + state + activations
-    if whole <= budget:
+    budget = (budget_bytes - fixed_bytes) // _PAGE * _PAGE
+    least_state = _page_up(least_state_bytes)
+    buffers, activations = _reserved(budget, state, least_state, offloads_activations)
+    least_activations = min(activations, _PAGE)
+    whole = params + grads + state
+    if whole + least_activations <= budget:
+        activations = min(activations, budget - whole)
         # Half of what is left, so that others find something, too.
-        left = (budget - whole) // 2 if offloads_activations else 0
+        left = (budget - whole - activations) // 2 if offloads_activations else 0
         return Shares(params, grads, state, True, activations + left - left % _PAGE)
+    allowed = f"host_memory: {format_size(budget_bytes)} ({budget_bytes} bytes) are allowed"
+    allowed += f" {fixed}" if fixed else ""
+    beside = "beside it " if fixed else ""
     if not has_disk:
         raise CapacityError(
-            f"host_memory: {format_size(budget_bytes)} ({budget_bytes} bytes) are allowed; "
+            f"{allowed}; {beside}"
             f"{format_size(params)} of parameters, {format_size(grads)} of gradients, "
-            f"{format_size(state)} of optimizer state and {format_size(activations)} for "
-            f"activations need {whole} bytes; raise host_memory, or give nvme=... a directory on a "
-            "fast drive for the rest"
+            f"{format_size(state)} of optimizer state and {format_size(least_activations)} for "
+            f"activations need {whole + least_activations + fixed_bytes} bytes in all; "
+            "raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
-    return _share_out_least(
-        sizes, gradients, state, least_state, budget, offloads_activations, staging
-    )
+    least_spill = min(_page_up(least_spill_bytes), _page_up(sum(gradients)))
+    least = sizes.least_bytes + staging + least_spill
+    works = min(least + least_state, whole) + least_activations
+    if works > budget:
+        raise CapacityError(
+            f"{allowed}; {beside}one unit at a time needs {format_size(least)} for parameters, "
+            f"{format_size(least_state)} for optimizer state and "
+            f"{format_size(least_activations)} for activations, with all gradients on disk; "
+            f"the least that works is about {works + fixed_bytes} bytes"
+        )
+    # What is more than the least of both gives way to one unit.
+    buffers = min(buffers, budget - least - least_activations)
+    activations = min(activations, budget - least - buffers)
+    return _share_out_least(sizes, gradients, budget, buffers, activations, staging, least_spill)
 
 
 def _share_out_least(
     sizes: Sizes,
     gradients: Sequence[int],
-    state: int,
-    least_state: int,
     budget: int,
-    offloads_activations: bool,
+    buffers: int,
+    activations: int,
     staging: int,
+    least_spill: int,
 ) -> Shares:
     """Not all fits: gradients in memory if one unit at a time has room beside them, parameters in
-    what is left.
+    what is left. buffers: for optimizer state that passes through.
     """
-    buffers, activations = _reserved(budget, state, least_state, offloads_activations)
-    least = sizes.least_bytes + staging
-    if least + buffers + activations > budget:
-        works = _least_that_works(least, state, least_state, offloads_activations)
-        raise CapacityError(
-            f"host_memory: {format_size(budget)} ({budget} bytes) are allowed; one unit at a time "
-            f"needs {format_size(least)} for parameters, {format_size(buffers)} for optimizer "
-            f"state and {format_size(activations)} for activations, with all gradients on disk; "
-            f"the least that works is about {works} bytes"
-        )
-    spilled = _spill(gradients, budget - least - buffers - activations)
+    room = budget - sizes.least_bytes - staging - buffers - activations
+    passing = 0
+    if _page_up(sum(gradients)) > room:
+        wanted = min(int(budget * _STAGING_SHARE), _STAGING_MOST_BYTES)
+        passing = min(room, max(least_spill, wanted - wanted % _PAGE))
+    spilled = _spill(gradients, room - passing)
     on_disk = sum(gradients[number] for number in spilled)
-    grads = _page_up(sum(gradients) - on_disk) + staging
+    grads = _page_up(sum(gradients) - on_disk) + staging + passing
     params = sum(sizes.pages)
     blocks = min(params, budget - grads - buffers - activations)
     left = budget - grads - blocks - activations
     return Shares(
-        blocks, grads, left, blocks == params, activations, _page_up(on_disk), tuple(spilled)
+        blocks,
+        grads,
+        left,
+        blocks == params,
+        activations,
+        _page_up(on_disk),
+        tuple(spilled),
+        passing,
     )
 
 
 def _reserved(
     budget: int, state: int, least_state: int, offloads_activations: bool
 ) -> tuple[int, int]:
-    """For optimizer state that passes through, and for activations, whatever else fits."""
+    """For optimizer state that passes through, and for activations, where that leaves one unit."""
     wanted = max(min(int(budget * _STATE_SHARE), _STATE_MOST_BYTES), least_state)
-    activations = _page_up(int(budget * _ACTIVATIONS_SHARE)) if offloads_activations else 0
-    return min(state, _page_up(wanted)), activations
+    activations = max(_PAGE, _page_up(int(budget * _ACTIVATIONS_SHARE)))
+    return min(state, _page_up(wanted)), activations if offloads_activations else 0
 
 
-def _least_that_works(least: int, state: int, least_state: int, offloads_activations: bool) -> int:
-    """Shares grow with the budget, but less than it does."""
-    budget, needed = 0, least
-    while needed > budget:
-        budget = needed
-        needed = least + sum(_reserved(budget, state, least_state, offloads_activations))
-    return budget
+def spill_room_bytes(shares: Shares, chunks: Sequence[Chunk]) -> int:
+    """On disk, for gradients that lie there, cut like the chunks of state, and for new ones on
+    their way: each piece begins at a page.
+    """
+    pieces = sum(2 * len(chunk.slices) + 1 for chunk in chunks)  # and what lies between
+    return shares.gradients_on_disk + _PAGE * pieces + 2 * shares.staging
 
 
 def _spill(gradients: Sequence[int], room: int) -> list[int]:

@@ -9,7 +9,7 @@ refused, since no rank has the values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,51 +17,22 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
+from offload.gradient_handle import (
+    KEEPER,
+    Edit,
+    GradientHandle,
+    foreach,
+    handles_in,
+    is_plain,
+    itself,
+)
+from offload.spilled_gradient import ColdValues
 
 NO_SCALER = (
     "cannot be used with a model that is shared out over ranks: each has a slice of the gradients; "
     "train in bfloat16, which needs none"
 )
-_KEEPER, _PARAM = "_offload_keeper", "_offload_param"
-
-# What speaks of a gradient without its values.
-_ATTRIBUTES = (
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_meta",
-    "is_mkldnn",
-    "is_nested",
-    "is_quantized",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_xpu",
-    "itemsize",
-    "layout",
-    "nbytes",
-    "ndim",
-    "requires_grad",
-    "shape",
-    "_version",
-)
-_METHODS = (
-    "__hash__",
-    "__len__",
-    "dim",
-    "element_size",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "is_signed",
-    "nelement",
-    "numel",
-    "size",
-    "stride",
-)
+_PARAM = "_offload_param"
 
 
 class Keeper(Protocol):
@@ -70,9 +41,12 @@ class Keeper(Protocol):
     def name_of(self, param: Tensor) -> str: ...
 
     def values_of(self, param: Tensor, gradient: Tensor) -> Tensor:
-        """This rank's elements of the gradient, flat. Raises where it is not the parameter's any
-        more, or is not reduced yet.
+        """This rank's elements of the gradient, flat, to look at. Raises where it is not the
+        parameter's any more, or is not reduced yet.
         """
+
+    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | ColdValues:
+        """The same for the update: where they are."""
 
     def norm_of(self, param: Tensor, gradient: Tensor, order: float) -> float:
         """Over all ranks."""
@@ -80,47 +54,42 @@ class Keeper(Protocol):
     def count_of(self, values: Tensor, what: str) -> int:
         """Of true values, over all ranks."""
 
-    def changed(self, values: Tensor) -> None:
-        """A slice has other values now."""
+    def edit(self, param: Tensor, gradient: Tensor, edit: Edit) -> None:
+        """Change this rank's elements, now or when they are used."""
 
     def take(self, param: Tensor, gradient: Tensor, whole: Tensor) -> None:
         """Make these values the gradient's."""
 
 
-class SlicedGradient(Tensor):
+class SlicedGradient(GradientHandle):
     """Made by the keeper only."""
 
     @staticmethod
     def of(param: Tensor, keeper: Keeper, device: torch.device) -> SlicedGradient:
-        """device: where torch is to see it; its slices are in host memory."""
-        made: SlicedGradient = Tensor._make_wrapper_subclass(
-            SlicedGradient, param.shape, dtype=param.dtype, device=device
-        )
-        setattr(made, _KEEPER, keeper)
+        """device: where torch is to see it; its slices are in host memory, or on disk."""
+        made = SlicedGradient.made(param, keeper, device)
         setattr(made, _PARAM, param)
         return made
 
     @property
     def own(self) -> Tensor:
-        """This rank's elements, flat; what is done to them is done to the gradient."""
+        """This rank's elements, flat, to look at."""
         return _keeper(self).values_of(_param(self), self)
 
+    @property
+    def source(self) -> Tensor | ColdValues:
+        """This rank's elements for the update."""
+        return _keeper(self).source_of(_param(self), self)
+
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def _answers(cls) -> Mapping[Any, Callable[..., Any]]:
+        return _answers()
+
+    @classmethod
+    def _otherwise(
+        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if func in _harmless():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        answer = _answers().get(func)
-        if answer is None:
-            _refuse(func, args)
-        with torch.no_grad():
-            return answer(*args, **(kwargs or {}))  # type: ignore[misc]
+        _refuse(func, args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -148,13 +117,13 @@ class _Verdicts:
         self._gradient, self._values = gradient, values
 
     def any(self) -> Tensor:
-        return torch.tensor(self._count() > 0)
+        return torch.tensor(self._count() > 0, device="cpu")
 
     def all(self) -> Tensor:
-        return torch.tensor(self._count() == self._gradient.numel())
+        return torch.tensor(self._count() == self._gradient.numel(), device="cpu")
 
     def sum(self) -> Tensor:
-        return torch.tensor(self._count())
+        return torch.tensor(self._count(), device="cpu")
 
     def logical_not(self) -> _Verdicts:
         return _Verdicts(self._gradient, ~self._values)
@@ -168,7 +137,7 @@ class _Verdicts:
 
 
 def _keeper(gradient: SlicedGradient) -> Keeper:
-    found: Keeper = getattr(gradient, _KEEPER)
+    found: Keeper = getattr(gradient, KEEPER)
     return found
 
 
@@ -178,7 +147,7 @@ def _param(gradient: SlicedGradient) -> Tensor:
 
 
 def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> Any:
-    found = next(_gradients_in(args), None)
+    found = next(handles_in(args), None)
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -192,25 +161,9 @@ def _refuse(func: Callable[..., Any], args: Sequence[Any]) -> Any:
     )
 
 
-def _gradients_in(values: Iterable[Any]) -> Iterator[Any]:
-    for one in values:
-        if isinstance(one, SlicedGradient):
-            yield one
-        elif isinstance(one, (tuple, list)):
-            yield from _gradients_in(one)
-
-
-@cache
-def _harmless() -> frozenset[Any]:
-    found = [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
-    return frozenset(found + [getattr(Tensor, name) for name in _METHODS])
-
-
 @cache
 def _answers() -> dict[Any, Callable[..., Any]]:
-    itself = (Tensor.detach, Tensor.detach_, Tensor.requires_grad_, Tensor.contiguous)
-    answers: dict[Any, Callable[..., Any]] = {each: lambda g, *_, **__: g for each in itself}
-    answers[Tensor.data.__get__] = lambda g, *_: g  # type: ignore[attr-defined]
+    answers = itself()
     for each in (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm):
         answers[each] = _norm
     answers[torch._foreach_norm] = lambda gs, ord=2, dtype=None: [
@@ -221,7 +174,7 @@ def _answers() -> dict[Any, Callable[..., Any]]:
     answers[Tensor.__imul__] = _in_place("mul_")
     answers[Tensor.__itruediv__] = _in_place("div_")
     for name in ("mul", "div", "clamp_min", "clamp_max", "zero"):
-        answers[getattr(torch, f"_foreach_{name}_")] = _foreach(_in_place(f"{name}_"))
+        answers[getattr(torch, f"_foreach_{name}_")] = foreach(_in_place(f"{name}_"))
     for each in (torch.isfinite, torch.isnan, torch.isinf):
         answers[each] = answers[getattr(Tensor, each.__name__)] = _verdicts(each)
     answers[Tensor.copy_] = _copy
@@ -245,32 +198,21 @@ def _norm(
     if not is_whole or not isinstance(gradient, SlicedGradient):
         _refuse(torch.norm, (gradient,))
     value = _keeper(gradient).norm_of(_param(gradient), gradient, order)
-    return torch.tensor(value, dtype=torch.float64).to(dtype or gradient.dtype).to(gradient.device)
+    return (
+        torch.tensor(value, dtype=torch.float64, device="cpu")
+        .to(dtype or gradient.dtype)
+        .to(gradient.device)
+    )
 
 
 def _in_place(name: str) -> Callable[..., Any]:
     def act(gradient: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        plain = all(not isinstance(one, Tensor) or one.dim() == 0 for one in given)
-        if not isinstance(gradient, SlicedGradient) or not plain:
+        if not isinstance(gradient, SlicedGradient) or not is_plain((*args, *kwargs.values())):
             _refuse(getattr(Tensor, name), (gradient, *args))
-        values = gradient.own
-        args = tuple(one.cpu() if isinstance(one, Tensor) else one for one in args)
-        named = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-        getattr(values, name)(*args, **named)
-        _keeper(gradient).changed(values)
+        _keeper(gradient).edit(_param(gradient), gradient, Edit.of(name, args, kwargs))
         return gradient
 
     return act
-
-
-def _foreach(act: Callable[..., Any]) -> Callable[..., Any]:
-    def all_of(gradients: Sequence[Any], factor: Any = None) -> None:
-        for number, gradient in enumerate(gradients):
-            one = factor[number] if isinstance(factor, (tuple, list)) else factor
-            act(gradient, *(() if one is None else (one,)))
-
-    return all_of
 
 
 def _verdicts(ask: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -264,7 +264,7 @@ class Start:
         file, entry = place
         flat, size = values.detach().view(-1), entry.dtype.itemsize
         step = _CAST_BYTES // size
-        staging = torch.empty(min(step, flat.numel()) * size, dtype=torch.uint8)
+        staging = torch.empty(min(step, flat.numel()) * size, dtype=torch.uint8, device="cpu")
         for begin in range(0, flat.numel(), step):
             end = min(begin + step, flat.numel())
             part = staging[: (end - begin) * size]

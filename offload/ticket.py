@@ -13,6 +13,7 @@ ends anything. So nothing waits in a follow-up: that is refused instead of hangi
 from __future__ import annotations
 
 import errno
+import math
 import sys
 import threading
 import time
@@ -23,8 +24,8 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from offload.errors import StateError, StoreTimeout
+from offload.locks import acquire, uninterrupted
 
-_MOST_S = threading.TIMEOUT_MAX  # that a lock waits
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -135,6 +136,7 @@ class Ticket(Generic[T]):
     def state(self) -> TicketState:
         return self._state
 
+    @uninterrupted
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the act has ended; return its result or raise its error. Once.
 
@@ -208,11 +210,7 @@ class Ticket(Generic[T]):
         """Wait for the end; False when the time is over first."""
         if self._state is not TicketState.PENDING:  # the gate may be shut behind one who was
             return True  # interrupted there
-        if timeout_s is None:
-            return self._gate.acquire()
-        if not 0.0 <= timeout_s <= _MOST_S:
-            timeout_s = _MOST_S if timeout_s > 0.0 else 0.0
-        return self._gate.acquire(True, timeout_s)
+        return acquire(self._gate, math.inf if timeout_s is None else max(timeout_s, 0.0))
 
     def _hand_over_to(self, other: Ticket[T]) -> None:
         """End `other` as this one ends."""

@@ -42,6 +42,6 @@ def warn_if_unknown(version: str) -> None:
         f"offload ({', '.join(KNOWN)}): the update may differ from torch's in last bits. "
         "`offload selftest` compares them on this machine",
         TorchVersionWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     _told.add(version)

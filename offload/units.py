@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError
 
-ALIGN_BYTES = 64  # some kernels give other bits elsewhere
+ALIGN_BYTES = 256  # up to which cuBLASLt is told; kernels may give other bits elsewhere
 LARGE_BYTES = 32 << 20  # a layer that is a unit by itself
 MOST_BYTES = 1 << 30  # of a repeated layer, before it is looked into
 
@@ -267,13 +267,25 @@ def _members(params: Iterable[nn.Parameter], names: dict[nn.Parameter, str]) -> 
     return tuple(members)
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """A lazy module's parameters and buffers have no shape before it has run once."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name}: is lazy and has no shape yet; run one batch through the model first"
+            )
+
+
 def _check_movable(name: str, param: Tensor) -> None:
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ConfigError(f"{name}: has no shape yet; run the lazy module once, then prepare it")
     if type(param) is not nn.Parameter:
         raise ConfigError(
             f"{name}: is a {type(param).__module__}.{type(param).__name__}, which cannot be "
             "offloaded yet (quantised and sharded parameters are not)"
+        )
+    if param.is_inference():
+        raise ConfigError(
+            f"{name}: was made under torch.inference_mode(), where torch does not count changes; "
+            "make the model outside of it (it can be evaluated under it all the same)"
         )
     if param.layout != torch.strided or not (param.is_contiguous() or param.is_meta):
         raise ConfigError(

@@ -8,8 +8,9 @@ block's own, and go to the store if it may have to leave memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +18,35 @@ from torch import Tensor
 from offload.block import Block, Presence
 from offload.errors import CapacityError
 from offload.layout import Chunk, Slice
-from offload.optim.desk import Arriving, Desk
+from offload.optim.desk import Arriving, Awaited, Desk
+from offload.spilled_gradient import Gradient
 from offload.tiers.residency import Residency
+
+
+class Staging(Protocol):
+    """Brings gradients that are not in memory, a chunk's at a time."""
+
+    def begin(self, grads: Mapping[int, Gradient], chunks: Iterable[Chunk]) -> None:
+        """An update of these begins."""
+
+    def has_place(self, chunk: Chunk) -> bool:
+        """Whether `take` need not wait."""
+
+    def take(self, chunk: Chunk) -> Mapping[Slice, Coming]:
+        """Start the way of those of a chunk that are not in memory."""
+
+    def give_back(self, chunk: Chunk) -> None:
+        """The update is done with them."""
+
+    def end(self) -> None:
+        """No update is under way any more."""
+
+
+class Coming(Awaited, Protocol):
+    """A slice of a gradient on its way."""
+
+    values: Tensor
+
 
 MOST_BLOCKS = 3  # one that is worked on, those that come
 
@@ -39,27 +67,27 @@ class _Arrival:
 
 class Workbench:
     """Desks of a prepared model. places: of each parameter by number, its block and the bytes of it
-    there. done_with: is told of the part of a gradient that the update has read. firsts: elements
-    at which gradients begin, where they are not whole.
+    there. staging: brings gradients that are spilled; None: none is. firsts: elements at which
+    gradients begin, where they are not whole.
     """
 
     def __init__(
         self,
         residency: Residency,
         places: Mapping[int, tuple[Block, int, torch.dtype]],
-        done_with: Callable[[Tensor], None],
+        staging: Staging | None = None,
         firsts: Mapping[int, int] | None = None,
     ) -> None:
         self._residency = residency
-        self._done_with = done_with
+        self._staging = staging
         self._places = places
         self._firsts = firsts or {}
-        self._grads: Mapping[int, Tensor] = {}
+        self._grads: Mapping[int, Gradient] = {}
         self._begun: dict[int, Block] = {}
         self._left: Counter[int] = Counter()  # chunks of each block that are not done
         self._chunk_of: dict[int, Chunk] = {}  # by the desk it is on
 
-    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
+    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None:
         self._grads = grads
         self.break_off()
         self._residency.wake()
@@ -68,14 +96,21 @@ class Workbench:
     def end_step(self) -> None:
         assert not self._begun, "every block that was begun has been ended"
         self._grads = {}  # they belong to the parameters
+        self._end_staging()
         self._residency.rest()
         self._residency.look_ahead()
+
+    def _end_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.end()
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
         """Block by block: first those whose state is at hand, then those that are in memory
         themselves. Both would have to go otherwise.
         """
         self._left = Counter(self._block(chunk).number for chunk in chunks)
+        if self._staging is not None:
+            self._staging.begin(self._grads, chunks)
         first = {self._block(chunk).number for chunk in chunks if chunk.number in at_hand}
 
         def rank(chunk: Chunk) -> tuple[bool, bool, int]:
@@ -88,6 +123,8 @@ class Workbench:
         return True
 
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
+        if self._staging is not None and not self._staging.has_place(chunk):
+            return False  # a chunk that is coming has what it needs
         block = self._block(chunk)
         if block.number in self._begun:
             return True
@@ -107,16 +144,23 @@ class Workbench:
         assert block.memory is not None
         desk = Desk(block.memory, tickets=[_Arrival(block, self._residency)])
         self._chunk_of[id(desk)] = chunk
+        coming = self._staging.take(chunk) if self._staging is not None else {}
+        desk.tickets += coming.values()
         for part in chunk.slices:
             if part.param in self._grads:
                 _, begin, dtype = self._places[part.param]
                 begin += part.begin * dtype.itemsize
                 end = begin + (part.end - part.begin) * dtype.itemsize
                 param = block.memory[begin:end].view(dtype)
-                first = self._firsts.get(part.param, 0)
-                grad = self._grads[part.param][part.begin - first : part.end - first]
-                desk.slices[part] = param, grad
+                desk.slices[part] = param, self._gradient(part, coming)
         return desk
+
+    def _gradient(self, part: Slice, coming: Mapping[Slice, Coming]) -> Tensor:
+        if part in coming:
+            return coming[part].values
+        grad, first = self._grads[part.param], self._firsts.get(part.param, 0)
+        assert isinstance(grad, Tensor), "what is spilled is staged"
+        return grad[part.begin - first : part.end - first]
 
     def values(self, part: Slice) -> Tensor:
         block, begin, dtype = self._places[part.param]
@@ -135,10 +179,10 @@ class Workbench:
         if chunk is None:
             return  # something raised when it was given back
         block = self._block(chunk)
-        for _, grad in desk.slices.values():
-            self._done_with(grad)
         desk.slices = {}  # views of the block
-        desk.memory = torch.empty(0)
+        if self._staging is not None:
+            self._staging.give_back(chunk)
+        desk.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._left[block.number] -= 1
         if not self._left[block.number]:
             self._residency.end(self._begun.pop(block.number), has_changed)
@@ -149,6 +193,7 @@ class Workbench:
     def break_off(self) -> None:
         """After an error some blocks have not been ended."""
         self._chunk_of.clear()
+        self._end_staging()
         while self._begun:
             _, block = self._begun.popitem()
             self._residency.end(block, has_changed=True)

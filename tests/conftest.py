@@ -167,7 +167,7 @@ def sizes_as_before() -> Iterator[None]:
 
 def use_own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     budget = Budget()
-    for name in ("limits", "optim.session", "optim.ground", "prepared"):
+    for name in ("limits", "optim.session", "optim.ground", "prepared", "accounts"):
         monkeypatch.setattr(f"offload.{name}.HOST", budget)
     return budget
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.bits import assert_same_gradients
@@ -199,11 +201,12 @@ def test_layers_that_are_not_one_unit_each_run_twice_to_the_same_bits(
     ours, theirs = make("gpt"), make("gpt")
     units = units_module.find_units(ours)
     layer_bytes = max(unit.nbytes for unit in units if unit.modules[0] in set(ours.layers))
+    param_bytes = sum(param.nbytes for param in ours.layers[0].parameters())
     if cut == "joined":
         find = partial(units_module.find_units, unit_bytes=2 * layer_bytes)
         monkeypatch.setattr(outline, "find_units", lambda *args: find(*args[:3]))
     else:
-        monkeypatch.setattr(units_module, "MOST_BYTES", layer_bytes - 1)
+        monkeypatch.setattr(units_module, "MOST_BYTES", param_bytes - 1)
     with prepared(ours, "recompute", tmp_path) as made:
         in_unit = [len(set(unit.modules) & set(ours.layers)) for unit in made.units]
         assert max(in_unit) == (2 if cut == "joined" else 0)
@@ -316,6 +319,116 @@ def test_any_arguments_and_outputs_and_buffers_that_change(
         with pytest.raises(RuntimeError, match=r"inplace operation: buffer table of layers\.1"):
             loss.backward()
         ours.zero_grad()
+
+
+def normal_by_numpy(draw: Any, x: Tensor) -> Tensor:
+    return torch.from_numpy(draw.standard_normal(tuple(x.shape))).to(x)
+
+
+GLOBAL = torch.Generator()
+GLOBAL_NUMPY = np.random.default_rng(0)
+
+
+class Noisy(nn.Module):
+    """A layer that draws random numbers from somewhere of its own."""
+
+    def __init__(self, way: str, begin: int = 0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.way, self.runs_left = way, begin
+        self.own = torch.Generator().manual_seed(1)
+        self.own_python, self.own_numpy = random.Random(1), np.random.default_rng(1)
+        self.own_state = np.random.RandomState(1)
+        hidden = torch.Generator().manual_seed(2)
+        self.held = [torch.Generator().manual_seed(3)]
+        self.closure = lambda x: torch.randn(x.shape, generator=hidden)
+
+    def noise(self, x: Tensor) -> Tensor:
+        match self.way:
+            case "attribute":
+                return torch.rand(x.shape, generator=self.own)
+            case "in place":
+                return torch.empty_like(x).uniform_(generator=self.own)
+            case "list":
+                return torch.bernoulli(x.abs().clamp(0, 1), generator=self.held[0])
+            case "closure":
+                return self.closure(x)  # type: ignore[no-any-return]
+            case "global":
+                return torch.randn(x.shape, generator=GLOBAL)
+            case "python":
+                return x.new_tensor(random.random() + self.own_python.random())
+            case "numpy":
+                return normal_by_numpy(np.random, x) + normal_by_numpy(self.own_state, x)
+            case "numpy generator":
+                return normal_by_numpy(self.own_numpy, x)
+            case "hidden":
+                return normal_by_numpy(GLOBAL_NUMPY, x)
+        raise AssertionError(self.way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.runs_left:
+            self.runs_left -= 1
+            return x * self.inner(x)
+        return self.inner(x * self.noise(x)).square() + x  # what a second run needs is not last
+
+
+class NoisyModel(nn.Module):
+    def __init__(self, way: str, begin: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Noisy(way, begin) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = functional.one_hot(tokens % WIDTH, WIDTH).float()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+WAYS = ["attribute", "in place", "list", "closure", "global", "python", "numpy", "numpy generator"]
+
+
+def noisy(way: str, begin: int = 0) -> NoisyModel:
+    torch.manual_seed(0)
+    return NoisyModel(way, begin)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_draws_the_same_random_numbers_again_wherever_it_has_them_from(
+    way: str, tmp_path: Path
+) -> None:
+    plain, ours = noisy(way), noisy(way)
+    with prepared(ours, "recompute", tmp_path):
+        for model in (plain, ours):
+            GLOBAL.manual_seed(4)
+            np.random.seed(5)
+            random.seed(6)
+            losses = [loss_of(model, batch(seed)) for seed in range(2)]  # before any backward
+            for loss in reversed(losses):
+                loss.backward(retain_graph=True)
+                loss.backward()
+            loss_of(model, batch(2)).backward()  # and what is drawn later goes on
+        assert_same_gradients(ours, plain)
+
+
+def test_a_layer_that_gives_other_values_when_it_is_run_again_is_named(tmp_path: Path) -> None:
+    ours = noisy("hidden")
+    with prepared(ours, "recompute", tmp_path):
+        loss = loss_of(ours, batch(0))
+        with pytest.raises(StateError, match=r"layers\.2: run again in backward it gave other"):
+            loss.backward()
+
+
+def test_one_that_begins_to_later_is_noticed_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "CHECKED_EVERY", 8)
+    ours = noisy("hidden", begin=2 * 4)  # each run counts twice
+    with prepared(ours, "recompute", tmp_path):
+        for seed in range(7):
+            loss_of(ours, batch(seed)).backward()
+        loss = loss_of(ours, batch(7))
+        with pytest.raises(StateError, match=r"layers\.2: run again in backward it gave other"):
+            loss.backward()
 
 
 def test_parameters_that_have_changed_are_noticed(tmp_path: Path) -> None:
@@ -639,3 +752,14 @@ def test_the_store_grows(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="nothing is stored"):
         store.read("3", data[0])
     store.close()
+
+
+def test_a_layer_by_itself_is_run_again_after_its_values_were_loaded(tmp_path: Path) -> None:
+    """Values that are in memory since they were loaded are those of the forward pass, too."""
+    plain, ours = make("gpt"), make("gpt")
+    with prepared(ours, "recompute", tmp_path, host_memory=TIGHT):
+        for model in (plain, ours):
+            model.load_state_dict(make("gpt", seed=1).state_dict())
+            last: Any = model.layers[-1]  # type: ignore[index,union-attr]
+            last(torch.ones(1, 2, WIDTH, requires_grad=True)).square().sum().backward()
+        assert_same_gradients(ours, plain)

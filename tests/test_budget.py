@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+import torch
 
 from offload.budget import HOST, Budget
 from offload.errors import CapacityError, ConfigError
@@ -84,12 +85,12 @@ def test_a_pool_holds_its_share_until_its_last_lease_is_gone() -> None:
 
 
 def test_a_pool_that_cannot_be_registered_gives_its_share_back() -> None:
-    def refuse(address: int, nbytes: int) -> None:
+    def refuse(address: int, nbytes: int, device: torch.device) -> None:
         raise RuntimeError("no")
 
     budget = Budget()
     with pytest.raises(RuntimeError):
-        Pool(MI, register=refuse, budget=budget)
+        Pool(MI, register=refuse, budget=budget, device=torch.device("meta"))
     gc.collect()
     assert budget.used_bytes == 0
 

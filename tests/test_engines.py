@@ -233,6 +233,21 @@ def test_memory_is_let_go_with_the_operation(store: DiskStore) -> None:
     until(lambda: kept() is None, "the end of the memory")
 
 
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_memory_is_let_go_before_its_ticket_ends(store: DiskStore, kind: str) -> None:
+    """Whoever waits may need the room for the next block at once, and gives up where there is none:
+    the engine's thread must not hold the piece for as long as it takes to come back from its call.
+    """
+    write(store, "w", random_bytes(700, 3))
+    memory = random_bytes(700, 4)
+    kept = weakref.ref(memory)
+    store.engine.inject(Fault(FaultKind.DELAY, code=100))
+    ticket = getattr(store, kind)("w", memory)
+    del memory
+    is_free = ticket.then(lambda _: kept() is None)  # in the thread that ends it
+    assert is_free.wait(HANG_S), "the memory is still held when its ticket has ended"
+
+
 @pytest.mark.parametrize("extents", [1, 2])
 def test_a_time_out_is_told_rather_than_another_error(hasty: DiskStore, extents: int) -> None:
     """One piece is lost and the other one corrupt: that memory is still in use matters more."""
@@ -507,7 +522,7 @@ def test_an_engine_whose_thread_has_died_says_so(engine: str, tmp_path: Path) ->
                 failed += 1
         assert failed >= 1
         until(lambda: store.engine._broken is not None)
-        with pytest.raises(StateError, match="its I/O engine has failed; close it"):
+        with pytest.raises(StateError, match="its I/O engine has failed; start again"):
             store.read("w", np.empty_like(data))
 
 

@@ -136,6 +136,73 @@ def test_attention_with_learned_places() -> None:
     assert measure(source_of(LearnedPlaces), BATCH, SEQUENCE).flops > 0
 
 
+class Attends(nn.Module):
+    """Attention over text (batch, tokens, 32), in one of the shapes that models have."""
+
+    WAYS = ("widths", "widths and mask", "lengths", "shared", "shared widths", "dropout", "batch")
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.table = nn.Embedding(50, 32)
+        self.last = nn.Linear(4 * (6 if "widths" in way else 8), 50)
+        self.value = nn.Linear(8, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        heads = self.table(tokens).unflatten(-1, (4, 8)).transpose(1, 2)
+        made = self._attend(heads, heads.tanh(), heads.sin())
+        logits: Tensor = self.last(made.transpose(1, 2).flatten(2))
+        return logits
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        if "widths" in self.way:  # as DeepSeek-V3: 192 for queries and keys, 128 for values
+            value = self.value(value)
+        if self.way == "lengths":  # as a decoder to its encoder
+            key, value = key[:, :, :7].clone(), value[:, :, :7].clone()
+        if "shared" in self.way:
+            key, value = key[:, :2].clone(), value[:, :2].clone()
+            return attend(query, key, value, is_causal=True, enable_gqa=True)
+        if self.way == "batch":  # one memory for all texts
+            return attend(query, key[:1].clone(), value[:1].clone())
+        if "mask" in self.way:
+            mask = torch.ones(query.size(2), query.size(2), dtype=torch.bool, device=query.device)
+            return attend(query, key, value, attn_mask=mask)
+        return attend(query, key, value, dropout_p=0.25 if self.way == "dropout" else 0.0)
+
+
+@pytest.mark.parametrize("way", Attends.WAYS)
+def test_attention_of_every_shape_is_counted_as_a_processor_computes_it(way: str) -> None:
+    source = FunctionSource("here:Attends", lambda: Attends(way))
+    assert measure(source, BATCH, SEQUENCE).flops > 0  # backward, too
+    real = Attends(way)
+    batch = source.make_batch(BATCH, SEQUENCE, device="cpu")
+    model, on_meta = make_on_meta(source), source.make_batch(BATCH, SEQUENCE, device="meta")
+    meter = Meter([*model.parameters(), on_meta])
+    with metered(meter):
+        loss = source.loss(model, on_meta)
+        assert meter.live_bytes - loss.nbytes == kept_for_real(real, source, batch)
+
+
+@pytest.mark.parametrize("way", ["widths", "lengths", "shared", "dropout"])
+def test_on_a_device_no_shape_needs_the_matrix_of_all_pairs(way: str) -> None:
+    source = FunctionSource("here:Attends", lambda: Attends(way))
+    short, long = (measure(source, 1, n, on_device=True) for n in (512, 1024))
+    assert long.activation_bytes + long.logits_bytes <= 2.01 * (
+        short.activation_bytes + short.logits_bytes
+    )
+
+
+def test_shapes_that_do_not_fit_are_refused_as_torch_does() -> None:
+    class Unfit(Attends):
+        def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            shared = key[:, :2], value[:, :2]
+            return torch.nn.functional.scaled_dot_product_attention(query, *shared)
+
+    with pytest.raises(ConfigError, match=r"size of tensor a \(4\) must match .* offload_example"):
+        measure(FunctionSource("here:Unfit", lambda: Unfit("none")), BATCH, SEQUENCE)
+
+
 # --- the order of uses ----------------------------------------------------------------------------
 
 

@@ -16,8 +16,10 @@ pytestmark = pytest.mark.quick
 ROWS = [
     {
         "errors",
+        "locks",
         "log",
         "portable",
+        "modes",
         "torch_versions",
         "rules",
         "arguments",
@@ -36,12 +38,16 @@ ROWS = [
         "partition",
         "sharding",
         "sliced_gradient",
+        "gradient_handle",
+        "spilled_gradient",
         "machine",
         "machine_disk",
         "config",
         "metrics",
         "guard",
+        "draws",
         "model_buffers",
+        "casts",
         "heap",
         "holders",
         "pieces",
@@ -87,7 +93,7 @@ ROWS = [
 WITHIN = {
     "tiers": [
         {"allowance", "outside", "device_network", "wholes"},
-        {"pace", "backing", "edits", "copies", "device_wholes"},
+        {"pace", "backing", "edits", "copies", "device_wholes", "spill"},
         {"residency", "gradients", "activations", "device_tier", "gathered_tier", "host_wholes"},
         {"mean_gradients"},
         {"device_residency", "device_gradients", "sharded_residency", "sharded_gradients"},
@@ -238,3 +244,50 @@ def test_streams_and_their_like_stay_with_their_owner() -> None:
         for number, line in enumerate(file.read_text().splitlines(), start=1):
             for word, owners in RESERVED.items():
                 assert word not in line or me in owners, f"{file}:{number} speaks of {word}"
+
+
+# Python enters these, so that Ctrl-C may leave their locks held, or they wait without a deadline.
+# What C has made (Lock, RLock, SimpleQueue) is safe, but only by `with`.
+ENTERED_BY_PYTHON = {
+    "threading.Condition",
+    "threading.Event",
+    "threading.Semaphore",
+    "threading.BoundedSemaphore",
+    "threading.Barrier",
+    "threading.Timer",
+    "queue.Queue",
+    "queue.LifoQueue",
+    "queue.PriorityQueue",
+}
+
+
+def unsafe_locks(source: str) -> list[str]:
+    """Names of what may only be used in locks.py, and calls of `acquire`, with their lines."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "queue"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found += [f"{node.lineno}: {name}" for name in sorted(names & ENTERED_BY_PYTHON)]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ENTERED_BY_PYTHON:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".acquire"):
+            found.append(f"{node.lineno}: {ast.unparse(node.func)}")
+    return found
+
+
+def test_locks_are_entered_by_c_or_by_their_own_file() -> None:
+    for file in sorted(ROOT.rglob("*.py")):
+        if file.name == "locks.py":
+            continue
+        allowed = ["self._gate.acquire"] if file.name == "ticket.py" else []  # that nobody has yet
+        found = [each for each in unsafe_locks(file.read_text()) if each.split()[1] not in allowed]
+        assert found == [], f"{file}: use offload.locks: {found}"
+
+
+def test_the_check_of_locks_finds_what_it_should() -> None:
+    source = "from threading import Event, Lock\nx = threading.Condition()\nx.acquire(False)\n"
+    assert sorted(unsafe_locks(source)) == [
+        "1: threading.Event",
+        "2: threading.Condition",
+        "3: x.acquire",
+    ]

@@ -114,3 +114,12 @@ def test_the_first_reason_of_a_fall_back_stays_and_is_logged(
 def test_strict_raises_instead() -> None:
     with pytest.raises(StateError, match=r"kernels: no native core .*strict"):
         Metrics(strict=True).fall_back("kernels", "no native core")
+
+
+def test_memory_is_looked_at_every_20_ms_at_most() -> None:
+    """It is done in the thread that trains."""
+    metrics = Metrics()
+    metrics.watch("host", lambda: 7)
+    for at_s in (1.0, 1.006, 1.019, 1.021, 1.03, 1.05):
+        metrics.sample(at_s)
+    assert [sample.at_s for sample in metrics.samples()] == [1.0, 1.021, 1.05]

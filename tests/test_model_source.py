@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ConfigError, FormatError
+from offload.foresight.footprint import measure
 from offload.foresight.model_shape import PUBLISHED, Shape, derive_shape, parse_count
 from offload.foresight.model_source import FunctionSource, find_source
 from offload.standin import StandIn
@@ -296,6 +297,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "deepseekv3": {  # values have another width than queries; rows have experts
+        "model_type": "deepseek_v3",
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    },
 }
 
 
@@ -317,6 +339,18 @@ def test_a_config_makes_its_model(tmp_path: Path, kind: str, seed: int) -> None:
         loss = source.loss(model, batch)
         loss.backward()
         assert loss.isfinite() and type(model).__name__.lower().startswith(kind)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_is_counted_on_shapes_alone(
+    tmp_path: Path, kind: str, dtype: str, on_device: bool
+) -> None:
+    pytest.importorskip("transformers")
+    source = find_source(config_file(tmp_path, CONFIGS[kind]))
+    found = measure(source, 2, 16, dtype, on_device=on_device)
+    assert found.flops > 0 and found.activation_bytes > 0
 
 
 @pytest.mark.parametrize(

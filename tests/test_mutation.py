@@ -179,7 +179,7 @@ def names_of_places() -> list[str]:
     defined = re.compile(r"^ *(?:def|class) (?!__)(\w+)", re.MULTILINE)
     found = {name for path in PACKAGE.rglob("*.py") for name in defined.findall(path.read_text())}
     modules = {path.stem for path in PACKAGE.rglob("*")}  # a script does not rename files
-    return sorted((found & words) - modules - {*dir(str)})  # nor methods of Python's own
+    return sorted((found & words) - modules - {*dir(str), *dir(list)})  # nor Python's own methods
 
 
 IN_IT, CALLED_THERE = "_let_go_of_sources", "await_lift"

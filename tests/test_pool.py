@@ -24,7 +24,10 @@ from offload.pool import ARENA_ALIGN, PIECE_ALIGN, Pool
 MIB = 1 << 20
 
 
-def no_accelerator(address: int, nbytes: int) -> Callable[[], None] | None:
+DEVICE = torch.device("meta")  # any that is not the CPU
+
+
+def no_accelerator(address: int, nbytes: int, _: torch.device) -> Callable[[], None] | None:
     return None
 
 
@@ -211,11 +214,11 @@ def test_the_peak_is_kept(pool: Pool) -> None:
 def test_the_accelerator_hears_of_the_arena_and_of_its_end() -> None:
     heard: list[tuple[str, int, int]] = []
 
-    def register(address: int, nbytes: int) -> Callable[[], None]:
+    def register(address: int, nbytes: int, _: torch.device) -> Callable[[], None]:
         heard.append(("register", address, nbytes))
         return lambda: heard.append(("unregister", address, nbytes))
 
-    pool = Pool(4 * MIB, register)
+    pool = Pool(4 * MIB, register, device=DEVICE)
     assert heard == [("register", pool.address, 4 * MIB)]
     pool.close()
     pool.close()
@@ -330,14 +333,14 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_the_arena_is_known_until_its_last_piece_is_back() -> None:
     heard: list[str] = []
 
-    def register(address: int, nbytes: int) -> Callable[[], None]:
+    def register(address: int, nbytes: int, _: torch.device) -> Callable[[], None]:
         def unregister() -> None:
             ctypes.string_at(address, nbytes)  # it is still mapped
             heard.append("unregister")
 
         return unregister
 
-    pool = Pool(MIB, register)
+    pool = Pool(MIB, register, device=DEVICE)
     lease = pool.lease(100)
     tensor = lease.tensor()
     pool.close()
@@ -346,7 +349,7 @@ def test_the_arena_is_known_until_its_last_piece_is_back() -> None:
     del tensor, lease
     gc.collect()
     assert heard == ["unregister"]
-    forgotten = Pool(MIB, register)
+    forgotten = Pool(MIB, register, device=DEVICE)
     del forgotten
     gc.collect()
     assert heard == ["unregister"] * 2

@@ -18,7 +18,7 @@ from offload.errors import ConfigError, FormatError, StateError
 from offload.profile import Disk, Profile, Tuned, Tuning
 
 WIDTH = 64
-HOST_BYTES = 360 << 10
+HOST_BYTES = 390 << 10
 
 
 def layers(count: int = 6) -> nn.Sequential:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import stat
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,15 @@ from torch import nn
 import offload
 from offload import CapacityError, ConfigError, StoreError, planner
 from offload.budget import Budget
+from offload.heap import HEAP
+from offload.limits import host_bytes
+from offload.machine import Memory
 from offload.metrics import MOST_EVENTS, Metrics
 from offload.optim.ledger import speeds_of
+from offload.optim.step_log import StepLog
 from offload.planner import Speeds
 from offload.reports import CAUSES
+from offload.run_file import StepFact
 from offload.store.engine import Fault, FaultKind
 from offload.timeline import (
     DISK_READS,
@@ -82,6 +88,7 @@ def test_bytes_are_those_of_the_plan(wrapped: Any) -> None:
         "disk_read_bytes": moving,
         "disk_written_bytes": moving,
         "spilled_bytes": 0,
+        "spilled_read_bytes": 0,
         "device_to_host_bytes": 0,
         "host_to_device_bytes": 0,
         "updated_bytes": 28 * NUMEL,
@@ -403,12 +410,96 @@ def test_what_cannot_be_measured_is_not_predicted(tmp_path: Path, own_budget: Bu
 def test_a_budget_that_nobody_gave_is_explained(
     own_budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.limits.free_memory_bytes", lambda memory: 1 << 20)
+    facts = Memory(64 << 30, 5 << 30, 0, 0, 4 << 30, 3 << 30, 1 << 30)
+    monkeypatch.setattr("offload.limits.read_memory", lambda: facts)
+    told = (
+        r"0 B are allowed.*host_memory was not given: 1 GiB are free of 4 GiB, the limit of this "
+        r"container \(cgroup\); of these 1.6 GiB stay free.*give host_memory a number"
+    )
     for call in (offload.plan, offload.wrap):
-        with pytest.raises(CapacityError, match=r"0 B are allowed.*host_memory was not given.*20%"):
+        with pytest.raises(CapacityError, match=told):
             call(optimizer())
     with pytest.raises(CapacityError, match=r"fast drive for the rest$"):
         offload.plan(optimizer(), host_memory=1000)
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "allowed_gib"),
+    [(4, 3.5, 1.9), (8, 7, 3.8), (16, 15, 8.6), (24, 20, 12), (64, 60, 47.2), (8, 2, 0)],
+)
+def test_a_container_of_any_size_has_a_budget(
+    total_gib: float,
+    free_gib: float,
+    allowed_gib: float,
+    own_budget: Budget,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fifth stays free, at least 8 GiB, and at most two fifths."""
+    total, free = (int(gib * 2**30) for gib in (total_gib, free_gib))
+    facts = Memory(256 << 30, 200 << 30, 0, 0, total, total - free, free)
+    monkeypatch.setattr("offload.limits.read_memory", lambda: facts)
+    allowed, _ = host_bytes(offload.Config())
+    assert allowed == pytest.approx(allowed_gib * 2**30, abs=4)
+
+
+# --- beside what the kernel counts ----------------------------------------------------------------
+
+
+def test_memory_that_the_books_do_not_explain_is_told(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, engine = 400 << 20, own_peak()
+    monkeypatch.setattr(HEAP, "base_bytes", base)
+    for beyond, is_told in ((299 << 20, False), (700 << 20, True)):
+        monkeypatch.setattr(HEAP, "peak_bytes", lambda n=beyond: base + engine + n)
+        told = offload.report(wrapped)
+        assert told.to_dict()["process/beyond_books_bytes"] == beyond
+        assert ("700 MiB more than the 400 MiB before" in str(told)) is is_told
+        assert ("resident memory" in str(told)) is is_told
+
+
+def own_peak() -> int:
+    from offload import accounts
+
+    return accounts.HOST.peak_bytes
+
+
+def test_memory_of_the_process_is_not_told_where_it_is_not_known(
+    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HEAP, "peak_bytes", lambda: None)  # there was more before it was wrapped
+    told = offload.report(wrapped)
+    assert told.process is None and "resident memory" not in str(told)
+
+
+# --- what a long run remembers --------------------------------------------------------------------
+
+
+def test_steps_are_remembered_in_little_memory() -> None:
+    """4,096 of them; as two dictionaries each they took 25 MB of a run that lasts."""
+    log = StepLog()
+    causes = [f"step(): cause {n}" for n in range(10)]
+    counters = [f"counter_{n}_bytes" for n in range(20)]
+
+    def fact(number: int) -> StepFact:
+        seconds = {f"{name}": number + n / 7 for n, name in enumerate(causes)}
+        counts = {f"{name}": number * n for n, name in enumerate(counters)}
+        return StepFact(number, number / 3, number / 3 + 0.1, seconds, counts)
+
+    log.append(fact(1))
+    tracemalloc.start()
+    try:
+        for number in range(2, 6001):
+            log.append(fact(number))
+        assert tracemalloc.get_traced_memory()[0] < 4096 * 800
+    finally:
+        tracemalloc.stop()
+    assert len(log) == 4096
+    found = list(log)
+    assert found[0].number == 6001 - 4096 and found[-1] == log.last
+    whole = fact(6000)
+    nothing = whole.counts.pop("counter_0_bytes")
+    assert nothing == 0 and log.last == whole, "what was nothing is left out"
 
 
 def test_bytes_of_forward_and_backward_are_not_in_the_ceiling_of_steps(tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ def test_memory_is_sampled_and_within_its_shares(run: Run) -> None:
     assert set(run.memory) == {"host: parameters", "host: optimizer state", "disk", "process"}
     assert run.samples
     at = run.memory.index("host: parameters")
-    assert max(nbytes[at] for _, nbytes in run.samples) <= run.about.shares["parameters"]
+    shares = run.about.shares  # spilled gradients pass through memory of the same pool
+    most = max(nbytes[at] for _, nbytes in run.samples)
+    assert most <= shares["parameters"] + shares["gradients"]
 
 
 def test_bytes_of_steps_are_those_of_the_report(run: Run) -> None:

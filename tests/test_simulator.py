@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,28 @@ CASES = {
 }
 
 
-def record(case: Case, directory: Path) -> Run:
-    """A real run."""
+@dataclass(frozen=True)
+class Recorded:
+    """A real run. counts: in all, after each step and what it has begun."""
+
+    run: Run
+    counts: list[Mapping[str, int]]
+
+    def mean(self, count: str) -> float:
+        """A step, once the first two are over. Not by the steps of the run itself: a transfer that
+        ends late counts for the step after it.
+        """
+        first, last = self.counts[1], self.counts[-1]
+        return (last.get(count, 0) - first.get(count, 0)) / (len(self.counts) - 2)
+
+
+def settle(model: nn.Module) -> None:
+    made = getattr(model, "_offload_prepared", None)
+    for block in made.engine.residency.blocks if made is not None else ():
+        made.engine.residency.await_arrival(block)
+
+
+def record(case: Case, directory: Path) -> Recorded:
     model: Any = case.make().to(case.dtype)
     optimizer: Any = case.optimizer([p for p in model.parameters() if p.requires_grad])
     nvme = [directory / str(number) for number in range(case.directories)]
@@ -152,6 +172,7 @@ def record(case: Case, directory: Path) -> Run:
         optimizer = offload.wrap(optimizer, **place)
     else:
         model, optimizer = offload.prepare(model, optimizer, prefetch_depth=case.depth, **place)
+    counts = []
     with optimizer:
         for step in range(STEPS):
             for _ in range(case.passes):
@@ -162,8 +183,10 @@ def record(case: Case, directory: Path) -> Run:
                     model(words)
             optimizer.step()
             optimizer.zero_grad()
+            settle(model)
+            counts.append(offload.report(optimizer).counts)
         offload.report(optimizer).save_trace(directory / "run.json")
-    return run_file.load(directory / "run.json")
+    return Recorded(run_file.load(directory / "run.json"), counts)
 
 
 def replay(run: Run, machine: Profile = MACHINE, **tuned: Any) -> Outcome:
@@ -175,13 +198,9 @@ def replay(run: Run, machine: Profile = MACHINE, **tuned: Any) -> Outcome:
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_hits_are_those_of_a_real_run(name: str, seed: int, tmp_path: Path) -> None:
     case = CASES[name]
-    run = record(case, tmp_path)
+    recorded = record(case, tmp_path)
+    run, mean = recorded.run, recorded.mean
     outcome = replay(run, prefetch_depth=case.depth)
-    steps = run.about.steps[2:]
-
-    def mean(count: str) -> float:
-        return sum(step.counts.get(count, 0) for step in steps) / len(steps)
-
     assert outcome.read_bytes == pytest.approx(mean("disk_read_bytes"), rel=0.03)
     assert outcome.written_bytes == pytest.approx(mean("disk_written_bytes"), rel=0.03)
     assert outcome.hits == pytest.approx(mean("parameter_hits"), rel=0.03, abs=1.5)
@@ -198,7 +217,9 @@ def test_the_cases_are_what_they_are_called(seed: int, tmp_path: Path) -> None:
     found = {}
     for name in ("state on disk", "some parameters away", "everything on disk", "no prefetch"):
         (tmp_path / name).mkdir()
-        found[name] = replay(record(CASES[name], tmp_path / name), prefetch_depth=CASES[name].depth)
+        found[name] = replay(
+            record(CASES[name], tmp_path / name).run, prefetch_depth=CASES[name].depth
+        )
     assert not found["state on disk"].misses and not found["state on disk"].hits
     assert found["some parameters away"].params_on_host_bytes > 4 * WIDTH * 4 * WIDTH * 4
     assert found["everything on disk"].hits + found["everything on disk"].misses > LAYERS
@@ -332,17 +353,18 @@ def test_offloaded_activations_go_to_disk_and_come_back() -> None:
     assert away.read_bytes - kept.read_bytes == moved
 
 
-def test_spilled_gradients_cost_the_drives_what_a_report_does_not_count() -> None:
+def test_spilled_gradients_are_among_what_the_drives_move() -> None:
     found = simulate(chain(), budget(380), MACHINE)
     assert 0 < found.spilled_bytes <= 8 * 64 * MI
-    assert found.stalls["step(): gradient read"] > 0.9 * found.spilled_bytes / 2e9
+    state = found.written_bytes - found.spilled_bytes
+    assert state > 0 and found.read_bytes > found.spilled_bytes + state
 
 
 # --- what cannot work -----------------------------------------------------------------------------
 
 
 def test_budgets_are_refused_with_the_engines_own_words(seed: int, tmp_path: Path) -> None:
-    work = Workload.of_run(record(CASES["everything on disk"], tmp_path))
+    work = Workload.of_run(record(CASES["everything on disk"], tmp_path).run)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     for host, directories in ((256 * KI, [tmp_path]), (1024 * KI, [])):

@@ -488,7 +488,7 @@ def test_a_writer_waits_for_room_that_comes(narrow: DiskStore) -> None:
     assert narrow.engine.attempts() > 1, "it did not wait"
     for ticket in (first, second):
         ticket.wait(HANG_S)
-    with pytest.raises(CapacityError, match=r"beside the old one.*raise the store's capacity"):
+    with pytest.raises(CapacityError, match=r"beside the old one.*keep more in host_memory"):
         narrow.write("v", random_bytes(CAPACITY // 2 + 1, 1))
 
 

@@ -299,7 +299,7 @@ def test_an_interruption_behind_the_gate_leaves_the_ticket() -> None:
     class Gate:
         """Lets through and is interrupted, as by a signal that comes in this moment."""
 
-        def acquire(self) -> bool:
+        def acquire(self, *_: object) -> bool:
             ticket.finish(3)
             raise KeyboardInterrupt
 

@@ -35,7 +35,7 @@ from offload.store import choose as store_choose
 from offload.trial import Order, Result, Target
 from offload.tuner import Measured, Search, Space, Trial
 
-WIDTH, HOST_BYTES = 64, 360 << 10
+WIDTH, HOST_BYTES = 64, 400 << 10
 KI, MI = 1 << 10, 1 << 20
 
 
@@ -737,7 +737,7 @@ model = nn.Sequential(
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 fields = {} if len(sys.argv) < 3 else {"profile": sys.argv[2]}
 model, optimizer = offload.prepare(
-    model, optimizer, host_memory=360 << 10, nvme=sys.argv[1], **fields
+    model, optimizer, host_memory=400 << 10, nvme=sys.argv[1], **fields
 )
 for _ in range(5):
     # A machine that likes to have three units ahead.

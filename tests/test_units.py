@@ -8,7 +8,9 @@ from torch import nn
 
 from offload import units
 from offload.errors import ConfigError
-from offload.units import Unit, enclosing, find_units
+from offload.units import Unit, enclosing, find_units, refuse_lazy
+
+ALIGN_BYTES = 256  # up to which torch tells cuBLASLt, which may choose another algorithm elsewhere
 
 
 class Block(nn.Module):
@@ -41,10 +43,10 @@ def check(model: nn.Module, found: list[Unit]) -> None:
         end = 0
         for member in unit.members:
             assert names[member.name] is member.param
-            assert member.begin % 64 == 0 and member.begin >= end
+            assert member.begin % ALIGN_BYTES == 0 and member.begin >= end
             end = member.begin + member.nbytes
             owner[member.param] = number
-        assert unit.nbytes % 64 == 0 and end <= unit.nbytes < end + 64
+        assert unit.nbytes % ALIGN_BYTES == 0 and end <= unit.nbytes < end + ALIGN_BYTES
     for unit in found:
         assert {owner[p] for m in unit.modules for p in m.parameters(recurse=False)} <= set(
             unit.needs
@@ -73,7 +75,7 @@ def test_large_layers_are_alone_and_shared_ones_have_one_owner(
     assert head.members == () and head.nbytes == 0
     assert head.needs == (by_name["embedding"].number,)
     untied = find_units(Gpt(tied=False))
-    assert [u.nbytes for u in untied if u.name == "head"] == [50 * 8 * 4]
+    assert [u.nbytes for u in untied if u.name == "head"] == [1792]  # 50 * 8 * 4, rounded up
 
 
 def test_lists_of_lists_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +121,8 @@ def test_what_cannot_move_is_refused_by_name() -> None:
     model[1].weight = Int8Params(torch.ones(2, 2))
     with pytest.raises(ConfigError, match=r"1\.weight: is a .*Int8Params"):
         find_units(model)
-    with pytest.raises(ConfigError, match="weight: has no shape yet"):
-        find_units(nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match="weight: is lazy and has no shape yet"):
+        refuse_lazy(nn.LazyLinear(3))
     model[1].weight = nn.Parameter(torch.ones(2, 2).t()[:, :1].expand(2, 2))
     with pytest.raises(ConfigError, match=r"1\.weight: expected a contiguous parameter"):
         find_units(model)

@@ -769,7 +769,7 @@ class Holder(Optimizer):
 @pytest.mark.parametrize("elementwise", [False, True])
 def test_an_optimizer_that_holds_another_is_not_the_one_to_wrap(elementwise: bool) -> None:
     holder = Holder(AdamW(Net().parameters()))
-    with pytest.raises(ConfigError, match="Holder holds another one, AdamW; wrap that one"):
+    with pytest.raises(ConfigError, match="Holder holds another one, AdamW; give that one"):
         offload.wrap(holder, elementwise=elementwise)
 
 

@@ -297,13 +297,13 @@ def test_momentum_that_is_turned_on_later_works_as_the_error_advises() -> None:
     saved = optimizer.state_dict()
     optimizer.param_groups[0]["momentum"] = 0.9
     give_gradients(params, 1)
-    with pytest.raises(offload.ConfigError, match=r"close\(\) and wrap the optimizer again"):
+    with pytest.raises(offload.ConfigError, match=r"close\(\), then wrap or prepare again"):
         optimizer.step()
     optimizer.close()
     offload.wrap(optimizer)
     train(params, optimizer, 1, 2)
     plain = SGD(others, lr=0.1)
-    plain.load_state_dict(saved)  # the other advice: load into the plain one, and wrap that
+    plain.load_state_dict(saved)  # the other advice: load into the plain one, and wrap again
     plain.param_groups[0]["momentum"] = 0.9
     with torch.no_grad():
         for p, start in zip(others, tensors(0, torch.bfloat16), strict=True):

@@ -17,9 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload.errors import StateError
+from offload.errors import StateError, reason
+from offload.locks import Flag, uninterrupted
 from offload.log import LOG
 from offload.ticket import Ticket, TicketState
+
+# Of a save, after which it is not waited for any longer. A file system that takes what it was given
+# before may need its time.
+_SILENCE_S = 1800.0
 
 
 class Task(Protocol):
@@ -32,6 +37,9 @@ class Task(Protocol):
 
     def tell_failure(self, error: BaseException) -> None: ...
 
+    def progress(self) -> object:
+        """Another value whenever something has come of it."""
+
 
 class _Run:
     """A save under way, or one that has ended and whose end nobody has looked at."""
@@ -40,7 +48,8 @@ class _Run:
         self.path = task.path
         self.ticket: Ticket[Path] = Ticket(f"save of {task.path}")
         self.error: BaseException | None = None
-        self.is_over = threading.Event()
+        self.is_over = Flag()
+        self.progress = task.progress
 
     @property
     def is_untold(self) -> bool:
@@ -51,6 +60,7 @@ _LOCK = threading.Lock()
 _LATEST: weakref.WeakKeyDictionary[Any, _Run] = weakref.WeakKeyDictionary()
 
 
+@uninterrupted
 def start(task: Task) -> Ticket[Path]:
     """Finish the task in a thread. Its ticket ends with the path."""
     run = _Run(task)
@@ -75,7 +85,7 @@ def _finish(task: Task, run: _Run) -> None:
     try:
         path = task.finish()
     except BaseException as error:
-        LOG.error("background save of %s failed: %s: %s", run.path, type(error).__name__, error)
+        LOG.error("background save of %s failed: %s", run.path, reason(error))
         run.error = error
         task.tell_failure(error)
         run.ticket.fail(error)
@@ -86,6 +96,7 @@ def _finish(task: Task, run: _Run) -> None:
         run.is_over.set()
 
 
+@uninterrupted
 def settle(owners: Sequence[Any]) -> None:
     """Return when no save of these is under way. Raises the error of one that failed, if nobody
     has heard of it yet.
@@ -93,7 +104,7 @@ def settle(owners: Sequence[Any]) -> None:
     with _LOCK:
         runs = {id(run): run for owner in owners if (run := _LATEST.get(owner)) is not None}
     for run in runs.values():
-        run.is_over.wait()
+        run.is_over.wait(f"background save of {run.path}", _SILENCE_S, run.progress)
         _forget(run)
         if run.is_untold:
             try:
@@ -101,7 +112,8 @@ def settle(owners: Sequence[Any]) -> None:
             except BaseException as error:
                 raise StateError(
                     f"save: the background save of {run.path} failed, and nobody has waited for "
-                    f"its ticket: {error}; nothing was done now: call again"
+                    f"its ticket: {reason(error)}; nothing of it was kept, older checkpoints are "
+                    "as they were, and nothing was done now: call again"
                 ) from error
 
 

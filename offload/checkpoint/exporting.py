@@ -161,7 +161,9 @@ def has_masters(reader: CheckpointReader) -> bool:
 
 def of_unknown_order(reader: CheckpointReader) -> list[str]:
     """Parameters that may have been channels_last: checkpoints of old versions do not say."""
-    tree = decoded(reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0))
+    tree = decoded(
+        reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0, device="meta")
+    )
     if not isinstance(tree, Mapping) or parse_orders(tree) is not None:
         return []
     fields = [t for t in reader.manifest.tensors.values() if t.section == OPTIMIZER]

@@ -42,6 +42,7 @@ from offload.checkpoint.writer import (
 from offload.errors import ConfigError, FormatError, OffloadError, StateError
 from offload.format.directory import Directory
 from offload.format.safetensors import TensorSpec
+from offload.locks import nap
 from offload.log import LOG
 from offload.metrics import Metrics
 
@@ -114,7 +115,7 @@ class _Berth:
                 return
             if time.monotonic() > until_s:
                 return
-            time.sleep(_GONE_STEP_S)
+            nap(_GONE_STEP_S)
 
     def close(self) -> None:
         while self.fds:
@@ -131,7 +132,7 @@ def sweep(path: Path, disk: Disk | None = None) -> None:
                 remove_leftovers(parent, disk or Disk(), path.name)
             if not any(name_within(name) == path.name for name in parent.names()):
                 return
-        time.sleep(_GONE_STEP_S)
+        nap(_GONE_STEP_S)
 
 
 class GuestWriter:
@@ -188,12 +189,11 @@ class GuestWriter:
         with self._lock:
             self._move_to(WriterState.COMMITTING)
         team = self._team
-        nbytes = sum(shard.nbytes for shard in self._shards)
         try:
-            team.together(WRITTEN, self._flush, nbytes)
-            team.together(DESCRIBED, lambda: None, nbytes)
+            team.together(WRITTEN, self._flush)
+            team.together(DESCRIBED, lambda: None)
             if keep is not None:
-                team.together(VERIFIED, self._verify, nbytes)
+                team.together(VERIFIED, self._verify)
             team.together(PUBLISHED, self._output.check)
             self._move_to(WriterState.DONE)
         except BaseException:
@@ -226,6 +226,10 @@ class GuestWriter:
         except FormatError as error:
             raise not_what_was_written(self.path, error) from error
         self._disk.hook("verified")
+
+    @property
+    def progress(self) -> object:
+        return self._output.progress, self._output.looks
 
     def cancel(self, error: BaseException) -> None:
         """Whoever writes or commits gets `error` soon, unless it is saved by then. Any thread."""

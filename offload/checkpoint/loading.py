@@ -38,6 +38,7 @@ from offload.checkpoint.trees import decoded
 from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.format.directory import find_newest, pass_over
 from offload.format.manifest import Manifest
+from offload.locks import uninterrupted
 from offload.log import LOG
 from offload.optim.soundness import CHECKPOINT
 from offload.optim.source import Source
@@ -138,7 +139,7 @@ class Load:
 
     # --- changing ---------------------------------------------------------------------------------
 
-    def read_together(self, nbytes: int) -> Any:
+    def read_together(self) -> Any:
         """Make all of it the objects' own, on all ranks; returns `extra`. Where one rank fails in
         the middle, the others have read something that nobody can go on with.
         """
@@ -147,7 +148,7 @@ class Load:
         try:
             self._team.together("named", lambda: before.update(self._load_stateful()))
             try:
-                self._team.together("reading", lambda: extra.append(self._read()), nbytes)
+                self._team.together("reading", lambda: extra.append(self._read()))
             except BaseException as error:
                 self._lose(error)
                 raise
@@ -222,6 +223,7 @@ def _state_of(each: Any) -> Any:
     return state if isinstance(each, torch.optim.Optimizer) else copy.deepcopy(state)
 
 
+@uninterrupted
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -266,7 +268,6 @@ def _load_one(
         reader = _open(path, team)
     with reader:
         made: list[Load] = []
-        nbytes = sum(reader.manifest.files.values())
 
         def look() -> None:
             made.append(Load(reader, model, optimizer, keeper, stateful, team))
@@ -275,8 +276,8 @@ def _load_one(
         task = made[0]
         with task.turn():
             with _whole_or_not():
-                team.together("every byte", task.check, nbytes)
-            return task.read_together(nbytes)
+                team.together("every byte", task.check)
+            return task.read_together()
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offload.checkpoint.disk import BLOCK_BYTES, Disk, told, write_whole
 from offload.checkpoint.rooms import Room, Rooms
 from offload.errors import ConfigError, OffloadError, StateError, StoreTimeout
+from offload.locks import Gate
 from offload.metrics import Metrics
 from offload.store.engine import Group, Priority, Transfer, make_sums
 from offload.ticket import Ticket
@@ -69,9 +71,12 @@ class Output:
         self.written_bytes = 0
         self.rooms = Rooms(room_bytes, buffer_bytes // room_bytes - 1)
         self._blocks: dict[int, Rooms] = {}
-        self._changed = threading.Condition(threading.RLock())  # a finalizer may come back to it
+        self._lock = threading.RLock()  # a finalizer may come back to it
+        self._changed = Gate(self._lock)
         self._under_way = 0
         self._blocks_under_way = 0
+        self.progress = 0  # writes that have ended, and rooms that came back unused
+        self.looks = 0  # of somebody who reads or syncs, and looks between two parts of it
         self._error: BaseException | None = None
         self.engine = disk.open_engine(metrics)
         weakref.finalize(self, self.engine.close)  # its thread would keep it for ever
@@ -80,17 +85,18 @@ class Output:
 
     def take_room(self) -> Room:
         """Memory of `room_bytes`; waits until there is some. Raises the first error."""
-        with self._changed:
+        with self._lock:
             while True:
                 self.check()
                 room = self.rooms.take()
                 if room is not None:
                     return room
-                self._changed.wait()
+                seen = self.progress
+                self._wait_while(partial(self._is_at, seen))
 
     def take_block(self, nbytes: int) -> Room:
         """Memory for one block, all zeros. Does not wait: whoever has others may wait for us."""
-        with self._changed:
+        with self._lock:
             if nbytes not in self._blocks:
                 self._blocks[nbytes] = Rooms(nbytes, max(1, self.room_bytes // nbytes), grows=True)
             room = self._blocks[nbytes].take()
@@ -100,17 +106,15 @@ class Output:
 
     def wait_for_blocks(self) -> None:
         """Until not too many single blocks are under way. Raises the first error."""
-        with self._changed:
-            while True:
-                self.check()
-                if self._blocks_under_way < _BLOCKS_OUT:
-                    return
-                self._changed.wait()
+        with self._lock:
+            self._wait_while(lambda: self._blocks_under_way >= _BLOCKS_OUT)
+            self.check()
 
     def give_back(self, room: Room) -> None:
         """A room that was taken and not written."""
-        with self._changed:
+        with self._lock:
             self.rooms.give_back(room)
+            self.progress += 1
             self._changed.notify_all()
 
     # --- writes -----------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ class Output:
             self.fail(error)
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._blocks[file.block_bytes].give_back(block)
                 self.written_bytes += sum(end - begin for begin, end in ranges)
 
@@ -155,7 +159,7 @@ class Output:
         group = _Write(self, f"write of {name}", room, rooms, nbytes)
         memory = room.buffer(nbytes)
         sums = make_sums(nbytes, self.engine.sum_bytes)
-        with self._changed:
+        with self._lock:
             self._under_way += 1
             self._blocks_under_way += rooms is not self.rooms
         try:
@@ -169,8 +173,9 @@ class Output:
     def _ended(self, write: _Write, error: OffloadError | None) -> None:
         """In a thread of the engine's."""
         timed_out = isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT
-        with self._changed:
+        with self._lock:
             self._under_way -= 1
+            self.progress += 1
             self._blocks_under_way -= write.rooms is not self.rooms
             if error is None:
                 self.written_bytes += write.nbytes
@@ -182,22 +187,33 @@ class Output:
 
     def fail(self, error: BaseException) -> None:
         """Nothing more is written. The first error counts."""
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
             self._changed.notify_all()
 
     def check(self) -> None:
+        self.looks += 1
         error = self._error
         if error is not None:
             raise error
 
     def flush(self) -> None:
         """Wait until nothing is under way; raise the first error."""
-        with self._changed:
-            while self._under_way and self._error is None:
-                self._changed.wait()
+        with self._lock:
+            self._wait_while(lambda: self._under_way > 0)
         self.check()
+
+    def _is_at(self, progress: int) -> bool:
+        return self.progress == progress
+
+    def _wait_while(self, is_so: Callable[[], bool]) -> None:
+        """Or until the first error. Under the lock. Every write has a deadline, and so has this."""
+        self._changed.wait_until(
+            lambda: self._error is not None or not is_so(),
+            "writes of a checkpoint",
+            progress=lambda: self.progress,
+        )
 
     def close(self, why: BaseException) -> bool:
         """End what is under way; from now on `why` is raised. Tells whether all of it has ended:

@@ -31,7 +31,8 @@ from offload.checkpoint.shard import Shard
 from offload.checkpoint.team import Team
 from offload.checkpoint.trees import OTHER, Leaves
 from offload.checkpoint.writer import CheckpointWriter
-from offload.errors import ConfigError
+from offload.errors import ConfigError, reason
+from offload.locks import steadfast, uninterrupted
 from offload.log import LOG
 from offload.optim import Session, is_wrapped
 from offload.optim.optimizer import session_of
@@ -100,8 +101,7 @@ class Save:
                 self._settle_differences()
                 self._values[RNG_RANKS] = states[1:]
             invitation = team.together("files", self._make)[0]
-            nbytes = sum(each.spec.nbytes for some in self._holdings.values() for each in some)
-            team.together("what may change", lambda: self._write(invitation), nbytes)
+            team.together("what may change", lambda: self._write(invitation))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -243,6 +243,7 @@ class Save:
 
         self._scattered.write(self._team, put)
 
+    @steadfast
     def give_up(self, error: BaseException) -> None:
         """Leave nothing behind. Idempotent."""
         if self._saver is not None:
@@ -267,7 +268,16 @@ class Save:
     def tell_failure(self, error: BaseException) -> None:
         """In the report, in case nobody asks."""
         if self._session is not None:
-            self._session.metrics.note(f"background save of {self.path}", f"failed: {error}")
+            self._session.metrics.note(
+                f"background save of {self.path}", f"failed, nothing was kept: {reason(error)}"
+            )
+
+    def progress(self) -> object:
+        """Another value whenever something has come of it. Any thread."""
+        return (
+            self._saver.progress if self._saver is not None else 0,
+            self._writer.progress if self._writer is not None else 0,
+        )
 
 
 # Those that have begun; ended ones go with their last user.
@@ -282,6 +292,7 @@ def cancel_all(error: BaseException) -> None:
         task.cancel(error)
 
 
+@uninterrupted
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -35,7 +35,9 @@ class Scattered:
             if is_scattered(each.record)
             for field in each.fields
         }
-        self._parts = {key: torch.empty(0) for key in self._fields}
+        self._parts = {
+            key: torch.empty(0, dtype=torch.float32, device="cpu") for key in self._fields
+        }
         self._lock = threading.Lock()
 
     def takes(self, number: int, field: str) -> bool:
@@ -47,7 +49,9 @@ class Scattered:
         first, end = record.own or (0, 0)
         with self._lock:
             if not self._parts[number, field].numel():
-                self._parts[number, field] = torch.empty(end - first)
+                self._parts[number, field] = torch.empty(
+                    end - first, dtype=torch.float32, device="cpu"
+                )
             part = self._parts[number, field]
         begin = begin_bytes // ELEMENT_BYTES - first
         part[begin : begin + values.numel()].copy_(values)
@@ -57,6 +61,8 @@ class Scattered:
         for (number, field), record in self._fields.items():
             parts = team.bring_together(as_bytes(self._parts.pop((number, field))))
             if number % team.count == team.rank:
-                whole = torch.empty_strided(record.shape, record.stride)
+                whole = torch.empty_strided(
+                    record.shape, record.stride, dtype=torch.float32, device="cpu"
+                )
                 as_bytes(flat(whole)).copy_(torch.cat(parts))
                 put(number, field, whole.contiguous().view(-1))

@@ -17,11 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from offload.circle import Circle, meet
-from offload.errors import ConfigError, StateError, kind_of
+from offload.errors import ConfigError, OffloadError, StateError, kind_of
 
 ARRIVAL_S = 60.0  # until all ranks have come to the same save or load
-WORK_S = 600.0  # for a phase, and more where there are many bytes to move
-_LEAST_BYTES_S = 20 << 20  # a second; what moves fewer has stopped
 
 
 class Team:
@@ -42,30 +40,32 @@ class Team:
         """
         return cls(what, meet(what, process_group, ARRIVAL_S))
 
-    def together(self, phase: str, act: Callable[[], Any], nbytes: int = 0) -> list[Any]:
+    def together(self, phase: str, act: Callable[[], Any]) -> list[Any]:
         """Run `act` on every rank; returns what each has returned (JSON), by rank, when all have.
-        Where one fails, all raise. nbytes: that are moved, which takes its time.
+        Where one fails, all raise. It may take any time, as long as every rank is heard.
         """
         if self._circle is None:
             return [act()]
+        here = f"{phase} of {self.what}"
+        self._circle.begin(self.what)
         mine, error = None, None
         try:
             mine = act()
         except BaseException as caught:
             error = caught
-        here = f"{phase} of {self.what}"
         said = {
             "phase": here,
             "value": mine,
             "error": None if error is None else [type(error).__name__, str(error)],
         }
         try:
-            limit_s = WORK_S + nbytes / _LEAST_BYTES_S
-            heard = self._circle.exchange(said, self.what, limit_s)
+            heard = self._circle.exchange(said)
         except BaseException as lost:
-            if error is not None:
-                raise error from lost
-            raise
+            if error is None:
+                raise
+            if isinstance(error, OffloadError) and isinstance(lost, StateError):
+                error.args = (f"{error}; {lost}",)  # it may not know which rank it waited for
+            raise error from lost
         if error is not None:
             raise error
         self._check(here, heard)
@@ -106,7 +106,8 @@ class Team:
         """The bytes that each rank has, by rank. All ranks come with theirs."""
         if self._circle is None:
             return [mine]
-        return self._circle.gather(mine, self.what, WORK_S)
+        self._circle.begin(self.what)
+        return self._circle.gather(mine)
 
     def cancel(self, error: BaseException) -> None:
         """Whoever waits for other ranks here gets `error`."""

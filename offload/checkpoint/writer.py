@@ -179,8 +179,8 @@ class CheckpointWriter:
             )
         if file.block_bytes > self._work.output.room_bytes:
             raise ConfigError(
-                f"buffer_bytes: {path} is written in blocks of {file.block_bytes} bytes, one "
-                f"buffer has {self._work.output.room_bytes}; allow more"
+                f"{path}: is written in blocks of {file.block_bytes} bytes, one buffer has "
+                f"{self._work.output.room_bytes}; save on another file system"
             )
         return file
 
@@ -223,12 +223,11 @@ class CheckpointWriter:
             self._check_open()
             self._move_to(WriterState.COMMITTING)
         team = self._team
-        nbytes = sum(shard.nbytes for shard in self._shards)
         try:
-            self._take_in(team.together(WRITTEN, self._flush, nbytes))
-            team.together(DESCRIBED, lambda: self._write_all(values, fingerprint), nbytes)
+            self._take_in(team.together(WRITTEN, self._flush))
+            team.together(DESCRIBED, lambda: self._write_all(values, fingerprint))
             if keep is not None:
-                team.together(VERIFIED, self._verify, nbytes)
+                team.together(VERIFIED, self._verify)
                 self._disk.hook("verified")
             self._work.output.check()
             team.together(PUBLISHED, lambda: self._publish(keep))
@@ -325,6 +324,11 @@ class CheckpointWriter:
             work.draft.close_parents()
 
     # --- the end ----------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> object:
+        """Another value whenever something has come of it."""
+        return self._work.output.progress, self._work.output.looks
 
     def cancel(self, error: BaseException) -> None:
         """Whoever writes or commits gets `error` soon, unless it is saved by then. Any thread."""

@@ -17,10 +17,10 @@ from offload.config import format_size
 from offload.errors import CapacityError
 from offload.foresight.footprint import Cost, Footprint, make_optimizer
 from offload.foresight.machines import flops_of
-from offload.layout import ParamSpec
+from offload.layout import ELEMENT_BYTES, MASTER, ParamSpec
 from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
-from offload.planner import Plan, least_arena_bytes, make_plan
+from offload.planner import Plan, least_arena_bytes, least_spill_bytes, make_plan
 from offload.profile import Profile
 from offload.recording import param_fact
 from offload.run_file import UnitFact
@@ -210,10 +210,16 @@ class Draft:
                 self.footprint.activations == "offload",
                 staging,
                 self._least_state_bytes,
+                self._least_spill_bytes,
             )
         except CapacityError:
             return False
         return True
+
+    @cached_property
+    def _least_spill_bytes(self) -> int:
+        itemsizes = [2 if MASTER in spec.fields else ELEMENT_BYTES for spec in self.specs]
+        return least_spill_bytes(self.specs, itemsizes)
 
     @cached_property
     def _sizes(self) -> Sizes:

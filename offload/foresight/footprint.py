@@ -24,7 +24,7 @@ from offload.metrics import Metrics
 from offload.model_buffers import buffer_bytes
 from offload.optim import Lion
 from offload.recompute import Layers, Recompute, layers_of
-from offload.units import Unit, find_units
+from offload.units import Unit, find_units, refuse_lazy
 from offload.workload import BACKWARD, FORWARD
 
 _MOMENTUM = 0.9  # with momentum SGD has state, as it has where it is used for such models
@@ -90,6 +90,7 @@ def make_on_meta(source: Source, dtype: str | None = None) -> nn.Module:
     """The model without its values. dtype: of its parameters and buffers; None: its own."""
     with torch.device("meta"):
         model = source.make_model().train()
+    refuse_lazy(model)
     # Whoever names a device in a module gets what was asked for; its values are of no use here.
     model = model.to("meta")
     return model if dtype is None else model.to(getattr(torch, dtype))
@@ -118,10 +119,11 @@ def measure(
     dtype: str | None = None,
     activations: str = "keep",
     unit_bytes: int | None = None,
+    on_device: bool = False,
 ) -> Footprint:
     """Of the model in training. activations: keep, recompute or offload; the last are counted as if
-    they were kept. unit_bytes: as the tuner has it. Raises `ConfigError` where the model cannot run
-    on shapes alone.
+    they were kept. unit_bytes: as the tuner has it. on_device: it runs on a GPU. Raises
+    `ConfigError` where the model cannot run on shapes alone.
     """
     model, inputs = _made(source, batch, sequence, dtype)
     units = find_units(model, unit_bytes=unit_bytes)
@@ -130,7 +132,7 @@ def measure(
     layers = layers_of(model, units, is_chosen=False) if activations == "recompute" else {}
     with _recomputing(layers), _followed(model, units, recorder):
         try:
-            with metered(recorder.meter):
+            with metered(recorder.meter, on_device):
                 loss = source.loss(model, inputs)
                 recorder.end_forward()
                 _run_backward(loss)
@@ -139,8 +141,7 @@ def measure(
         except Exception as error:  # somebody else's code
             raise ConfigError(
                 f"{source.name}: cannot be run on shapes alone with {batch} texts of {sequence} "
-                f"tokens: {type(error).__name__}: {_first_line(error)}; a model that takes "
-                "something else than tokens says so by a method offload_example(batch, sequence)"
+                f"tokens: {type(error).__name__}: {_first_line(error)}; {source.remedy}"
             ) from error
     return Footprint(
         name=source.name,
@@ -238,7 +239,7 @@ def _followed(model: nn.Module, units: Sequence[Unit], recorder: _Recorder) -> I
 
 @contextmanager
 def _recomputing(layers: Layers) -> Iterator[None]:
-    recompute = Recompute(layers, lambda unit: (), Metrics())
+    recompute = Recompute(layers, lambda unit: (), Metrics(), compares=False)
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ class Wear:
 class Forecast:
     """`str()` is a table. host_bytes, device_bytes: budgets; None: no limit, or no device. tiers:
     bytes of each kind on each tier. read_bytes, written_bytes: by drives in a step, as a report
-    counts them; spilled_bytes of gradients are written and read beside them. taken_bytes: of host
+    counts them; spilled_bytes of gradients are among both. taken_bytes: of host
     memory, by the engine. passing_bytes: that activations and logits take where the model runs.
     least: the smallest budgets that work. plain_bytes: that torch alone would need in one place.
     """
@@ -141,7 +141,7 @@ class Forecast:
         read, written = format_size(self.read_bytes), format_size(self.written_bytes)
         moved = [f"disk {read} read, {written} written"]
         if self.spilled_bytes:
-            moved.append(f"gradients {format_size(self.spilled_bytes)} to it and back")
+            moved[0] += f", {format_size(self.spilled_bytes)} of each are gradients"
         if self.device_bytes:
             there, back = format_size(self.to_device_bytes), format_size(self.to_host_bytes)
             moved.append(f"device {there} to it, {back} from it")

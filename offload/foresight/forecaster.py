@@ -36,8 +36,8 @@ _ITERATIONS = 4  # two of them steady: what waits in buffers differs from step t
 _FEWER_ITERATIONS = 3  # of a model so large that buffers are nothing to it
 _LARGE_NUMEL = 2 * 10**9
 _ORIGIN = (
-    " (host_memory was not given: then it is what the machine has, less 20 % or 8 GiB, or what is "
-    "free of that on a machine whose profile is not known)"
+    " (host_memory was not given: then it is what the machine has, less 20 % and at least 8 GiB, "
+    "but no more than 40 %; or what is free of that on a machine whose profile is not known)"
 )
 _MOST_FACTOR = 1e6  # times as many tokens
 
@@ -104,7 +104,9 @@ def _not_known(machine: Machine, missing: Sequence[str]) -> str:
 
 
 def _drafted(ask: Ask, source: Source, on_device: bool, unit_bytes: int | None = None) -> Draft:
-    footprint = measure(source, ask.batch, ask.sequence, ask.dtype, ask.activations, unit_bytes)
+    footprint = measure(
+        source, ask.batch, ask.sequence, ask.dtype, ask.activations, unit_bytes, on_device
+    )
     return Draft.of(footprint, ask.optimizer, on_device)
 
 
@@ -138,7 +140,6 @@ def _answer(
     footprint, budgets = draft.footprint, case.budgets
     tell("simulating a step")
     arrangement, outcome = _try(draft, case, ask.host_bytes is not None)
-    written_bytes = outcome.written_bytes + outcome.spilled_bytes
     saving = _saving(ask, draft, case, machine.profile, arrangement)
     return Forecast(
         model=footprint.name,
@@ -167,7 +168,7 @@ def _answer(
         spilled_bytes=outcome.spilled_bytes,
         to_device_bytes=outcome.to_device_bytes,
         to_host_bytes=outcome.to_host_bytes,
-        wear=_wear(ask, written_bytes, saving, budgets.directories),
+        wear=_wear(ask, outcome.written_bytes, saving, budgets.directories),
         saving=saving,
         least=_least(draft),
         plain_bytes=draft.plain_bytes,
@@ -319,7 +320,7 @@ def _hidden_tokens(case: _Case, outcome: Outcome) -> int | None:
 def _gains(case: _Case, outcome: Outcome) -> dict[str, float]:
     """Seconds by which a step gets shorter."""
     budgets, found = case.budgets, {}
-    uses_disk = outcome.read_bytes or outcome.written_bytes or outcome.spilled_bytes
+    uses_disk = outcome.read_bytes or outcome.written_bytes
     if budgets.host_bytes is not None:
         more = replace(budgets, host_bytes=budgets.host_bytes + _GB)
         tried = replace(case, budgets=more)

@@ -13,10 +13,10 @@ from pathlib import Path
 from offload import profile
 from offload.errors import ConfigError, FormatError, StoreError
 from offload.format.strict_json import printable
+from offload.limits import left_free_bytes
 from offload.profile import Profile
 
 _SHIPPED = Path(__file__).parent / "profiles"
-_LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of host memory, for everybody else; as `limits` has it
 _DEVICE_SHARE = 0.9  # of a device's memory, for us
 
 # For counting bytes where nothing is known: of one time and bandwidth or another, all the same.
@@ -137,7 +137,7 @@ def _times(speed: float | None, factor: float) -> float | None:
 def usual_host_bytes(machine: Profile) -> int | None:
     """What `host_memory` is there if nobody says anything; None: not known."""
     total = machine.memory_bytes
-    return None if total is None else max(0, total - max(int(total * _LEAVE_SHARE), _LEAVE_BYTES))
+    return None if total is None else total - left_free_bytes(total)
 
 
 def usual_device_bytes(machine: Profile) -> int | None:

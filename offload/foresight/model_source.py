@@ -39,6 +39,11 @@ class Source(ABC):
 
     name: str
 
+    @property
+    def remedy(self) -> str:
+        """What to do where it runs for real, but not on shapes alone."""
+        return "a size such as 7B is planned without the model itself"
+
     @abstractmethod
     def make_model(self) -> nn.Module:
         """A new one, on the device of `torch.device(...)` around the call."""
@@ -128,6 +133,13 @@ class ConfigSource(Source):
     name: str
     config: Any
     make: Callable[[Any], nn.Module]
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "if it is not the length, the model does what shapes cannot tell: give module:function "
+            "of a model that can be run so, or a size such as 7B"
+        )
 
     @classmethod
     def at(cls, path: Path) -> ConfigSource:
@@ -228,6 +240,14 @@ class FunctionSource(Source):
     _feed: Callable[[int, int, torch.Generator | None, Any], Any] | None = field(
         default=None, repr=False
     )
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "a model that takes something else than tokens says so by a method "
+            f"{EXAMPLE_METHOD}(batch, sequence); one that looks at values is planned by a size "
+            "such as 7B"
+        )
 
     def make_model(self) -> nn.Module:
         try:

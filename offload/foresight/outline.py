@@ -12,24 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from offload.config import Config, format_size
-from offload.errors import CapacityError, ConfigError
-from offload.layout import ParamSpec
+from offload.errors import ConfigError
+from offload.layout import ELEMENT_BYTES, MASTER, ParamSpec
 from offload.limits import check_directories, refuse_unbuilt
 from offload.model_buffers import buffer_bytes
 from offload.model_plan import ModelPlan
 from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
-from offload.planner import least_arena_bytes, make_plan
+from offload.planner import least_arena_bytes, least_spill_bytes, make_plan, most_numel
+from offload.services import refuse_data_parallel
 from offload.sharding import DEPTH, Sharding
-from offload.shares import Shares, check_device, on_device_bytes, share_out
+from offload.shares import Shares, check_device, on_device_bytes, share_out, spill_room_bytes
 from offload.start import Start
 from offload.tiers.device_gradients import staging_bytes
 from offload.tiers.gradients import Spill, place_bytes
 from offload.tiers.mean_gradients import staging_bytes as slices_staging_bytes
-from offload.transfer import find_device, usable_bytes, used_bytes
+from offload.transfer import available_bytes, find_device, usable_bytes, used_bytes
 from offload.tuning import choose
-from offload.units import Choice, Unit, find_units
+from offload.units import Choice, Unit, find_units, refuse_lazy
 
 _UNBUILT = (
     "param_dtype",
@@ -54,11 +55,14 @@ class Outline:
         weights: str | PathLike[str] | None = None,
         place: tuple[int, int] | None = None,
     ) -> None:
+        refuse_lazy(model)
         device = find_device(config.device)
         chosen = choose(config, model.parameters(), device.type, place is not None)
         self.chosen = chosen.in_force(config)
         config = chosen.apply_to(config)
         _check(optimizer, config)
+        _refuse_sparse(model, _params_of(optimizer))
+        _refuse_data_parallel(model)
         if place is not None:
             _refuse_ddp(model)
         self.config = config
@@ -70,9 +74,10 @@ class Outline:
         self.unit_of = {m.param: unit for unit in self.units for m in unit.members}
         self.device = device
         self.sharding = self._share_over(place, optimizer is not None)
+        self.device_note: str | None = None  # why less of the device is used than was asked for
         self.device_left_bytes = 0  # that no block and no gradient is meant for, of sharded ones
         self.device_bytes = self._check_device(model)
-        self.recipe = choose_recipe(optimizer, elementwise=False) if optimizer is not None else None
+        self.recipe = choose_recipe(optimizer, elementwise=None) if optimizer is not None else None
         self.specs = self._specs(optimizer)
         self.start: Start | None = None
         if Start.is_needed(model, weights):
@@ -85,6 +90,7 @@ class Outline:
                 self.shares.state,
                 has_disk,
                 disk_chunk_numel=self.chosen.tuning.chunk_numel,
+                most_numel=self.most_chunk_numel,
             )
         except BaseException:
             self.close()
@@ -132,7 +138,19 @@ class Outline:
             return 0
         params = sum(-(-self.host_bytes_of(unit) // 4096) * 4096 for unit in self.stored)
         params += min(params, self.shares.params)
-        return params + self.state_plan.disk_capacity_bytes
+        return params + self.state_plan.disk_capacity_bytes + self.spill_room_bytes
+
+    @property
+    def most_chunk_numel(self) -> int | None:
+        """Elements of a chunk of state whose gradients the staging memory has room for."""
+        return most_numel(self.shares.staging) if self.shares.spilled else None
+
+    @property
+    def spill_room_bytes(self) -> int:
+        """Of the store, for gradients that lie there and new ones on their way."""
+        if not self.shares.spilled:
+            return 0
+        return spill_room_bytes(self.shares, self.state_plan.chunks)
 
     def host_bytes_of(self, unit: Unit) -> int:
         """What of a unit's parameters this rank has in host memory or on disk."""
@@ -146,14 +164,19 @@ class Outline:
     @property
     def spilled_units(self) -> frozenset[int]:
         """Units whose gradients are on disk, of a model that is shared out."""
+        if self.sharding is None:
+            return frozenset()
         trained = self._trained_units(has_optimizer=True)
         return frozenset(trained[n] for n in self.shares.spilled)
 
     @property
     def spill(self) -> Spill:
-        """Which gradients are on disk, of one that is not."""
-        trained = list(self._trained(has_optimizer=True))
-        return Spill(frozenset(trained[n] for n in self.shares.spilled), self.directories)
+        """Which gradients are on disk, of one that is not, and what they pass through."""
+        spilled: frozenset[Tensor] = frozenset()
+        if self.sharding is None:
+            trained = list(self._trained(has_optimizer=True))
+            spilled = frozenset(trained[n] for n in self.shares.spilled)
+        return Spill(spilled, self.shares.staging, self.spill_room_bytes)
 
     @property
     def plan(self) -> ModelPlan:
@@ -165,7 +188,7 @@ class Outline:
             file_bytes=params - sum(map(self.host_bytes_of, self.stored)),
             shares=self.shares,
             state=self.state_plan,
-            disk_room_bytes=self.disk_room_bytes + self.shares.gradients_on_disk,
+            disk_room_bytes=self.disk_room_bytes,
             device_bytes=self.device_bytes,
             sharding=self.sharding,
             tuned=str(self.chosen) if self.chosen.source else None,
@@ -173,6 +196,11 @@ class Outline:
 
     def _trained(self, has_optimizer: bool) -> list[nn.Parameter]:
         return [p for p in self.unit_of if p.requires_grad and has_optimizer]
+
+    @property
+    def _itemsizes(self) -> list[int]:
+        """Bytes of an element of each spec's gradient."""
+        return [2 if MASTER in spec.fields else ELEMENT_BYTES for spec in self.specs]
 
     def _trained_units(self, has_optimizer: bool) -> list[int]:
         found = dict.fromkeys(self.unit_of[param].number for param in self._trained(has_optimizer))
@@ -187,9 +215,11 @@ class Outline:
         return sharding.with_least(self.units, self._trained_units(has_optimizer))
 
     def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
+        self._spec_params: list[Tensor] = []  # those of the specs
         if optimizer is None or self.recipe is None:
             return []
         records = make_records(optimizer, self.recipe, optimizer.state)
+        self._spec_params = [record.param for record in records]
         for record in records:
             if record.param not in self.unit_of:
                 raise ConfigError(
@@ -207,8 +237,6 @@ class Outline:
             units = [self.units[number] for number in self._trained_units(has_optimizer)]
             gradients = [self.sharding.slice_bytes(unit) for unit in units]
             staging = slices_staging_bytes(self.sharding, units)
-            if host_bytes is not None and self.is_on_cpu:
-                host_bytes = self._less_whole(self.sharding, host_bytes)
         else:
             gradients = [place_bytes(param) for param in trained]
             staging = 0 if self.is_on_cpu else staging_bytes(trained)
@@ -222,29 +250,54 @@ class Outline:
             has_disk,
             self.config.activations == "offload",
             staging,
-            least_arena_bytes(self.specs),
+            self._least_state_bytes(),
+            least_spill_bytes(self.specs, self._itemsizes),
             self.host_bytes_of,
+            *self._gathered(),
         )
         return self._with_whole(shares)
 
-    def _less_whole(self, sharding: Sharding, host_bytes: int) -> int:
-        """Of the budget, what is left for slices."""
-        if host_bytes <= sharding.fixed_bytes:
-            raise CapacityError(
-                f"host_memory: {format_size(host_bytes)} ({host_bytes} bytes) are allowed on each "
-                f"rank; one unit at a time, gathered from {sharding.count} ranks, needs "
-                f"{format_size(sharding.whole_bytes)} with {sharding.depth} more ahead, whole "
-                f"gradients on their way {format_size(sharding.gradient_bytes)}, and there must be "
-                f"room for slices; raise host_memory, or lower prefetch_depth"
-            )
-        return host_bytes - sharding.fixed_bytes
+    def _gathered(self) -> tuple[int, str]:
+        """Of host memory, what is for whole blocks and gradients, and the arithmetic of it."""
+        sharding = self.sharding
+        if sharding is None or sharding.on_device:
+            return 0, ""
+        return sharding.fixed_bytes, (
+            f"on each rank; gathered from {sharding.count} ranks one unit needs "
+            f"{format_size(sharding.whole_bytes)} with {sharding.depth} more ahead, and whole "
+            f"gradients on their way {format_size(sharding.gradient_bytes)} (a lower "
+            "prefetch_depth needs less)"
+        )
+
+    def _least_state_bytes(self) -> int:
+        """With which the state can pass through, on the rank that needs most."""
+        if self.sharding is None:
+            return least_arena_bytes(self.specs)
+        ranks = [replace(self.sharding, rank=rank) for rank in range(self.sharding.count)]
+        return max(least_arena_bytes(self._specs_on(sharding)) for sharding in ranks)
+
+    def _specs_on(self, sharding: Sharding) -> list[ParamSpec]:
+        """What another rank has of the optimizer's parameters."""
+        each = zip(self.specs, self._spec_params, strict=True)
+        return [
+            replace(spec, own=spec.own and sharding.own(self.unit_of[param], param))  # type: ignore[index]
+            for spec, param in each
+        ]
 
     def _check_device(self, model: nn.Module) -> int:
         """Bytes for everything on the device; refuses too few of them."""
         if self.is_on_cpu:
             return 0
         wanted = self.config.device_memory
+        available = available_bytes(self.device)
         limit = usable_bytes(self.device) if wanted is None else int(wanted)
+        if limit > available:
+            limit = usable_bytes(self.device)
+            self.device_note = (
+                f"{format_size(int(wanted or 0))} are allowed, {self.device} has "
+                f"{format_size(available)} for this process: {format_size(limit)} of them are "
+                "used; end what else is on the device, or give a smaller device_memory"
+            )
         own = [*model.parameters(), *model.buffers()]
         own += [p.grad for p in model.parameters() if p.grad is not None]
         there = sum(on_device_bytes(t.nbytes) for t in own if t.device == self.device)
@@ -258,6 +311,12 @@ class Outline:
         return limit
 
 
+def _refuse_data_parallel(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            refuse_data_parallel(module.device_ids)
+
+
 def _refuse_ddp(model: nn.Module) -> None:
     """Of a model that is shared out over ranks."""
     for name, module in model.named_modules():
@@ -266,6 +325,18 @@ def _refuse_ddp(model: nn.Module) -> None:
                 f"{name or 'the model'}: is in DistributedDataParallel, which averages gradients "
                 "over ranks, as prepare does by itself; prepare the model without it, or give "
                 "process_group=False, which prepares a whole model on each rank"
+            )
+
+
+def _refuse_sparse(model: nn.Module, params: list[Tensor]) -> None:
+    """An embedding whose gradients would be sparse. Gradients have places of whole parameters."""
+    trained = {param for param in params if param.requires_grad}
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight in trained:
+            raise ConfigError(
+                f"{f'{name}.' if name else ''}weight: its gradients would be sparse, which is not "
+                f'supported; make them dense: model.get_submodule("{name}").sparse = False'
             )
 
 

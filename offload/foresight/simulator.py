@@ -11,8 +11,8 @@ What the engine decides is decided by its own code (`scheduler`, `trace`, `resid
   work; the update takes its bytes over `update_bytes_per_s`, slower by `update_beside_disk`.
 * To see that nobody has changed parameters, the engine reads those in memory, as fast as a copy
   moves bytes (`memory_bytes_per_s`).
-* Gradients that are spilled are written and read once, at the speed of the drives, though the page
-  cache may keep some. They are not among read_bytes and written_bytes, as in a report.
+* Gradients that are spilled are written once and read once, among all else that goes through the
+  store.
 * A device has a queue for copies each way. It computes when the copies of a unit have come.
 
 No number is fitted to a step's time: all come from the profile or the workload. Allocates nothing,
@@ -46,7 +46,7 @@ _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor
 class Outcome:
     """One steady iteration. step_s: of all of it. stalls: seconds waited, by where and why.
     other_s: neither computed, updated nor waited. read_bytes, written_bytes: as a report counts
-    them; spilled_bytes of gradients go to disk and come back beside them. limit: what would take
+    them; spilled_bytes of gradients are among both. limit: what would take
     longest if all went on at once without waiting, in limit_s.
     """
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from offload.locks import Flag
 from offload.measurement.figure import Figure, Listener, Runs, Unit, repeat
 from offload.measurement.sizes import ROUNDS, Sizes
 from offload.optim.traffic import Traffic
@@ -64,13 +65,13 @@ def _busy(traffic: Traffic, most_written_bytes: int) -> Iterator[Callable[[], bo
     """Inside, another thread reads and writes, until it has written so much. Gives what tells
     whether it does. An error of the drives is raised at the end.
     """
-    stop, begun = threading.Event(), threading.Event()
+    stop, begun = Flag(), Flag()
     last_bytes = traffic.written_bytes + most_written_bytes
     errors: list[BaseException] = []
 
     def keep_going() -> bool:
         begun.set()
-        return not stop.is_set() and traffic.written_bytes < last_bytes
+        return not stop.is_set and traffic.written_bytes < last_bytes
 
     def work() -> None:
         try:
@@ -84,7 +85,7 @@ def _busy(traffic: Traffic, most_written_bytes: int) -> Iterator[Callable[[], bo
     thread = threading.Thread(target=work, name="busy drives", daemon=True)
     thread.start()
     try:
-        begun.wait()
+        begun.wait("first operation of the drives")
         yield lambda: thread.is_alive() and keep_going()
     finally:
         stop.set()

@@ -19,7 +19,7 @@ def measure_copies(
 ) -> tuple[Figure, Figure]:
     """Bytes a second to the device, and to the host, between it and a pool's memory."""
     with (
-        Pool(sizes.copy_bytes, budget=Budget()) as pool,
+        Pool(sizes.copy_bytes, budget=Budget(), device=transfer.device) as pool,
         pool.lease(pool.capacity_bytes, what="copies") as lease,
         transfer.allocate(lease.nbytes, "copies") as buffer,
     ):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from offload import kernels
 from offload.optim.recipe import Record
+from offload.spilled_gradient import Gradient
 
 
 @dataclass
@@ -18,7 +17,7 @@ class Begun:
     sum_squares: of all of them, and of other ranks' when those have told.
     """
 
-    grads: dict[int, Tensor]
+    grads: dict[int, Gradient]
     fresh: set[int]  # numbers of those that have no state yet
     stepping: list[Record]
     before: list[float]  # their counts of steps

@@ -9,6 +9,7 @@ from offload.optim.generic import GenericRecipe
 from offload.optim.lion import Lion
 from offload.optim.recipe import AdagradRecipe, AdamRecipe, LionRecipe, Recipe, SgdRecipe
 
+_SUITABLE = "take one that treats every element by itself, such as AdamW or offload.Lion"
 _GENERIC = ("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 _REFUSED = {
     "LBFGS": "it keeps a history over all parameters",
@@ -16,10 +17,14 @@ _REFUSED = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it takes sparse gradients",
 }
+# Of packages whose steps work on blocks of quantised numbers, or with kernels for GPUs alone.
+_REFUSED_PACKAGES = ("bitsandbytes", "torchao")
 
 
-def choose_recipe(optimizer: torch.optim.Optimizer, elementwise: bool) -> Recipe:
-    """The recipe for exactly this class: one below it may do something else in its `step`."""
+def choose_recipe(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> Recipe:
+    """The recipe for exactly this class: one below it may do something else in its `step`.
+    elementwise: the user says that it treats every element by itself; None: cannot say so here.
+    """
     kind = type(optimizer)
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -33,15 +38,26 @@ def choose_recipe(optimizer: torch.optim.Optimizer, elementwise: bool) -> Recipe
     if kind is Lion:
         return LionRecipe()
     name = kind.__name__
-    if name in _REFUSED and kind.__module__.startswith("torch."):
+    if name in _REFUSED:  # whoever has written it
+        raise ConfigError(f"optimizer: {name} cannot be offloaded: {_REFUSED[name]}; {_SUITABLE}")
+    package = kind.__module__.partition(".")[0]
+    if package in _REFUSED_PACKAGES:
         raise ConfigError(
-            f"optimizer: {name} cannot be offloaded: {_REFUSED[name]}; take one that treats every "
-            "element by itself, such as AdamW or offload.Lion"
+            f"optimizer: {kind.__module__}.{name} cannot be offloaded: {package} updates blocks of "
+            "a parameter, or of its quantised state, on the device; take torch.optim.AdamW, whose "
+            "state is then kept outside of the device in full precision"
         )
     known = kind.__module__.startswith("torch.optim") and (name in _GENERIC or amsgrad)
     if known or elementwise:
         return GenericRecipe(kind, optimizer)
-    raise ConfigError(
-        f"optimizer: {kind.__module__}.{name} is not known; if its step treats every element of a "
-        "parameter by itself, say wrap(..., elementwise=True)"
-    )
+    raise ConfigError(f"optimizer: {kind.__module__}.{name} is not known; {_opt_in(elementwise)}")
+
+
+def _opt_in(elementwise: bool | None) -> str:
+    said = "if its step treats every element of a parameter by itself"
+    if elementwise is None:
+        return (
+            f"for prepare, {_SUITABLE}; {said}, offload.wrap(optimizer, elementwise=True) moves "
+            "its state alone, without the model"
+        )
+    return f"{said}, say elementwise=True; else {_SUITABLE}"

@@ -22,6 +22,7 @@ from offload.layout import Chunk, Slice
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.planner import desk_spans
+from offload.spilled_gradient import Gradient, in_memory
 from offload.ticket import Ticket
 from offload.transfer import DeviceTransfer, Mark
 
@@ -56,7 +57,7 @@ class Arriving(Protocol):
 class Places(Protocol):
     """Where the update finds parameters and gradients that are not simply in host memory."""
 
-    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None: ...
+    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -108,11 +109,11 @@ class Desks:
         self._grads: Mapping[int, Tensor] = {}
         self._homes: Mapping[int, Arriving] = {}
 
-    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
+    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None:
         """Remember where each device is: what it was given before is done with the parameters.
         homes: gradients that need no desk.
         """
-        self._grads, self._homes = grads, homes
+        self._grads, self._homes = in_memory(grads), homes
         self._marks = {device: t.mark() for device, t in self._transfers.items()}
 
     def end_step(self) -> None:

@@ -37,8 +37,8 @@ class GenericRecipe:
         """Found by one step on a parameter that nobody has."""
         key = repr(sorted((k, repr(v)) for k, v in group.items() if k not in _NOT_SETTINGS))
         if key not in self._fields:
-            probe = torch.nn.Parameter(torch.ones(_PROBE_NUMEL, device="cpu"))
-            probe.grad = torch.ones(_PROBE_NUMEL, device="cpu")
+            probe = torch.nn.Parameter(torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu"))
+            probe.grad = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
             state = self._run(probe, group, {})
             self._fields[key] = tuple(
                 name for name, value in state.items() if _is_elementwise(value, _PROBE_NUMEL)
@@ -128,7 +128,9 @@ def _bare_copy(
     """An optimizer of the same class and settings without parameters or hooks."""
     bare = base.__new__(base)
     torch.optim.Optimizer.__init__(
-        bare, [torch.nn.Parameter(torch.zeros(1, device="cpu"))], dict(optimizer.defaults)
+        bare,
+        [torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))],
+        dict(optimizer.defaults),
     )
     kept = set(vars(bare)) | {"step"}
     vars(bare).update({k: v for k, v in vars(optimizer).items() if k not in kept})

@@ -10,18 +10,21 @@ from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
 from offload.shard import local_of, placing_of
 from offload.sliced_gradient import SlicedGradient
+from offload.spilled_gradient import ColdValues, SpilledGradient
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def gradient_of(record: Record) -> Tensor:
+def gradient_of(record: Record) -> Tensor | ColdValues:
     """Flat, in the order of the parameter's memory; the parameter has one. Of a model that ranks
-    share, this rank's part of it.
+    share, this rank's part of it. Cold where it is not in memory.
     """
     given = record.param.grad
     assert given is not None
     if isinstance(given, SlicedGradient):
-        return given.own
+        return given.source
+    if isinstance(given, SpilledGradient):
+        return given.source  # of the parameter's own shape and type
     placing = placing_of(given)
     if placing != record.placing:
         raise ConfigError(

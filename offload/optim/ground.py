@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offload.budget import HOST
 from offload.gauges import resident_bytes, used_by
+from offload.heap import HEAP
 from offload.metrics import Metrics
 from offload.optim.desk import Desks, Places
 from offload.optim.homes import Homes
@@ -37,7 +38,8 @@ WatchPasses = Callable[[Mapping[int, Tensor], Callable[[int], None], Callable[[]
 class Ground(Protocol):
     """Opened for records and a plan, and closed for good."""
 
-    pool: Pool | None
+    pool: Pool | None  # of optimizer state
+    copies: Pool | None  # of what is copied to and from devices, where there are any
     store: DiskStore | None
     tiers: Tiers
     desks: Places | None  # None: parameters are updated where they are
@@ -51,6 +53,10 @@ class Host(Protocol):
     """A prepared model: it has the memory, the disk and the parameters."""
 
     metrics: Metrics
+
+    @property
+    def most_chunk_numel(self) -> int | None:
+        """Elements of a chunk whose gradients it can bring; None: of any."""
 
     def unit_of(self, param: Tensor) -> int | None:
         """The number of the unit that owns the parameter."""
@@ -111,8 +117,10 @@ class OwnGround:
         self.homes: Homes | None = None
         self.transfers: Mapping[torch.device, DeviceTransfer] = {}
         self.store: DiskStore | None = None
-        self.pool = Pool(plan.arena_bytes, budget=HOST) if plan.arena_bytes else None
+        self.pool: Pool | None = None
+        self.copies: Pool | None = None
         try:
+            self._open_pools(records)
             if plan.disk_bytes:
                 assert self.pool is not None, "what is on disk passes through buffers"
                 memory = [self.pool.buffer()]
@@ -120,15 +128,29 @@ class OwnGround:
                 self.store = DiskStore(
                     directories, room, metrics=metrics, memory=memory, **store_options
                 )
-            for name, watched in (("host: optimizer state", self.pool), ("disk", self.store)):
+            pools = {"host: optimizer state": self.pool, "host: copies": self.copies}
+            for name, watched in (*pools.items(), ("disk", self.store)):
                 if watched is not None:
                     metrics.watch(name, used_by(watched))
             metrics.watch("process", resident_bytes)
+            if any(record.param.is_cpu for record in records):
+                HEAP.serve(self, metrics)
             self.tiers = Tiers(plan, self.pool, self.store)
             self._open_devices(records, release_grads, watch)
         except BaseException:
             self.close()
             raise
+
+    def _open_pools(self, records: Sequence[Record]) -> None:
+        """Where there are devices, what is copied to them is apart: only that is pinned."""
+        device = next((record.device for record in records if record.device_bytes), None)
+        nbytes, copied = self._plan.arena_bytes, 0
+        if device is not None:
+            copied = nbytes - self._plan.chunk_bytes
+        if nbytes - copied:
+            self.pool = Pool(nbytes - copied, budget=HOST)
+        if copied:
+            self.copies = Pool(copied, budget=HOST, device=device, metrics=self._metrics)
 
     def _open_devices(self, records: Sequence[Record], release_grads: bool, watch: Watch) -> None:
         """Desks, homes and transfers for parameters that are on devices."""
@@ -154,8 +176,8 @@ class OwnGround:
         return memory.view(record.dtype)[: record.param.numel()]
 
     def _lease(self, nbytes: int, what: str) -> Tensor:
-        assert self.pool is not None, "a plan that holds memory has a pool"
-        with self.pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
+        assert self.copies is not None, "a plan for devices has memory for their copies"
+        with self.copies.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
             return lease.tensor()
 
     def close(self) -> None:
@@ -171,6 +193,7 @@ class OwnGround:
         self.desks = self.homes = self.store = None
         self.transfers = {}
         self.tiers = None  # type: ignore[assignment]  # it holds memory
-        if self.pool is not None:
-            self.pool.close()
-        self.pool = None
+        for pool in (self.pool, self.copies):
+            if pool is not None:
+                pool.close()
+        self.pool = self.copies = None

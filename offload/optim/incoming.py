@@ -67,7 +67,7 @@ def check_groups(
             raise ConfigError(
                 f"{record.name}: its group in the state_dict needs the state "
                 f"{fields or 'nothing'}, the plan was made for {record.fields or 'nothing'}; "
-                "close(), load into the plain optimizer, and wrap that"
+                "close(), load into the plain optimizer, and wrap or prepare again"
             )
 
 

@@ -25,6 +25,7 @@ from offload.optim.reducer import Carried, Reducer
 from offload.planner import Plan
 from offload.rank_share import RankShare
 from offload.shard import DeviceLink, Ranks
+from offload.spilled_gradient import Gradient, in_memory
 from offload.tiers.device_network import DeviceNetwork
 
 MEETING_S = 60.0
@@ -34,8 +35,8 @@ _CALL_ON_ALL = (
 )
 
 # Gives the gradients for a step, if nothing stands in its way.
-Look = Callable[[], dict[int, Tensor]]
-Begin = Callable[[dict[int, Tensor]], Begun]
+Look = Callable[[], dict[int, Gradient]]
+Begin = Callable[[Mapping[int, Gradient]], Begun]
 
 
 class Joint:
@@ -84,7 +85,7 @@ class Joint:
             buckets,
             plan.ranks,
             records,
-            ground.pool,
+            ground.copies or ground.pool,
             self._metrics,
             self._watch,
             network,
@@ -116,7 +117,7 @@ class Joint:
         begun: list[Begun] = []
 
         def say_what_is_here() -> dict[str, Any]:
-            looked.append(look())
+            looked.append(in_memory(look()))
             return self._open_company.look(looked[0], steps_done)
 
         def say_squares() -> str | None:

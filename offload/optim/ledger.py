@@ -9,17 +9,17 @@ run has never reached is not known here: `probe.py` asks for it.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from offload.metrics import NOTHING, Metrics, Snapshot
+from offload.optim.step_log import StepLog
 from offload.planner import UNKNOWN, Speeds
 from offload.run_file import StepFact
 from offload.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 
-MOST_STEPS = 4096  # that are remembered
 STEP, MODEL = "step(): ", "model: "  # causes of seconds in it, and since the one before it
 _EARLY = "device_to_host_bytes", "gradients_early_bytes"
 
@@ -34,7 +34,7 @@ class Ledger:
         self._ended_s: float | None = None
         self.speeds = speeds  # the best so far
         self.stepped: Counter[str] = Counter()  # what all steps moved; forward and backward do, too
-        self.steps: deque[StepFact] = deque(maxlen=MOST_STEPS)
+        self.steps = StepLog()
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ def open_session(
         config = configure()
         place = ranks.place if ranks is not None else None
         request = Request.of(optimizer, config, elementwise, measured, place)
-        with limited(config):
+        with limited(config, f"{type(optimizer).__name__}, wrapped"):
             session = Session(
                 optimizer,
                 request.recipe,

@@ -18,7 +18,9 @@ from weakref import ref
 import torch
 
 from offload.errors import ConfigError, StateError
+from offload.locks import steadfast, uninterrupted
 from offload.log import LOG
+from offload.modes import outside_inference_mode
 from offload.optim.session import Session
 from offload.optim.soundness import LOAD
 
@@ -61,7 +63,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         session = session_of(self)
         with session.turn.act("step"):
-            session.step()
+            outside_inference_mode(session.step)()
         return loss
 
     def _refuse_scaler(self) -> None:
@@ -86,11 +88,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         return session_of(self).no_sync()
 
+    @uninterrupted
+    @outside_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the plain optimizer's; also for gradients that `release_grads` has moved away."""
         super().zero_grad(set_to_none)
         session_of(self).zero_grad(set_to_none)
 
+    @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
         copies; state that does not fit in host memory is on memory-mapped files without a name.
@@ -107,6 +112,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             session.note_handed_out()
             return found
 
+    @outside_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a plain or a wrapped optimizer. Nothing has changed when it raises a
         `ConfigError` or a `ValueError`. It mends an optimizer whose last step or load broke off.
@@ -129,6 +135,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 session.incoming = None
                 handle.remove()
 
+    @outside_inference_mode
     def __setstate__(self, state: dict[str, Any]) -> None:
         session = session_of(self)
         if session.incoming is None:
@@ -146,6 +153,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 session.soundness.lose(LOAD, error)
                 raise
 
+    @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's; the plan is made anew for all groups."""
         session = session_of(self)
@@ -166,6 +174,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 del self.param_groups[before:]
                 raise
 
+    @uninterrupted
+    @outside_inference_mode
     def close(self) -> None:
         """Give everything back; this is a plain optimizer again, with its state as torch would have
         it: in the parameters' dtype, on their device, without masters. Idempotent. Among ranks all
@@ -215,6 +225,7 @@ def is_wrapped(optimizer: object) -> bool:
     return isinstance(optimizer, OffloadOptimizer)
 
 
+@uninterrupted
 def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Change the optimizer's class; its state is in the session already."""
     setattr(optimizer, _SESSION, session)
@@ -237,9 +248,10 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
     held: Any = optimizer.state
     held.update(state)
     try:
-        session.close()
-        if session.ranks is not None:
-            session.ranks.close()
+        with steadfast:
+            session.close()
+            if session.ranks is not None:
+                session.ranks.close()
     finally:
         optimizer.state = getattr(held, "plain", held)  # unless somebody has set another
         optimizer.state.update(held)

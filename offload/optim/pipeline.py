@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from offload.layout import Chunk
+from offload.locks import check, steadfast
 from offload.metrics import Metrics
 from offload.optim.desk import Awaited, Desk, Places
 from offload.optim.tiers import Piece, Tiers
@@ -73,6 +74,7 @@ class Pipeline:
         try:
             self._make_room(to_fetch)
             while to_fetch or at_hand or self._coming:
+                check()
                 self._fetch_ahead(to_fetch)
                 if self._coming and (self._coming[0].done or not at_hand):
                     self._finish_one(act)
@@ -191,6 +193,7 @@ class Pipeline:
                 flight.desk.tickets[-1].wait()
                 flight.desk.tickets.pop()
 
+    @steadfast
     def _drain(self) -> None:
         """After an error: wait for the rest, whose errors are not more important than that one."""
         for flight in self._coming:

@@ -53,7 +53,7 @@ def _disk_bytes_per_s(plan: Plan, directories: Sequence[Path]) -> float | None:
 
 def _update_bytes_per_s(plan: Plan) -> float:
     numel = max(1, min(_UPDATE_NUMEL, plan.numel, plan.arena_bytes // (TENSORS * ELEMENT_BYTES)))
-    memory = [torch.empty(numel, device="cpu") for _ in range(TENSORS)]
+    memory = [torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(TENSORS)]
     update = UpdateRun(memory)
     each_s = sorted(update.run_s() for _ in range(_UPDATES))
     return update.touched_bytes / each_s[_UPDATES // 2]

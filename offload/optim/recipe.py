@@ -165,7 +165,12 @@ class NativeRecipe:
             )
 
     def scalar_state(self, record: Record) -> dict[str, Any]:
-        return {"step": torch.tensor(record.step, device="cpu")} if self.counts_steps else {}
+        if not self.counts_steps:
+            return {}
+        # As torch's optimizers have it: a 16-bit default type could not count.
+        is_double = torch.get_default_dtype() == torch.float64
+        dtype = torch.float64 if is_double else torch.float32
+        return {"step": torch.tensor(record.step, dtype=dtype, device="cpu")}
 
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         if self.counts_steps:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from offload.errors import ConfigError
 from offload.layout import MASTER, ParamSpec
@@ -43,6 +44,12 @@ def each_param(
 ) -> list[tuple[Tensor, dict[str, Any], str]]:
     found = []
     for index, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            if is_lazy(param):
+                raise ConfigError(
+                    f"group {index} param {i}: is lazy and has no shape yet; run one batch through "
+                    "the model first"
+                )
         names = group.get("param_names") or [
             f"group {index} param {i} {tuple(p.shape)}" for i, p in enumerate(group["params"])
         ]

@@ -106,7 +106,7 @@ def check_wrappable(optimizer: object) -> None:
     held = getattr(optimizer, "optimizer", None)
     if isinstance(held, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} holds another one, {type(held).__name__}; wrap "
+            f"optimizer: {type(optimizer).__name__} holds another one, {type(held).__name__}; give "
             "that one, before it is handed over"
         )
 

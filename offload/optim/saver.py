@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import ELEMENT_BYTES, Chunk, Slice
+from offload.locks import Gate, steadfast, uninterrupted
 from offload.metrics import Metrics
 from offload.optim.assembly import Assembly, is_row_major
 from offload.optim.recipe import Record
@@ -32,6 +33,7 @@ from offload.ticket import Ticket
 READS = 2  # one comes while the other is written
 _PAGE_BYTES = 4096
 _CAUSE = "checkpoint"
+_WHAT = "save of the optimizer's state"
 
 # Takes values of a parameter's field, flat: number, field, the first one's byte, the values, in the
 # order of the parameter's shape; but in that of its memory where ranks share it. They may change as
@@ -88,7 +90,9 @@ class Saver:
             parts = [part for part in chunk.slices if records[part.param].has_state]
             if chunk.fields and parts:
                 self._expect(chunk, parts)
-        self._gate = threading.Condition()
+        self._lock = threading.RLock()
+        self._gate = Gate(self._lock)
+        self.progress = 0  # moves so far
         self._error: BaseException | None = None
         self._is_over = False
         tiers.watcher = self
@@ -105,6 +109,7 @@ class Saver:
 
     # --- the thread that saves --------------------------------------------------------------------
 
+    @uninterrupted
     def run(self) -> None:
         """Save whatever is left; returns when all is with the sink. Nothing of the tiers is held
         then.
@@ -114,10 +119,11 @@ class Saver:
             self._work_through(reading)
         except BaseException as error:
             self._give_up(error)
-        for each in reading:  # nothing may write to the memory when it goes
-            with suppress(Exception):
-                each.ticket.wait()
-        self._end()
+        with steadfast:
+            for each in reading:  # nothing may write to the memory when it goes
+                with suppress(Exception):
+                    each.ticket.wait()
+            self._end()
         if self._error is not None:
             raise self._error
 
@@ -132,18 +138,17 @@ class Saver:
                 self._write_oldest(reading, memory)
 
     def _is_ended(self, reading: deque[_Reading]) -> bool:
-        with self._gate:
+        with self._lock:
             if self._error is not None:
                 return True
-            while not (reading or self._waiting_here or self._waiting_on_disk):
-                if not self._held or self._error is not None:
-                    return True
-                self._gate.wait()  # for a step that saves the last one
+            if not (reading or self._waiting_here or self._waiting_on_disk):
+                self._wait_until(lambda: not self._held)  # by a step that saves the last one
+                return True
             return False
 
     def _read_ahead(self, reading: deque[_Reading], memory: list[Tensor]) -> None:
         while len(reading) < READS:
-            with self._gate:  # nobody writes another generation before the read has begun
+            with self._lock:  # nobody writes another generation before the read has begun
                 chunk = next(iter(self._waiting_on_disk.values()), None)
                 if chunk is None:
                     return
@@ -158,7 +163,7 @@ class Saver:
         return whole[begin : begin + self._buffer_bytes].view(torch.float32)
 
     def _hold_next(self) -> Piece | None:
-        with self._gate:
+        with self._lock:
             number = next(iter(self._waiting_here), None)
             if number is None:
                 return None
@@ -171,15 +176,16 @@ class Saver:
         self._write(each.piece)
         reading.popleft()
         memory.append(each.piece.whole)
-        with self._gate:
+        with self._lock:
             self._move(each.piece.chunk.number, Saving.SAVED)
 
     # --- the thread that steps --------------------------------------------------------------------
 
+    @uninterrupted
     def before_change(self, piece: Piece) -> None:
         """Save the chunk from the piece if it is still to be saved; wait if it is being written."""
         number = piece.chunk.number
-        with self._gate:
+        with self._lock:
             if self._states.get(number, Saving.SAVED) is Saving.SAVED or self._error is not None:
                 return
             is_mine = self._states[number] is Saving.WAITING
@@ -191,6 +197,7 @@ class Saver:
             else:
                 self._await(number)
 
+    @steadfast  # Ctrl-C ends the step, not the save: it has half of the chunk by then
     def _save_for_a_step(self, piece: Piece) -> None:
         try:
             self._write_held(piece)
@@ -203,23 +210,30 @@ class Saver:
     def before_release(self, piece: Piece) -> None:
         """From now on the chunk's bytes are to be found on disk."""
         number = piece.chunk.number
-        with self._gate:
-            while self._states.get(number) is Saving.HELD and self._error is None:
-                self._gate.wait()
+        with self._lock:
+            self._wait_until(lambda: self._states.get(number) is not Saving.HELD)
             self._here.pop(number, None)
             if number in self._waiting_here:
                 self._waiting_on_disk[number] = self._waiting_here.pop(number)
 
     def _await(self, number: int) -> None:
-        with self._gate:
-            while self._states[number] is Saving.HELD:
-                self._gate.wait()
+        with self._lock:
+            self._gate.wait_until(
+                lambda: self._states[number] is not Saving.HELD,
+                _WHAT,
+                progress=lambda: self.progress,
+            )
 
     def settle(self) -> None:
         """Return when nothing of the tiers is needed any more."""
-        with self._gate:
-            while not self._is_over:
-                self._gate.wait()
+        with self._lock:
+            self._gate.wait_until(lambda: self._is_over, _WHAT, progress=lambda: self.progress)
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Or until it is given up. Under the lock."""
+        self._gate.wait_until(
+            lambda: is_so() or self._error is not None, _WHAT, progress=lambda: self.progress
+        )
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class Saver:
         try:
             self._write(piece)
         finally:  # it may change, well or badly
-            with self._gate:
+            with self._lock:
                 self._move(piece.chunk.number, Saving.SAVED)
 
     def _write(self, piece: Piece) -> None:
@@ -245,13 +259,14 @@ class Saver:
         before = self._states[number]
         assert state in MOVES[before], (number, before, state)
         self._states[number] = state
+        self.progress += 1
         self._waiting_here.pop(number, None)
         self._waiting_on_disk.pop(number, None)
         self._held += (state is Saving.HELD) - (before is Saving.HELD)
         self._gate.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
-        with self._gate:
+        with self._lock:
             self._error = self._error or error
             self._gate.notify_all()
 
@@ -259,6 +274,7 @@ class Saver:
         """`run`, under way or still to come, ends with `error`. Any thread."""
         self._give_up(error)
 
+    @steadfast
     def give_up(self, error: BaseException) -> None:
         """Nobody will call `run`."""
         self._give_up(error)
@@ -266,7 +282,7 @@ class Saver:
 
     def _end(self) -> None:
         clear_frames(self._error)  # whoever keeps it would keep our memory
-        with self._gate:
+        with self._lock:
             if self._is_over:
                 return
             if self._tiers.watcher is self:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.budget import HOST
+from offload.budget import HOST, held_by, holder_now
 from offload.config import Config, format_size
 from offload.errors import ConfigError, OffloadError, StateError
+from offload.heap import HEAP
 from offload.layout import MASTER
 from offload.log import LOG
 from offload.metrics import Metrics
@@ -41,6 +42,7 @@ from offload.optim.updater import Held, Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
 from offload.shard import DeviceLink, Ranks, is_initialised, is_sharded, local_of, placing_of
+from offload.spilled_gradient import Gradient
 from offload.store import DiskStore
 from offload.store.mapped import mapped_tensor
 from offload.tuning import NOTHING as NO_TUNING
@@ -103,6 +105,7 @@ class Session:
             chosen.begin(self.metrics)
         # With ranks that share the state; None: all of it is ours.
         self.joint = Joint(ranks, config, self.metrics, watch_passes, link) if ranks else None
+        self._holder = holder_now()  # of memory that is taken anew later on, too
         self._open(*self._draw_up(optimizer.state))
 
     @property
@@ -134,6 +137,7 @@ class Session:
             speeds=self.ledger.speeds,
             ranks=share,
             disk_chunk_numel=self.chosen.tuning.chunk_numel,
+            most_numel=self.host.most_chunk_numel if self.host else None,
         )
         check_homes(self.config, plan)
         if self.host is not None:
@@ -147,14 +151,16 @@ class Session:
         granted, limit = self._host_memory_bytes, HOST.limit_bytes
         if self.host is not None:
             return granted, 0  # of a pool that is there already
-        held = HOST.used_bytes - (self.pool.capacity_bytes if self.pool else 0)
+        held = HOST.used_bytes - sum(pool.capacity_bytes for pool in self.pools)
         if granted is None or limit is None:
             return granted, held
         return min(granted, max(0, limit - held)), held
 
     @property
-    def pool(self) -> Pool | None:
-        return self._ground.pool if self._ground else None
+    def pools(self) -> list[Pool]:
+        """Of optimizer state, and of what is copied to and from devices."""
+        pools = (self._ground.pool, self._ground.copies) if self._ground else ()
+        return [pool for pool in pools if pool is not None]
 
     @property
     def store(self) -> DiskStore | None:
@@ -163,7 +169,8 @@ class Session:
     def _open(self, records: list[Record], plan: Plan, buckets: Buckets | None) -> None:
         self.plan = plan
         try:
-            self._ground = ground = self._make_ground(records, plan)
+            with held_by(self._holder):
+                self._ground = ground = self._make_ground(records, plan)
             company = None
             if self.joint is not None and buckets is not None:
                 assert isinstance(ground, OwnGround), "a prepared model has ranks of its own"
@@ -195,7 +202,8 @@ class Session:
             begun = self._begin_step()
             self.updater.carry_out(begun, self.config.max_grad_norm)
             self.grad_norm = self.updater.grad_norm
-        self.chosen.note_step(self.ledger.steps[-1], self.metrics, self.host)
+        self.chosen.note_step(self.ledger.steps.last, self.metrics, self.host)
+        HEAP.look()
 
     def _leave_ranks_if_sharded(self) -> None:
         """Whole parameters that were exchanged for DTensors since, as accelerate does it: others
@@ -226,20 +234,20 @@ class Session:
             norm.complete(begun)
         return begun
 
-    def _begin(self, grads: dict[int, Tensor]) -> Begun:
+    def _begin(self, grads: Mapping[int, Gradient]) -> Begun:
         return self.updater.begin(grads, self.config.max_grad_norm is not None)
 
     @property
     def _steps_done(self) -> int:
         return self.metrics.snapshot().counts.get("steps", 0)
 
-    def _look(self) -> dict[int, Tensor]:
+    def _look(self) -> dict[int, Gradient]:
         """The gradients for a step, if nothing stands in its way."""
         self._look_again()
         self._watch(self._steps_done)
         return self.updater.gradients()
 
-    def _facts(self, grads: Mapping[int, Tensor]) -> dict[str, Any]:
+    def _facts(self, grads: Mapping[int, Gradient]) -> dict[str, Any]:
         """What must be the same on all ranks."""
         return {
             "hyper-parameters": settings_sum(self.updater.records),
@@ -372,10 +380,13 @@ class Session:
         return torch.empty_strided(record.shape, record.stride, dtype=torch.float32, device="cpu")
 
     def _map(self, record: Record) -> Tensor:
-        return mapped_tensor(self._directories[0], record.shape, record.stride)
+        return self._mapped(record.shape, record.stride)
 
     def _map_flat(self, numel: int) -> Tensor:
-        return mapped_tensor(self._directories[0], torch.Size([numel]), (1,))
+        return self._mapped(torch.Size([numel]), (1,))
+
+    def _mapped(self, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+        return mapped_tensor(self._directories, shape, stride, torch.float32, self.metrics)
 
     def held(self) -> list[Held]:
         """What there is to save, by the parameters of today; an error where it is mixed."""

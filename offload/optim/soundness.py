@@ -113,5 +113,5 @@ class Soundness:
                 f"optimizer: an earlier step ended with an error in its middle, and {left[0]} "
                 f"(one of {len(left)}) may be of another age than the rest: nobody has written to "
                 "it since; load the model's checkpoint first, then the optimizer's (weights that "
-                "were put in through .data are not seen: close() then, and wrap again)"
+                "were put in through .data are not seen: close() then, and wrap or prepare again)"
             ) from self._error

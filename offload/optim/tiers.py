@@ -188,7 +188,7 @@ class Tiers:
 
 def _memory(pool: Pool | None, nbytes: int, what: str) -> Tensor:
     if not nbytes:
-        return torch.empty(0, device="cpu")
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     assert pool is not None, "a plan that holds memory has a pool"
     with pool.lease(nbytes, what=what) as lease:  # the tensor keeps the memory
         return lease.tensor(torch.float32)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.errors import StateError
+from offload.locks import attempt
 
 
 class Turn:
@@ -31,19 +32,21 @@ class Turn:
 
     @contextmanager
     def hold(self, what: str) -> Iterator[None]:
-        """Keep other threads out. The own thread may do something else inside, as hooks do."""
+        """Keep other threads out. The own thread may do something else inside, as hooks do.
+        Inside, Ctrl-C takes effect where it waits, and at the end.
+        """
         self.check_process()
-        if not self._lock.acquire(blocking=False):
-            raise StateError(
-                f"optimizer: {what} while another thread is in {self._holder}; let one thread "
-                "use a wrapped optimizer at a time, or put a lock around its calls"
-            )
-        before, self._holder = self._holder, what
-        try:
-            yield
-        finally:
-            self._holder = before
-            self._lock.release()
+        with attempt(self._lock) as is_ours:
+            if not is_ours:
+                raise StateError(
+                    f"optimizer: {what} while another thread is in {self._holder}; let one thread "
+                    "use a wrapped optimizer at a time, or put a lock around its calls"
+                )
+            before, self._holder = self._holder, what
+            try:
+                yield
+            finally:
+                self._holder = before
 
     @contextmanager
     def act(self, what: str) -> Iterator[None]:

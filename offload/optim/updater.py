@@ -33,6 +33,7 @@ from offload.optim.soundness import LOAD, STEP, Soundness
 from offload.optim.source import Part, Wholes, read_slice
 from offload.optim.tiers import Piece
 from offload.shard import like
+from offload.spilled_gradient import Gradient, in_memory
 from offload.store.contract import KnownSums
 
 
@@ -66,12 +67,14 @@ class Updater:
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def gradients(self) -> dict[int, Tensor]:
+    def gradients(self) -> dict[int, Gradient]:
         """Of every parameter that has one, flat; a refusal where one cannot be used."""
         self._soundness.check()
         if self._reduces:
             return {}  # they come when all ranks have agreed
-        grads = {r.number: gradient_of(r) for r in self.records if r.param.grad is not None}
+        grads: dict[int, Gradient] = {
+            r.number: gradient_of(r) for r in self.records if r.param.grad is not None
+        }
         if self._homes is not None:
             grads = dict(sorted((grads | self._homes.held()).items()))
         return grads
@@ -81,7 +84,7 @@ class Updater:
         """Whether gradients are reduced over ranks here; then they are of our own elements only."""
         return self.company is not None and self.company.reducer is not None
 
-    def begin(self, grads: dict[int, Tensor], needs_norm: bool) -> Begun:
+    def begin(self, grads: Mapping[int, Gradient], needs_norm: bool) -> Begun:
         """Whatever may be refused is refused here; nothing has changed then."""
         for number in grads:
             self._check_fields(self.records[number])
@@ -90,10 +93,10 @@ class Updater:
             if needs_norm:
                 squares = self._squares(grads)
         if self._homes is not None:
-            self._homes.fetch(grads)
+            self._homes.fetch(in_memory(grads))
         stepping = [self.records[number] for number in grads]
         begun = Begun(
-            grads=grads,
+            grads=dict(grads),
             fresh={record.number for record in stepping if not record.has_state},
             stepping=stepping,
             before=[record.step for record in stepping],
@@ -148,7 +151,7 @@ class Updater:
         except Exception:  # the first error is the one to tell
             self.metrics.count("errors_after_an_error")
 
-    def _count(self, grads: Mapping[int, Tensor]) -> None:
+    def _count(self, grads: Mapping[int, Gradient]) -> None:
         specs = self._tiers.plan.params
         touched = sum(specs[n].touched_bytes(grad.element_size()) for n, grad in grads.items())
         self.metrics.count("updated_bytes", touched)
@@ -159,15 +162,17 @@ class Updater:
         if fields != record.fields:
             raise ConfigError(
                 f"{record.name}: its group needs the state {fields or 'nothing'} now, the plan was "
-                f"made for {record.fields or 'nothing'}; close() and wrap the optimizer again"
+                f"made for {record.fields or 'nothing'}; close(), then wrap or prepare again"
             )
 
-    def _squares(self, grads: Mapping[int, Tensor]) -> dict[int, Sequence[float]]:
+    def _squares(self, grads: Mapping[int, Gradient]) -> dict[int, Sequence[float]]:
         """Sums of squares of parts of each gradient that are ours, by parameter."""
         sums: dict[int, Sequence[float]] = {}
         there: dict[torch.device, dict[int, Tensor]] = {}
         for number, grad in grads.items():
-            if grad.is_cpu:
+            if not isinstance(grad, Tensor):
+                sums[number] = grad.block_sums()
+            elif grad.is_cpu:
                 own = self._own(number, self._in_host(number, grad))
                 sums[number] = kernels.grad_stats(own).block_sums
             else:
@@ -198,8 +203,9 @@ class Updater:
         first, (begin, end) = self._begins_at(record), record.own or (0, values.numel())
         return values[begin - first : end - first]
 
-    def _of_grad(self, grad: Tensor, part: Slice) -> Tensor:
-        """The elements of a gradient that belong to a slice."""
+    def _of_grad(self, grad: Gradient, part: Slice) -> Tensor:
+        """The elements of a gradient that belong to a slice, in memory."""
+        assert isinstance(grad, Tensor), "what is cold comes over a desk"
         first = self._begins_at(self.records[part.param])
         return grad[part.begin - first : part.end - first]
 
@@ -228,7 +234,7 @@ class Updater:
 
     def _update(
         self,
-        grads: Mapping[int, Tensor],
+        grads: Mapping[int, Gradient],
         fresh: set[int],
         scale: float,
         piece: Piece,
@@ -250,20 +256,22 @@ class Updater:
         return True
 
     def _update_without_chunk(
-        self, number: int, grad: Tensor, fresh: set[int], scale: float
+        self, number: int, grad: Gradient, fresh: set[int], scale: float
     ) -> None:
         """A parameter without elements of ours, whose numbers change all the same; or one in host
         memory and without elementwise state.
         """
         spec, record = self._tiers.plan.params[number], self.records[number]
         if not spec.own_numel or not (spec.fields or spec.has_desk):
-            nothing = {field: torch.empty(0, device="cpu") for field in spec.fields}
+            nothing = {
+                field: torch.empty(0, dtype=torch.float32, device="cpu") for field in spec.fields
+            }
             begin, end = spec.own or (0, spec.numel)
             whole = Slice(number, begin, end, 0)
             none = torch.empty(0, dtype=record.dtype, device="cpu")
             here = flat(record.local)[begin:end] if end else none
-            grad = self._of_grad(grad, whole) if end else none  # of itself, or nothing
-            self._update_slice(record, whole, here, grad, nothing, number in fresh, scale, {})
+            ours = self._of_grad(grad, whole) if end else none  # of itself, or nothing
+            self._update_slice(record, whole, here, ours, nothing, number in fresh, scale, {})
 
     def _update_slice(
         self,

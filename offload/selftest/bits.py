@@ -101,9 +101,16 @@ def awkward(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Ordinary numbers with a special one in every seventh place and in the last seven, which is
     where torch's kernels run other code.
     """
-    values, special = torch.randn(numel), torch.tensor(SPECIAL)
-    places = torch.tensor(sorted({*range(0, numel, 7), *range(max(0, numel - 7), numel)})).long()
-    values[places] = special[torch.randint(len(special), (len(places),))]
+    values, special = (
+        torch.randn(numel, dtype=torch.float32, device="cpu"),
+        torch.tensor(SPECIAL, dtype=torch.float32, device="cpu"),
+    )
+    places = torch.tensor(
+        sorted({*range(0, numel, 7), *range(max(0, numel - 7), numel)}),
+        dtype=torch.int64,
+        device="cpu",
+    )
+    values[places] = special[torch.randint(len(special), (len(places),), device="cpu")]
     return values.to(dtype)
 
 
@@ -111,7 +118,9 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
     """A copy that starts `shift` elements behind a 64-byte boundary, with guards on both sides that
     `require_untouched_around` looks at.
     """
-    memory = torch.empty(tensor.numel() + 2 * _GUARD_NUMEL + shift, dtype=tensor.dtype)
+    memory = torch.empty(
+        tensor.numel() + 2 * _GUARD_NUMEL + shift, dtype=tensor.dtype, device="cpu"
+    )
     memory.view(torch.uint8).fill_(GUARD)
     start = _GUARD_NUMEL + (-memory.data_ptr() % 64) // tensor.element_size() + shift
     copy = memory[start : start + tensor.numel()]
@@ -120,7 +129,7 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
 
 def require_untouched_around(copy: Tensor, what: str) -> None:
     """Nobody has written before or behind `copy`, a tensor of `unaligned`."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(copy.untyped_storage())
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy.untyped_storage())
     begin = copy.storage_offset() * copy.element_size()
     outside = torch.cat([memory[:begin], memory[begin + copy.nbytes :]])
     wrong = outside != GUARD
@@ -134,5 +143,5 @@ def require_untouched_around(copy: Tensor, what: str) -> None:
 
 def cuts(numel: int, pieces: int) -> list[tuple[int, int]]:
     """[0, numel) in at most `pieces` drawn slices."""
-    inner = torch.randint(0, numel + 1, (pieces - 1,)).tolist()
+    inner = torch.randint(0, numel + 1, (pieces - 1,), device="cpu").tolist()
     return list(itertools.pairwise(sorted({0, numel, *inner})))

@@ -115,7 +115,7 @@ def memory(setting: Setting) -> Facts:
     if _resident_bytes() is None:
         raise NotRun("this system does not tell a process's memory in /proc/self/status")
     numel = (8 if setting.is_quick else 24) * _MIB
-    param = nn.Parameter(torch.zeros(numel // 8, 8))
+    param = nn.Parameter(torch.zeros(numel // 8, 8, dtype=torch.float32, device="cpu"))
     param.grad = torch.ones_like(param)
     budget = 16 * _MIB
     optimizer: Any = torch.optim.AdamW([param], lr=1e-2)

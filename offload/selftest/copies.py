@@ -81,14 +81,14 @@ class Bench:
 
 @contextmanager
 def _bench(setting: Setting) -> Iterator[Bench]:
-    pool = Pool(1 << 20, budget=Budget())
     transfer: Any = open_transfer(setting.device)
+    pool = Pool(1 << 20, budget=Budget(), device=transfer.device)
     bench = Bench(transfer, pool, not setting.is_on_cpu)
     if bench.is_late:
         nbytes = _BALLAST_BYTES >> (2 if setting.is_quick else 0)
         side = _BUSY_SIDE >> (1 if setting.is_quick else 0)
         bench.ballast = transfer.pinned(nbytes, torch.uint8).zero_()
-        bench.heavy = torch.zeros(side, side, device=transfer.device)
+        bench.heavy = torch.zeros(side, side, dtype=torch.float32, device=transfer.device)
     try:
         yield bench
     finally:
@@ -118,7 +118,7 @@ def _matrix(buffer: Any) -> Tensor:
 
 
 def _full(value: float) -> Tensor:
-    return torch.full((SIDE, SIDE), float(value))
+    return torch.full((SIDE, SIDE), float(value), dtype=torch.float32, device="cpu")
 
 
 def _used_at_once(bench: Bench) -> _Outcome:
@@ -146,7 +146,10 @@ def _refilled_while_used(bench: Bench) -> _Outcome:
 def _layers_through_two_buffers(bench: Bench) -> _Outcome:
     """A chain of layers, each fetched while the one before it computes."""
     weights = [bench.host(number % 3) for number in range(12)]
-    expected, got = torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE, device=bench.device)
+    expected, got = (
+        torch.ones(SIDE, SIDE, dtype=torch.float32, device="cpu"),
+        torch.ones(SIDE, SIDE, dtype=torch.float32, device=bench.device),
+    )
     ahead = [bench.transfer.fetch(weight) for weight in weights[:_BUFFERS]]
     for number, weight in enumerate(weights):
         expected = torch.remainder(expected @ weight + number, 5)
@@ -165,10 +168,15 @@ def _read_while_made(bench: Bench) -> _Outcome:
     for number in range(4):
         bench.compute_late()
         bench.leave_late()
-        gradient = torch.full((SIDE, SIDE), float(number), device=bench.device) * 3
+        gradient = (
+            torch.full((SIDE, SIDE), float(number), dtype=torch.float32, device=bench.device) * 3
+        )
         tickets.append(bench.transfer.read(gradient, bench.host(-1)))
         del gradient
-        spoilers = [torch.full((SIDE, SIDE), 77.0, device=bench.device) for _ in range(3)]
+        spoilers = [
+            torch.full((SIDE, SIDE), 77.0, dtype=torch.float32, device=bench.device)
+            for _ in range(3)
+        ]
         del spoilers
     got = [ticket.wait(_WAIT_S).clone() for ticket in tickets]
     return got, [_full(3 * number) for number in range(4)]
@@ -176,7 +184,7 @@ def _read_while_made(bench: Bench) -> _Outcome:
 
 def _written_while_read(bench: Bench) -> _Outcome:
     """New values come for a parameter whose old ones are still to be read."""
-    target = torch.zeros(SIDE, SIDE, device=bench.device)
+    target = torch.zeros(SIDE, SIDE, dtype=torch.float32, device=bench.device)
     got = []
     for number in range(1, 5):
         bench.compute_late()

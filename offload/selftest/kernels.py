@@ -73,11 +73,11 @@ def _updated(
     what: str,
 ) -> list[Tensor]:
     """Parameter, states and 16-bit output after some steps; nothing outside of them is written."""
-    states = [torch.zeros(start.numel()) for _ in case.states]
+    states = [torch.zeros(start.numel(), dtype=torch.float32, device="cpu") for _ in case.states]
     written = [unaligned(tensor, shift) for tensor in (start, *states)]
     out = None
     if out_dtype is not None:
-        out = unaligned(torch.zeros(start.numel(), dtype=out_dtype), shift)
+        out = unaligned(torch.zeros(start.numel(), dtype=out_dtype, device="cpu"), shift)
     with kernels.forced_isa(isa):
         for step, grad in enumerate(grads, start=1):
             kernels.update(
@@ -119,8 +119,11 @@ def slices(setting: Setting) -> Facts:
     """However a parameter is cut, and by however many threads it is updated."""
     count, numel = 0, 20_011
     for case in CASES[:: 3 if setting.is_quick else 1]:
-        start, grads = torch.randn(numel), [torch.randn(numel) for _ in range(STEPS)]
-        states = [torch.zeros(numel) for _ in case.states]
+        start, grads = (
+            torch.randn(numel, dtype=torch.float32, device="cpu"),
+            [torch.randn(numel, dtype=torch.float32, device="cpu") for _ in range(STEPS)],
+        )
+        states = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in case.states]
         whole, cut = ([tensor.clone() for tensor in (start, *states)] for _ in range(2))
         for step, grad in enumerate(grads, start=1):
             rule = case.rule(step)
@@ -143,7 +146,7 @@ def statistics(setting: Setting) -> Facts:
     count = 0
     sizes = (0, 5, 4097, 100_003)[: 3 if setting.is_quick else 4]
     for dtype, numel in itertools.product(GRADS, sizes):
-        grad = unaligned(torch.randn(numel).to(dtype), 3)
+        grad = unaligned(torch.randn(numel, dtype=torch.float32, device="cpu").to(dtype), 3)
         exact = math.fsum((grad.double() ** 2).tolist())
         seen = set()
         for isa, threads in itertools.product(kernels.available_isas(), (1, 2, 5)):
@@ -169,7 +172,7 @@ def _find_broken_elements(setting: Setting) -> int:
         for place, value in itertools.product(places, (math.inf, -math.inf, math.nan)):
             if isa == "reference" and place % 9:
                 continue  # slow, and one loop for all elements
-            grad = torch.ones(numel, dtype=dtype)
+            grad = torch.ones(numel, dtype=dtype, device="cpu")
             grad[place] = value
             with kernels.forced_isa(isa):
                 stats = kernels.grad_stats(grad)
@@ -183,13 +186,17 @@ def casts(setting: Setting) -> Facts:
     """Every 16-bit number, their neighbours in fp32, and special ones, as torch casts them."""
     count = 0
     for half, isa in itertools.product(HALVES, kernels.available_isas()):
-        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(half)
+        every = (
+            torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu")
+            .to(torch.int16)
+            .view(half)
+        )
         middle = 1 << 15 if half == torch.bfloat16 else 1 << 12
         words = every.float().view(torch.int32)
         around = [(words + d + m).view(torch.float32) for d in (-1, 0, 1) for m in (0, middle)]
         wide = unaligned(torch.cat([*around, awkward(4097)]), 1)
-        narrow = unaligned(torch.zeros(wide.numel(), dtype=half), 3)
-        back = unaligned(torch.zeros(wide.numel()), 5)
+        narrow = unaligned(torch.zeros(wide.numel(), dtype=half, device="cpu"), 3)
+        back = unaligned(torch.zeros(wide.numel(), dtype=torch.float32, device="cpu"), 5)
         with kernels.forced_isa(isa):
             kernels.cast(wide, narrow)
             kernels.cast(narrow, back)

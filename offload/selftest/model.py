@@ -88,7 +88,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 def make_batch(number: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator).to(device)
+    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator, device="cpu").to(device)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

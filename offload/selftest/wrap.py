@@ -185,7 +185,10 @@ def _steps(setting: Setting) -> int:
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        for size in SIZES
+    ]
 
 
 def parameters(values: Sequence[Tensor], device: str) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 from offload.shard.group import (
     Members,
     Speakers,
+    deadline_of,
     default_store,
     is_connected,
     is_initialised,
@@ -34,6 +35,7 @@ __all__ = [
     "Rows",
     "Speakers",
     "Worker",
+    "deadline_of",
     "default_store",
     "is_connected",
     "is_initialised",

@@ -312,7 +312,9 @@ class Ranks:
         return headers
 
     def _swap_headers(self, header: Header, deadline_s: float | None) -> list[Header]:
-        found = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in range(self.count)]
+        found = [
+            torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self.count)
+        ]
         work = self._speakers.gather(found, header.packed(), self.deadline_s)
         self._finish([work], found, deadline_s)
         self.sent_bytes["control"] += (self.count - 1) * HEADER_BYTES
@@ -393,7 +395,9 @@ class Ranks:
         """Memory for what the others send; made once."""
         if not self._scratch:
             nbytes = 2 * self.count * _PART_BYTES
-            self._scratch = list(torch.empty(nbytes, dtype=torch.uint8).view(-1, _PART_BYTES))
+            self._scratch = list(
+                torch.empty(nbytes, dtype=torch.uint8, device="cpu").view(-1, _PART_BYTES)
+            )
         some = self._scratch[turn * self.count : (turn + 1) * self.count]
         return [one[: numel * dtype.itemsize].view(dtype) for one in some]
 
@@ -411,7 +415,7 @@ class Ranks:
     def _exchange(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
         most = max(1, *lengths)
         mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-        found = [torch.empty(most, dtype=torch.uint8) for _ in range(self.count)]
+        found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(self.count)]
         self._finish([self._speakers.gather(found, mine, self.deadline_s)], found)
         self.sent_bytes["control"] += (self.count - 1) * most
         return [one.numpy().tobytes()[:n] for one, n in zip(found, lengths, strict=True)]

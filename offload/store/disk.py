@@ -25,6 +25,7 @@ from offload.errors import (
     StateError,
     StoreError,
 )
+from offload.locks import Gate, attempt
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer, find_anonymous
 from offload.store.choose import check_numbers, open_engine
@@ -137,7 +138,7 @@ class DiskStore:
         self._read_bytes = [0] * len(self._files)
         self._written_bytes = [0] * len(self._files)
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
+        self._room = Gate(self._lock)
         self._writers_waiting = 0  # there
         self._failed: OffloadError | None = None
         self._open = list(self._files)
@@ -195,8 +196,7 @@ class DiskStore:
             if in_follow_up():
                 raise StateError(
                     f"disk store: {version.name} has to wait for room, in the follow-up of a "
-                    "ticket, whose thread may be the one that makes room; write it from another "
-                    "thread, or raise the store's capacity"
+                    "ticket, whose thread may be the one that makes room"
                 )
             self._writers_waiting += 1
             try:
@@ -312,12 +312,10 @@ class DiskStore:
         table.check_known(name)
         # A finalizer may do this, in the thread that holds the lock: whoever takes it next goes on.
         table.freed.append((name, table.generation))
-        if self._lock.acquire(blocking=False):
-            try:
+        with attempt(self._lock) as is_ours:
+            if is_ours:
                 table.take_in()
                 self._room.notify_all()
-            finally:
-                self._lock.release()
 
     def snapshot(self, names: Iterable[str] | None = None) -> DiskSnapshot:
         self._check_usable()

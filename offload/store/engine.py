@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from offload.config import format_size
 from offload.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
+from offload.locks import attempt, steadfast
 from offload.store.buffers import Buffer
 from offload.ticket import GivenUp, Ticket
 
@@ -220,7 +221,7 @@ class Engine(ABC):
             raise StateError("store: closed")
         if self._broken is not None:
             raise StateError(
-                "store: its I/O engine has failed; close it and open another"
+                "store: its I/O engine has failed; start again from a checkpoint"
             ) from self._broken
 
     @property
@@ -284,16 +285,15 @@ class Engine(ABC):
         """End what is in flight, refuse what comes. Idempotent; after an interruption it goes on
         where it was.
         """
-        if not self.is_ours() or not self._closing.acquire(blocking=False):  # somebody is at it
+        if not self.is_ours():
             return
-        try:
-            with self._lock:
-                self._closed = True
-            if not self.is_over:
-                self._stop()
-                self.is_over = True
-        finally:
-            self._closing.release()
+        with steadfast, attempt(self._closing) as is_first:
+            if is_first:  # else somebody is at it
+                with self._lock:
+                    self._closed = True
+                if not self.is_over:
+                    self._stop()
+                    self.is_over = True
 
     def _keep_if_stuck(self, ended: bool) -> None:
         if not ended or self._abandoned:
@@ -312,6 +312,8 @@ class Engine(ABC):
             group.left -= 1
             if group.left:
                 return
+        # Whoever waits may want the memory for something else in the very moment the ticket ends.
+        del entry, transfer
         self._end_group(group)
 
     def _note_failure(
@@ -365,7 +367,7 @@ class Engine(ABC):
         if code == errno.ETIMEDOUT and self._broken is not None:
             return StoreTimeout(
                 f"{what}: the I/O engine has failed ({self._broken!r}); the memory is set aside, "
-                "the store is unusable: close it and open another",
+                "the store is unusable: start again from a checkpoint",
                 **facts,  # type: ignore[arg-type]
             )
         if code == errno.ETIMEDOUT:

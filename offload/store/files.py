@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import stat
 import struct
 from collections.abc import Sequence
@@ -166,7 +167,13 @@ def _reserve(fd: int, directory: Path, nbytes: int, system: System) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         system.reserve(fd, nbytes)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.EFBIG:
+            raise CapacityError(
+                f"disk store: {directory} must hold a file of {format_size(nbytes)} ({nbytes} "
+                f"bytes) (EFBIG): {_file_limit()}; or add a directory, so that each has a smaller "
+                "file, or keep more in host_memory"
+            ) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(
                 f"disk store: {directory} must hold {format_size(nbytes)} ({nbytes} bytes), "
                 f"{format_size(free)} ({free} bytes) are free "
@@ -174,6 +181,17 @@ def _reserve(fd: int, directory: Path, nbytes: int, system: System) -> None:
                 "host_memory"
             ) from error
         raise _refusal("reserve", directory, error) from error
+
+
+def _file_limit() -> str:
+    """Who may have forbidden a file of some size, and how it is allowed."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "its file system has no files of that size; give a directory on another one"
+    return (
+        f"the limit of this process is {format_size(limit)} ({limit} bytes); raise it where the "
+        "program is started (`ulimit -f unlimited`)"
+    )
 
 
 def _refusal(operation: str, directory: Path, error: OSError) -> StoreError:

@@ -5,14 +5,27 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from offload.config import format_size
 from offload.errors import StoreError
+from offload.machine import free_memory_bytes, read_memory
+from offload.metrics import Metrics
 from offload.portable import drop_cached, reserve
 from offload.store.files import System
+
+_SPARE = 2  # times as much must be free, for what is handed out in memory
+
+
+class _Refusal(NamedTuple):
+    why: str
+    errno: int | None
+    directory: str
 
 
 class MappedFile:
@@ -47,19 +60,49 @@ class MappedFile:
 
 
 def mapped_tensor(
-    directory: str | os.PathLike[str],
+    directories: Sequence[str | os.PathLike[str]],
     shape: torch.Size,
     stride: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
+    metrics: Metrics,
 ) -> Tensor:
-    """A tensor of that shape and those strides, dense, on a file that goes with it."""
+    """A tensor of that shape and those strides, dense, on a file that goes with it: in the first
+    directory that has room. Where none has, in host memory, if so much more is free; the report
+    says so.
+    """
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    fd, memory = _map(directory, nbytes, "state to hand out")
-    os.close(fd)  # the map has its own
-    flat = torch.frombuffer(memory, dtype=dtype)
-    return flat.as_strided(shape, stride)
+    refusals: list[_Refusal] = []
+    for directory in directories:
+        try:
+            fd, memory = _map(directory, nbytes, "state to hand out")
+        except StoreError as error:
+            # Not the error itself: its traceback would hold the caller's tensors.
+            refusals.append(_Refusal(str(error), error.errno, os.fspath(directory)))
+            continue
+        os.close(fd)  # the map has its own
+        flat = torch.frombuffer(memory, dtype=dtype)
+        return flat.as_strided(shape, stride)
+    _allow_memory(nbytes, refusals, metrics)
+    # Touched at once, so that the next one sees it gone.
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_()
+
+
+def _allow_memory(nbytes: int, refusals: Sequence[_Refusal], metrics: Metrics) -> None:
+    """Whether it may be in host memory instead; an error where not."""
+    told = "; ".join(refusal.why for refusal in refusals)
+    free = free_memory_bytes(read_memory()) or 0
+    if nbytes * _SPARE > free:
+        raise StoreError(
+            f"{told}; and of host memory {format_size(free)} are free; make room in one of the "
+            "directories and call again: nothing is lost (offload.save(path, model, optimizer) to "
+            "another drive needs no such room)",
+            errno=refusals[0].errno,
+            operation="map",
+            file=refusals[0].directory,
+        )
+    metrics.fall_back("values that are handed out", f"{told}; they are in host memory instead")
 
 
 def _map(directory: str | os.PathLike[str], nbytes: int, what: str) -> tuple[int, mmap.mmap]:

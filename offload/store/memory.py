@@ -17,6 +17,7 @@ import numpy.typing as npt
 from offload.budget import HOST, Budget
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, StateError
+from offload.locks import attempt
 from offload.store.buffers import Buffer
 from offload.store.contract import KnownSums, StoreStats, check_request, check_sums
 from offload.store.engine import Priority
@@ -66,8 +67,8 @@ class MemoryStore:
                     f"memory store: {name} needs {format_size(memory.nbytes)} ({memory.nbytes} "
                     f"bytes), {format_size(free)} ({free} bytes) of "
                     f"{format_size(self._capacity_bytes)} are free; a new generation lies beside "
-                    "the old one until it is complete, and snapshots keep old ones: raise the "
-                    "store's capacity, or release snapshots"
+                    "the old one until it is complete, and background saves keep old ones: wait "
+                    "for theirs, or allow more host_memory"
                 )
             self._peak_bytes = max(self._peak_bytes, used + memory.nbytes)
             data = _copy_in(memory)
@@ -89,11 +90,9 @@ class MemoryStore:
         self._check_usable()
         self._chunk(name)
         self._freed.append((name, self._generation))
-        if self._lock.acquire(blocking=False):
-            try:
+        with attempt(self._lock) as is_ours:
+            if is_ours:
                 self._take_in_freed()
-            finally:
-                self._lock.release()
 
     def _begin(self) -> None:
         """Of every use, under the lock."""

@@ -117,7 +117,10 @@ class PythonEngine(Engine):
     # --- the contract -----------------------------------------------------------------------------
 
     def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
-        self._loop.call_soon_threadsafe(self._enqueue, _Work(number, transfer, priority))
+        # `_flying` keeps the memory until the ticket ends; tasks and threads let go later.
+        memory = transfer.memory._replace(owner=None)
+        work = _Work(number, transfer._replace(memory=memory), priority)
+        self._loop.call_soon_threadsafe(self._enqueue, work)
 
     def _enqueue(self, work: _Work) -> None:
         if work.transfer.memory.nbytes == 0:

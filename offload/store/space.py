@@ -140,8 +140,8 @@ class Space:
         return (
             f"disk store: {name} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
             f"({free} bytes) of {format_size(self.capacity_bytes)} are free; a new generation "
-            "lies beside the old one until it is complete, and snapshots keep old ones: raise the "
-            "store's capacity, or release snapshots"
+            "lies beside the old one until it is complete, and background saves keep old ones: "
+            "wait for the ticket of a save before the next one, or keep more in host_memory"
         )
 
     def round_up(self, nbytes: int) -> int:

@@ -34,6 +34,7 @@ class Allowance:
         reclaimable: Callable[[], int] = lambda: 0,
     ) -> None:
         self.limit_bytes = limit_bytes
+        self._found_bytes = limit_bytes  # of it, what the device turned out to have
         self.others_bytes = 0  # when blocks last began to move
         self.others_peak_bytes = 0  # at any time, as far as is known
         self._gauge = gauge
@@ -88,7 +89,7 @@ class Allowance:
     def blocks_bytes(self) -> int:
         """What blocks may have now; may be negative."""
         phase = self._use[0] if self._use else None
-        left = self.limit_bytes - self.others_bytes - self._room_bytes
+        left = self._found_bytes - self.others_bytes - self._room_bytes
         return left if phase in self._known else min(left, self._least_bytes)
 
     @property
@@ -105,6 +106,16 @@ class Allowance:
     def excess_bytes(self, nbytes: int) -> int:
         """How much of what can be reclaimed must go before we take so many bytes more."""
         return self._gauge.read().now + nbytes + self._room_bytes - self.limit_bytes
+
+    def lower(self, nbytes: int) -> bool:
+        """The device did not have so many bytes more than are in use: blocks are to be content with
+        that, or with the least. Whether that is news.
+        """
+        is_first = self._found_bytes == self.limit_bytes
+        reading = self._gauge.read()
+        least = self._gauge.others_bytes(reading) + self._least_bytes
+        self._found_bytes = min(self._found_bytes - nbytes, max(reading.now, least))
+        return is_first
 
     def end_run(self) -> None:
         """The phase is over, for now."""

@@ -5,7 +5,8 @@ Each is copied to its place as soon as it is final, on a side stream, and the de
 What later passes bring goes to a staging place and is added on the host, in the order in which it
 arrived and in the gradient's own type: the bits that torch's own sum on the device has. Seen from
 outside a gradient is an ordinary host tensor, that belongs to whoever holds it; nobody sees one
-whose bytes are still under way.
+whose bytes are still under way. Those that host memory has no room for go on to the store from
+there (`spill.py`), and a handle is seen instead.
 
 Autograd calls `arrived` from its own threads.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,8 +27,10 @@ from offload.guard import own_grad, set_own_grad
 from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, Pool
+from offload.spilled_gradient import SpilledGradient
 from offload.ticket import Ticket
-from offload.tiers.gradients import Places
+from offload.tiers.gradients import Places, spill
+from offload.tiers.spill import SpillArea, Spilled
 from offload.transfer import DeviceTransfer
 from offload.units import Unit
 
@@ -47,21 +50,37 @@ def _place_bytes(params: Sequence[Tensor]) -> int:
 
 @dataclass
 class _Addend:
-    """A part of a gradient, on its way to a staging place, that is to be added to `target`.
-    is_first: there is nothing yet to add it to.
+    """A part of a gradient, from element `begin` on, on its way to a staging place, that is to be
+    added to `target`. is_first: there is nothing yet to add it to.
     """
 
     param: Tensor
-    target: Tensor
+    target: Tensor | Spilled  # flat
+    begin: int
     values: Tensor
     slot: Tensor
     ticket: Ticket[Tensor]
     is_first: bool
 
+    def finish(self) -> None:
+        """It has come."""
+        if isinstance(self.target, Spilled):
+            self._hand_on(self.target)
+        else:
+            self.target[self.begin : self.begin + self.values.numel()].add_(self.values)
+
+    def _hand_on(self, spilled: Spilled) -> None:
+        if not self.is_first:
+            spilled.add(self.values, self.begin)
+        elif self.values.numel() == spilled.shape.numel():
+            spilled.take(self.values.view(spilled.shape))
+        else:
+            spilled.write(self.values, self.begin)
+
 
 class DeviceGradients:
     """Of one model. params: those that autograd tells of, by number. places: host memory for their
-    gradients. Others have their gradients in memory of torch's.
+    gradients. area: where those of `spilled` go. Others have their gradients in memory of torch's.
     """
 
     def __init__(
@@ -71,11 +90,15 @@ class DeviceGradients:
         pool: Pool,
         transfer: DeviceTransfer,
         metrics: Metrics,
+        name_of: Callable[[Tensor], str],
+        spilled: frozenset[Tensor] = frozenset(),
+        area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._places = {params[number]: place for number, place in places.by_number.items()}
-        self._on_disk = {p for p, place in self._places.items() if not _is_pinned(place)}
-        self.push_out, self._write_out = places.push_out, places.write_out
+        self._name_of = name_of
+        self._spilled = spilled
+        self.area = area
         self._transfer = transfer
         self._metrics = metrics
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
@@ -83,7 +106,7 @@ class DeviceGradients:
         self._addends: deque[_Addend] = deque()
         self._lent: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
-        self._slot_bytes = _place_bytes(list(self._places))
+        self._slot_bytes = _place_bytes([*self._places, *spilled])
         self._slots: list[Tensor] = []  # staging places that are free
         for _ in range(STAGING_PLACES if self._slot_bytes else 0):
             with pool.lease(self._slot_bytes, what="gradients to be added") as lease:
@@ -130,37 +153,44 @@ class DeviceGradients:
         if not _is_plain(grad, param.dtype):
             self._sums[param] = grad.cpu()
             return
+        if param in self._spilled and grad.numel():
+            spilled = spill(self.area, param, self._name_of(param), self._metrics)
+            if spilled is not None:
+                assert self.area is not None
+                self._sums[param] = self.area.show(param, spilled)
+                self._stage(param, spilled, grad, is_first=True)
+                return
         place = self._places.get(param)
         if place is None or holders(place) > 1:
             if place is not None:
                 self._metrics.count("gradients_outside_of_their_place")
             place = self._transfer.pinned(grad.numel(), grad.dtype)
         self._sums[param] = place.view(grad.shape)
-        if param in self._on_disk and place is self._places[param]:
-            self._stage(param, self._sums[param], grad, is_first=True)
-        elif grad.numel():
+        if grad.numel():
             self._arriving[param] = self._read(grad.contiguous().view(-1), place)
 
     def _add(self, param: Tensor, held: Tensor, grad: Tensor) -> None:
         plain = _is_plain(grad, held.dtype) and _is_plain(held, grad.dtype)
-        if not plain or not held.is_contiguous() or not self._slot_bytes:
+        target = held.away if isinstance(held, SpilledGradient) else held.detach().view(-1)
+        if not plain or not held.is_contiguous() or not self._slot_bytes or target is None:
             self._settle_one(param)
             with torch.no_grad():
                 held.add_(grad.cpu())
             return
-        self._stage(param, held, grad, is_first=False)
+        assert isinstance(target, Tensor | Spilled)
+        self._stage(param, target, grad, is_first=False)
 
-    def _stage(self, param: Tensor, held: Tensor, grad: Tensor, is_first: bool) -> None:
-        """Bring a gradient to `held` by way of the staging places."""
-        source, target = grad.contiguous().view(-1), held.detach().view(-1)
+    def _stage(self, param: Tensor, target: Tensor | Spilled, grad: Tensor, is_first: bool) -> None:
+        """Bring a gradient to `target` by way of the staging places."""
+        source = grad.contiguous().view(-1)
         step = self._slot_bytes // grad.element_size()
-        for begin in range(0, grad.numel(), step):
+        for begin, end in _parts(target, grad.numel(), step):
             if not self._slots:
                 self._finish_oldest()
-            part, slot = slice(begin, begin + step), self._slots.pop()
-            values = slot.view(grad.dtype)[: source[part].numel()]
-            ticket = self._read(source[part], values)
-            self._addends.append(_Addend(param, target[part], values, slot, ticket, is_first))
+            slot = self._slots.pop()
+            values = slot.view(grad.dtype)[: end - begin]
+            ticket = self._read(source[begin:end], values)
+            self._addends.append(_Addend(param, target, begin, values, slot, ticket, is_first))
 
     def _read(self, source: Tensor, host: Tensor) -> Ticket[Tensor]:
         return self._transfer.read(source, host, "a gradient")
@@ -174,6 +204,8 @@ class DeviceGradients:
                 self._finish_oldest()
             for param in list(self._arriving):
                 self._await(param)
+            if self.area is not None:
+                self.area.poll()
 
     def _settle_one(self, param: Tensor) -> None:
         while any(addend.param is param for addend in self._addends):
@@ -187,19 +219,16 @@ class DeviceGradients:
     def _finish_oldest(self) -> None:
         addend = self._addends.popleft()
         addend.ticket.wait()  # copies run in their order: what it is added to has come, too
-        with torch.no_grad():
-            if addend.is_first:
-                addend.target.copy_(addend.values)
-            else:
-                addend.target.add_(addend.values)
-        self._write_out(addend.target)
-        self._slots.append(addend.slot)
+        try:
+            with torch.no_grad():
+                addend.finish()
+        finally:
+            self._slots.append(addend.slot)
 
     def _await(self, param: Tensor) -> None:
         ticket = self._arriving.pop(param, None)
         if ticket is not None:
             ticket.wait()
-            self._write_out(self._sums[param])
 
     # --- seen from outside ------------------------------------------------------------------------
 
@@ -263,20 +292,40 @@ class DeviceGradients:
                 self._sums[param] = grad if grad.is_cpu else grad.cpu()
                 param.grad = None
 
-    def give_back(self) -> None:
-        """Leave every parameter, which is an ordinary one again, with its gradient."""
+    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
+        """Cut spilled gradients as the update will ask for them."""
+        if self.area is not None:
+            for param, each in slices.items():
+                self.area.cut(param, param.numel(), [at for one in each for at in one])
+
+    def give_back(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Leave every parameter, which is an ordinary one again, with its gradient; spilled ones in
+        memory that `make` gives.
+        """
         with self._lock:
             self.settle()
+            if self.area is not None:
+                self.area.close(make)
             for param, grad in self._sums.items():
-                param.grad = grad.to(param.device)
+                here = grad.here if isinstance(grad, SpilledGradient) else grad
+                param.grad = None if here is None else here.to(param.device)
             self._sums.clear()
             self._places.clear()  # graphs that are still there hold us
             self._slots.clear()
 
 
-def _is_pinned(place: Tensor) -> bool:
-    """Whether copies to it need not wait; on a mapped file they would."""
-    return not place.numel() or place.is_pinned()
+def _parts(target: Tensor | Spilled, numel: int, step: int) -> Iterator[tuple[int, int]]:
+    """At most so many elements each, and whole pieces of what is spilled."""
+    if not isinstance(target, Spilled):
+        yield from ((begin, min(begin + step, numel)) for begin in range(0, numel, step))
+        return
+    begin = end = 0
+    for piece in target.pieces:
+        if piece.end - begin > step:
+            yield begin, end
+            begin = piece.begin
+        end = piece.end
+    yield begin, end
 
 
 def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:

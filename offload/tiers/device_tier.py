@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from offload.block import Block, Presence
 from offload.config import format_size
 from offload.errors import CapacityError
 from offload.guard import Owner, unguard
+from offload.locks import attempt
 from offload.metrics import Metrics
 from offload.scheduler import Tier, look_ahead, make_room
 from offload.shares import on_device_bytes
@@ -26,7 +28,13 @@ from offload.ticket import Ticket
 from offload.tiers.allowance import Allowance
 from offload.tiers.copies import Copies
 from offload.trace import Phase
-from offload.transfer import DeviceBuffer, DeviceGauge, DeviceTransfer
+from offload.transfer import (
+    HOLDERS,
+    DeviceBuffer,
+    DeviceFullError,
+    DeviceGauge,
+    DeviceTransfer,
+)
 
 _TIERS: WeakSet[DeviceTier] = WeakSet()  # of all models; they make room for one another
 
@@ -61,6 +69,7 @@ class DeviceTier(Copies):
         gauge = DeviceGauge(transfer.memory)
         self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks), self._reclaimable)
         _TIERS.add(self)
+        HOLDERS.add(self)
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -103,12 +112,12 @@ class DeviceTier(Copies):
                 "device_memory, or use a smaller batch"
             )
 
-    def _allocate(self, block: Block) -> None:
+    def _allocate(self, block: Block, is_urgent: bool = True) -> None:
         for peer in self._peers():
             excess = self.allowance.excess_bytes(self._sizes[block.number])
             if excess > 0:
                 peer.give_way(excess)
-        buffer = self.transfer.allocate(block.nbytes, block.name)
+        buffer = self.transfer.allocate(block.nbytes, block.name, is_urgent)
         self._buffers[block.number] = buffer
         if block.nbytes:
             self._by_address[buffer.address] = block
@@ -144,9 +153,10 @@ class DeviceTier(Copies):
                 return
         for number in ready:
             try:
-                self._allocate(self._blocks[number])
-            except CapacityError:  # the device itself has less than was allowed
+                self._allocate(self._blocks[number], is_urgent=False)
+            except DeviceFullError:  # it has less than was allowed; not to be tried at every use
                 self._metrics.count("device_prefetches_without_room")
+                self._learn_limit(self._sizes[number])
                 return
             self.fill(self._blocks[number])
 
@@ -181,31 +191,46 @@ class DeviceTier(Copies):
         found = [b for b in found if not b.device_pins and not self._is_held_elsewhere(b)]
         return sorted(found, key=lambda block: block.nbytes, reverse=True)
 
+    def make_way(self, device: torch.device, nbytes: int) -> None:
+        """The device is full, for whoever has asked for so much: what is idle goes, and blocks
+        have less from now on.
+        """
+        if device != self.transfer.device:
+            return
+        with attempt(self._lock) as is_idle:  # never waits for another
+            if not is_idle:
+                return
+            with self.moving():
+                self._learn_limit(nbytes)
+                for block in [b for b in self._idle() if self._may_go(b)]:
+                    self.drop(block)
+
+    def _learn_limit(self, nbytes: int) -> None:
+        """So much more than there is was allowed."""
+        if self.allowance.lower(nbytes):
+            self._metrics.note(
+                f"memory of {self.transfer.device}",
+                f"it was full when {format_size(nbytes)} more were wanted within device_memory of "
+                f"{format_size(self.allowance.limit_bytes)}: other processes, the device's own "
+                "libraries and gaps take memory, too; fewer parameters stay there from now on; "
+                "lower device_memory",
+            )
+
     @property
     def idle_bytes(self) -> int:
         """Of what would go for another model."""
-        with self._if_idle() as is_idle:
+        with attempt(self._lock) as is_idle:  # two models may ask each other
             return sum(self._sizes[block.number] for block in self._idle()) if is_idle else 0
 
     def give_way(self, nbytes: int) -> None:
         """Make room for another model, as far as that is possible."""
-        with self._if_idle() as is_idle:
+        with attempt(self._lock) as is_idle:  # two models may ask each other
             if not is_idle:
                 return
             with self.moving():
                 for block in self._idle():
                     if nbytes > 0 and self.drop(block):
                         nbytes -= self._sizes[block.number]
-
-    @contextmanager
-    def _if_idle(self) -> Iterator[bool]:
-        """Whether no other thread is at our blocks; then none gets at them inside."""
-        is_ours = self._lock.acquire(blocking=False)  # two models may ask each other
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                self._lock.release()
 
     # --- going ------------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """The gradients of a prepared model on the CPU, and places in host memory for gradients.
 
 On the CPU a gradient stays where autograd has made it, which is host memory as good as any: only
-its bytes are counted. Those that the budget has no room for have a place on a mapped file: true
-host memory as well, but its pages are pushed out to the drive when they have been written, and when
-the update has read them. What later backward passes bring is added there. A gradient belongs to
-whoever holds the tensor: as long as somebody keeps an old one, its place is not used again.
+its bytes are counted. Those that the budget has no room for go to the store as they come
+(`spill.py`); autograd finds a handle in their place, and what later backward passes bring is added
+where the values are.
 """
 
 from __future__ import annotations
@@ -12,96 +11,83 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from offload.holders import holders
 from offload.metrics import Metrics
 from offload.pool import Pool
-from offload.store.mapped import MappedFile
+from offload.spilled_gradient import SpilledGradient
+from offload.store import DiskStore, MemoryStore
+from offload.tiers.spill import SpillArea, Spilled
 from offload.units import Unit
 
-PIECE_BYTES = 16 << 20  # written to a place on disk before they are pushed out
 _ALIGN_BYTES = 64
-
-_MakePlace = Callable[[torch.dtype, int, int], Tensor]  # of type, elements and first byte
 
 
 @dataclass(frozen=True)
 class Spill:
-    """The gradients of these parameters are on disk, in these directories by turns."""
+    """The gradients of these parameters are in the store. staging_bytes: of host memory that they
+    pass through. room_bytes: that they have in the store.
+    """
 
     params: frozenset[Tensor] = frozenset()
-    directories: Sequence[Path] = ()
+    staging_bytes: int = 0
+    room_bytes: int = 0
+
+    def open(
+        self, pool: Pool, store: DiskStore | MemoryStore | None, metrics: Metrics
+    ) -> SpillArea | None:
+        """None: nothing is spilled."""
+        return open_area(pool, store, self.staging_bytes, self.room_bytes, metrics)
+
+
+def open_area(
+    pool: Pool,
+    store: DiskStore | MemoryStore | None,
+    staging_bytes: int,
+    room_bytes: int,
+    metrics: Metrics,
+) -> SpillArea | None:
+    if not staging_bytes:
+        return None
+    assert store is not None, "nothing is spilled without a disk"
+    with pool.lease(staging_bytes, what="gradients on their way to disk and back") as lease:
+        return SpillArea(store, lease.tensor(), room_bytes, metrics)
 
 
 class Places:
-    """Flat host memory for the gradients of some parameters, by number. pool: of those that are not
-    on disk; None: they have no place.
+    """Flat host memory for the gradients of some parameters, by number."""
+
+    def __init__(self, params: Mapping[int, Tensor], pool: Pool) -> None:
+        self.by_number: dict[int, Tensor] = {}
+        if not params:
+            return
+        with pool.lease(gradient_bytes(params), what="gradients") as lease:
+            begin = 0
+            for number, param in params.items():
+                self.by_number[number] = lease.tensor(param.dtype, param.numel(), begin)
+                begin += place_bytes(param)
+
+
+class Gradients:
+    """Of these parameters, by number, on the CPU. area: where those of `spilled` go. One thread at
+    a time.
     """
 
     def __init__(
         self,
         params: Mapping[int, Tensor],
-        pool: Pool | None,
         metrics: Metrics,
-        spill: Spill | None = None,
-    ) -> None:
-        self._metrics = metrics
-        self.by_number: dict[int, Tensor] = {}
-        self._files: list[tuple[int, MappedFile]] = []  # with the address where each begins
-        spill = spill or Spill()
-        here = {number: param for number, param in params.items() if param not in spill.params}
-        if here and pool is not None:
-            with pool.lease(gradient_bytes(here), what="gradients") as lease:
-                self._cut(here, lease.tensor)
-        there = [number for number in params if number not in here]
-        for turn, directory in enumerate(spill.directories):
-            self._map({n: params[n] for n in there[turn :: len(spill.directories)]}, directory)
-
-    def _map(self, params: Mapping[int, Tensor], directory: Path) -> None:
-        if params:
-            nbytes = gradient_bytes(params)
-            file = MappedFile(directory, nbytes, "gradients that host_memory has no room for")
-            self._files.append((file.address, file))
-            self._cut(params, file.tensor)
-
-    def _cut(self, params: Mapping[int, Tensor], make: _MakePlace) -> None:
-        begin = 0
-        for number, param in params.items():
-            self.by_number[number] = make(param.dtype, param.numel(), begin)
-            begin += place_bytes(param)
-
-    def push_out(self, values: Tensor) -> None:
-        """A gradient, or a part of one, has been read: if its place is on disk, its pages go."""
-        self._let_go(values)
-
-    def write_out(self, values: Tensor) -> None:
-        """The same of one that has been written, which counts."""
-        if self._let_go(values):
-            self._metrics.count("spilled_bytes", values.nbytes)
-
-    def _let_go(self, values: Tensor) -> bool:
-        """Whether its place is on disk."""
-        address = values.data_ptr() if self._files else 0
-        for begin, file in self._files:
-            if begin <= address < begin + file.nbytes:
-                file.push_out(address - begin, values.nbytes)
-                return True
-        return False
-
-
-class Gradients:
-    """Of these parameters, by number, on the CPU. One thread at a time."""
-
-    def __init__(
-        self, params: Mapping[int, Tensor], metrics: Metrics, spill: Spill | None = None
+        name_of: Callable[[Tensor], str],
+        spilled: frozenset[Tensor] = frozenset(),
+        area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._metrics = metrics
-        self._places = Places(params, None, metrics, spill)
+        self._name_of = name_of
+        self._spilled = spilled
+        self.area = area
 
     def begin(self) -> None:
         """A backward pass begins. Here that makes no difference."""
@@ -110,7 +96,9 @@ class Gradients:
         """Backward has reached a unit. Here that makes no difference."""
 
     def settle(self) -> None:
-        """They are where they should be already."""
+        """They are where they should be already, or on their way."""
+        if self.area is not None:
+            self.area.poll()
 
     @contextmanager
     def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
@@ -118,39 +106,51 @@ class Gradients:
         yield
 
     def arrived(self, number: int) -> None:
-        """Autograd has added to a parameter's gradient."""
-        place = self._places.by_number.get(number)
-        if place is None:
-            return
+        """Autograd has added to a parameter's gradient; to one that is spilled it has done so where
+        the values are.
+        """
         param = self._params[number]
         grad = param.grad
-        if grad is None or not grad.numel():
+        if param not in self._spilled or grad is None or isinstance(grad, SpilledGradient):
             return
-        if grad.data_ptr() == place.data_ptr():
-            self._places.write_out(grad)
-            return
-        if grad.layout != torch.strided or grad.dtype != place.dtype:
-            return  # not to be kept in a place that was measured for another
-        if holders(place) > 1:
-            self._metrics.count("gradients_outside_of_their_place")
-            return
-        param.grad = self._take_in(place.view(grad.shape), grad)
+        if not grad.numel() or not _is_plain(grad, param.dtype):
+            return  # a sparse one is refused by name at step()
+        spilled = spill(self.area, param, self._name_of(param), self._metrics)
+        if spilled is not None:
+            spilled.take(grad)
+            assert self.area is not None
+            param.grad = self.area.show(param, spilled)
 
-    def _take_in(self, place: Tensor, grad: Tensor) -> Tensor:
-        if not grad.is_contiguous():
-            place.copy_(grad)
-            self._places.write_out(place)
-            return place
-        source, target = grad.view(-1), place.view(-1)
-        step = PIECE_BYTES // place.element_size()
-        for begin in range(0, place.numel(), step):  # few pages at a time
-            target[begin : begin + step].copy_(source[begin : begin + step])
-            self._places.write_out(target[begin : begin + step])
-        return place
+    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
+        """Cut spilled gradients as the update will ask for them."""
+        if self.area is not None:
+            for param, each in slices.items():
+                self.area.cut(param, param.numel(), [at for one in each for at in one])
 
-    def push_out(self, values: Tensor) -> None:
-        """The update has read them."""
-        self._places.push_out(values)
+    def give_back(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Leave every parameter with its gradient, in memory that `make` gives."""
+        if self.area is None:
+            return
+        self.area.close(make)
+        for param in self._spilled:
+            if isinstance(param.grad, SpilledGradient):
+                param.grad = param.grad.here
+
+
+def spill(area: SpillArea | None, param: Tensor, name: str, metrics: Metrics) -> Spilled | None:
+    """Room for a parameter's gradient; None: it stays in memory, since somebody keeps an older one
+    in its place.
+    """
+    assert area is not None, "made where gradients are spilled"
+    made = area.make(param, name, param.numel(), param.dtype, param.shape)
+    if made is None:
+        metrics.count("gradients_outside_of_their_place")
+    return made
+
+
+def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is what a place in the store was measured for."""
+    return grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
 
 
 def gradient_bytes(params: Mapping[int, Tensor]) -> int:

@@ -49,7 +49,7 @@ def whole_in_host(
 
 
 def _gather(block: Block, ranks: Ranks, own: Tensor) -> Tensor:
-    whole = torch.empty(block.whole_bytes, dtype=torch.uint8)
+    whole = torch.empty(block.whole_bytes, dtype=torch.uint8, device="cpu")
     if block.whole_bytes:
         ranks.gather(whole, own, f"parameters of {block.name}").wait()
     return whole

@@ -10,8 +10,9 @@ zero on the others, one that has it on none stays without.
 Inside `no_sync` nothing is reduced: gradients of this rank add up, whole, in memory that is taken
 from the budget as it is needed, and the next backward outside of it reduces the sum once.
 
-Whole gradients are where the model computes; slices are in host memory. What comes from a device to
-be added to a slice, or is for a slice on disk, goes to a staging place first.
+Whole gradients are where the model computes; slices are in host memory, or in the store where that
+has no room for them (`spill.py`). What comes from a device to be added to a slice, or is for one in
+the store, goes to a staging place first.
 
 Autograd calls `arrived` from its own thread.
 """
@@ -23,13 +24,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, StateError
+from offload.gradient_handle import Edit
 from offload.guard import own_grad, set_own_grad
 from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, Pool
@@ -37,7 +38,8 @@ from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.ticket import Ticket
 from offload.tiers.gathered_tier import NETWORK
-from offload.tiers.gradients import Places, Spill
+from offload.tiers.gradients import Places
+from offload.tiers.spill import SpillArea, Spilled
 from offload.tiers.wholes import Claim, Whole, Wholes
 from offload.units import Member, Unit
 
@@ -56,23 +58,26 @@ def _place_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
 @dataclass(frozen=True)
 class Among:
     """Ranks that a model is shared out over. wholes: where blocks and gradients are whole. spill:
-    numbers of the units whose gradients are on disk, in these directories.
+    numbers of the units whose gradients are in the store.
     """
 
     ranks: Ranks
     sharding: Sharding
     wholes: Wholes
     spill: frozenset[int] = frozenset()
-    directories: Sequence[Path] = ()
 
 
 @dataclass(eq=False)
 class UnitSum:
-    """The gradients of one unit. place: this rank's slice."""
+    """The gradients of one unit. place: this rank's slice, or None where it is in the store, in
+    `spilled`; like: of its type and size.
+    """
 
     unit: Unit
     members: dict[Tensor, Member]
-    place: Tensor
+    like: Tensor
+    place: Tensor | None
+    spilled: Spilled | None = None
     whole: Whole | None = None  # this rank's own, of all elements, not reduced yet
     arrived: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `whole`
     has: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `place`
@@ -100,7 +105,8 @@ class _Flight:
 
 class MeanGradients:
     """Of one model. params: those that autograd tells of, by number. pool: memory for slices that
-    are not on disk. left: numbers of the units that backward will still reach.
+    are not spilled. area: where the others are. left: numbers of the units that backward will still
+    reach.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class MeanGradients:
         pool: Pool,
         metrics: Metrics,
         left: Callable[[], set[int]],
+        area: SpillArea | None = None,
     ) -> None:
         self._params = params
         self._ranks = among.ranks
@@ -124,15 +131,14 @@ class MeanGradients:
             for unit in units
             if any(member.param in trained for member in unit.members)
         }
-        on_disk = frozenset(slices[number] for number in among.spill)
-        places = Places(slices, pool, metrics, Spill(on_disk, among.directories))
-        self.push_out, self._write_out = places.push_out, places.write_out
-        self._on_disk = among.spill
+        places = Places({n: one for n, one in slices.items() if n not in among.spill}, pool)
+        self.area = area
         self._sums = {
             number: UnitSum(
                 units[number],
                 {m.param: m for m in units[number].members if m.param in trained},
-                places.by_number[number],
+                slices[number],
+                places.by_number.get(number),
             )
             for number in slices
         }
@@ -259,9 +265,10 @@ class MeanGradients:
             if member.param not in one.arrived:
                 part_of(member, whole.use()).zero_()
         one.arrived.clear()
-        direct = one.is_empty and number not in self._on_disk
-        slot = None if direct else self._take_slot()
-        target = one.place if direct else _like(one.place, slot)
+        target, slot = one.place, None
+        if target is None or not one.is_empty:
+            slot = self._take_slot()
+            target = _like(one.like, slot)
         ticket = self._wholes.reduce(whole, target, one.name)
         self._flights.append(_Flight(one, whole, target, slot, ticket, one.is_empty))
         one.is_empty = False
@@ -283,23 +290,52 @@ class MeanGradients:
             flight.ticket.wait()
         if not flight.whole.release():
             self._metrics.count("whole_gradients_escaped")
-        place = flight.sum.place
+        try:
+            self._take_in_mean(flight)
+        finally:
+            if flight.slot is not None:
+                self._slots.append(flight.slot)
+
+    def _take_in_mean(self, flight: _Flight) -> None:
+        place, one = flight.sum.place, flight.sum
         if flight.target is place:
             return
-        if flight.is_first:
-            place.copy_(flight.target)
+        if not flight.is_first:
+            self._clear_what_is_gone(one)
+        if place is not None:
+            place.copy_(flight.target) if flight.is_first else place.add_(flight.target)
+        elif flight.is_first:
+            self._spilled(one).take(flight.target)
         else:
-            self._clear_what_is_gone(flight.sum)
-            place.add_(flight.target)
-        self._write_out(place)
-        if flight.slot is not None:
-            self._slots.append(flight.slot)
+            self._spilled(one).add(flight.target)
+
+    def _spilled(self, one: UnitSum) -> Spilled:
+        """A unit's slice in the store."""
+        if one.spilled is None:
+            assert self.area is not None, "made where slices are spilled"
+            like = one.like
+            one.spilled = self.area.make(
+                one.unit.number, one.name, like.numel(), like.dtype, like.shape
+            )
+            assert one.spilled is not None, "each has its room"
+        return one.spilled
+
+    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
+        """Cut spilled slices as the update will ask for them."""
+        if self.area is None:
+            return
+        for one in self._sums.values():
+            cuts = []
+            for param, member in one.members.items():
+                at = self._begin_of(one, member)
+                cuts += [at + each for pair in slices.get(param, ()) for each in pair]
+            self.area.cut(one.unit.number, one.like.numel(), cuts)
 
     def _clear_what_is_gone(self, one: UnitSum) -> None:
         """Gradients that somebody has set to None count as zero from now on."""
         for param, member in one.members.items():
             if param in one.gone:
-                self._own(one, member).zero_()
+                self._edit(one, member, Edit.of("zero_", (), {}))
         one.gone.clear()
 
     def settle(self) -> None:
@@ -353,12 +389,49 @@ class MeanGradients:
         one = self._sum_of.get(param)
         return one.members[param].name if one is not None else "a parameter"
 
-    def _own(self, one: UnitSum, member: Member) -> Tensor:
+    def _begin_of(self, one: UnitSum, member: Member) -> int:
+        """Where a parameter's first element would be in the unit's slice."""
+        slices = self._sharding.slices(one.unit)
+        begin = member.begin - slices.span(self._sharding.rank)[0]
+        return begin // member.dtype.itemsize
+
+    def _span(self, one: UnitSum, member: Member) -> tuple[int, int]:
         """This rank's elements of a gradient, in the unit's slice."""
         slices, size = self._sharding.slices(one.unit), member.dtype.itemsize
         first, end = slices.own(self._sharding.rank, member.begin, member.shape.numel(), size)
-        begin = (member.begin - slices.span(self._sharding.rank)[0]) // size
-        return one.place[begin + first : begin + end] if first < end else one.place[:0]
+        begin = self._begin_of(one, member)
+        return (begin + first, begin + end) if first < end else (0, 0)
+
+    def _own(self, one: UnitSum, member: Member) -> Tensor:
+        """Those elements: where they are, or a copy of what is in the store."""
+        begin, end = self._span(one, member)
+        return (
+            self._spilled(one).load_part(begin, end) if one.place is None else one.place[begin:end]
+        )
+
+    def _edit(self, one: UnitSum, member: Member, edit: Edit) -> None:
+        begin, end = self._span(one, member)
+        if begin == end:
+            return
+        if one.place is None:
+            self._spilled(one).edit(edit, begin, end)
+        else:
+            edit(one.place[begin:end])
+
+    def _fill(self, one: UnitSum, member: Member, values: Tensor) -> None:
+        """Give this rank's elements other values."""
+        begin, end = self._span(one, member)
+        if one.place is not None:
+            one.place[begin:end].copy_(values)
+        elif begin < end:
+            self._spilled(one).put(values, begin)
+
+    def _blank(self, one: UnitSum) -> None:
+        """A unit's slice of zeros."""
+        if one.place is not None:
+            one.place.zero_()
+        else:
+            self._spilled(one).take(torch.zeros_like(one.like, device="cpu"))
 
 
 def _slice_like(unit: Unit, sharding: Sharding) -> Tensor:
@@ -368,9 +441,9 @@ def _slice_like(unit: Unit, sharding: Sharding) -> Tensor:
 
 
 def _like(place: Tensor, slot: Tensor | None) -> Tensor:
-    """Memory of the same type and size, in a staging place if it is given."""
+    """Host memory of the same type and size, in a staging place if it is given."""
     if slot is None:
-        return torch.empty_like(place)
+        return torch.empty_like(place, device="cpu")
     return slot[: place.nbytes].view(place.dtype)
 
 

@@ -89,7 +89,7 @@ class Residency:
             needed = [self.blocks[number] for number in unit.needs]
             with pinned(needed, self._lock):
                 self._bring(needed)
-                pin(needed)  # until `done`
+                self._pin_for_run(needed, 1)  # until `done`
 
     def expect(self, numel: int) -> None:
         """A run begins, with so many elements. Here that makes no difference."""
@@ -101,7 +101,15 @@ class Residency:
 
     def done(self, unit: Unit) -> None:
         with self._lock:
-            unpin(self.blocks[number] for number in unit.needs)
+            self._pin_for_run([self.blocks[number] for number in unit.needs], -1)
+
+    def _pin_for_run(self, blocks: Sequence[Block], change: int) -> None:
+        here = threading.get_ident()
+        for block in blocks:
+            block.runner = here if not block.runs or block.runner == here else None
+            block.runs += change
+            block.pins += change
+            assert block.pins >= block.runs >= 0, f"{block.name}: done more often than used"
 
     @contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -220,6 +228,11 @@ class Residency:
     def wake(self) -> None:
         """Find what was changed since `rest`, by whatever means."""
         with self._lock:
+            if not self.has_room_for_all:
+                # What torch has counted is a change from now on, not from the end of the run: what
+                # the run keeps would be taken for that of other values.
+                for block in self.blocks:
+                    self.note_edit(block)
             for block in self._edits.find(b for b in self.blocks if b.is_attached and b.nbytes):
                 self.changed(block)
             self._edits.end()
@@ -321,7 +334,7 @@ class Residency:
     def _room_for(self, block: Block, may_drop: bool) -> Tensor:
         """Host memory for a block; others go for it if they must."""
         if not block.nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         while True:
             try:
                 with self._pool.lease(block.nbytes, what=block.name) as lease:
@@ -332,12 +345,20 @@ class Residency:
                     raise
 
     def _tell_who_holds(self, error: CapacityError) -> None:
-        held = [b.name for b in self.blocks if not b.pins and self._is_held_elsewhere(b)]
+        held = [b.name for b in self.blocks if b.pins == b.runs and self._is_held_elsewhere(b)]
         if held:
             error.args = (
                 f"{error}; somebody holds views of the parameters of {', '.join(held[:5])}, which "
-                "therefore cannot go: a custom autograd function keeps weights by "
-                "ctx.save_for_backward, other code must drop them",
+                "therefore cannot go: a checkpointed function that uses parameters outside of "
+                "their own module, a custom autograd function (ctx.save_for_backward), or other "
+                "code, which must drop them",
+            )
+        needed = [b for b in self.blocks if b.pins > b.runs and b.memory is not None]
+        if needed:
+            each = ", ".join(f"{b.name} ({b.nbytes} bytes)" for b in needed[:5])
+            error.args = (
+                f"{error}; needed at the same moment: {each}; raise host_memory, or have them "
+                "fetched together: units=... takes what encloses them",
             )
 
     def _drop_farthest(self) -> bool:
@@ -347,7 +368,24 @@ class Residency:
             if self._drop(self.blocks[number]):
                 return True
         # What was fetched ahead, or was in use until now.
-        return any(self._drop_if_unused(block) for block in self.blocks)
+        if any(self._drop_if_unused(block) for block in self.blocks):
+            return True
+        return any(self._take_from_run(block) for block in self.blocks)
+
+    def _take_from_run(self, block: Block) -> bool:
+        """Take a block away from the units that run with it, which want the parameters of others
+        beside their own: they get it again when they touch it. Whether it has gone. Another
+        thread may be in the middle of a kernel that reads it: what runs there is left alone.
+        """
+        if not block.runs or block.pins > block.runs or block.runner != threading.get_ident():
+            return False
+        block.pins = 0
+        try:
+            is_gone = self._drop_if_unused(block)
+        finally:
+            block.pins = block.runs
+        self._metrics.count("parameters_taken_from_runs", int(is_gone))
+        return is_gone
 
     def _drop_if_unused(self, block: Block) -> bool:
         """Whether it has gone; what is on its way is waited for."""

@@ -7,7 +7,7 @@ Each rank has a slice of each unit's (`mean_gradients.py`). From outside, a grad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from offload import kernels
 from offload.errors import ConfigError, StateError
+from offload.gradient_handle import Edit
 from offload.guard import own_grad, set_own_grad
 from offload.sliced_gradient import SlicedGradient, power_sum
+from offload.spilled_gradient import ColdValues
 from offload.tiers.mean_gradients import MeanGradients, UnitSum, part_of
 
 
@@ -80,12 +82,11 @@ class ShardedGradients(MeanGradients):
             if grad is not None:
                 self._clear_what_is_gone(one)
                 if one.is_empty:
-                    one.place.zero_()
+                    self._blank(one)
                     one.is_empty = False
                 one.has.add(param)
-                member = one.members[param]
                 first, end = self._sharding.own(one.unit, param)
-                self._own(one, member).copy_(grad.detach().reshape(-1)[first:end])
+                self._fill(one, one.members[param], grad.detach().reshape(-1)[first:end])
             self._norms.clear()
 
     def _drop(self, one: UnitSum, param: Tensor) -> None:
@@ -102,20 +103,33 @@ class ShardedGradients(MeanGradients):
 
     def values_of(self, param: Tensor, gradient: Tensor) -> Tensor:
         with self._lock:
-            one = self._sum_of[param]
-            if self._views.get(param) is not gradient:
-                raise StateError(
-                    f"{self.name_of(param)}: this gradient has been dropped; ask for .grad again"
-                )
-            if param in one.arrived:
-                raise StateError(
-                    f"{self.name_of(param)}: its gradient of no_sync() is not reduced yet; run the "
-                    "last backward pass outside of it"
-                )
+            one = self._checked(param, gradient)
             return self._own(one, one.members[param])
 
+    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | ColdValues:
+        with self._lock:
+            one = self._checked(param, gradient)
+            begin, end = self._span(one, one.members[param])
+            if one.place is not None or begin == end:
+                return self._own(one, one.members[param])
+            return self._spilled(one).part(begin, end)
+
+    def _checked(self, param: Tensor, gradient: Tensor) -> UnitSum:
+        """Where a gradient is, if it is the parameter's and whole."""
+        one = self._sum_of[param]
+        if self._views.get(param) is not gradient:
+            raise StateError(
+                f"{self.name_of(param)}: this gradient has been dropped; ask for .grad again"
+            )
+        if param in one.arrived:
+            raise StateError(
+                f"{self.name_of(param)}: its gradient of no_sync() is not reduced yet; run the "
+                "last backward pass outside of it"
+            )
+        return one
+
     def norm_of(self, param: Tensor, gradient: Tensor, order: float) -> float:
-        self.values_of(param, gradient)
+        self._checked(param, gradient)
         if order != 2.0:
             return self._other_norm(param, gradient, order)
         if not self._norms:  # all at once: whoever asks for one asks for the others
@@ -129,7 +143,6 @@ class ShardedGradients(MeanGradients):
             one = self._sum_of[param]
             values = self._own(one, one.members[param])
             sums.append(kernels.grad_stats(values).sum_squares if values.numel() else 0.0)
-            self.push_out(values)
         totals = self._ranks.sum(sums, "norms of gradients")
         return there, [math.sqrt(total) for total in totals]
 
@@ -144,15 +157,17 @@ class ShardedGradients(MeanGradients):
     def count_of(self, values: Tensor, what: str) -> int:
         return int(self._ranks.sum([float(values.sum())], what)[0])
 
-    def changed(self, values: Tensor) -> None:
+    def edit(self, param: Tensor, gradient: Tensor, edit: Edit) -> None:
+        one = self._checked(param, gradient)
+        self._edit(one, one.members[param], edit)
         self._norms.clear()
-        self.push_out(values)
 
     def take(self, param: Tensor, gradient: Tensor, whole: Tensor) -> None:
-        values = self.values_of(param, gradient)
-        first, end = self._sharding.own(self._sum_of[param].unit, param)
-        values.copy_(whole.detach().expand(param.shape).reshape(-1)[first:end])
-        self.changed(values)
+        one = self._checked(param, gradient)
+        first, end = self._sharding.own(one.unit, param)
+        values = whole.detach().expand(param.shape).reshape(-1)[first:end]
+        self._fill(one, one.members[param], values.to(param.dtype))
+        self._norms.clear()
 
     @contextmanager
     def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
@@ -196,13 +211,17 @@ class ShardedGradients(MeanGradients):
                     "ranks have the same; call zero_grad() before prepare"
                 )
 
-    def give_back(self) -> None:
-        """Leave every parameter, which is an ordinary one again, with its whole gradient."""
+    def give_back(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Leave every parameter, which is an ordinary one again, with its whole gradient. make:
+        gives memory for those that host memory has no room for.
+        """
         with self._lock:
             self._local = 0
             if not self._ranks.is_broken and self._is_begun:
                 self._give_back_all()
             self._views.clear()
+            if self.area is not None:
+                self.area.close(make)
             for one in self._sums.values():
                 if one.whole is not None:
                     one.whole.release()
@@ -216,11 +235,10 @@ class ShardedGradients(MeanGradients):
         for one in self._sums.values():
             if not one.has:
                 continue
-            whole = torch.empty(
-                self._sharding.slices(one.unit).padded_bytes // one.place.element_size(),
-                dtype=one.place.dtype,
-            )
-            self._ranks.gather(whole, one.place, one.name).wait()
+            mine = self._spilled(one).load() if one.place is None else one.place
+            padded = self._sharding.slices(one.unit).padded_bytes // mine.element_size()
+            whole = torch.empty(padded, dtype=mine.dtype, device="cpu")
+            self._ranks.gather(whole, mine, one.name).wait()
             for param in one.has:
                 values = part_of(one.members[param], whole.view(torch.uint8))
                 param.grad = values.to(param.device, copy=True)

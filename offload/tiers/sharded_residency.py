@@ -403,7 +403,7 @@ class ShardedResidency(Residency):
             if fill is not None and fills_span:
                 fill(memory[: end - begin])
             elif fill is not None:
-                whole = torch.zeros(block.unit.nbytes, dtype=torch.uint8)
+                whole = torch.zeros(block.unit.nbytes, dtype=torch.uint8, device="cpu")
                 fill(whole)
                 memory[: end - begin].copy_(whole[begin:end])
             for member in block.unit.members if fill is None else ():

@@ -107,11 +107,11 @@ class HostWholes:
         self._ranks = ranks
 
     def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Whole:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return HostWhole(memory, self._ranks.gather(memory, own, what, after) if nbytes else None)
 
     def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Whole:
-        memory, end = torch.empty(nbytes, dtype=torch.uint8), 0
+        memory, end = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), 0
         for first, last in (*parts, (nbytes, nbytes)):
             memory[end:first].zero_()
             end = last

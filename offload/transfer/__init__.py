@@ -22,15 +22,24 @@ from __future__ import annotations
 import torch
 
 from offload.metrics import Metrics
-from offload.transfer.buffer import DeviceBuffer
+from offload.transfer.buffer import HOLDERS, DeviceBuffer, DeviceFullError
 from offload.transfer.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, Mark
-from offload.transfer.gauge import DeviceGauge, Reading, find_device, usable_bytes, used_bytes
+from offload.transfer.gauge import (
+    DeviceGauge,
+    Reading,
+    available_bytes,
+    find_device,
+    usable_bytes,
+    used_bytes,
+)
 from offload.transfer.host import HostBuffer, HostTransfer
 from offload.transfer.random import device_random_states, set_device_random_states
 
 __all__ = [
+    "HOLDERS",
     "READS_IN_FLIGHT_BYTES",
     "DeviceBuffer",
+    "DeviceFullError",
     "DeviceGauge",
     "DeviceTransfer",
     "HostBuffer",
@@ -39,6 +48,7 @@ __all__ = [
     "Moment",
     "Reading",
     "Transfer",
+    "available_bytes",
     "device_random_states",
     "find_device",
     "open_transfer",

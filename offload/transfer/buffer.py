@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from offload.ticket import Ticket
 from offload.transfer.checks import on
 
 ALIGN = 512  # torch's allocators round up to it
+
+
+class DeviceFullError(CapacityError):
+    """The device itself has no memory left, whatever the budget says."""
+
+
+class Holder(Protocol):
+    """Has memory of a device that it can do without."""
+
+    def make_way(self, device: torch.device, nbytes: int) -> None:
+        """Give up so much of it, as far as it can. Any thread; never waits for another."""
+
+
+HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()  # are asked when a device is full
 
 # Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these events;
 # calls back, before any later copy, with the event that ends it.
@@ -50,21 +65,20 @@ class DeviceMemory:
             self._take_in_returned()
             return self._used_bytes
 
-    def allocate(self, nbytes: int, what: str) -> Tensor:
+    def allocate(self, nbytes: int, what: str, is_urgent: bool = True) -> Tensor:
         """So many bytes, not filled. Raises `CapacityError` with the numbers when the budget or the
-        device is spent.
+        device is spent. is_urgent: where the device is, everybody gives up what is idle first.
         """
         if nbytes < 0:
             raise ConfigError(f"{what}: expected 0 bytes or more, got {nbytes}")
         size = -(-nbytes // ALIGN) * ALIGN
         self._take(size, what)
         try:
-            with on(self.up):
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            memory = self._take_from_device(nbytes, is_urgent)
         except BaseException as error:
             self._returned.append(size)
             if isinstance(error, torch.OutOfMemoryError):
-                raise CapacityError(
+                raise DeviceFullError(
                     f"{self.device}: {what} needs {format_size(size)} ({size} bytes), which the "
                     f"device does not have; {format_size(self.used_bytes)} are in use here, the "
                     "rest elsewhere in this process or in others; lower device_memory, or use less"
@@ -72,6 +86,21 @@ class DeviceMemory:
             raise
         weakref.finalize(memory.untyped_storage(), self._returned.append, size).atexit = False
         return memory
+
+    def _take_from_device(self, nbytes: int, is_urgent: bool) -> Tensor:
+        try:
+            return self._empty(nbytes)
+        except torch.OutOfMemoryError:
+            if not is_urgent:
+                raise
+        for holder in list(HOLDERS):
+            holder.make_way(self.device, nbytes)
+        torch.accelerator.empty_cache()  # what was given up may be cut in other sizes
+        return self._empty(nbytes)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        with on(self.up):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _take(self, size: int, what: str) -> None:
         with self._lock:

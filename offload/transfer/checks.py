@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -33,6 +34,16 @@ def indexed(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def own_index() -> int:
+    """The current device; where nobody has chosen one, a rank that torchrun has started has that of
+    its number on the machine, if it sees so many: all would be on the first otherwise.
+    """
+    current, local = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK", "")
+    if current == 0 and local.isdecimal() and int(local) < torch.accelerator.device_count():
+        return int(local)
+    return current
 
 
 def check_copy(host: Tensor, device: Tensor, what: str) -> None:

@@ -22,6 +22,7 @@ from offload.ticket import Ticket
 from offload.timeline import TO_DEVICE, TO_HOST, Event
 from offload.transfer.buffer import DeviceBuffer, DeviceMemory
 from offload.transfer.checks import check_copy, cut, indexed, on
+from offload.transfer.streams import lend
 
 READS_IN_FLIGHT_BYTES = 256 << 20
 _LOOK_AGAIN_S = 0.0005  # where an event is waited for with a deadline, which torch does not offer
@@ -125,12 +126,12 @@ class DeviceTransfer:
     ) -> None:
         self.device = indexed(torch.device(device))
         # Before something was pinned, `is_pinned` may say no without having looked.
-        torch.empty(1, device="cpu", pin_memory=True)
+        with torch.accelerator.device_index(self.device.index):  # else for the first one
+            torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.metrics = metrics or Metrics()
         self._reads_in_flight_bytes = reads_in_flight_bytes
-        self._up = torch.Stream(self.device)
-        self._down = torch.Stream(self.device)
-        self._between: torch.Stream | None = None  # most have one device
+        self._streams, self._give_back = lend(self, self.device)
+        self._up, self._down = self._streams.up, self._streams.down
         self._between_lock = threading.Lock()
         self.memory = DeviceMemory(self.device, self._up, budget_bytes)
         self._upward = _Flights(self._up, TO_DEVICE, self.metrics)
@@ -142,13 +143,14 @@ class DeviceTransfer:
 
     # --- to the device ----------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, what: str = "a block") -> DeviceBuffer:
-        """Device memory to be filled. Raises `CapacityError` with the numbers when the budget or
-        the device is spent.
+    def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> DeviceBuffer:
+        """Device memory to be filled. Raises `CapacityError` with the numbers when the budget is
+        spent, `DeviceFullError` when the device is. is_urgent: not before everybody has given up
+        what is idle there.
         """
         self._check_open()
         self.poll()
-        memory = self.memory.allocate(nbytes, what)
+        memory = self.memory.allocate(nbytes, what, is_urgent)
         return DeviceBuffer(memory, self._up, self._fill, self._across, what)
 
     def fetch(self, host: Tensor, what: str = "a block") -> DeviceBuffer:
@@ -239,9 +241,7 @@ class DeviceTransfer:
     @property
     def _stream_between(self) -> torch.Stream:
         with self._between_lock:
-            if self._between is None:
-                self._between = torch.Stream(self.device)
-            return self._between
+            return self._streams.between
 
     def take_thread(self) -> None:
         """Make the device this thread's current one, for good: in threads of ours. Otherwise torch
@@ -307,7 +307,8 @@ class DeviceTransfer:
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory of torch's own that copies need not wait for; outside of every pool."""
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        with torch.accelerator.device_index(self.device.index):
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def _lower(
         self,
@@ -365,6 +366,7 @@ class DeviceTransfer:
         self._closed = True
         self._upward.finish()
         self._downward.finish()
+        self._give_back()
 
     # --- checks -----------------------------------------------------------------------------------
 

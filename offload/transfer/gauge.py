@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.transfer.buffer import DeviceMemory
-from offload.transfer.checks import indexed
+from offload.transfer.checks import indexed, own_index
 
 _LEAVE_SHARE = 0.1  # of what is free, where nobody says how much is to be used
 
@@ -42,8 +42,7 @@ class DeviceGauge:
         self._index = memory.device.index
 
     def read(self) -> Reading:
-        # The public call makes a flat dictionary of some hundred numbers, in ten times the time.
-        stats = torch._C._accelerator_getDeviceStats(self._index)["allocated_bytes"]["all"]
+        stats = _stats(self._index)
         return Reading(stats["current"], stats["peak"], stats["allocated"])
 
     def others_bytes(self, reading: Reading) -> int:
@@ -57,17 +56,30 @@ def find_device(wanted: torch.device | str) -> torch.device:
     """
     if wanted == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
-        wanted = torch.device("cpu") if found is None else found
+        wanted = torch.device("cpu" if found is None else f"{found.type}:{own_index()}")
     device = torch.device(wanted)
     return device if device.type == "cpu" else indexed(device)
 
 
 def used_bytes(device: torch.device) -> int:
-    """Of this process, now."""
-    return int(torch.accelerator.memory_allocated(device))
+    """Of this process, now. Cheap enough to be asked while things happen."""
+    return int(_stats(device.index)["current"])
+
+
+def _stats(index: int) -> dict[str, int]:
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return {"current": 0, "peak": 0, "allocated": 0}
+    # The public call makes a flat dictionary of some hundred numbers, in ten times the time.
+    found: dict[str, dict[str, dict[str, int]]] = torch._C._accelerator_getDeviceStats(index)
+    return found["allocated_bytes"]["all"]
+
+
+def available_bytes(device: torch.device) -> int:
+    """All that this process could hold on the device: what it has, and what is free."""
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free + torch.accelerator.memory_reserved(device))
 
 
 def usable_bytes(device: torch.device) -> int:
-    """What this process may well hold on the device: what it has, and most of what is free."""
-    free, _ = torch.accelerator.get_memory_info(device)
-    return int((free + torch.accelerator.memory_reserved(device)) * (1 - _LEAVE_SHARE))
+    """What it may well hold: not quite all, for the device's libraries take some by themselves."""
+    return int(available_bytes(device) * (1 - _LEAVE_SHARE))

@@ -47,7 +47,7 @@ def offloaded(
     metrics = Metrics(strict=strict)
     transfer = DeviceTransfer("fake", reads_in_flight_bytes=2 * PIECE, metrics=metrics)
     store = GrowingStore([folder], metrics) if folder else None
-    outside = InHost(transfer, Pool(nbytes, register, Budget()), store)
+    outside = InHost(transfer, Pool(nbytes, register, Budget(), transfer.device), store)
     made = Activations(outside, transfer.device, metrics)
 
     def pack(tensor: Tensor) -> Any:

@@ -105,6 +105,30 @@ def counts_of(model: nn.Module) -> dict[str, int]:
     return dict(prepared_of(model).metrics.snapshot().counts)
 
 
+@pytest.mark.parametrize("name", chosen(test=["gpt", "around"], torture=[*MODELS]))
+def test_evaluation_in_inference_mode_before_and_between_steps(name: str, tmp_path: Path) -> None:
+    load("lazy", 0)
+    seen = []
+    for is_ours in (False, True):
+        model = make(name)
+        optimizer = adamw(model if is_ours else model.to("fake"))
+        if is_ours:
+            host_bytes = 2 * least_host_bytes(name, torch.float32)
+            offload.prepare(model, optimizer, device="fake", nvme=tmp_path, host_memory=host_bytes)
+        else:
+            optimizer = offload.wrap(optimizer)
+        found = []
+        for number in range(3):
+            torch.manual_seed(number)
+            with torch.inference_mode():
+                found.append(model(batch(number).to("fake")).cpu())
+            found.append(step(model, optimizer, number, "fake").cpu())
+        optimizer.close()
+        seen.append([*found, *(param.detach().cpu() for param in model.parameters())])
+        del model, optimizer
+    assert all(torch.equal(ours, plain) for plain, ours in zip(*seen, strict=True))
+
+
 @under_some
 def test_a_step_with_room_for_all_copies_everything_once_and_never_waits(
     fake: DeviceModule,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import assert_same_model, assert_same_state
-from support.integration import adamw, batch, llama, moved_bytes, texts
+from support.integration import adamw, batch, llama, moved_bytes, texts, tight
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -111,6 +111,43 @@ def test_a_trainer_starts_saves_and_resumes(settings: dict[str, Any], tmp_path: 
     back = Run(tmp_path / "back", None, **settings)
     back.train(resume_from_checkpoint=str(saved["wrapped"]))
     assert_same_run(plain, back)
+
+
+def test_the_optimizer_that_a_trainer_makes_is_wrapped_in_one_line(tmp_path: Path) -> None:
+    """As docs/wrap.md has it: its groups of decay and `args.optim` stay."""
+    trainers = []
+    for nvme in (None, tmp_path):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            max_steps=3,
+            optim="adamw_torch_fused",
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            save_strategy="no",
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(model=llama(), args=arguments, train_dataset=texts(32))
+        trainer.create_optimizer()
+        made = trainer.optimizer
+        assert sorted(group["weight_decay"] for group in made.param_groups) == [0.0, 0.1]
+        if nvme is not None:
+            offload.wrap(trainer.optimizer, **tight(made, nvme))
+            assert trainer.optimizer is made and made.defaults["betas"] == (0.9, 0.95)
+        trainer.train()
+        trainers.append(trainer)
+    plain, wrapped = trainers
+    assert_same_model(plain.model, wrapped.model)
+    states = [unwrapped(trainer.optimizer).state_dict() for trainer in trainers]
+    assert_same_state(*states)
+    assert moved_bytes(unwrapped(wrapped.optimizer)) > 0
+    unwrapped(wrapped.optimizer).close()
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Without accelerate's shell, which a trainer leaves around its optimizer."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def test_a_trainer_makes_its_own_scheduler_and_nobody_closes(tmp_path: Path) -> None:
@@ -291,6 +328,6 @@ def test_a_prepared_optimizer_is_not_the_one_to_wrap(accelerator: Any) -> None:
     prepared = accelerator.prepare(adamw(model.parameters(), None))
     for elementwise in (False, True):
         with pytest.raises(
-            ConfigError, match="AcceleratedOptimizer holds another one, AdamW; wrap that"
+            ConfigError, match="AcceleratedOptimizer holds another one, AdamW; give that"
         ):
             offload.wrap(prepared, elementwise=elementwise)

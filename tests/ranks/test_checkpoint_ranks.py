@@ -128,6 +128,18 @@ def kills() -> list[Kill]:
     return found
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_rank_is_stopped(tmp_path: Path, victim: int) -> None:
+    """SIGSTOP: it is missed, by name, after the time-out of the group and not minutes later."""
+    limit_s = 3.0
+    found = run(2, cases.stop, tmp_path, victim, limit_s, deadline_s=120)
+    kind, text = found[1 - victim]["error"]
+    assert kind == "StateError" and f"rank {victim} has gone, or was not heard of" in text, text
+    assert found[1 - victim]["took_s"] < limit_s + 60
+    assert found[victim]["error"][0] == "StateError", found[victim]
+    assert sorted(os.listdir(tmp_path)) == ["1"] and verify(tmp_path / "1").is_whole
+
+
 @pytest.mark.parametrize("kill", kills(), ids=lambda kill: kill.name)
 def test_one_rank_is_killed(tmp_path: Path, kill: Kill) -> None:
     victim, point = kill.victim, kill.point

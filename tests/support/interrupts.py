@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
+import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -37,3 +40,98 @@ def interrupt_at(instruction: int, *kinds: type) -> Iterator[list[bool]]:
         yield reached
     finally:
         sys.settrace(before)
+
+
+# --- where Python itself would run a signal handler ----------------------------------------------
+
+# After these instructions, and where a function begins. Not after BEFORE_WITH: that is why `with`
+# of a lock that C has made is safe.
+_LOOKS = {
+    dis.opmap[name]
+    for name in (
+        "RESUME",
+        "CALL",
+        "CALL_KW",
+        "CALL_FUNCTION_EX",
+        "JUMP_BACKWARD",
+    )
+    if name in dis.opmap
+}
+
+Place = tuple[CodeType, int, CodeType | None]  # where, and for what many use, who has called it
+SHARED = ("threading.py", "contextlib.py", "locks.py")
+
+
+class Moments:
+    """The moments in the main thread at which a signal handler may run, one after the other.
+
+    at: the number of the one at which SIGINT comes, as a real signal, so that whoever has another
+    handler is heard; or the place at which it comes, the first time. only: the code in which they
+    count; None: all there is.
+    """
+
+    def __init__(
+        self,
+        at: int | Place | None = None,
+        only: Callable[[CodeType], bool] | None = None,
+    ) -> None:
+        self.count = 0
+        self.places: dict[Place, int] = {}  # that were passed, with the number of the first time
+        self.came_at: Place | None = None
+        self._at, self._only = at, only
+        self._known: dict[CodeType, bool] = {}
+        self._last: dict[FrameType, int] = {}
+
+    def _begin(self, frame: FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        wanted = self._known.get(code)
+        if wanted is None:
+            is_mine = code.co_filename == __file__
+            wanted = self._known[code] = not is_mine and (self._only is None or self._only(code))
+        if not wanted:
+            return None
+        frame.f_trace_opcodes = True
+        return self._look
+
+    def _look(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "return":
+            self._last.pop(frame, None)
+        if event != "opcode":
+            return self._look
+        code, at = frame.f_code, frame.f_lasti
+        before = self._last.get(frame)
+        self._last[frame] = code.co_code[at]
+        if before in _LOOKS:
+            caller = frame.f_back if is_shared(code) else None
+            self._pass((code, at, caller.f_code if caller else None))
+        return self._look
+
+    def _pass(self, place: Place) -> None:
+        self.count += 1
+        self.places.setdefault(place, self.count)
+        if self.came_at is None and self._at in (self.count, place):
+            self.came_at = place
+            signal.raise_signal(signal.SIGINT)
+
+    def __enter__(self) -> Moments:
+        sys._getframe().f_trace_opcodes = True  # as above
+        sys.settrace(self._begin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        self._last.clear()
+
+    def __str__(self) -> str:
+        return "nowhere" if self.came_at is None else name_of(self.came_at)
+
+
+def is_shared(code: CodeType) -> bool:
+    return os.path.basename(code.co_filename) in SHARED
+
+
+def name_of(place: Place) -> str:
+    code, at, caller = place
+    line = next((n for begin, end, n in code.co_lines() if begin <= at < end), None)
+    called = f", called by {caller.co_qualname}" if caller else ""
+    return f"{os.path.basename(code.co_filename)}:{line} {code.co_qualname}, {at}{called}"

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from offload.layout import ParamSpec
-from offload.planner import Plan, least_arena_bytes, make_plan
+from offload.layout import ELEMENT_BYTES, ParamSpec
+from offload.planner import Plan, least_arena_bytes, least_spill_bytes, make_plan, most_numel
 from offload.run_file import ParamFact
-from offload.shares import Shares, Sizes, check_device_bytes, share_out_sizes
+from offload.shares import (
+    Shares,
+    Sizes,
+    check_device_bytes,
+    share_out_sizes,
+    spill_room_bytes,
+)
 from offload.tiers.device_gradients import STAGING_MOST_BYTES, STAGING_PLACES
+from offload.tiers.spill import slot_bytes
 from offload.workload import Budgets, Workload
 
 _ALIGN_BYTES = 64  # of a gradient's place
@@ -44,6 +51,14 @@ class Arrangement:
         return min(self.shares.params, sum(self.sizes.nbytes))
 
     @property
+    def staged_chunks(self) -> int:
+        """How many chunks' gradients there is memory for on their way from disk."""
+        if self.shares is None or not self.spilled:
+            return 0
+        itemsize = {n: ELEMENT_BYTES for n in self.spilled}
+        return max(1, self.shares.staging // max(1, slot_bytes(self.plan.chunks, itemsize)))
+
+    @property
     def moves(self) -> bool:
         """Whether anything comes from drives, or goes there."""
         if self.plan.disk_bytes or self.has_originals:
@@ -60,7 +75,8 @@ class Arrangement:
         nbytes = self.plan.disk_capacity_bytes
         if self.shares is not None:
             nbytes += self.stored_bytes + min(self.stored_bytes, self.shares.params)
-            nbytes += self.shares.gradients_on_disk
+            if self.shares.spilled:
+                nbytes += spill_room_bytes(self.shares, self.plan.chunks)
         return nbytes
 
 
@@ -96,8 +112,15 @@ def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrang
         budgets.activations == "offload",
         _staging_bytes(work.params) if work.device != "cpu" else 0,
         least_state,
+        least_spill_bytes(specs, [fact.grad_bytes // max(fact.numel, 1) for fact in work.params]),
     )
-    plan = make_plan(specs, shares.state, has_disk, disk_chunk_numel=chunk_numel)
+    plan = make_plan(
+        specs,
+        shares.state,
+        has_disk,
+        disk_chunk_numel=chunk_numel,
+        most_numel=most_numel(shares.staging) if shares.spilled else None,
+    )
     spilled = frozenset(order[number] for number in shares.spilled)
     originals = any(unit.is_original for unit in work.units)
     return Arrangement(specs, sizes, shares, plan, spilled, stored, originals)

@@ -12,6 +12,7 @@ from torch import Tensor
 from offload.foresight.simulation.device import Moment, VirtualDevice
 from offload.layout import Chunk, ParamSpec, Slice
 from offload.optim.desk import Arriving, Desk
+from offload.spilled_gradient import Gradient
 
 
 class VirtualDesks:
@@ -25,7 +26,7 @@ class VirtualDesks:
         self._away: deque[Moment] = deque()  # desks whose parameters go back
         self._nbytes: dict[int, int] = {}  # of parameters, by desk
 
-    def begin_step(self, grads: Mapping[int, Tensor], homes: Mapping[int, Arriving]) -> None:
+    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None:
         """Gradients are there."""
 
     def end_step(self) -> None:

@@ -131,7 +131,7 @@ class VirtualTransfer:
     def poll(self) -> None:
         """Nothing is left to others here."""
 
-    def allocate(self, nbytes: int, what: str = "a block") -> VirtualBuffer:
+    def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> VirtualBuffer:
         return VirtualBuffer(self._device, self.memory, nbytes)
 
 

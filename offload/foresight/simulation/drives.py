@@ -49,7 +49,7 @@ class Rates:
         if read is None or write is None or mixed is None or min(read, write, mixed) <= 0:
             raise ConfigError(
                 f"profile {machine.name}: expected the speeds of its drives for reading, writing "
-                f"and both, got {whole}; `offload bench --nvme DIR` measures them"
+                f"and both, got {whole}; `offload bench DIR` measures them"
             )
         return cls(read, write, mixed)
 

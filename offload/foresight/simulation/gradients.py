@@ -1,17 +1,21 @@
-"""Gradients in virtual time: on their way from a device, and to mapped files where memory has no
-room for them.
+"""Gradients in virtual time: on their way from a device, and to the store and back where memory has
+no room for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+
+import torch
 
 from offload.foresight.simulation.clock import Clock
 from offload.foresight.simulation.device import VirtualDevice
 from offload.foresight.simulation.drives import Request
-from offload.layout import Chunk
+from offload.layout import Chunk, Slice
 from offload.metrics import Metrics
+from offload.spilled_gradient import Gradient
 from offload.store.engine import Priority
 from offload.workload import BACKWARD, Workload
 
@@ -19,20 +23,22 @@ COPY = "gradient copy"
 
 
 class VirtualGradients:
-    """spilled: numbers of the parameters whose gradients are on disk. memory_bytes_per_s: None
-    where a copy in memory is not counted.
+    """spilled: numbers of the parameters whose gradients are on disk. slots: chunks whose gradients
+    staging memory has room for. memory_bytes_per_s: None where a copy in memory is not counted.
     """
 
     def __init__(
         self,
         work: Workload,
         spilled: AbstractSet[int],
+        slots: int,
         clock: Clock,
         metrics: Metrics,
         memory_bytes_per_s: float | None,
         device: VirtualDevice | None,
     ) -> None:
-        self._params, self._spilled = work.params, spilled
+        self._params, self._spilled, self._slots = work.params, spilled, slots
+        self._taken: set[int] = set()  # numbers of chunks
         self._clock, self._metrics, self._device = clock, metrics, device
         self._memory_bytes_per_s = memory_bytes_per_s
         self._bytes: Counter[int] = Counter()  # by unit
@@ -62,19 +68,56 @@ class VirtualGradients:
         request = Request("gradients", nbytes, True, Priority.WRITE_BACK, self._clock.now_s)
         drives.submit(request)
         self._metrics.count("spilled_bytes", nbytes)
+        self._metrics.count("disk_written_bytes", nbytes)
 
-    def read(self, chunk: Chunk) -> None:
-        """The update touches those of a chunk; wait for what is on the drive."""
-        drives, params = self._clock.drives, self._params
-        nbytes = sum(
+    # --- for the update ---------------------------------------------------------------------------
+
+    def begin(self, grads: Mapping[int, Gradient], chunks: Iterable[Chunk]) -> None:
+        self.end()
+
+    def has_place(self, chunk: Chunk) -> bool:
+        return len(self._taken) < self._slots or not self._bytes_of(chunk)
+
+    def take(self, chunk: Chunk) -> Mapping[Slice, _Coming]:
+        """Start to read those of a chunk."""
+        nbytes, drives = self._bytes_of(chunk), self._clock.drives
+        if not nbytes or drives is None:
+            return {}
+        self._taken.add(chunk.number)
+        self._metrics.count("disk_read_bytes", nbytes)
+        request = Request("gradients", nbytes, False, Priority.PREFETCH, self._clock.now_s)
+        return {chunk.slices[0]: _Coming(self._clock, drives.submit(request))}
+
+    def give_back(self, chunk: Chunk) -> None:
+        self._taken.discard(chunk.number)
+
+    def end(self) -> None:
+        self._taken.clear()
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        params = self._params
+        return sum(
             (part.end - part.begin) * params[part.param].grad_bytes // params[part.param].numel
             for part in chunk.slices
             if part.param in self._spilled
         )
-        if nbytes and drives is not None:
-            request = Request("gradients", nbytes, False, Priority.WAITED_FOR, self._clock.now_s)
-            with self._clock.cause("gradient read"):
-                self._clock.wait_for(drives.submit(request))
+
+
+class _Coming:
+    """Gradients of one chunk on their way; they have no bytes."""
+
+    values = torch.empty(0, device="meta")
+
+    def __init__(self, clock: Clock, request: Request) -> None:
+        self._clock, self._request = clock, request
+
+    @property
+    def done(self) -> bool:
+        return self._clock.has_ended(self._request)
+
+    def wait(self) -> None:
+        with self._clock.cause("gradient read"):
+            self._clock.wait_for(self._request)
 
 
 def _last_uses(work: Workload) -> dict[int, list[int]]:

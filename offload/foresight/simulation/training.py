@@ -55,16 +55,17 @@ class Training:
         plan = arrangement.plan
         pool = VirtualPool(max(plan.arena_bytes, PIECE_ALIGN))
         self._tiers = Tiers(plan, cast("Pool", pool), cast("DiskStore", world.store))
-        self._desks = self._make_desks()
         self._update_s = [self._seconds_of(chunk, world.speeds) for chunk in plan.chunks]
         self._gradients = VirtualGradients(
             work,
             arrangement.spilled,
+            arrangement.staged_chunks,
             world.clock,
             world.metrics,
             world.speeds.memory_bytes_per_s,
             world.device,
         )
+        self._desks = self._make_desks()
         self._activations = self._make_activations()
         self._made_bytes = self._made_by_uses()
         self._kept: dict[int, list[int]] = {}  # bytes of activations, by unit
@@ -99,7 +100,7 @@ class Training:
                 for number, spec in enumerate(specs)
                 if spec.unit is not None
             }
-            return Workbench(world.residency, places, lambda grad: None)
+            return Workbench(world.residency, places, self._gradients)
         if plan.desks and world.device is not None:
             return VirtualDesks(world.device, specs, plan.desks, plan.has_homes)
         return None
@@ -235,7 +236,6 @@ class Training:
             self._desks.end_step()
 
     def _update(self, piece: Piece, desk: Desk | None) -> bool:
-        self._gradients.read(piece.chunk)
         self._clock.spend(self._update_s[piece.chunk.number], self._speeds.update_beside_disk)
         return True
 

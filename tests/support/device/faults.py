@@ -106,11 +106,7 @@ OF_MODELS = [
     ),
     Fault(
         "added to what was there before",
-        never(at("tiers.device_gradients", "DeviceGradients._finish_oldest").condition("is_first")),
-    ),
-    Fault(
-        "the CPU waits for a copy",
-        never(at("tiers.device_gradients", "DeviceGradients._begin").operand("_on_disk")),
+        becomes(at("tiers.device_gradients", "_Addend._hand_on").condition("is_first"), "True"),
     ),
     Fault(
         "a gradient that is held is overwritten",
@@ -118,8 +114,8 @@ OF_MODELS = [
     ),
     Fault(
         "a wrong part",
-        stripped(
-            at("tiers.device_gradients", "DeviceGradients._stage").call("_Addend").argument(2)
+        becomes(
+            at("tiers.device_gradients", "DeviceGradients._stage").call("_Addend").argument(3), "0"
         ),
     ),
     Fault(
@@ -219,8 +215,8 @@ OF_RANKS = [
     ),
     (
         Fault(
-            "the CPU waits for a gradient on disk",
-            dropped(at("tiers.mean_gradients", "MeanGradients._reduce").operand("_on_disk")),
+            "a gradient on disk has no staging place",
+            dropped(at("tiers.mean_gradients", "MeanGradients._reduce").operand("target")),
         ),
         ("eager", 0),
     ),

@@ -36,7 +36,7 @@ def gather_and_sum(rank: int, schedule: str, seed: int) -> tuple[list[Tensor], i
     """Blocks come ahead and are used; what is made of them is summed up, and comes home."""
     net = network(schedule, seed)
     count = net.ranks.count
-    pool = Pool(1 << 20, register=register, budget=Budget(1 << 24))
+    pool = Pool(1 << 20, register=register, budget=Budget(1 << 24), device=net.transfer.device)
 
     def host(given: Tensor) -> Tensor:
         with pool.lease(given.nbytes) as lease:

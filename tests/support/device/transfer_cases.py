@@ -27,7 +27,7 @@ FILLER = 7.0
 WAIT_S = 2.0  # where something is wrong; nothing here takes time
 
 
-def register(address: int, nbytes: int) -> Callable[[], None]:
+def register(address: int, nbytes: int, _: torch.device) -> Callable[[], None]:
     torch.fake.register_host_memory(address, nbytes)  # type: ignore[attr-defined]
     return lambda: torch.fake.unregister_host_memory(address)  # type: ignore[attr-defined]
 
@@ -64,9 +64,8 @@ class Bench:
 @contextmanager
 def bench(module: ModuleType | None, pool_bytes: int = 1 << 20, **options: Any) -> Iterator[Bench]:
     """module: None runs on the CPU."""
-    pool = Pool(
-        pool_bytes, register=register if module else lambda *_: None, budget=Budget(1 << 24)
-    )
+    device = torch.device("fake") if module else None
+    pool = Pool(pool_bytes, register=register, budget=Budget(1 << 24), device=device)
     transfer = module.DeviceTransfer("fake", **options) if module else HostTransfer()
     try:
         yield Bench(transfer, pool)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,37 @@ def kill(
     took_s = time.monotonic() - begin
     assert digest(model, optimizer) == before
     return {"saved": saved, "error": error, "took_s": took_s}
+
+
+class _Stopper(Disk):
+    point = ""
+
+    def hook(self, point: str) -> None:
+        if point == _Stopper.point:
+            _Stopper.point = ""
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop(rank: int, folder: Path, victim: int, limit_s: float) -> dict[str, Any]:
+    """One rank is stopped while all save, and goes on when the others have said what they see."""
+    writer.Disk = guest.Disk = _Stopper  # type: ignore[misc]
+    group = dist.new_group(timeout=timedelta(seconds=limit_s))
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    torch.manual_seed(3)
+    model = Net(torch.contiguous_format)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    offload.wrap(optimizer, process_group=group)
+    train(model, optimizer, range(1))
+    offload.save(folder / "1", model, optimizer)
+    if rank == victim:
+        _Stopper.point = "data written"
+    begin_s = time.monotonic()
+    error = caught(lambda: offload.save(folder / "2", model, optimizer))
+    took_s = time.monotonic() - begin_s
+    if rank != victim:
+        os.kill(pids[victim], signal.SIGCONT)
+    return {"error": error, "took_s": took_s}
 
 
 def signalled(rank: int, folder: Path, number: int, victim: int) -> dict[str, Any]:

@@ -3,11 +3,13 @@ two, with gloo between them, and returns what each has returned.
 
 They are forked from a server that has torch and offload imported already, which saves seconds a
 process. A function must be found by name in a module that can be imported; what it returns must be
-picklable. All are killed when the deadline has passed, and whenever the test ends.
+picklable. All are killed when the deadline has passed, and whenever the test ends; those that are
+late tell first where each of their threads stands.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -36,6 +38,8 @@ _STARTING = threading.Lock()  # tests have threads
 _PRELOADED = "support.ranks.preloaded"
 _preload = [_PRELOADED]
 _TESTS = str(Path(__file__).parents[2])
+_TELL = signal.SIGRTMIN + 5  # a rank writes down where its threads stand
+_TELLING_S = 5.0
 
 
 @dataclass
@@ -81,7 +85,11 @@ def outcomes(
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            return _collect(pipes, processes, deadline_s)
+            found, late = _collect(pipes, processes, deadline_s)
+            for rank in late:
+                why = f"was still there after {deadline_s} s\n{_ask(processes[rank], store, rank)}"
+                found[rank].error = f"{found[rank].error or ''}\n{why}"
+            return found
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
@@ -103,7 +111,10 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-def _collect(pipes: list[Connection], processes: list[Any], deadline_s: float) -> list[Outcome]:
+def _collect(
+    pipes: list[Connection], processes: list[Any], deadline_s: float
+) -> tuple[list[Outcome], list[int]]:
+    """How those have ended that have, and the ranks that are late."""
     found, begin = [Outcome() for _ in processes], time.monotonic()
     left = dict(enumerate(pipes))
     while left and (remaining := begin + deadline_s - time.monotonic()) > 0:
@@ -117,9 +128,17 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline_s: float) -
                 processes[rank].join()
                 found[rank].exit_code = processes[rank].exitcode
                 found[rank].ended_s = time.monotonic() - begin
-    for rank in left:
-        found[rank].error = f"{found[rank].error or ''}\nwas still there after {deadline_s} s"
-    return found
+    return found, list(left)
+
+
+def _ask(process: Any, store: str, rank: int) -> str:
+    """Where the threads of a rank stand."""
+    stacks, end = Path(f"{store}.{rank}"), time.monotonic() + _TELLING_S
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, _TELL)
+    while not (told := stacks.read_text() if stacks.exists() else "") and time.monotonic() < end:
+        time.sleep(0.05)
+    return told or "it does not say where"
 
 
 def _main(
@@ -135,6 +154,8 @@ def _main(
 
     assert _PRELOADED in sys.modules, "the server has not imported it, and nobody was told why"
     gc.freeze()  # the test's own imports, too
+    stacks = open(f"{store}.{rank}", "w")  # noqa: SIM115 - as long as the process
+    faulthandler.register(_TELL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}

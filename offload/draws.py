@@ -1,0 +1,111 @@
+"""Where a layer's random numbers come from, beside torch's default generators: so that a second run
+of it can draw those of the first.
+
+Python's own and numpy's global ones, those that the layer's modules have as attributes, and those
+that it was seen to hand to torch. What it draws from elsewhere nobody knows of.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One state of random numbers that somebody has. owner: tells it from others."""
+
+    owner: object
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """A source, and its state before a run."""
+
+    source: Source
+    state: Any
+
+    @classmethod
+    def of(cls, source: Source) -> Draw:
+        return cls(source, source.get())
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was drawn since."""
+        return not _is_same(self.state, self.source.get())
+
+
+def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[Source]:
+    """Those that are known now, each once. seen: torch's, that it has been seen to use."""
+    found = {id(source.owner): source for source in _global_sources()}
+    for owner in (*seen, *_owned(module)):
+        source = source_at(owner)
+        if source is not None:
+            found[id(owner)] = source
+    return list(found.values())
+
+
+def source_at(owner: Any) -> Source | None:
+    """What draws from this object, if anything does."""
+    if isinstance(owner, torch.Generator):
+        return Source(owner, owner.get_state, owner.set_state)
+    if isinstance(owner, random.Random):
+        return Source(owner, owner.getstate, owner.setstate)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(owner, numpy.RandomState):
+        return Source(owner, owner.get_state, owner.set_state)
+    if numpy is not None and isinstance(owner, numpy.Generator):
+        bits = owner.bit_generator
+        return Source(owner, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
+
+
+def _global_sources() -> Iterator[Source]:
+    yield Source(random, random.getstate, random.setstate)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield Source(numpy, numpy.get_state, numpy.set_state)
+
+
+def _owned(module: nn.Module) -> Iterator[object]:
+    """Attributes that may be sources: a few types, so that most are passed over at once."""
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if not isinstance(value, _PLAIN):
+                yield value
+
+
+_PLAIN = (str, int, float, dict, list, tuple, set, type(None), torch.Tensor, torch.dtype)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Of states, which hold numbers, tuples, dicts, tensors and numpy's arrays."""
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+@contextmanager
+def drawing_again(draws: Sequence[Draw]) -> Iterator[None]:
+    """Inside, sources are where they were before the first run; afterwards where they are now."""
+    now = [draw.source.get() for draw in draws]
+    try:
+        for draw in draws:
+            draw.source.set(draw.state)
+        yield
+    finally:
+        for draw, state in zip(draws, now, strict=True):
+            draw.source.set(state)

@@ -1,0 +1,664 @@
+"""Gradients that host memory has no room for: in the store, checked like everything there.
+
+A gradient is cut into the pieces that the update will ask for, each a chunk of the store. What
+comes from autograd is copied to a slot of staging memory and written from there while backward goes
+on: nobody waits unless all slots are being written. What is added later is read into a slot, added
+there and written again, as a new generation. Edits that work on each element by itself are kept and
+made when a piece is next in memory, one after the other as torch would have made them.
+
+A write that fails makes its gradient useless: it is told in the next call here, at the latest
+before the update, and again to whoever asks for the values. Any thread, one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+import torch
+from torch import Tensor
+
+from offload import kernels
+from offload.errors import OffloadError, StateError, StoreError, StoreTimeout
+from offload.gradient_handle import Edit
+from offload.layout import Chunk, Slice
+from offload.log import LOG
+from offload.metrics import Metrics
+from offload.spilled_gradient import ColdValues, SpilledGradient
+from offload.store import DiskStore, MemoryStore, Priority
+from offload.ticket import Ticket
+
+_PAGE = 4096
+_LINE = 64
+_WRITING, _READING = "gradient write", "gradient read"  # causes of waiting
+
+
+@dataclass(eq=False)
+class Slot:
+    """Staging memory for one piece, or for the slices of one chunk of state."""
+
+    memory: Tensor  # bytes
+    tickets: list[Ticket[None]] = field(default_factory=list)  # that may touch it
+    is_lost: bool = False  # the system may write to it at any time
+    is_on_desk: bool = False  # the update uses it
+
+    @property
+    def is_idle(self) -> bool:
+        is_taken = self.is_lost or self.is_on_desk
+        return not is_taken and all(ticket.done for ticket in self.tickets)
+
+    def start(self, ticket: Ticket[None]) -> Ticket[None]:
+        self.tickets = [one for one in self.tickets if not one.done] + [ticket]
+        return ticket
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Elements [begin, end) of a gradient. made: how many edits are in what is stored."""
+
+    begin: int
+    end: int
+    key: str
+    made: int = 0
+    writing: _Writing | None = None
+
+
+@dataclass(eq=False)
+class _Writing:
+    piece: _Piece
+    slot: Slot
+    ticket: Ticket[None]
+    whose: weakref.ref[Spilled]
+
+
+class Staged:
+    """A piece on its way into memory; its values count when `wait` has returned."""
+
+    def __init__(self, whose: Spilled, piece: _Piece, values: Tensor, slot: Slot | None) -> None:
+        self._whose, self.piece, self.values = whose, piece, values
+        self._ticket = whose._read(piece, values, slot)
+
+    @property
+    def done(self) -> bool:
+        return self._ticket is None or self._ticket.done
+
+    def wait(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            with self._whose.area.metrics.span(_READING):
+                ticket.wait()
+        self._whose._make_edits(self.piece, self.values)
+
+    def break_off(self) -> None:
+        """Nobody wants it any more; when this returns nothing touches its memory."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            with suppress(OffloadError):  # there is an error that matters more
+                ticket.wait()
+
+
+def _break_off(each: Iterable[Staged]) -> None:
+    for staged in each:
+        staged.break_off()
+
+
+class SpillArea:
+    """Staging memory and room in a store for the gradients of one model. memory: bytes, page by
+    page. room_bytes: that they may take of the store, all together.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore | MemoryStore,
+        memory: Tensor,
+        room_bytes: int,
+        metrics: Metrics,
+    ) -> None:
+        self.store, self.metrics = store, metrics
+        self.lock = threading.RLock()
+        self.wants_norms = False  # somebody has asked for one
+        self.wants_squares = False
+        self._memory = memory
+        self._left_bytes = room_bytes
+        self._numbers = count()
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+        self._writing: deque[_Writing] = deque()
+        self._given_up: deque[tuple[list[str], int]] = deque()  # by finalizers
+        self._living: weakref.WeakSet[SpilledGradient] = weakref.WeakSet()
+        self._cut_of: dict[object, tuple[int, ...]] = {}
+        self.divide(min(memory.nbytes, _PAGE))
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def divide(self, slot_bytes: int) -> None:
+        """Slots of so many bytes, or of all there are. Nothing is under way."""
+        with self.lock:
+            self.settle()
+            slot_bytes = min(-(-max(slot_bytes, 1) // _PAGE) * _PAGE, self._memory.nbytes)
+            begins = range(0, self._memory.nbytes - slot_bytes + 1, slot_bytes or 1)
+            self._slots = [Slot(self._memory[begin : begin + slot_bytes]) for begin in begins]
+            self._free = list(self._slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slots[0].memory.nbytes if self._slots else 0
+
+    def has_free(self) -> bool:
+        """Whether `take` need not wait."""
+        with self.lock:
+            self._end_what_is_done()
+            return bool(self._free)
+
+    def take(self) -> Slot:
+        """A slot; the oldest write is waited for if there is none."""
+        with self.lock:
+            self._end_what_is_done()
+            while not self._free and self._writing:
+                self._end_oldest()
+            if not self._free:  # an interrupted call has not given its own back
+                self._free = [slot for slot in self._slots if slot.is_idle]
+            if not self._free:
+                raise StateError("gradients: no staging memory is free, and nothing is written")
+            return self._free.pop()
+
+    def give_back(self, slot: Slot) -> None:
+        with self.lock:
+            if slot.is_idle and slot in self._slots and slot not in self._free:
+                self._free.append(slot)
+
+    # --- writes under way -------------------------------------------------------------------------
+
+    def write(self, whose: Spilled, piece: _Piece, values: Tensor, slot: Slot) -> None:
+        """Start to store what is in a slot, which comes back by itself."""
+        with self.lock:
+            ticket = slot.start(self.store.write(piece.key, values))
+            writing = _Writing(piece, slot, ticket, weakref.ref(whose))
+            piece.writing = writing
+            self._writing.append(writing)
+            self.metrics.count("spilled_bytes", values.nbytes)
+
+    def poll(self) -> None:
+        """Tell of a write that has failed; waits for none."""
+        with self.lock:
+            self._end_what_is_done()
+
+    def settle(self) -> None:
+        """Return when all that was written is stored."""
+        with self.lock:
+            while self._writing:
+                self._end_oldest()
+
+    def finish(self, piece: _Piece) -> None:
+        """Wait for a piece that is being written."""
+        with self.lock:
+            while piece.writing is not None:
+                self._end_oldest()
+
+    def _end_what_is_done(self) -> None:
+        while self._writing and self._writing[0].ticket.done:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Wait for the oldest write. If it fails, the others are waited for as well: each gradient
+        that has lost something knows it when the error is told.
+        """
+        error = self._ended()
+        if error is not None:
+            while self._writing:
+                self._ended()
+            raise error
+
+    def _ended(self) -> OffloadError | None:
+        """Wait for the oldest write; what somebody must be told of it."""
+        writing = self._writing[0]
+        try:
+            with self.metrics.span(_WRITING):
+                writing.ticket.wait()
+        except OffloadError as error:
+            writing.slot.is_lost |= isinstance(error, StoreTimeout)
+            self._end(writing)
+            whose = writing.whose()
+            if whose is not None:
+                whose.error = error
+                return error
+            self.metrics.count("errors_after_an_error")  # nobody wants it any more
+        else:
+            self._end(writing)
+        return None
+
+    def _end(self, writing: _Writing) -> None:
+        self._writing.popleft()
+        if writing.piece.writing is writing:
+            writing.piece.writing = None
+        self.give_back(writing.slot)
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def cut(self, key: object, numel: int, starts_and_ends: Iterable[int]) -> None:
+        """Cut what comes for `key` there from now on."""
+        self._cut_of[key] = tuple(sorted({0, numel, *starts_and_ends}))
+
+    def forget_cuts(self) -> None:
+        self._cut_of.clear()
+
+    def make(
+        self, key: object, name: str, numel: int, dtype: torch.dtype, shape: torch.Size
+    ) -> Spilled | None:
+        """A gradient without values yet; None: others that somebody keeps have its room."""
+        with self.lock:
+            self._take_in()
+            cuts = self._fitting(self._cut_of.get(key, (0, numel)), dtype)
+            nbytes = sum(_page_up((end - begin) * dtype.itemsize) for begin, end in pairwise(cuts))
+            if nbytes > self._left_bytes:
+                return None
+            self._left_bytes -= nbytes
+            made = Spilled(self, next(self._numbers), name, cuts, dtype, shape)
+            weakref.finalize(made, self._given_up.append, (made.keys, nbytes)).atexit = False
+            return made
+
+    def _fitting(self, cuts: Sequence[int], dtype: torch.dtype) -> list[int]:
+        """The same, with no piece larger than a slot."""
+        most = max(1, self.slot_bytes // dtype.itemsize)
+        inner = [at for begin, end in pairwise(cuts) for at in range(begin, end, most)]
+        return [*inner, cuts[-1]]
+
+    def show(self, param: Tensor, spilled: Spilled) -> SpilledGradient:
+        """As torch sees it."""
+        gradient = SpilledGradient.of(param, spilled)
+        self._living.add(gradient)
+        return gradient
+
+    def _take_in(self) -> None:
+        """Free what nobody holds any more."""
+        while self._given_up:
+            keys, nbytes = self._given_up.popleft()
+            self._left_bytes += nbytes
+            for key in keys:
+                with suppress(StateError):  # it was never stored, or the store is closed
+                    self.store.free(key)
+
+    def close(self, make: Callable[[Tensor], Tensor]) -> None:
+        """The store is about to go: gradients that somebody holds stay, in memory that `make`
+        gives. Those that are lost already say so again. Idempotent.
+        """
+        with self.lock:
+            while self._writing:
+                self._ended()
+            for gradient in list(self._living):
+                like = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu")
+                try:
+                    gradient.keep_in(make(like))
+                except OffloadError as error:
+                    LOG.error("close(): a gradient is lost: %s", error)
+            self._living.clear()
+            self._slots, self._free = [], []
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class Spilled:
+    """The values of one gradient, flat, in the area's store."""
+
+    def __init__(
+        self,
+        area: SpillArea,
+        number: int,
+        name: str,
+        cuts: Sequence[int],
+        dtype: torch.dtype,
+        shape: torch.Size,
+    ) -> None:
+        self.area, self.name, self.dtype, self.shape = area, name, dtype, shape
+        self._number = number
+        self.keys: list[str] = []  # all that the store may have of it
+        self._cut_at(cuts)
+        self._edits: list[tuple[int, int, Edit]] = []  # of elements [begin, end)
+        self._norm: Tensor | None = None
+        self._squares: Sequence[float] | None = None
+        self.error: OffloadError | None = None  # of a write: some values are lost
+
+    def _cut_at(self, cuts: Sequence[int]) -> None:
+        self.cuts = cuts
+        self.pieces = [
+            _Piece(begin, end, f"gradient {self._number} of {self.name}[{begin}:{end}]")
+            for begin, end in pairwise(cuts)
+            if begin < end
+        ]
+        self._begins = [piece.begin for piece in self.pieces]
+        self.keys += [piece.key for piece in self.pieces if piece.key not in self.keys]
+
+    def cut_anew(self, cuts: Sequence[int]) -> None:
+        """Cut it elsewhere: the plan of the update has changed since it came."""
+        with self.area.lock:
+            values, norm, squares = self.load(), self._norm, self._squares
+            for piece in self.pieces:
+                self.area.store.free(piece.key)
+            self._cut_at(cuts)
+            self._edits.clear()
+            self.write(values.view(-1))
+            self.area.settle()
+            self._norm, self._squares = norm, squares
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    def take(self, values: Tensor) -> None:
+        """All of them, for the first time or anew, as autograd or somebody else has left them."""
+        with self.area.lock, torch.no_grad():
+            values = values.detach()
+            self._look_at(values)
+            self.write(values.reshape(-1))
+
+    def _look_at(self, values: Tensor) -> None:
+        """What is likely to be asked for is found out while they are here."""
+        self._forget()
+        if self.area.wants_norms:
+            self._norm = torch.linalg.vector_norm(values)
+        if self.area.wants_squares:
+            self._squares = kernels.grad_stats(values.reshape(-1)).block_sums
+
+    def _forget(self) -> None:
+        self._norm = self._squares = None
+
+    def write(self, values: Tensor, begin: int = 0) -> None:
+        """Store these, flat, from element `begin` on: whole pieces. They are copied at once."""
+        with self.area.lock, torch.no_grad(), self._whole_or_lost():
+            for piece in self._within(begin, begin + values.numel()):
+                slot = self.area.take()
+                here = self._in(slot, piece)
+                here.copy_(values[piece.begin - begin : piece.end - begin])
+                self._store(piece, here, slot)
+            if begin == 0 and values.numel() == self.cuts[-1]:
+                self.error = None
+            self._drop_edits()
+
+    def add(self, values: Tensor, begin: int = 0) -> None:
+        """Add these, from element `begin` on, in whole pieces; of any shape."""
+        with self.area.lock, torch.no_grad(), self._whole_or_lost():
+            self._forget()
+            flat = values.detach().reshape(-1)
+            to_come = deque(self._within(begin, begin + flat.numel()))
+            coming: deque[tuple[Staged, Slot]] = deque()
+            try:
+                while to_come or coming:
+                    while to_come and (not coming or self.area.has_free()):
+                        slot, piece = self.area.take(), to_come.popleft()
+                        coming.append((Staged(self, piece, self._in(slot, piece), slot), slot))
+                    staged, slot = coming.popleft()
+                    staged.wait()
+                    piece = staged.piece
+                    staged.values.add_(flat[piece.begin - begin : piece.end - begin])
+                    self._store(piece, staged.values, slot)
+            finally:
+                _break_off(staged for staged, _ in coming)
+            self._drop_edits()
+
+    @contextmanager
+    def _whole_or_lost(self) -> Iterator[None]:
+        """Of what is done in parts and breaks off nobody must take what there is for a gradient."""
+        try:
+            yield
+        except BaseException as error:
+            if self.error is None:
+                self.error = (
+                    error
+                    if isinstance(error, StoreError)
+                    else StateError(
+                        f"gradient of {self.name}: was only partly written when {error!r} broke it "
+                        "off; zero_grad(), and run backward again"
+                    )
+                )
+            raise
+
+    def _store(self, piece: _Piece, values: Tensor, slot: Slot) -> None:
+        piece.made = len(self._edits)
+        self.area.write(self, piece, values, slot)
+
+    def edit(self, edit: Edit, begin: int = 0, end: int | None = None) -> None:
+        """Change elements [begin, end) when they are next in memory."""
+        with self.area.lock:
+            self._forget()
+            self._edits.append((begin, self.cuts[-1] if end is None else end, edit))
+
+    def _make_edits(self, piece: _Piece, values: Tensor) -> None:
+        """Those that what is stored lacks."""
+        with torch.no_grad():
+            for begin, end, edit in self._edits[piece.made :]:
+                first, last = max(begin, piece.begin), min(end, piece.end)
+                if first >= last:
+                    continue
+                part = values[first - piece.begin : last - piece.begin]
+                # With no dimensions torch reckons otherwise.
+                edit(part.view(()) if self.shape.numel() == 1 and not self.shape else part)
+
+    def _drop_edits(self) -> None:
+        if all(piece.made == len(self._edits) for piece in self.pieces):
+            self._edits.clear()
+            for piece in self.pieces:
+                piece.made = 0
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def load(self) -> Tensor:
+        """All of them, in memory of their own, with the gradient's shape."""
+        with self.area.lock, torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            self._fill(memory.view(-1), self.pieces)
+            return memory  # not a view: who holds it can be counted
+
+    def load_part(self, begin: int, end: int) -> Tensor:
+        """Elements [begin, end), flat, in memory of their own."""
+        with self.area.lock, torch.inference_mode(False), torch.no_grad():
+            pieces = self._around(begin, end)
+            first = pieces[0].begin if pieces else begin
+            stop = pieces[-1].end if pieces else begin
+            memory = torch.empty(stop - first, dtype=self.dtype, device="cpu")
+            self._fill(memory, pieces)
+            return memory[begin - first : end - first]
+
+    def _fill(self, memory: Tensor, pieces: Sequence[_Piece]) -> None:
+        """Read these, one behind the other."""
+        first = pieces[0].begin if pieces else 0
+        each: list[Staged] = []
+        try:
+            for piece in pieces:
+                part = memory[piece.begin - first : piece.end - first]
+                each.append(Staged(self, piece, part, None))
+            for staged in each:
+                staged.wait()
+        finally:
+            _break_off(each)
+
+    def store(self, values: Tensor) -> None:
+        """These are the values from now on."""
+        self.take(values)
+
+    def put(self, values: Tensor, begin: int) -> None:
+        """The same from element `begin` on, wherever pieces begin."""
+        with self.area.lock, torch.no_grad():
+            self._forget()
+            pieces = self._around(begin, begin + values.numel())
+            if pieces:
+                first = pieces[0].begin
+                whole = self.load_part(first, pieces[-1].end)
+                whole[begin - first : begin - first + values.numel()].copy_(values)
+                self.write(whole, first)
+
+    def norm(self) -> Tensor | None:
+        self.area.wants_norms = True
+        return None if self._norm is None else self._norm.clone()
+
+    def stage(self, begin: int, end: int, memory: Tensor, slot: Slot) -> Staged:
+        """Bring the piece [begin, end) into a part of a slot."""
+        with self.area.lock:
+            piece = self.pieces[bisect_left(self._begins, begin)]
+            assert (piece.begin, piece.end) == (begin, end), "cut for this plan"
+            return Staged(self, piece, memory.view(self.dtype)[: end - begin], slot)
+
+    def is_cut_at(self, begin: int, end: int) -> bool:
+        """Whether `stage` can bring these elements at once."""
+        at = bisect_left(self._begins, begin)
+        return (
+            at < len(self.pieces) and self.pieces[at].begin == begin and self.pieces[at].end == end
+        )
+
+    def _read(self, piece: _Piece, values: Tensor, slot: Slot | None) -> Ticket[None] | None:
+        """Start to read a piece as it is stored; None: what is there does not matter."""
+        if self.error is not None:
+            raise self.error
+        if any(e.is_blank and b <= piece.begin and piece.end <= z for b, z, e in self._left(piece)):
+            values.zero_()
+            return None
+        self.area.finish(piece)
+        ticket = self.area.store.read(piece.key, values, Priority.PREFETCH)
+        self.area.metrics.count("spilled_read_bytes", values.nbytes)
+        return slot.start(ticket) if slot is not None else ticket
+
+    def _left(self, piece: _Piece) -> Sequence[tuple[int, int, Edit]]:
+        return self._edits[piece.made :]
+
+    def _in(self, slot: Slot, piece: _Piece) -> Tensor:
+        return slot.memory.view(self.dtype)[: piece.end - piece.begin]
+
+    def _within(self, begin: int, end: int) -> list[_Piece]:
+        found = self._around(begin, end)
+        assert not found or (found[0].begin >= begin and found[-1].end <= end), "whole pieces"
+        return found
+
+    def _around(self, begin: int, end: int) -> list[_Piece]:
+        return [piece for piece in self.pieces if piece.begin < end and begin < piece.end]
+
+    @property
+    def cold(self) -> ColdValues:
+        """Once all of it is stored."""
+        return self.part(0, self.cuts[-1])
+
+    def part(self, begin: int, end: int) -> ColdPart:
+        self.area.settle()
+        if self.error is not None:
+            raise self.error
+        return ColdPart(self, begin, end - begin)
+
+
+@dataclass(frozen=True)
+class ColdPart:
+    """Elements of a spilled gradient, from `begin` on, for the update."""
+
+    whose: Spilled
+    begin: int
+    count: int
+
+    def numel(self) -> int:
+        return self.count
+
+    def element_size(self) -> int:
+        return self.whose.dtype.itemsize
+
+    def load(self) -> Tensor:
+        return self.whose.load_part(self.begin, self.begin + self.count)
+
+    def block_sums(self) -> Sequence[float]:
+        known, self.whose.area.wants_squares = self.whose._squares, True
+        is_whole = self.count == self.whose.cuts[-1]
+        if known is not None and is_whole:
+            return known
+        return kernels.grad_stats(self.load()).block_sums
+
+
+class Shelf:
+    """Spilled gradients on their way to the update, in the slots of an area: one for each chunk.
+    firsts: elements at which gradients begin, where they are not whole.
+    """
+
+    def __init__(self, area: SpillArea, firsts: Mapping[int, int]) -> None:
+        self._area, self._firsts = area, firsts
+        self._cold: dict[int, ColdPart] = {}
+        self._slots: dict[int, Slot] = {}  # by the number of the chunk
+
+    def begin(self, grads: Mapping[int, Tensor | ColdValues], chunks: Iterable[Chunk]) -> None:
+        """An update of these begins."""
+        self.end()
+        self._cold = {n: one for n, one in grads.items() if isinstance(one, ColdPart)}
+        for whose, cuts in self._wrongly_cut(chunks).items():
+            whose.cut_anew(sorted(cuts))
+
+    def _wrongly_cut(self, chunks: Iterable[Chunk]) -> dict[Spilled, set[int]]:
+        wanted: dict[Spilled, set[int]] = {}
+        wrong: set[Spilled] = set()
+        for chunk in chunks:
+            for part in chunk.slices:
+                if part.param in self._cold:
+                    whose, begin, end = self._place(part)
+                    wanted.setdefault(whose, {0, whose.cuts[-1]}).update((begin, end))
+                    if not whose.is_cut_at(begin, end):
+                        wrong.add(whose)
+        return {whose: cuts for whose, cuts in wanted.items() if whose in wrong}
+
+    def _place(self, part: Slice) -> tuple[Spilled, int, int]:
+        cold = self._cold[part.param]
+        begin = cold.begin + part.begin - self._firsts.get(part.param, 0)
+        return cold.whose, begin, begin + part.end - part.begin
+
+    def has_place(self, chunk: Chunk) -> bool:
+        """Whether `take` need not wait."""
+        is_wanted = any(part.param in self._cold for part in chunk.slices)
+        return not is_wanted or self._area.has_free()
+
+    def take(self, chunk: Chunk) -> dict[Slice, Staged]:
+        """Start the way of a chunk's spilled slices."""
+        wanted = [part for part in chunk.slices if part.param in self._cold]
+        if not wanted:
+            return {}
+        slot = self._slots[chunk.number] = self._area.take()
+        slot.is_on_desk = True
+        found, at = {}, 0
+        for part in wanted:
+            whose, begin, end = self._place(part)
+            nbytes = line_up((end - begin) * whose.dtype.itemsize)
+            found[part] = whose.stage(begin, end, slot.memory[at : at + nbytes], slot)
+            at += nbytes
+        return found
+
+    def give_back(self, chunk: Chunk) -> None:
+        """The update is done with them."""
+        slot = self._slots.pop(chunk.number, None)
+        if slot is not None:
+            slot.is_on_desk = False
+            self._area.give_back(slot)
+
+    def end(self) -> None:
+        """No update is under way any more."""
+        for slot in self._slots.values():
+            slot.is_on_desk = False
+            self._area.give_back(slot)
+        self._slots.clear()
+        self._cold = {}
+
+
+def slot_bytes(chunks: Iterable[Chunk], itemsizes: Mapping[int, int]) -> int:
+    """Staging memory for the slices of any chunk. itemsizes: of gradients that are spilled, by the
+    number of their parameter.
+    """
+    each = (
+        sum(
+            line_up((part.end - part.begin) * itemsizes[part.param])
+            for part in chunk.slices
+            if part.param in itemsizes
+        )
+        for chunk in chunks
+    )
+    return max(each, default=0)
+
+
+def _page_up(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def line_up(nbytes: int) -> int:
+    """How far apart slices of a chunk are in a slot."""
+    return -(-nbytes // _LINE) * _LINE
