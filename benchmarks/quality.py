@@ -125,7 +125,9 @@ def validate(model: GPT, device: str) -> float:
 
 
 def memory_of(case: Case, model: GPT, optimizer: Any) -> tuple[int, int]:
-    """Host and disk bytes of parameters, gradients and state, while it trains."""
+    """Host and disk bytes of parameters, gradients and state, where the plan has put them: what the
+    drive holds at one moment depends on which chunks are in a buffer, never written so far.
+    """
     numel_bytes = sum(p.nbytes for p in model.parameters())
     on_host = 2 * numel_bytes if next(model.parameters()).is_cpu else 0  # with gradients
     if case.tier is Tier.TORCH:
@@ -134,7 +136,9 @@ def memory_of(case: Case, model: GPT, optimizer: Any) -> tuple[int, int]:
         return on_host + held if on_host else 0, 0
     told = offload.report(optimizer)
     if told.model is not None:
-        return told.model.host_bytes, told.model.disk_bytes
+        shares, away = told.model.shares, told.model.param_bytes - told.model.memory_bytes
+        on_disk = told.plan.disk_bytes + max(0, away) + shares.gradients_on_disk
+        return told.model.host_bytes, on_disk
     return on_host + told.plan.arena_bytes, told.plan.disk_bytes
 
 
