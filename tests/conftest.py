@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it, after `little_to_collect`
 from hypothesis import settings
 from support.leftovers import await_nothing_held
 from support.loops import LOOP, counted

@@ -24,9 +24,10 @@ from offload.prepared import prepared_of
 from offload.shares import least_device_bytes, on_device_bytes
 from support.allowance import CHECKS
 from support.bits import assert_same_tensors
+from support.loops import chosen
 from support.models import batch, loss_of, make
 
-STEPS = 10
+STEPS = chosen(test=5, torture=10)
 FEW_STEPS = 3  # are enough for a fault to be noticed
 
 

@@ -179,6 +179,7 @@ class _Draw:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(f"case {seed}")
+        self.has_let_go = False  # a place so far does not keep activations
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -319,7 +320,7 @@ class _Draw:
         memory = rng.choice([0.0, 1.0, 1.0, 1.02, 1.3, 2.0, 4.0])
         is_prepared = mode == "prepare"
         acts = ["keep", "keep", "recompute", "offload"] if memory else ["keep", "recompute"]
-        return Place(
+        found = Place(
             mode=mode,
             memory=0.0 if mode == "plain" else memory,
             # torch's own code has other bits in the last elements of each slice, so none is cut.
@@ -329,6 +330,8 @@ class _Draw:
             depth=rng.choice([-1, -1, 0, 1, 3]) if is_prepared else -1,
             activations=rng.choice(acts) if is_prepared else "keep",
         )
+        self.has_let_go |= found.activations != "keep"
+        return found
 
     # --- acts -------------------------------------------------------------------------------------
 
@@ -351,10 +354,17 @@ class _Draw:
         self.number += 1
         return self.number
 
+    def may_cast(self, model: Model) -> bool:
+        """docs/limits.md: where activations are not kept, a weight that is used again is cast anew
+        under autocast, and its gradients have other bits.
+        """
+        return not self.has_let_go or all(a.kind not in ("again", "borrow") for a in model.layers)
+
     def iteration(self, case: Case) -> Iterator[Act]:
         rng = self.rng
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
-            how = "autocast" if case.model.dtype == "float32" and self.chance(0.05) else ""
+            is_cast = case.model.dtype == "float32" and self.chance(0.05)
+            how = "autocast" if is_cast and self.may_cast(case.model) else ""
             yield Act("forward", self.next(), how)
             yield Act("backward", how="twice" if self.chance(0.04) else "")
         if self.chance(0.25):
