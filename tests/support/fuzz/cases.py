@@ -391,7 +391,9 @@ class _Draw:
         if self.chance(0.12):
             return self.move(case)
         if case.optimizer.late and self.chance(0.4):
-            return Act("add group", how=rng.choice(["", "other"]))
+            how = rng.choice(["", "other"])
+            # A rate that is a tensor is one with the default, until the groups are loaded.
+            return Act("add group", how="other" if case.optimizer.has_tensor_lr else how)
         return rng.choice(found)()
 
     def evaluate(self) -> Act:
