@@ -8,6 +8,7 @@ import sys
 import time
 
 import torch
+import torch._dynamo  # the first optimizer would import it, after `gc.freeze`
 
 from support.fuzz.campaign import Campaign
 from support.fuzz.cases import draw, from_json, to_json
