@@ -190,7 +190,7 @@ class Engine:
         if not is_counted and (self._runs.open or (others is not None and _in_backward())):
             return None  # ours are in force, or somebody's who came after us
         pack = partial(self._pack_counted if is_counted else self._pack, others and others[0])
-        unpack = partial(self._unpack, others and others[1])
+        unpack = partial(self._unpack_counted if is_counted else self._unpack, others and others[1])
         saving = saved_tensors_hooks(pack, unpack)
         saving.__enter__()
         return saving
@@ -331,6 +331,14 @@ class Engine:
                 "backward needs them; run the forward pass again"
             )
         return kept.view(self.residency.memory_of(kept.block))
+
+    def _unpack_counted(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
+        """Inside a checkpoint: vectors as copies. Backward of a layer norm asks for its bias before
+        its input; the input is made by running the whole segment again, unit by unit, and a view
+        of the bias would hold the room that those need.
+        """
+        found = self._unpack(others, kept)
+        return found.clone() if isinstance(kept, Reference) and found.dim() < 2 else found
 
     # --- parameters that somebody asks for --------------------------------------------------------
 
