@@ -8,7 +8,9 @@ still holds a view of is never taken away. Any thread; one at a time.
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from offload.block import Block, Presence, pin, pinned, unpin
 from offload.errors import CapacityError, OffloadError
 from offload.guard import Owner, guard, unguard
 from offload.holders import holders
+from offload.locks import nap
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.scheduler import Moves, Tier, look_ahead, make_room, next_uses
@@ -32,6 +35,8 @@ from offload.tiers.edits import Edits
 from offload.tiers.pace import Pace
 from offload.trace import Phase, Trace
 from offload.units import Unit
+
+_LINGER_S, _LINGER_STEP_S = 1.0, 0.01  # for views that others are about to let go of
 
 
 @dataclass(frozen=True)
@@ -340,12 +345,31 @@ class Residency:
                 with self._pool.lease(block.nbytes, what=block.name) as lease:
                     return lease.tensor()
             except CapacityError as error:
-                if not may_drop or not self._drop_farthest():
+                if not may_drop or not (self._drop_farthest() or self._drop_after_a_while()):
                     self._tell_who_holds(error)
                     raise
 
+    def _drop_after_a_while(self) -> bool:
+        """Whether a block has gone whose views nobody needs any more: frames of an error that was
+        caught hold some until garbage is collected, and a thread of autograd's holds a graph for a
+        moment after backward has returned.
+        """
+        if not self._held_elsewhere():
+            return False
+        gc.collect()
+        until_s = time.monotonic() + _LINGER_S
+        while not self._drop_farthest():
+            if time.monotonic() > until_s:
+                return False
+            nap(_LINGER_STEP_S)
+        return True
+
+    def _held_elsewhere(self) -> list[Block]:
+        """Blocks that nothing here needs, whose views others hold."""
+        return [b for b in self.blocks if b.pins == b.runs and self._is_held_elsewhere(b)]
+
     def _tell_who_holds(self, error: CapacityError) -> None:
-        held = [b.name for b in self.blocks if b.pins == b.runs and self._is_held_elsewhere(b)]
+        held = [block.name for block in self._held_elsewhere()]
         if held:
             error.args = (
                 f"{error}; somebody holds views of the parameters of {', '.join(held[:5])}, which "

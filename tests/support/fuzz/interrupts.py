@@ -1,45 +1,26 @@
-"""Ctrl-C before the n-th instruction that the package runs, wherever that is."""
+"""Ctrl-C at the n-th moment at which the package could be interrupted, wherever that is."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType
 
 import offload
+from support.interrupts import Moments
 
 _PACKAGE = str(Path(offload.__file__).parent)
+_INSTRUCTIONS = 6  # about, from one moment at which Python runs signal handlers to the next
 
 
 @contextmanager
-def interrupt_within(instruction: int) -> Iterator[list[str]]:
-    """KeyboardInterrupt as a signal handler raises it, in this thread. Gives a list that is empty
-    as long as it was not reached, and then tells the place.
-    """
-    reached: list[str] = []
-    left = instruction
+def interrupt_within(instruction: int) -> Iterator[Moments]:
+    """SIGINT about so many instructions of the package from here, in this thread."""
+    with Moments(1 + instruction // _INSTRUCTIONS, _is_ours) as moments:
+        yield moments
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if reached or not frame.f_code.co_filename.startswith(_PACKAGE):
-            return None
-        if frame.f_code.co_name == "<genexpr>":
-            return None  # Python 3.11 keeps what such a frame is about to yield, for ever
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left <= 0:
-                reached.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-                raise KeyboardInterrupt
-        return trace
 
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 wants one to have asked before
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield reached
-    finally:
-        sys.settrace(before)
+def _is_ours(code: CodeType) -> bool:
+    # Python 3.11 keeps what the frame of a generator expression is about to yield, for ever.
+    return code.co_filename.startswith(_PACKAGE) and code.co_name != "<genexpr>"

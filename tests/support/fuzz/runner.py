@@ -155,12 +155,12 @@ class _Runner:
 
     def interrupted(self, ours: Offloaded, inner: Act, instruction: int) -> str | None:
         """Where Ctrl-C came; None if it did not, or if somebody has swallowed it."""
-        reached: list[str] = []
+        moments = None
         try:
-            with sized(ours.place), interrupt_within(instruction) as reached:
+            with sized(ours.place), interrupt_within(instruction) as moments:
                 ours.do(inner)
         except KeyboardInterrupt:
-            return reached[0] if reached else "somewhere"
+            return str(moments)
         return None
 
     def resolve(self, ours: Offloaded, inner: Act, saved: Any, path: Path) -> None:
