@@ -4,6 +4,7 @@ are in memory one at a time all the same, so that the least host memory is enoug
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,18 @@ class Chain(nn.Module):
         return found
 
 
+class Normed(Chain):
+    """A segment ends with a layer norm, whose backward asks for its bias before its input."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for layer in self.layers:
+            norm = nn.LayerNorm(WIDTH)
+            nn.init.normal_(norm.weight)
+            layer.register_module("norm", norm)
+            layer.register_forward_hook(lambda layer, _, out: layer.norm(out))
+
+
 class Nested(Chain):
     """Checkpoints within a checkpoint."""
 
@@ -85,6 +98,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "two a segment, reentrant": lambda: Chain(3, is_reentrant=True),
     "three a segment": lambda: Chain(2),
     "nested": Nested,
+    "a norm at the end": Normed,
     "borrowed": lambda: Chain(borrows=True),
     "borrowed in segments": lambda: Chain(3, borrows=True),
 }
@@ -137,6 +151,28 @@ def test_the_least_is_enough(name: str, activations: str, tmp_path: Path) -> Non
         assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+def test_views_that_an_error_has_left_behind_do_not_stay(tmp_path: Path) -> None:
+    """Frames of an error that was caught hold them until garbage is collected."""
+    least = least_bytes(tmp_path, "borrowed")
+    model, optimizer = built("borrowed")
+    offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
+    residency = model._offload_prepared.engine.residency
+    first, second = residency.blocks[0], residency.blocks[-1]
+    gc.disable()
+    try:
+        residency.use(first.unit, Phase.FORWARD)
+        circle: list[Any] = [first.memory[:1]]
+        circle.append(circle)
+        residency.done(first.unit)
+        del circle
+        residency.use(second.unit, Phase.FORWARD)
+        residency.done(second.unit)
+    finally:
+        gc.enable()
+    assert first.memory is None
+    offload.close(model)
 
 
 class Mixed(Chain):
