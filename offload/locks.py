@@ -39,63 +39,103 @@ Lock = Any  # threading.Lock or threading.RLock: made by C, so that `with` is sa
 
 
 class _Deferral:
-    """What is being put off, in the main thread."""
+    """What is being put off, in the main thread.
+
+    Whatever runs a section between any two steps of `begin` and `end`, a handler of another signal
+    or a finalizer, finds them so that its own section holds and no signal is lost: a section counts
+    before its note is there, and until the handler is there again.
+    """
 
     depth = 0  # sections that are open
     steadfast = 0  # how many of them are
-    is_open = False  # it waits, and may be interrupted
-    is_noted = False  # a signal has come that nobody has heard of
-    before: Any = None  # the handler that it is for
+    open_at = 0  # as many were when it began to wait: the innermost may be interrupted
+    is_armed = False  # a note is there instead of the handler
+    noted: _Note | None = None  # a signal has come to it that nobody has heard of
+
+    def __init__(self) -> None:
+        self._note = _Note(None)
+
+    @property
+    def is_open(self) -> bool:
+        """It waits, and may be interrupted. Not what a handler does while it waits."""
+        return self.depth > 0 and self.open_at == self.depth
 
     def begin(self) -> None:
         if not _in_main_thread():
             return
-        if not self.depth:
-            before = _signal.getsignal(SIGINT)
-            if not callable(before):  # nothing would be raised
-                return
-            self.before = before
+        self.depth += 1
+        if self.is_armed:
+            return
+        try:
+            self._arm()
+        except BaseException:  # it came before the note was there
+            self.depth -= 1
+            raise
+
+    def _arm(self) -> None:
+        before = _signal.getsignal(SIGINT)
+        if not callable(before):  # nothing would be raised
+            return
+        if type(before) is not _Note:  # else somebody has put it back: it knows whom it is for
+            if self._note.before is not before:
+                self._note = _Note(before)
             try:
-                _signal.signal(SIGINT, _note)
+                _signal.signal(SIGINT, self._note)
             except ValueError:  # the main thread of another interpreter than the main one
                 return
-        self.depth += 1
+        self.is_armed = True
 
     def end(self, kind: type[BaseException] | None) -> None:
         if not self.depth or not _in_main_thread():
             return
-        self.depth -= 1
-        if self.depth:
+        if self.depth > 1:
+            self.depth -= 1
+            if kind is None and self.is_open:  # a handler's, and what it has interrupted waits on
+                self.check()
             return
         try:
-            if _signal.getsignal(SIGINT) is _note:
-                _signal.signal(SIGINT, self.before)
-        finally:  # also where a new one has come just now
-            is_noted, self.is_noted = self.is_noted, False
-        if is_noted and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
-            self.before(SIGINT, sys._getframe())
+            self._disarm()
+        finally:  # also where a new one has come just now; nothing is called between these
+            self.depth, self.is_armed = 0, False
+            noted, self.noted = self.noted, None
+        if noted is not None and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
+            noted.before(SIGINT, sys._getframe())
 
-    def deliver(self) -> None:
-        self.is_noted = False
-        self.before(SIGINT, sys._getframe())
+    def _disarm(self) -> None:
+        now = _signal.getsignal(SIGINT)
+        if type(now) is _Note:
+            self.is_armed = False  # a section that begins after the next line needs one of its own
+            _signal.signal(SIGINT, now.before)
+
+    def check(self) -> None:
+        if self.noted is not None and not self.steadfast:
+            noted, self.noted = self.noted, None
+            noted.before(SIGINT, sys._getframe())
 
     def forget(self) -> None:
         """In a forked child, which is in none of the parent's sections."""
-        if self.depth and _signal.getsignal(SIGINT) is _note:
-            _signal.signal(SIGINT, self.before)
-        self.depth = self.steadfast = 0
-        self.is_open = self.is_noted = False
+        self._disarm()
+        self.depth = self.steadfast = self.open_at = 0
+        self.is_armed, self.noted = False, None
+
+
+class _Note:
+    """The handler for SIGINT in sections, in place of `before`. Where it has stayed or was put back
+    by somebody who took it for the user's, it is as if `before` were there.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, number: int, frame: object) -> None:
+        if _DEFERRAL.open_at == _DEFERRAL.depth and not _DEFERRAL.steadfast:  # or in no section
+            self.before(number, frame)
+        else:
+            _DEFERRAL.noted = self
 
 
 _DEFERRAL = _Deferral()
 os.register_at_fork(after_in_child=_DEFERRAL.forget)
-
-
-def _note(number: int, frame: object) -> None:
-    if _DEFERRAL.is_open and not _DEFERRAL.steadfast:
-        _DEFERRAL.before(number, frame)
-    else:
-        _DEFERRAL.is_noted = True
 
 
 def _in_main_thread() -> bool:
@@ -117,7 +157,7 @@ class _Steadfast(ContextDecorator):
             _DEFERRAL.steadfast += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if _in_main_thread():
+        if _DEFERRAL.steadfast and _in_main_thread():  # 0: in a child that was forked inside
             _DEFERRAL.steadfast -= 1
         _DEFERRAL.end(kind)
 
@@ -128,20 +168,21 @@ steadfast = _Steadfast()
 
 def check() -> None:
     """Be interrupted here, between two parts of a long section, if a signal has come."""
-    if _DEFERRAL.is_noted and not _DEFERRAL.steadfast and _in_main_thread():
-        _DEFERRAL.deliver()
+    if _DEFERRAL.noted is not None and _in_main_thread():
+        _DEFERRAL.check()
 
 
 def _waiting(wait: Callable[[], Any]) -> Any:
     """What `wait` returns, which may be interrupted although the section may not."""
     if not _DEFERRAL.depth or not _in_main_thread():
         return wait()
+    before = _DEFERRAL.open_at  # not 0 where a handler waits that has interrupted a wait
     try:
-        _DEFERRAL.is_open = True  # from here on the handler raises
+        _DEFERRAL.open_at = _DEFERRAL.depth  # from here on the handler raises
         check()
         found = wait()
     finally:
-        _DEFERRAL.is_open = False
+        _DEFERRAL.open_at = before
     return found
 
 

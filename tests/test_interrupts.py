@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,165 @@ def test_a_forked_child_is_in_no_section() -> None:
             is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             os._exit(0 if is_plain and locks._DEFERRAL.depth == 0 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_child_forked_in_a_steadfast_section_can_be_interrupted_where_it_waits() -> None:
+    with locks.steadfast:
+        child = os.fork()
+    if not child:
+        try:
+            with locks.uninterrupted:
+                signal.raise_signal(signal.SIGINT)
+                locks.nap(0.001)
+                os._exit(1)
+        except KeyboardInterrupt:
+            os._exit(0 if locks._DEFERRAL.steadfast == 0 else 2)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- handlers that use the engine themselves ------------------------------------------------------
+
+
+class OtherMoments(Moments):
+    """Those at which a handler of another signal may run: SIGUSR1 comes instead."""
+
+    def _pass(self, place: Any) -> None:
+        self.count += 1
+        if self.count == self._at:
+            self.came_at = place
+            signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.fixture
+def handlers() -> Iterator[Callable[[int, Callable[[], object]], None]]:
+    """Sets a handler, until the test is over."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    yield lambda number, act: signal.signal(number, lambda *_: act()) and None
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def at_every_moment(run: Callable[[OtherMoments], None], act: Callable[[], object]) -> None:
+    """`act`, with the other signal at one of its moments after the other; then `run`."""
+    number = 0
+    while True:
+        number += 1
+        moments = OtherMoments(number)
+        with moments:
+            act()
+        run(moments)
+        if moments.came_at is None:
+            break
+    assert number > 10
+
+
+SECTIONS = ["change", "attempt", "wait"]
+
+
+@pytest.mark.parametrize("act", SECTIONS)
+def test_ctrl_c_works_after_a_section_at_any_moment_of_another(act: str, handlers: Any) -> None:
+    """It had taken what the other one had put in place for the user's handler: every later Ctrl-C
+    was lost, and one in a wait was a RecursionError.
+    """
+
+    def use() -> None:
+        with locks.uninterrupted:
+            locks.nap(0.0)
+
+    def press(moments: Moments) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), locks.uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt), locks.uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+            locks.nap(0.001)
+            pytest.fail(f"not in the wait: {moments}")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, moments
+        assert locks._DEFERRAL.depth == 0, moments
+
+    handlers(signal.SIGUSR1, use)
+    at_every_moment(press, getattr(Guarded(), act))
+
+
+@pytest.mark.parametrize("act", SECTIONS)
+def test_ctrl_c_in_a_section_at_any_moment_of_another_is_heard_once(
+    act: str, handlers: Any
+) -> None:
+    """After the section that it came in, also where that is a handler's in the midst of a wait."""
+    heard: list[bool] = []
+    inner = threading.Lock()
+
+    def use() -> None:
+        with locks.uninterrupted, inner:
+            signal.raise_signal(signal.SIGINT)
+
+    def check(moments: Moments) -> None:
+        assert heard == ([] if moments.came_at is None else [False]), moments
+        assert locks._DEFERRAL.depth == 0 and locks._DEFERRAL.noted is None, moments
+        heard.clear()
+
+    handlers(signal.SIGINT, lambda: heard.append(inner.locked()))
+    handlers(signal.SIGUSR1, use)
+    at_every_moment(check, getattr(Guarded(), act))
+
+
+def test_a_handler_that_is_put_back_after_the_section_it_was_found_in(handlers: Any) -> None:
+    """What was found there stands for the user's handler, for ever."""
+    heard: list[str] = []
+    handlers(signal.SIGINT, lambda: heard.append("first"))
+    with locks.uninterrupted:
+        found = signal.getsignal(signal.SIGINT)
+        handlers(signal.SIGINT, lambda: heard.append("second"))
+    with locks.uninterrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    signal.signal(signal.SIGINT, found)
+    signal.raise_signal(signal.SIGINT)
+    assert heard == ["second", "first"]
+    with locks.uninterrupted:
+        signal.raise_signal(signal.SIGINT)
+        locks.nap(0.0)
+        assert heard == ["second", "first", "first"]
+    assert len(heard) == 3 and signal.getsignal(signal.SIGINT) is not found
+
+
+def test_a_handler_that_waits_leaves_the_wait_open_that_it_has_interrupted(handlers: Any) -> None:
+    heard: list[int] = []
+
+    def hear() -> None:
+        heard.append(len(heard))
+        locks.nap(0.0)
+
+    def wait() -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert heard == [0]
+        signal.raise_signal(signal.SIGINT)
+        assert heard == [0, 1]
+
+    handlers(signal.SIGINT, hear)
+    with locks.uninterrupted:
+        locks._waiting(wait)
+        assert heard == [0, 1]
+
+
+def test_ctrl_c_in_a_handlers_section_ends_the_wait_at_once(handlers: Any) -> None:
+    def use() -> None:
+        with locks.uninterrupted:
+            signal.raise_signal(signal.SIGINT)
+            done.append("section")
+
+    def wait() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        done.append("wait")
+
+    done: list[str] = []
+    handlers(signal.SIGUSR1, use)
+    with pytest.raises(KeyboardInterrupt), locks.uninterrupted:
+        locks._waiting(wait)
+    assert done == ["section"]
 
 
 # --- what is told -------------------------------------------------------------------------------
