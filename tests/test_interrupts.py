@@ -9,8 +9,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,10 +19,24 @@ from support import children
 from support.interrupts import Moments
 from support.loops import chosen, tally
 from support.models import SEED
+from torch import Tensor, nn
 
 from offload import locks
 from offload.checkpoint import background
 from offload.errors import StateError, StoreTimeout, reason
+from offload.guard import set_own_grad
+from offload.metrics import Metrics
+from offload.pool import Pool
+from offload.shard import Ranks
+from offload.sharding import Sharding
+from offload.ticket import Ticket
+from offload.tiers import device_gradients as device_tier
+from offload.tiers.device_gradients import DeviceGradients
+from offload.tiers.gradients import Places
+from offload.tiers.mean_gradients import Among, MeanGradients
+from offload.tiers.wholes import HostWhole, Whole, Wholes
+from offload.transfer import DeviceTransfer
+from offload.units import Member, Unit
 
 pytestmark = pytest.mark.timeout(chosen(test=300, torture=7200))
 DRAWN = chosen(test=20, torture=5000)  # of each kind
@@ -338,6 +353,133 @@ def test_ctrl_c_in_a_handlers_section_ends_the_wait_at_once(handlers: Any) -> No
     with pytest.raises(KeyboardInterrupt), locks.uninterrupted:
         locks._waiting(wait)
     assert done == ["section"]
+
+
+# --- gradients on their way -----------------------------------------------------------------------
+
+
+class Copies:
+    """Stands in for a device's transfer, and for the network between ranks: copies go when `go` is
+    called; who waits for one presses Ctrl-C, while `presses`.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.presses = False
+        self._pending: list[tuple[Ticket[Tensor], Tensor, Tensor]] = []
+
+    def read(self, source: Tensor, host: Tensor, what: str) -> Ticket[Tensor]:
+        ticket: Ticket[Tensor] = Ticket(what)
+        ticket.urge = self._press
+        self._pending.append((ticket, source.clone(), host))
+        return ticket
+
+    def _press(self) -> None:
+        if self.presses:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            self.go()
+
+    def reduce(self, whole: Whole, target: Tensor, what: str) -> Ticket[Tensor]:
+        return self.read(whole.use().view(target.dtype)[: target.numel()], target, what)
+
+    def make(self, nbytes: int, what: str, parts: Any) -> Whole:
+        return HostWhole(torch.zeros(nbytes, dtype=torch.uint8))
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        return [value]
+
+    def go(self) -> None:
+        for ticket, source, host in self._pending:
+            host.copy_(source)
+            ticket.finish(host)
+        self._pending = []
+
+    def fail(self) -> None:
+        for ticket, *_ in self._pending:
+            ticket.fail(StateError("the device has gone"))
+        self._pending = []
+
+
+def device_gradients(copies: Copies, numel: int = 64) -> tuple[nn.Parameter, DeviceGradients]:
+    pool, param = Pool(1 << 20), nn.Parameter(torch.zeros(numel))
+    places, transfer = Places({0: param}, pool), cast(DeviceTransfer, copies)
+    made = DeviceGradients({0: param}, places, pool, transfer, Metrics(), lambda _: "w")
+    return param, made
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_ctrl_c_while_a_gradient_is_awaited_loses_no_part_of_it(passes: int) -> None:
+    """What was to be added had been taken off the books before it was waited for."""
+    copies = Copies()
+    param, gradients = device_gradients(copies)
+    for number in range(passes):
+        set_own_grad(param, torch.full((64,), 10.0**number))
+        gradients.arrived(0)
+    copies.presses = True
+    for ask in (lambda: gradients.of(param), gradients.settle):
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+    copies.go()
+    assert torch.equal(
+        cast(Tensor, gradients.of(param)), torch.full((64,), (1.0, 11, 111)[passes - 1])
+    )
+    assert len(gradients._slots) == device_tier.STAGING_PLACES
+
+
+def test_ctrl_c_while_a_gradient_is_taken_in_parts_adds_no_part_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_tier, "STAGING_MOST_BYTES", 64)
+    copies = Copies()
+    param, gradients = device_gradients(copies)
+    set_own_grad(param, torch.ones(64))
+    gradients.arrived(0)
+    set_own_grad(param, torch.ones(64))
+    heard = iter([signal.SIGINT])
+    copies.go()
+
+    def press() -> None:
+        for number in heard:
+            signal.raise_signal(number)
+        copies.go()
+
+    monkeypatch.setattr(copies, "_press", press)  # of four parts three have room
+    with pytest.raises(KeyboardInterrupt):
+        gradients.of(param)
+    assert torch.equal(cast(Tensor, gradients.of(param)), torch.full((64,), 2.0))
+
+
+def test_a_gradient_whose_copy_has_failed_is_told_once_and_leaves_its_place() -> None:
+    copies = Copies()
+    param, gradients = device_gradients(copies)
+    for _ in range(2):
+        set_own_grad(param, torch.ones(64))
+        gradients.arrived(0)
+    copies.fail()
+    for _ in range(2):
+        with pytest.raises(StateError, match="the device has gone"):
+            gradients.of(param)
+    gradients.settle()
+    assert len(gradients._slots) == device_tier.STAGING_PLACES
+
+
+def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:
+    copies, param = Copies(), nn.Parameter(torch.zeros(64))
+    unit = Unit(0, "layer", (), (Member("w", param, 0, param.shape, param.dtype),), (0,))
+    among = Among(cast(Ranks, copies), Sharding(0, 1, gradient_bytes=1 << 20), cast(Wholes, copies))
+    means = MeanGradients([unit], {0: param}, among, Pool(1 << 20), Metrics(), set)
+    for number, presses in enumerate((False, True)):
+        copies.presses = presses
+        means.begin()
+        set_own_grad(param, torch.full((64,), 10.0**number))
+        means.arrived(0)
+        with pytest.raises(KeyboardInterrupt) if presses else nullcontext():
+            means.settle()
+    copies.go()
+    means.settle()
+    assert torch.equal(cast(Tensor, means._sums[0].place), torch.full((64,), 11.0))
 
 
 # --- what is told -------------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from torch import Tensor
 from offload.errors import ConfigError, StateError
 from offload.guard import own_grad, set_own_grad
 from offload.holders import holders
+from offload.locks import steadfast, uninterrupted
 from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, Pool
 from offload.spilled_gradient import SpilledGradient
-from offload.ticket import Ticket
+from offload.ticket import Ticket, TicketState
 from offload.tiers.gradients import Places, spill
 from offload.tiers.spill import SpillArea, Spilled
 from offload.transfer import DeviceTransfer
@@ -129,6 +130,7 @@ class DeviceGradients:
             if param not in self._lent:
                 self._take(param)
 
+    @steadfast  # what has gone in part would be added once more, as a whole
     def _take(self, param: Tensor) -> None:
         """Move what autograd has left at the parameter to host memory."""
         grad = own_grad(param)
@@ -216,19 +218,35 @@ class DeviceGradients:
         while self._addends and self._addends[0].ticket.done:
             self._finish_oldest()
 
+    @uninterrupted  # but for its wait, after which it is the oldest still
     def _finish_oldest(self) -> None:
-        addend = self._addends.popleft()
-        addend.ticket.wait()  # copies run in their order: what it is added to has come, too
+        addend = self._addends[0]
+        try:
+            addend.ticket.wait()  # copies run in their order: what it is added to has come, too
+        except BaseException:
+            if addend.ticket.state is TicketState.COLLECTED:  # it has failed
+                self._addends.popleft()
+                self._slots.append(addend.slot)
+            raise
+        self._addends.popleft()
         try:
             with torch.no_grad():
                 addend.finish()
         finally:
             self._slots.append(addend.slot)
 
+    @uninterrupted  # but for its wait, after which it is still under way
     def _await(self, param: Tensor) -> None:
-        ticket = self._arriving.pop(param, None)
-        if ticket is not None:
+        ticket = self._arriving.get(param)
+        if ticket is None:
+            return
+        try:
             ticket.wait()
+        except BaseException:
+            if ticket.state is TicketState.COLLECTED:  # it has failed
+                del self._arriving[param]
+            raise
+        del self._arriving[param]
 
     # --- seen from outside ------------------------------------------------------------------------
 

@@ -32,11 +32,12 @@ from torch import Tensor
 from offload.errors import ConfigError, StateError
 from offload.gradient_handle import Edit
 from offload.guard import own_grad, set_own_grad
+from offload.locks import uninterrupted
 from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, Pool
 from offload.shard import Ranks
 from offload.sharding import Sharding
-from offload.ticket import Ticket
+from offload.ticket import Ticket, TicketState
 from offload.tiers.gathered_tier import NETWORK
 from offload.tiers.gradients import Places
 from offload.tiers.spill import SpillArea, Spilled
@@ -284,10 +285,17 @@ class MeanGradients:
             self._finish_oldest()
         return self._slots.pop()
 
+    @uninterrupted  # but for its wait, after which it is the oldest still
     def _finish_oldest(self) -> None:
-        flight = self._flights.popleft()
-        with self._metrics.span(NETWORK):
-            flight.ticket.wait()
+        flight = self._flights[0]
+        try:
+            with self._metrics.span(NETWORK):
+                flight.ticket.wait()
+        except BaseException:
+            if flight.ticket.state is TicketState.COLLECTED:  # it has failed
+                self._flights.popleft()
+            raise
+        self._flights.popleft()
         if not flight.whole.release():
             self._metrics.count("whole_gradients_escaped")
         try:
