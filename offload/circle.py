@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.locks import nap
+from offload.locks import nap, uninterrupted
 from offload.shard import (
     Members,
     Speakers,
@@ -48,40 +48,61 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
     if members is None:
         return None
     name, limit_s = name_for("meeting", members.ranks), deadline_of(process_group)
-    deadline_s = min(deadline_s, limit_s)
-    with _LOCK:
-        key = f"{name}/{_MEETINGS[name]}"
-        _arrive(default_store(), key, members.rank, len(members.ranks), what, deadline_s)
-        _MEETINGS[name] += 1
+    deadline_s, circle = min(deadline_s, limit_s), None
     try:
-        speakers = speakers_of(key, members, deadline_s)
-    except RuntimeError as error:
-        raise StateError(
-            f"{what}: the ranks cannot be connected, or one has gone in this moment; look at what "
-            f"the other ranks have said ({str(error).strip().splitlines()[0]})"
-        ) from error
-    return Circle(members.rank, len(members.ranks), speakers, limit_s)
+        with uninterrupted:
+            with _LOCK:
+                key = f"{name}/{_MEETINGS[name]}"
+                count = len(members.ranks)
+                late = _arrive(default_store(), key, members.rank, count, what, deadline_s)
+                _MEETINGS[name] += 1
+            circle = Circle(members.rank, count, _connect(key, members, what, deadline_s), limit_s)
+            if late is not None:
+                raise late
+    except BaseException as error:
+        if circle is not None:  # Ctrl-C; the others are in it, and hear at once that we have gone
+            circle.leave(error)
+        raise
+    return circle
 
 
-def _arrive(store: Any, key: str, rank: int, count: int, what: str, deadline_s: float) -> None:
-    """Return when all are there. Otherwise it is as if this rank had never come."""
+@uninterrupted  # but for its naps
+def _arrive(
+    store: Any, key: str, rank: int, count: int, what: str, deadline_s: float
+) -> BaseException | None:
+    """Return when all are there. Otherwise it is as if this rank had never come. An interruption
+    is raised; where the last one has come in that very moment it is returned: the others have gone
+    on to meet us.
+    """
     until_s, nap_s = time.monotonic() + deadline_s, _FIRST_NAP_S
     store.set(f"{key}/{rank}", "here")
     if store.add(key, 1) == count:
         store.set(f"{key}/go", "go")
-        return
+        return None
     try:
         while not store.check([f"{key}/go"]):
             if time.monotonic() > until_s:
                 raise StateError(_missing(store, key, rank, count, what, deadline_s))
             nap(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-    except BaseException:
+    except BaseException as error:
         if store.add(key, -1) + 1 < count:
             with suppress(RuntimeError):
                 store.delete_key(f"{key}/{rank}")
             raise
         store.add(key, 1)  # the last one has come in this very moment
+        return None if isinstance(error, StateError) else error
+    return None
+
+
+def _connect(key: str, members: Members, what: str, deadline_s: float) -> Speakers:
+    try:
+        return speakers_of(key, members, deadline_s)
+    except RuntimeError as error:
+        raise StateError(
+            f"{what}: the ranks cannot be connected, or one has gone in this moment; look at what "
+            f"the other ranks have said ({str(error).strip().splitlines()[0]})"
+        ) from error
 
 
 def _missing(store: Any, key: str, rank: int, count: int, what: str, deadline_s: float) -> str:

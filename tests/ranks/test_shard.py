@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.loops import chosen
 from support.ranks.launch import SEED, outcomes, run
 
-from offload import kernels, neighbours, shard
+from offload import circle, kernels, neighbours, shard
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, StateError, StoreError
 from offload.limits import host_bytes
@@ -291,3 +291,57 @@ def test_ranks_on_one_machine_share_it() -> None:
     assert allowed is not None
     for one in results:  # half of what is free, which changes all the time
         assert one[4] is not None and one[4] < 0.75 * allowed
+
+
+# --- meetings -------------------------------------------------------------------------------------
+
+
+class PressedWhenAllAreThere:
+    """A store, and Ctrl-C when the last rank has come; sees: whether that is seen before it."""
+
+    def __init__(self, store: Any, sees: bool) -> None:
+        self._store, self._sees = store, sees
+
+    def check(self, keys: list[str]) -> bool:
+        while not self._store.check(keys):
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+        return self._sees
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def meet_with_ctrl_c(rank: int) -> list[tuple[str, float]]:
+    """How each meeting ended, the last of which nobody has disturbed, and after how long."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    plain, found = circle.default_store, []
+    for sees in (False, True, None):
+        if rank == 0 and sees is not None:
+            store = PressedWhenAllAreThere(plain(), sees)
+            circle.default_store = lambda store=store: store
+        else:
+            circle.default_store = plain
+        if rank == 1:  # is the last one
+            time.sleep(0.3)
+        begin_s = time.monotonic()
+        try:
+            met = circle.meet("a test", None, 60.0)
+            assert met is not None
+            met.begin("a test")
+            said = str(met.exchange(rank))
+            met.leave()
+        except KeyboardInterrupt:
+            said = "Ctrl-C"
+        except StateError as error:
+            said = "gone" if "gone" in str(error) else str(error)
+        found.append((said, time.monotonic() - begin_s))
+    return found
+
+
+def test_ctrl_c_in_the_moment_in_which_the_last_rank_comes_to_a_meeting() -> None:
+    """It had been swallowed. The other rank hears at once; the next meeting is whole."""
+    interrupted, other = run(2, meet_with_ctrl_c)
+    assert [said for said, _ in interrupted] == ["Ctrl-C", "Ctrl-C", "[0, 1]"]
+    assert [said for said, _ in other] == ["gone", "gone", "[0, 1]"]
+    assert all(seconds < 30 for _, seconds in other)
