@@ -69,6 +69,17 @@ def source_at(owner: Any) -> Source | None:
     return None
 
 
+def is_default(owner: object) -> bool:
+    """Whether torch draws from it, on the host or on a device, where no other is given. torch's own
+    checkpoint has the state of those before a run; when one is handed over for the first time
+    others may have drawn from it.
+    """
+    if not isinstance(owner, torch.Generator):
+        return False
+    of_device = getattr(getattr(torch, owner.device.type, None), "default_generators", ())
+    return owner is torch.default_generator or any(owner is each for each in of_device)
+
+
 def _global_sources() -> Iterator[Source]:
     yield Source(random, random.getstate, random.setstate)
     numpy: Any = sys.modules.get("numpy.random")

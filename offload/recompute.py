@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from offload.draws import Draw, drawing_again, source_at, sources_of
+from offload.draws import Draw, drawing_again, is_default, source_at, sources_of
 from offload.errors import StateError
 from offload.hooks import Interception, intercept
 from offload.metrics import Metrics
@@ -259,10 +259,14 @@ class _Probe(TorchFunctionMode):
     ) -> Any:
         self.has_found = self.has_found or _is_within_checkpoint(self._outermost)
         owner = kwargs.get("generator") if kwargs else None
-        if owner is not None and all(draw.source.owner is not owner for draw in self.draws):
+        if owner is not None and not is_default(owner):
+            self._note(owner)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, owner: object) -> None:
+        if all(draw.source.owner is not owner for draw in self.draws):
             source = source_at(owner)
             self.draws += [] if source is None else [Draw.of(source)]
-        return func(*args, **(kwargs or {}))
 
 
 def layers_of(

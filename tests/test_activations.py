@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import ConfigError, StateError, engine, recompute
+from offload import ConfigError, StateError, draws, engine, recompute
 from offload import units as units_module
 from offload.errors import StoreError
 from offload.foresight import outline
@@ -408,6 +408,44 @@ def test_a_layer_draws_the_same_random_numbers_again_wherever_it_has_them_from(
                 loss.backward()
             loss_of(model, batch(2)).backward()  # and what is drawn later goes on
         assert_same_gradients(ours, plain)
+
+
+class AfterDropout(nn.Module):
+    """Draws from torch's default generator, which it hands over after others have drawn from it."""
+
+    def __init__(self, is_own: bool) -> None:
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.own = torch.default_generator if is_own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.inner(x))
+        return torch.rand(x.shape, generator=torch.default_generator) * x.square() + x
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_default_generator_may_be_handed_over(is_own: bool, tmp_path: Path) -> None:
+    """The state that it had then was taken for that at the layer's beginning."""
+    plain, ours = noisy("attribute"), noisy("attribute")
+    for model in (plain, ours):
+        torch.manual_seed(0)
+        model.layers = nn.ModuleList(AfterDropout(is_own) for _ in range(3))
+    with prepared(ours, "recompute", tmp_path):
+        for model in (plain, ours):
+            torch.manual_seed(7)
+            losses = [loss_of(model, batch(seed)) for seed in range(2)]
+            for loss in reversed(losses):
+                loss.backward(retain_graph=True)
+                loss.backward()
+            loss_of(model, batch(2)).backward()
+        assert_same_gradients(ours, plain)
+
+
+def test_default_generators_are_known() -> None:
+    assert draws.is_default(torch.default_generator) and draws.is_default(
+        torch.random.default_generator
+    )
+    assert not draws.is_default(torch.Generator()) and not draws.is_default(random.Random())
 
 
 def test_a_layer_that_gives_other_values_when_it_is_run_again_is_named(tmp_path: Path) -> None:
