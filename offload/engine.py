@@ -29,6 +29,7 @@ from offload.modes import entered_outside, outside_inference_mode
 from offload.pieces import Saved
 from offload.pool import Pool
 from offload.store import DiskStore, MemoryStore
+from offload.store.outgoing import Outgoing, in_memory
 from offload.tiers.activations import Activations
 from offload.tiers.device_gradients import DeviceGradients
 from offload.tiers.device_residency import DeviceResidency
@@ -366,8 +367,8 @@ class Engine:
 
     @uninterrupted
     @outside_inference_mode
-    def close(self, make: Callable[[Tensor], Tensor] = torch.empty_like) -> None:
-        """Leave the model with all its parameters in memory that `make` gives. Idempotent."""
+    def close(self, make: Callable[[Tensor], Outgoing] = in_memory) -> None:
+        """Leave the model with all its parameters in places that `make` gives. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -11,12 +11,12 @@ from typing import Final
 RESERVES: Final = hasattr(os, "posix_fallocate")  # else a drive may still turn out to be too small
 
 
-def reserve(fd: int, nbytes: int) -> None:
-    """Give a file `nbytes`, and where the system can, room for all of them."""
+def reserve(fd: int, nbytes: int, begin: int = 0) -> None:
+    """Give a file `nbytes` from `begin` on, and where the system can, room for all of them."""
     if RESERVES:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.posix_fallocate(fd, begin, nbytes)
     else:
-        os.ftruncate(fd, nbytes)
+        os.ftruncate(fd, max(begin + nbytes, os.fstat(fd).st_size))
 
 
 def sync_data(fd: int) -> None:

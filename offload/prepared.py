@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import finalize
 
 import torch
@@ -26,6 +26,7 @@ from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
 from offload.optim.desk import Places
+from offload.optim.export import Gatherer
 from offload.optim.ground import Ground
 from offload.optim.homes import Homes
 from offload.optim.recipe import Recipe, Record
@@ -36,10 +37,11 @@ from offload.pool import PIECE_ALIGN, Pool
 from offload.recompute import Recompute, layers_of
 from offload.services import Services
 from offload.shard import Ranks
-from offload.sharded_state import complete
+from offload.sharded_state import UnitGatherer
 from offload.sliced_gradient import NO_SCALER
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
+from offload.store.outgoing import Outgoing
 from offload.tiers.activations import Activations
 from offload.tiers.device_network import DeviceNetwork
 from offload.tiers.device_wholes import DeviceWholes
@@ -318,9 +320,10 @@ class Prepared:
     def sum_over_ranks(self, value: float) -> float:
         return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]
 
-    def complete(self, records: Sequence[Record], states: Mapping[int, Mapping[str, Any]]) -> None:
-        if self.ranks is not None and self.outline.sharding is not None:
-            complete(self.ranks, self.outline.sharding, self.units, records, states)
+    def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+        if self.ranks is None or self.outline.sharding is None:
+            return None
+        return UnitGatherer(self.ranks, self.outline.sharding, self.units, records)
 
     @property
     def has_lost_ranks(self) -> bool:
@@ -439,29 +442,40 @@ class Prepared:
     def ended(self) -> None:
         """The optimizer is a plain one again; so is the model from now on."""
         if self.session is not None:
-            self.session.close()
+            self.session.end()
             self.session = None
-        self._close_model(None if self.engine is None else self.services.rooms())
+        self._close_model(is_room_first=True)
 
-    def _close_model(self, make: Callable[[Tensor], Tensor] | None = None) -> None:
-        """make: gives memory for parameters; None: any, as they come."""
+    def _close_model(self, is_room_first: bool = False) -> None:
+        """is_room_first: before anything changes there is room for all parameters; else it is made
+        as they come.
+        """
+        if self.engine is not None:
+            with self.services.rooms(is_room_first) as make:
+                self._close_engine(self.engine, make)
+        self._close_rest()
+
+    def _close_engine(self, engine: Engine, make: Callable[[Tensor], Outgoing]) -> None:
+        """make: gives places for parameters."""
         if self.recompute is not None:
             self.recompute.close()
             self.recompute = None
-        if self.engine is not None and self.engine.activations is not None:
-            self.engine.activations.close()
+        if engine.activations is not None:
+            engine.activations.close()
+        self.services.close()
+        engine.close(make)
+        for module in engine.model.modules():
+            object.__delattr__(module, _PREPARED)
+        if vars(engine.model).get(_NO_SYNC) == self.no_sync:
+            object.__delattr__(engine.model, _NO_SYNC)
+        self.engine = None
+
+    def _close_rest(self) -> None:
+        """What is there without an engine, too."""
         for share in (self._activations_share, self._gradients_share, self._whole_share):
             if share is not None:
                 share.release()
         self._activations_share = self._gradients_share = self._whole_share = None
-        if self.engine is not None:
-            self.services.close()
-            self.engine.close(make or self.services.like)
-            for module in self.engine.model.modules():
-                object.__delattr__(module, _PREPARED)
-            if vars(self.engine.model).get(_NO_SYNC) == self.no_sync:
-                object.__delattr__(self.engine.model, _NO_SYNC)
-            self.engine = None
         if self.buffers is not None:
             self.buffers.give_back()
         if self.transfer is not None:

@@ -8,9 +8,11 @@ and handed to a trainer that moves them to the device they are for.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +23,9 @@ from offload.errors import ConfigError, StateError
 from offload.hooks import Interception, intercept
 from offload.metrics import Metrics
 from offload.modes import outside_inference_mode
-from offload.store.mapped import mapped_tensor
+from offload.store.files import BLOCK_BYTES
+from offload.store.handout import Handout
+from offload.store.outgoing import Outgoing
 from offload.tiers.residency import Residency
 from offload.units import Unit
 
@@ -45,9 +49,11 @@ class Services:
         self._directories = directories
         self._device = residency.device
         self._saved: tuple[Any, dict[Tensor, Tensor]] = (lambda: None, {})
+        self._now = threading.local()  # .handout: of the state_dict() that a thread is making
         self._interceptions: list[Interception] = [intercept(model, "parameters", _own)]
         for module in model.modules():
             self._interceptions += [
+                intercept(module, "state_dict", self._state_dict),
                 intercept(module, "_save_to_state_dict", self._save),
                 intercept(module, "_load_from_state_dict", self._load),
                 intercept(module, "_apply", self._apply),
@@ -59,36 +65,49 @@ class Services:
             interception.remove()
         self._interceptions = []
 
-    def like(self, values: Tensor) -> Tensor:
-        """Host memory outside of the budget for a tensor of the same shape and type; on a file
-        where the model does not fit in memory.
-        """
-        if self._fits:
-            return torch.empty_like(values, device="cpu")
-        return self._mapped(values.shape, values.stride(), values.dtype)
+    def _open_handout(self, is_written_first: bool = False) -> Handout:
+        """Host memory outside of the budget; files where the model does not fit in memory."""
+        fits = self._residency.has_room_for_all
+        blocks = sum(-(-m.nbytes // BLOCK_BYTES) for unit in self._all for m in unit.members)
+        return Handout(
+            () if fits else self._directories,
+            self._metrics,
+            is_written_first=is_written_first,
+            expected_bytes=blocks * BLOCK_BYTES,
+        )
 
     @property
-    def _fits(self) -> bool:
-        return not self._directories or self._residency.has_room_for_all
+    def _all(self) -> list[Unit]:
+        return list({unit.number: unit for unit in self._unit_of.values()}.values())
 
-    def _mapped(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return mapped_tensor(self._directories, shape, stride, dtype, self._metrics)
-
-    def rooms(self) -> Callable[[Tensor], Tensor]:
-        """As `like`, for all parameters, with the files made now: where there is no room for one,
-        nothing has changed yet.
+    @contextmanager
+    def rooms(self, is_first: bool) -> Iterator[Callable[[Tensor], Outgoing]]:
+        """What gives the places for parameters and gradients that go back to their owner.
+        is_first: those of all parameters are made now, and written, with their files mapped: where
+        that fails nothing has changed yet.
         """
-        ready: dict[tuple[Any, ...], list[Tensor]] = {}
-        units = [] if self._fits else list({u.number: u for u in self._unit_of.values()}.values())
-        for member in (member for unit in units for member in unit.members):
-            key = member.shape, member.stride, member.dtype
-            ready.setdefault(key, []).append(self._mapped(*key))
+        ready: dict[tuple[Any, ...], list[Outgoing]] = {}
+        with self._open_handout(is_written_first=is_first) as handout:
+            for key in self._returning() if is_first else ():
+                ready.setdefault(key, []).append(handout.room(*key))
+            handout.settle()
+            for place in (place for each in ready.values() for place in each):
+                _ = place.tensor
 
-        def take(values: Tensor) -> Tensor:
-            found = ready.get((values.shape, values.stride(), values.dtype))
-            return found.pop() if found else self.like(values)
+            def take(values: Tensor) -> Outgoing:
+                key = values.shape, values.stride(), values.dtype
+                found = ready.get(key)
+                return found.pop() if found else handout.room(*key)
 
-        return take
+            yield take
+
+    def _returning(self) -> Iterator[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+        """Shape, strides and type of each parameter that goes back to host memory."""
+        for unit in self._all:
+            if self._residency.is_here(self._residency.blocks[unit.number]):
+                for member in unit.members:
+                    if self._residency.home_of(member.param).type == "cpu":
+                        yield member.shape, member.stride, member.dtype
 
     def _units(self, module: nn.Module) -> list[Unit]:
         own = [
@@ -99,6 +118,29 @@ class Services:
         return list({unit.number: unit for unit in own}.values())
 
     # --- what torch does with a module ------------------------------------------------------------
+
+    def _state_dict(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """All that it hands out is on the drive, or in memory, when it returns."""
+        if self._handout is not None:  # that of a module around this one
+            return original(*args, **kwargs)
+        with self._handing_out():
+            return original(*args, **kwargs)
+
+    @property
+    def _handout(self) -> Handout | None:
+        return getattr(self._now, "handout", None)
+
+    @contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        with self._open_handout() as handout:
+            self._now.handout = handout
+            try:
+                yield
+            finally:
+                self._now.handout = None
+            handout.finish()
 
     @outside_inference_mode
     def _save(
@@ -119,12 +161,14 @@ class Services:
             original(destination, prefix, keep_vars)
             if self._residency.never_drops:
                 return
-            for name, param in module._parameters.items():
-                if param is not None and prefix + name in destination:
-                    destination[prefix + name] = self._copy(param, destination)
+            with nullcontext() if self._handout is not None else self._handing_out():
+                for name, param in module._parameters.items():
+                    if param is not None and prefix + name in destination:
+                        destination[prefix + name] = self._copy(param, destination)
 
     def _copy(self, param: Tensor, destination: dict[str, Any]) -> Tensor:
         """One for each parameter, also where several names have it."""
+        assert self._handout is not None, "begun before"
         saved_to, copies = self._saved
         if saved_to() is not destination:
             copies = {}
@@ -132,7 +176,10 @@ class Services:
                 self._saved = weakref.ref(destination, lambda _: copies.clear()), copies
         if param not in copies:
             values = param.detach()
-            copies[param] = self.like(values).copy_(values)
+            stride = torch.empty_like(values, device="meta").stride()  # of a dense one
+            place = self._handout.room(values.shape, stride, values.dtype)
+            place.fill(values)
+            copies[param] = place.tensor
         return copies[param]
 
     @outside_inference_mode

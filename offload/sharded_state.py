@@ -3,61 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.layout import MASTER
-from offload.optim.flat import flat
 from offload.optim.recipe import Record
+from offload.optim.source import Part
 from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.units import Member, Unit
 
 
-def complete(
-    ranks: Ranks,
-    sharding: Sharding,
-    units: Sequence[Unit],
-    records: Sequence[Record],
-    states: Mapping[int, Mapping[str, Any]],
-) -> None:
-    """Fill in what other ranks have of these states, by number, which have this rank's elements.
-    One unit's field at a time is in memory whole. All ranks have state of the same parameters.
+class UnitGatherer:
+    """One unit's field at a time is in memory whole. All ranks have state of the same parameters.
+    records: those that have state, or more.
     """
-    numbers = {record.param: record.number for record in records}
-    for unit in units:
-        held = [m for m in unit.members if numbers.get(m.param, -1) in states]
-        fields = dict.fromkeys(
-            name for m in held for name in (*records[numbers[m.param]].fields, MASTER)
-        )
-        for field in fields:
-            targets = [
-                (m, flat(states[numbers[m.param]][field]))
-                for m in held
-                if isinstance(states[numbers[m.param]].get(field), Tensor)
-            ]
-            if targets:
-                _complete(ranks, sharding, unit, targets, f"{field} of {unit.name}")
 
+    def __init__(
+        self, ranks: Ranks, sharding: Sharding, units: Sequence[Unit], records: Sequence[Record]
+    ) -> None:
+        self._ranks, self._sharding = ranks, sharding
+        numbers = {record.param: record.number for record in records}
+        self._places: dict[int, tuple[Unit, Member]] = {}
+        self._groups: list[list[int]] = []
+        for unit in units:
+            held = {numbers[m.param]: (unit, m) for m in unit.members if m.param in numbers}
+            self._places.update(held)
+            self._groups.append(list(held))
 
-def _complete(
-    ranks: Ranks,
-    sharding: Sharding,
-    unit: Unit,
-    targets: Sequence[tuple[Member, Tensor]],
-    what: str,
-) -> None:
-    slices, size = sharding.slices(unit), unit.members[0].dtype.itemsize
-    numel = slices.slice_bytes // size
-    whole = torch.zeros(ranks.count, numel, dtype=torch.float32, device="cpu")
-    mine = whole.view(-1)
-    for member, values in targets:
-        first, end = slices.own(ranks.rank, member.begin, member.shape.numel(), size)
-        begin = member.begin // size
-        mine[begin + first : begin + end].copy_(values[first:end])
-    ranks.gather(whole, whole[ranks.rank], what).wait()
-    for member, values in targets:
-        begin = member.begin // size
-        values.copy_(mine[begin : begin + member.shape.numel()])
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        return self._groups
+
+    def whole(self, field: str, own: Mapping[int, Part]) -> Mapping[int, Tensor]:
+        ranks, (unit, first) = self._ranks, self._places[next(iter(own))]
+        size = first.dtype.itemsize
+        numel = self._sharding.slices(unit).slice_bytes // size
+        rows = torch.zeros(ranks.count, numel, dtype=torch.float32, device="cpu")
+        found: dict[int, Tensor] = {}
+        for number, part in own.items():
+            member = self._places[number][1]
+            begin = member.begin // size
+            found[number] = rows.view(-1)[begin : begin + member.shape.numel()]
+            found[number][part.begin : part.begin + part.values.numel()].copy_(part.values)
+        ranks.gather(rows, rows[ranks.rank], f"{field} of {unit.name}").wait()
+        return found

@@ -98,13 +98,13 @@ class SpilledGradient(GradientHandle):
         """The values, if they are in memory."""
         return _held(self)
 
-    def keep_in(self, memory: Tensor) -> Tensor:
-        """There will be no keeper any more: from now on the values are in this memory, or where
-        somebody has them already. Returns them.
+    def keep_in(self, keep: Callable[[Tensor], Tensor]) -> Tensor:
+        """There will be no keeper any more: from now on the values are where `keep` puts them, or
+        where somebody has them already. Returns them.
         """
         held = _held(self)
         if held is None:
-            held = memory.copy_(_keeper(self).load())
+            held = keep(_keeper(self).load())
             setattr(self, _HELD, held)
         setattr(self, _IS_PINNED, True)
         return held

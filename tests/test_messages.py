@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ import offload
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StoreError
 from offload.prepared import prepared_of
-from offload.store import mapped
+from offload.store import handout
+from offload.store.files import System
 
 WIDTH = 64
 
@@ -124,7 +126,7 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path, act: str) -> None
 def test_a_file_system_without_large_files_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, nbytes: int) -> None:
+    def refuse(fd: int, nbytes: int, begin: int = 0) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
     monkeypatch.setattr("offload.store.files.reserve", refuse)
@@ -141,18 +143,28 @@ class FullDrive:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full: set[Path] = set()
         self.is_memory_full = False
-        really_map, really_free = mapped._map, mapped.free_memory_bytes
-
-        def map_it(directory: Path, nbytes: int, what: str) -> Any:
-            if directory in self.full:
-                why = f"{directory}: no room for {nbytes} bytes of {what}"
-                raise StoreError(why, errno=errno.ENOSPC, file=str(directory))
-            return really_map(directory, nbytes, what)
-
-        monkeypatch.setattr(mapped, "_map", map_it)
+        really_free = handout.free_memory_bytes
+        monkeypatch.setattr(handout, "System", lambda: FullSystem(self.full))
         monkeypatch.setattr(
-            mapped, "free_memory_bytes", lambda m: 0 if self.is_memory_full else really_free(m)
+            handout, "free_memory_bytes", lambda m: 0 if self.is_memory_full else really_free(m)
         )
+
+
+class FullSystem(System):
+    """No room in these directories."""
+
+    def __init__(self, full: set[Path]) -> None:
+        self._full, self._where = full, dict[int, Path]()
+
+    def open_unnamed(self, directory: Path) -> tuple[int, bool]:
+        fd, unnamed = super().open_unnamed(directory)
+        self._where[fd] = directory
+        return fd, unnamed
+
+    def reserve(self, fd: int, nbytes: int, begin: int = 0) -> None:
+        if self._where[fd] in self._full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().reserve(fd, nbytes, begin)
 
 
 def trained(directories: list[Path], seed: int) -> tuple[Any, Any, list[torch.Tensor]]:

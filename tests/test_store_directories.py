@@ -223,9 +223,9 @@ class Watched(System):
     def __init__(self) -> None:
         self.reserved: list[int] = []
 
-    def reserve(self, fd: int, nbytes: int) -> None:
+    def reserve(self, fd: int, nbytes: int, begin: int = 0) -> None:
         self.reserved.append(nbytes)
-        super().reserve(fd, nbytes)
+        super().reserve(fd, nbytes, begin)
 
 
 def test_too_small_is_said_at_once_with_both_numbers(tmp_path: Path) -> None:

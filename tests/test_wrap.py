@@ -918,7 +918,7 @@ def test_a_close_that_finds_no_room_loses_nothing(
         raise StoreError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.optim.session.mapped_tensor", full)
+        patch.setattr("offload.store.handout.Handout.room", full)
         with pytest.raises(StoreError, match="no room"):
             optimizer.close()
     optimizer.step()

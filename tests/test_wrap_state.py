@@ -19,11 +19,12 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import offload
 from offload import CapacityError, StateError, StoreError
+from offload.optim import aside as aside_module
 from offload.optim import ground as ground_module
-from offload.optim import session as session_module
 from offload.optim.optimizer import OffloadOptimizer
 from offload.optim.updater import Updater
 from offload.store.engine import Fault, FaultKind
+from offload.store.handout import Handout
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 
@@ -198,7 +199,7 @@ def test_an_interrupted_state_dict_leaves_everything_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "mapped_tensor", interrupt)
+        patch.setattr(Handout, "room", interrupt)
         with pytest.raises(KeyboardInterrupt):
             wrapped.state_dict()
     calls = []
@@ -343,8 +344,8 @@ def test_a_copy_while_the_plan_is_made_anew_is_accounted_for(
 ) -> None:
     """State that fits in the budget once and not twice."""
     made = []
-    mapped = session_module.mapped_tensor
-    monkeypatch.setattr(session_module, "mapped_tensor", lambda *a: made.append(a) or mapped(*a))
+    store = aside_module.DiskStore
+    monkeypatch.setattr(aside_module, "DiskStore", lambda *a, **k: made.append(a) or store(*a, **k))
     params = parameters()
     options = {"host_memory": "120KiB" if where == "ample" else "50KiB"}
     if where == "directory":
@@ -370,7 +371,7 @@ def test_a_plan_that_does_not_fit_costs_no_copy(monkeypatch: pytest.MonkeyPatch)
     optimizer = offload.wrap(AdamW(params), host_memory="40KiB")
     train(params, optimizer, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "export", no_room)
+        patch.setattr(Updater, "copy_out", no_room)
         with pytest.raises(CapacityError, match="are allowed"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(90, 90))]})
     train(params, optimizer, 1)

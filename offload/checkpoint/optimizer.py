@@ -26,10 +26,10 @@ from offload.errors import ConfigError, FormatError
 from offload.format.safetensors import SIZES, TensorSpec
 from offload.layout import ELEMENT_BYTES, MASTER
 from offload.optim import Session, is_wrapped
+from offload.optim.export import Held
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
 from offload.optim.source import Source
-from offload.optim.updater import Held
 from offload.shard import is_sharded, like, local_of, rows_of
 from offload.store.safetensors_file import DTYPES
 

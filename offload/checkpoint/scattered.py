@@ -15,10 +15,10 @@ from torch import Tensor
 from offload.checkpoint.team import Team
 from offload.layout import ELEMENT_BYTES
 from offload.optim.assembly import is_row_major
+from offload.optim.export import Held
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.optim.source import as_bytes
-from offload.optim.updater import Held
 
 
 def is_scattered(record: Record) -> bool:

@@ -25,6 +25,7 @@ from offload.optim.flat import flat
 from offload.optim.ground import WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
+from offload.optim.source import Part
 from offload.optim.sums import checksums
 from offload.pool import Pool
 from offload.rank_share import RankShare
@@ -202,10 +203,8 @@ class Company:
 
     # --- whole states -----------------------------------------------------------------------------
 
-    def complete(self, states: Mapping[int, Mapping[str, Any]], fields: Sequence[str]) -> None:
-        """Fill in what others own: of these fields, by parameter, which have our own elements. All
-        of it is in host memory, and for nobody's budget.
-        """
+    def gatherer(self) -> BucketGatherer:
+        """For state that leaves. All of it is in host memory, and in nobody's budget."""
         if self.reducer is not None:
             self.reducer.drain()
         exchange = self.exchange
@@ -213,19 +212,33 @@ class Company:
             size, count = self.buckets.whole_bytes, self.share.buffers
             memory = torch.empty(count, size, dtype=torch.uint8, device="cpu")
             exchange = self._in_host(list(memory))
-        for field in fields:
-            having = {n for n, state in states.items() if isinstance(state.get(field), Tensor)}
-            having &= set(self.buckets.numbers)
-            wanted = {self.buckets.bucket_of(number).number for number in having}
-            Gathering(
-                exchange,
-                [bucket for bucket in self.buckets.each if bucket.number in wanted],
-                lambda _: torch.float32,
-                lambda n, field=field, having=having: (  # type: ignore[misc]
-                    flat(states[n][field]) if n in having else None
-                ),
-                f"{field} of the state",
-            ).finish()
+        return BucketGatherer(exchange, self._records)
+
+
+class BucketGatherer:
+    """Puts the state of one bucket's parameters together, a field at a time."""
+
+    def __init__(self, exchange: Exchange, records: Sequence[Record]) -> None:
+        self._exchange, self._records = exchange, records
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        buckets = self._exchange.buckets
+        found: dict[int, list[int]] = {bucket.number: [] for bucket in buckets.each}
+        for number in buckets.numbers:
+            found[buckets.bucket_of(number).number].append(number)
+        return list(found.values())
+
+    def whole(self, field: str, own: Mapping[int, Part]) -> Mapping[int, Tensor]:
+        wholes: dict[int, Tensor] = {}
+        for number, part in own.items():
+            numel = self._records[number].shape.numel()
+            wholes[number] = torch.empty(numel, dtype=torch.float32, device="cpu")
+            wholes[number][part.begin : part.begin + part.values.numel()].copy_(part.values)
+        bucket = self._exchange.buckets.bucket_of(next(iter(own)))
+        what = f"{field} of the state"
+        Gathering(self._exchange, [bucket], lambda _: torch.float32, wholes.get, what).finish()
+        return wholes
 
 
 def _lease(pool: Pool | None, nbytes: int, what: str) -> Tensor:

@@ -16,6 +16,7 @@ from offload.gauges import resident_bytes, used_by
 from offload.heap import HEAP
 from offload.metrics import Metrics
 from offload.optim.desk import Desks, Places
+from offload.optim.export import Gatherer
 from offload.optim.homes import Homes
 from offload.optim.recipe import Record
 from offload.optim.tiers import Tiers
@@ -78,8 +79,8 @@ class Host(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients are not averaged over ranks inside."""
 
-    def complete(self, records: Sequence[Record], states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Fill in what other ranks have of these states."""
+    def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+        """For what other ranks have of the state of these; None: there are no others."""
 
     @property
     def has_lost_ranks(self) -> bool:

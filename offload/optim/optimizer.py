@@ -249,7 +249,7 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
     held.update(state)
     try:
         with steadfast:
-            session.close()
+            session.end()
             if session.ranks is not None:
                 session.ranks.close()
     finally:

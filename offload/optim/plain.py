@@ -15,20 +15,39 @@ from offload.config import format_size
 from offload.layout import ELEMENT_BYTES, MASTER
 from offload.optim.recipe import Record
 from offload.shard import like, local_of
+from offload.store.handout import Handout
+from offload.store.outgoing import InMemory, Outgoing
 
 _LOG = logging.getLogger(__name__)
 
 
+def plain_room(handout: Handout, record: Record, field: str) -> Outgoing | None:
+    """For a field as torch keeps it; none for the master, which torch does not know."""
+    if field not in record.fields:
+        return None
+    shape, stride, param = record.shape, record.stride, record.local
+    if stride != param.stride():  # in another order since: `plain_state` has to look at it again
+        return InMemory(torch.empty_strided(shape, stride, dtype=torch.float32, device="cpu"))
+    device = _device(record)
+    if device.type == "cpu":
+        return handout.room(shape, stride, param.dtype)
+    return InMemory(torch.empty_strided(shape, stride, dtype=param.dtype, device=device))
+
+
 def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` without the master, which torch does not know, and rounded where torch rounds."""
+    """What was written to such rooms, in the parameter's order of memory, and the rest of it."""
     found = {}
     for name, value in state.items():
         if name in record.fields:
-            value = _like(local_of(value), record.local, record.home or record.local.device)
+            value = _like(local_of(value), record.local, _device(record))
             found[name] = like(record.param, value)
         elif name != MASTER:
             found[name] = _number(value, record)
     return found
+
+
+def _device(record: Record) -> torch.device:
+    return record.home or record.local.device
 
 
 def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:

@@ -24,27 +24,30 @@ from offload.layout import MASTER
 from offload.log import LOG
 from offload.metrics import Metrics
 from offload.optim.agreement import settings_sum
+from offload.optim.aside import Aside
 from offload.optim.begun import Begun
 from offload.optim.buckets import Buckets
+from offload.optim.export import Gatherer, Held, export
 from offload.optim.ground import Ground, Host, OwnGround, Watch, WatchPasses
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.joint import Joint
 from offload.optim.ledger import Ledger
 from offload.optim.norm import GlobalNorm
-from offload.optim.plain import plain_state, tell_what_is_lost
+from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.soundness import LOAD, Soundness, clear_frames
 from offload.optim.turn import Turn
-from offload.optim.updater import Held, Updater
+from offload.optim.updater import Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
-from offload.shard import DeviceLink, Ranks, is_initialised, is_sharded, local_of, placing_of
+from offload.shard import DeviceLink, Ranks, is_initialised, is_sharded, like, local_of, placing_of
 from offload.spilled_gradient import Gradient
 from offload.store import DiskStore
-from offload.store.mapped import mapped_tensor
+from offload.store.handout import Handout
+from offload.store.outgoing import Outgoing
 from offload.tuning import NOTHING as NO_TUNING
 from offload.tuning import Chosen
 
@@ -91,7 +94,7 @@ class Session:
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
         self.turn = Turn()
         self.soundness = Soundness()
-        self._aside: States | None = None  # state that is in no chunk, after a failed opening
+        self._aside: Aside | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
         self._watch_gradients = watch
         self.host = host
@@ -121,10 +124,7 @@ class Session:
 
     def _draw_up(self, with_state: Container[Tensor]) -> Drawn:
         """Records and plan for the optimizer as it is now. Changes nothing."""
-        records = make_records(self.optimizer, self._recipe, with_state)
-        for record in records:
-            record.home = self.host.home_of(record.param) if self.host else None
-            record.own = self.host.own_of(record.param) if self.host else None
+        records = self._make_records(with_state)
         buckets, share = self.joint.share_out(records) if self.joint else (None, None)
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
@@ -143,6 +143,13 @@ class Session:
         if self.host is not None:
             self.host.check(records, plan)
         return Drawn(records, plan, buckets)
+
+    def _make_records(self, with_state: Container[Tensor]) -> list[Record]:
+        records = make_records(self.optimizer, self._recipe, with_state)
+        for record in records:
+            record.home = self.host.home_of(record.param) if self.host else None
+            record.own = self.host.own_of(record.param) if self.host else None
+        return records
 
     def _allowed(self) -> tuple[int | None, int]:
         """Host bytes that we may take: what was granted, unless others have taken of it since. And
@@ -320,18 +327,37 @@ class Session:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def export(self, make: Callable[[Record], Tensor] | None = None) -> States:
-        """The state by parameter, in fp32, with masters. make: gives memory for one field."""
+    def export(self) -> States:
+        """The state by parameter, in fp32, with masters. Among ranks that share the state all of
+        them call it, and get all of it. Nothing has changed when it raises.
+        """
+        return self._hand_out(_exact_room)
+
+    def _hand_out(self, room: Callable[[Handout, Record, str], Outgoing | None]) -> States:
+        """room: gives the place for a field, of a DTensor for our part; None: it stays."""
         if self.joint is not None:
             self.joint.meet(self._numbers_held)
         self.soundness.check()
-        if self.updater is None:
-            return {param: dict(state) for param, state in (self._aside or {}).items()}
-        self._check_shapes()
-        states = self.updater.export(make or (self._allocate if self.store is None else self._map))
+        origin = self.updater or self._aside
+        if origin is None:
+            return {}
+        if self.updater is not None:
+            self._check_shapes()
+        records = {held.record.number: held.record for held in origin.held()}
+        gatherer = self._gatherer(list(records.values()))
+        is_on_disk = self.store is not None or (self._aside is not None and self._aside.is_on_disk)
+        directories = self._directories if is_on_disk else ()
+        with Handout(directories, self.metrics, defers=gatherer is not None) as handout:
+            states = export(origin, lambda *a: room(handout, *a), gatherer)
+            handout.finish()
+            return {records[n].param: _placed(records[n], state) for n, state in states.items()}
+
+    def _gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+        """For what other ranks have of the state of these."""
         if self.host is not None:
-            self.host.complete(self.updater.records, states)
-        return {self.updater.records[number].param: state for number, state in states.items()}
+            return self.host.gatherer(records)
+        company = self.updater.company if self.updater is not None else None
+        return company.gatherer() if company is not None else None
 
     def _numbers_held(self) -> list[int]:
         """Of parameters that have state, as all of it must be here to be put together."""
@@ -350,7 +376,7 @@ class Session:
                 "close(): the other ranks are out of reach, and so is their part of the state"
             )
             return {}
-        states = self.export()
+        states = self._hand_out(plain_room)
         records = {record.param: record for record in self._records()}
         if self.joint is not None:
             self.joint.give_back()
@@ -362,7 +388,7 @@ class Session:
     def has_state(self) -> bool:
         """Whether any parameter has some."""
         if self.updater is None:
-            return bool(self._aside)
+            return self._aside is not None and bool(self._aside.held())
         return any(record.has_state for record in self.updater.records)
 
     def note_handed_out(self) -> None:
@@ -373,20 +399,7 @@ class Session:
     def _records(self) -> Sequence[Record]:
         if self.updater is not None:
             return self.updater.records
-        return make_records(self.optimizer, self._recipe, self._aside or ())
-
-    def _allocate(self, record: Record) -> Tensor:
-        """Memory for one field of a parameter's state that leaves us; it is not in our budget."""
-        return torch.empty_strided(record.shape, record.stride, dtype=torch.float32, device="cpu")
-
-    def _map(self, record: Record) -> Tensor:
-        return self._mapped(record.shape, record.stride)
-
-    def _map_flat(self, numel: int) -> Tensor:
-        return self._mapped(torch.Size([numel]), (1,))
-
-    def _mapped(self, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        return mapped_tensor(self._directories, shape, stride, torch.float32, self.metrics)
+        return self._make_records(self._aside.states if self._aside else ())
 
     def held(self) -> list[Held]:
         """What there is to save, by the parameters of today; an error where it is mixed."""
@@ -471,32 +484,30 @@ class Session:
             return self._draw_up(having)
         return self.host.together(lambda: self._draw_up(having), lambda drawn: {})
 
-    def _keep_aside(self, plan: Plan) -> States:
-        """Copies of the state for the time between the plan that stands and `plan`. Where they do
-        not fit beside them they are on mapped files, or their excess is told.
+    def _keep_aside(self, plan: Plan) -> Aside:
+        """A copy of the state for the time between the plan that stands and `plan`. Where it does
+        not fit beside them it is in a store, or its excess is told.
         """
-        if self.joint is not None:
-            make = torch.empty if self.store is None else self._map_flat
-            own = self.updater.export_own(make)
-            return {self.updater.records[number].param: state for number, state in own.items()}
+        self._check_shapes()
         allowed_bytes, _ = self._allowed()
         taken_bytes = self.plan.state_bytes + max(self.plan.arena_bytes, plan.arena_bytes)
-        if self.store is not None or allowed_bytes is None or taken_bytes <= allowed_bytes:
-            return self.export()
-        if self._directories:
-            return self.export(self._map)
-        self.metrics.fall_back(
-            "memory while the plan is made anew",
-            f"the state is there twice then, {format_size(taken_bytes - allowed_bytes)} above what "
-            "host_memory allows; with nvme=... the copy would be on disk",
-        )
-        return self.export()
+        fits = allowed_bytes is None or taken_bytes <= allowed_bytes or self.joint is not None
+        if self.store is not None or (self._directories and not fits):
+            chunks = self.plan.chunks
+            return Aside.on_disk(self.updater, chunks, self._directories, self.metrics)
+        if not fits:
+            self.metrics.fall_back(
+                "memory while the plan is made anew",
+                f"the state is there twice then, {format_size(taken_bytes - (allowed_bytes or 0))} "
+                "above what host_memory allows; with nvme=... the copy would be on disk",
+            )
+        return Aside.in_memory(self.updater)
 
     def _open_if_closed(self, fresh: Drawn | None = None) -> None:
         """Open with the state that was kept aside, if an opening has failed."""
         if self.updater is not None:
             return
-        states, was_lost = self._aside or {}, self.soundness.is_lost
+        states, was_lost = self._aside.states if self._aside else {}, self.soundness.is_lost
         try:
             self._open(*(fresh or self._draw_up(states)))
             numbers = {record.param: record.number for record in self.updater.records}
@@ -509,7 +520,12 @@ class Session:
                 if isinstance(error, OffloadError):
                     error.args = (f"{error}; {_KEPT}",)
             raise
-        self._aside = None
+        self._drop_aside()
+
+    def _drop_aside(self) -> None:
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            aside.close()
 
     def add(self, group: Mapping[str, Any], add: Callable[[], None]) -> None:
         """Call `add`, which makes the plan anew with another group; among ranks, all or none do."""
@@ -525,8 +541,13 @@ class Session:
             if isinstance(tensor, Tensor):
                 check_param("a parameter of the new group", local_of(tensor))
 
+    def end(self) -> None:
+        """Close, and nobody will open it again."""
+        self.close()
+        self._drop_aside()
+
     def close(self) -> None:
-        """Give memory and disk back. Idempotent."""
+        """Give memory and disk back, but for what is kept aside. Idempotent."""
         if self.updater is not None:
             self.updater.settle()
         if self.joint is not None:
@@ -537,6 +558,18 @@ class Session:
         ground, self._ground = self._ground, None
         if ground is not None:
             ground.close()
+
+
+def _exact_room(handout: Handout, record: Record, field: str) -> Outgoing:
+    return handout.room(record.shape, record.stride, torch.float32)
+
+
+def _placed(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors, of a DTensor's part in a DTensor."""
+    return {
+        name: like(record.param, value.tensor) if isinstance(value, Outgoing) else value
+        for name, value in state.items()
+    }
 
 
 def check_homes(config: Config, plan: Plan) -> None:

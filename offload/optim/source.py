@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.layout import Slice
 from offload.optim.assembly import is_row_major
-from offload.optim.flat import in_order_of
+from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
 
 _PIECE_NUMEL = 1 << 20
@@ -29,13 +29,50 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A field of the elements that are ours, from `begin` on, in the order of memory."""
+    """A field of the elements that are ours, from `begin` on, in the order of memory; in memory."""
 
     begin: int
     values: Tensor
 
-    def of(self, part: Slice) -> Tensor:
-        return self.values[part.begin - self.begin : part.end - self.begin]
+    @classmethod
+    def empty(cls, begin: int, end: int) -> Part:
+        return cls(begin, torch.empty(end - begin, dtype=torch.float32, device="cpu"))
+
+    def write(self, begin: int, values: Tensor) -> None:
+        self._from(begin, values.numel()).copy_(values)
+
+    def read_into(self, begin: int, target: Tensor) -> None:
+        """Fill it with the elements from `begin` on."""
+        target.copy_(self._from(begin, target.numel()))
+
+    def _from(self, begin: int, numel: int) -> Tensor:
+        return self.values[begin - self.begin : begin - self.begin + numel]
+
+
+class Readable(Protocol):
+    """A field of the elements that are ours, in the order of memory, wherever it is."""
+
+    def read_into(self, begin: int, target: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The same, and the order of memory that the parameter had when it was kept."""
+
+    part: Readable
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def whole(self) -> Tensor:
+        """All elements of the parameter, which are ours then."""
+        whole = torch.empty_strided(self.shape, self.stride, dtype=torch.float32, device="cpu")
+        self.part.read_into(0, flat(whole))
+        return whole
+
+
+def own_range(record: Record) -> tuple[int, int]:
+    """The elements whose state is ours."""
+    return record.own or (0, record.shape.numel())
 
 
 class Wholes:
@@ -47,15 +84,21 @@ class Wholes:
         self._number = -1
         self._fields: dict[int, Tensor] = {}
 
-    def of(self, source: Source, record: Record) -> Tensor:
+    def of(self, source: Source | Kept, record: Record) -> Tensor:
         """Flat, in the order of the parameter's memory."""
         if record.number != self._number:
             self._number, self._fields = record.number, {}
         if id(source) not in self._fields:
-            whole = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-            source.read_into(0, as_bytes(whole))
-            self._fields[id(source)] = in_order_of(whole, record.local)
+            self._fields[id(source)] = in_order_of(_whole(source), record.local)
         return self._fields[id(source)]
+
+
+def _whole(source: Source | Kept) -> Tensor:
+    if isinstance(source, Kept):
+        return source.whole()
+    whole = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    source.read_into(0, as_bytes(whole))
+    return whole
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -75,3 +118,11 @@ def read_slice(source: Source, record: Record, part: Slice, target: Tensor, whol
             read = torch.empty(some.numel(), dtype=source.dtype, device="cpu")
             source.read_into((part.begin + begin) * read.element_size(), as_bytes(read))
             some.copy_(read)
+
+
+def read_kept(kept: Kept, record: Record, part: Slice, target: Tensor, wholes: Wholes) -> None:
+    """The same of what was kept; the parameter may be in another order of memory since."""
+    if kept.stride == record.stride:
+        kept.part.read_into(part.begin, target)
+    else:
+        target.copy_(wholes.of(kept, record)[part.begin : part.end])

@@ -8,9 +8,9 @@ so to `Soundness`, and refuses to step and to export.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from offload.metrics import Metrics
 from offload.optim.begun import Begun
 from offload.optim.company import Company
 from offload.optim.desk import Desk, Places
+from offload.optim.export import Held, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient import gradient_of
 from offload.optim.ground import Ground
@@ -30,19 +31,10 @@ from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, Work
 from offload.optim.saver import Saver, Sink
 from offload.optim.soundness import LOAD, STEP, Soundness
-from offload.optim.source import Part, Wholes, read_slice
+from offload.optim.source import Kept, Wholes, read_kept, read_slice
 from offload.optim.tiers import Piece
-from offload.shard import like
 from offload.spilled_gradient import Gradient, in_memory
 from offload.store.contract import KnownSums
-
-
-class Held(NamedTuple):
-    """The state of one parameter: names of its fields, and all that is not elementwise."""
-
-    record: Record
-    fields: tuple[str, ...]
-    scalars: dict[str, Any]
 
 
 class Updater:
@@ -308,53 +300,19 @@ class Updater:
 
     # --- state in and out -------------------------------------------------------------------------
 
-    def export(self, make: Callable[[Record], Tensor]) -> dict[int, dict[str, Any]]:
-        """The state of every parameter that has some, by number, shaped as torch's own. make: gives
-        the memory of one field, with shape and strides of the parameter; of a DTensor's part, which
-        goes out in a DTensor. Among ranks that share the state all of them call it, and get all of
-        it.
-        """
+    def copy_out(self, targets: Targets) -> None:
+        """Write what is here of these fields, slice by slice."""
         self._soundness.check()
-        found: dict[int, dict[str, Any]] = {}
-        targets: dict[int, dict[str, Tensor]] = {}
-        for held in self.held():
-            number = held.record.number
-            targets[number] = fields = {field: make(held.record) for field in held.fields}
-            placed = {field: like(held.record.param, one) for field, one in fields.items()}
-            found[number] = {**held.scalars, **placed}
 
-        def copy_out(piece: Piece, _: Desk | None) -> bool:
+        def copy(piece: Piece, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
+                wanted = targets.get(part.param, {})
                 for field, values in piece.fields(part).items():
-                    if part.param in targets:
-                        flat(targets[part.param][field])[part.begin : part.end].copy_(values)
+                    if field in wanted:
+                        wanted[field].write(part.begin, values)
             return False
 
-        self._pass_over(targets, copy_out, "state out", only_looks=True)
-        if self.company is not None:
-            names = dict.fromkeys(field for fields in targets.values() for field in fields)
-            self.company.complete(targets, list(names))
-        return found
-
-    def export_own(self, make: Callable[[int], Tensor]) -> dict[int, dict[str, Any]]:
-        """The state that is here, for another plan in which the same elements are ours. make: gives
-        memory for so many elements.
-        """
-        found: dict[int, dict[str, Any]] = {}
-        for held in self.held():
-            begin, end = held.record.own or (0, held.record.local.numel())
-            parts = {field: Part(begin, make(end - begin)) for field in held.fields}
-            found[held.record.number] = {**held.scalars, **parts}
-
-        def copy_out(piece: Piece, _: Desk | None) -> bool:
-            for part in piece.chunk.slices:
-                for field, values in piece.fields(part).items():
-                    if part.param in found:
-                        found[part.param][field].of(part).copy_(values)
-            return False
-
-        self._pass_over(found, copy_out, "state out", only_looks=True)
-        return found
+        self._pass_over(targets, copy, "state out", only_looks=True)
 
     def held(self) -> list[Held]:
         """What there is of every parameter that has state."""
@@ -417,8 +375,8 @@ class Updater:
         for field, target in piece.fields(part).items():
             if field == MASTER and field not in state:
                 target.copy_(self._values(record, part))
-            elif isinstance(state[field], Part):
-                target.copy_(state[field].of(part))
+            elif isinstance(state[field], Kept):
+                read_kept(state[field], record, part, target, wholes)
             elif isinstance(state[field], Tensor):
                 own = own_part(record, state[field])
                 target.copy_(in_order_of(own, record.local)[part.begin : part.end])

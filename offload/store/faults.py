@@ -15,7 +15,7 @@ from offload.store.files import System
 class FaultySystem(System):
     """The `nth` call (from 1) of one kind fails with `code`; with `forever` all from then on."""
 
-    call: str  # "open", "reserve" or "sync"
+    call: str  # "open", "reserve", "write" or "sync"
     code: int
     nth: int = 1
     forever: bool = False
@@ -25,9 +25,13 @@ class FaultySystem(System):
         self._count("open")
         return super().open_unnamed(directory)
 
-    def reserve(self, fd: int, nbytes: int) -> None:
+    def reserve(self, fd: int, nbytes: int, begin: int = 0) -> None:
         self._count("reserve")
-        super().reserve(fd, nbytes)
+        super().reserve(fd, nbytes, begin)
+
+    def write(self, fd: int, data: memoryview, begin: int) -> int:
+        self._count("write")
+        return super().write(fd, data, begin)
 
     def sync(self, fd: int) -> None:
         self._count("sync")

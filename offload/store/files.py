@@ -48,8 +48,12 @@ class System:
             (found,) = struct.unpack_from("=I", flags)
             fcntl.ioctl(fd, _SET_FLAGS, struct.pack("=Q", found | _NO_COPY_ON_WRITE))
 
-    def reserve(self, fd: int, nbytes: int) -> None:
-        reserve(fd, nbytes)
+    def reserve(self, fd: int, nbytes: int, begin: int = 0) -> None:
+        reserve(fd, nbytes, begin)
+
+    def write(self, fd: int, data: memoryview, begin: int) -> int:
+        """How many bytes of it were written."""
+        return os.pwrite(fd, data, begin)
 
     def sync(self, fd: int) -> None:
         sync_data(fd)

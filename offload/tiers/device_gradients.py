@@ -29,6 +29,7 @@ from offload.locks import steadfast, uninterrupted
 from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, Pool
 from offload.spilled_gradient import SpilledGradient
+from offload.store.outgoing import Outgoing
 from offload.ticket import Ticket, TicketState
 from offload.tiers.gradients import Places, spill
 from offload.tiers.spill import SpillArea, Spilled
@@ -316,7 +317,7 @@ class DeviceGradients:
             for param, each in slices.items():
                 self.area.cut(param, param.numel(), [at for one in each for at in one])
 
-    def give_back(self, make: Callable[[Tensor], Tensor]) -> None:
+    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter, which is an ordinary one again, with its gradient; spilled ones in
         memory that `make` gives.
         """

@@ -23,6 +23,7 @@ from offload.holders import holders
 from offload.scheduler import look_ahead
 from offload.shares import least_device_bytes
 from offload.store.originals import Original
+from offload.store.outgoing import Outgoing
 from offload.tiers.device_tier import DeviceTier
 from offload.tiers.edits import take_in_rebound, untangle
 from offload.tiers.residency import Parts, Residency
@@ -369,14 +370,10 @@ class DeviceResidency(Residency):
         """Where the parameter was before, and goes back to."""
         return self._homes[param]
 
-    def give_back(self, block: Block, make: Callable[[Tensor], Tensor]) -> None:
+    def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
         with self._lock:
-            if block.in_host is Presence.AWAY and not block.is_stored:
+            if not self.is_here(block):
                 return
             self.tier.forget(block)
             self.tier.await_lift(block)
             super().give_back(block, make)
-            for member in block.unit.members:
-                home = self._homes[member.param]
-                if home.type != "cpu":
-                    member.param.data = member.param.data.to(home)

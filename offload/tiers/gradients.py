@@ -19,6 +19,7 @@ from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.spilled_gradient import SpilledGradient
 from offload.store import DiskStore, MemoryStore
+from offload.store.outgoing import Outgoing
 from offload.tiers.spill import SpillArea, Spilled
 from offload.units import Unit
 
@@ -127,7 +128,7 @@ class Gradients:
             for param, each in slices.items():
                 self.area.cut(param, param.numel(), [at for one in each for at in one])
 
-    def give_back(self, make: Callable[[Tensor], Tensor]) -> None:
+    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter with its gradient, in memory that `make` gives."""
         if self.area is None:
             return

@@ -30,11 +30,12 @@ from offload.scheduler import Moves, Tier, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
 from offload.store.originals import Original
+from offload.store.outgoing import InMemory, Outgoing
 from offload.tiers.backing import KEY, Backing
 from offload.tiers.edits import Edits
 from offload.tiers.pace import Pace
 from offload.trace import Phase, Trace
-from offload.units import Unit
+from offload.units import Member, Unit
 
 _LINGER_S, _LINGER_STEP_S = 1.0, 0.01  # for views that others are about to let go of
 
@@ -526,20 +527,37 @@ class Residency:
         """What is there makes room for the rest."""
         return sorted(self.blocks, key=lambda block: block.memory is None)
 
-    def give_back(self, block: Block, make: Callable[[Tensor], Tensor]) -> None:
-        """Leave the parameters with values of their own, in memory like theirs that `make` gives.
+    def is_here(self, block: Block) -> bool:
+        """Whether we have its values, or have part of them: they have not gone back yet."""
+        return block.in_host is not Presence.AWAY or block.is_stored
+
+    def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
+        """Leave the parameters with values of their own, in places like theirs that `make` gives.
         The block is empty then. Nothing where it was done before.
         """
         with self._lock:
-            if block.in_host is Presence.AWAY and not block.is_stored:
+            if not self.is_here(block):
                 return
             if block.is_attached:
                 self._edits.take_in_rebound(block)
             memory = self.host_memory_of(block)
-            for member, values in block.views(memory):
-                unguard(member.param, make(values).copy_(values))
+            self._hand_out(block, memory, make)
             self.backing.settle(block)
             block.is_attached = block.is_stored = False
             block.seen = None
             del memory
             self._forget_memory(block)
+
+    def _hand_out(self, block: Block, memory: Tensor, make: Callable[[Tensor], Outgoing]) -> None:
+        """The same for the values in `memory`. As long as it may raise, nothing has changed."""
+        places: list[tuple[Member, Outgoing]] = []
+        for member, values in block.views(memory):
+            home = self.home_of(member.param)
+            is_host = home.type == "cpu"
+            place = make(values) if is_host else InMemory(torch.empty_like(values, device=home))
+            place.fill(values)
+            places.append((member, place))
+        for _, place in places:
+            place.settle()  # we are about to forget them
+        for member, place in places:
+            unguard(member.param, place.tensor)

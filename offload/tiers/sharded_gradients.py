@@ -20,6 +20,7 @@ from offload.gradient_handle import Edit
 from offload.guard import own_grad, set_own_grad
 from offload.sliced_gradient import SlicedGradient, power_sum
 from offload.spilled_gradient import ColdValues
+from offload.store.outgoing import Outgoing
 from offload.tiers.mean_gradients import MeanGradients, UnitSum, part_of
 
 
@@ -211,7 +212,7 @@ class ShardedGradients(MeanGradients):
                     "ranks have the same; call zero_grad() before prepare"
                 )
 
-    def give_back(self, make: Callable[[Tensor], Tensor]) -> None:
+    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter, which is an ordinary one again, with its whole gradient. make:
         gives memory for those that host memory has no room for.
         """

@@ -21,13 +21,13 @@ from torch import Tensor
 from offload import kernels
 from offload.block import Block, Presence, pinned
 from offload.errors import CapacityError, OffloadError, StateError
-from offload.guard import unguard
 from offload.log import LOG
 from offload.scheduler import HORIZON, look_ahead, next_uses
 from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.store.engine import Priority
 from offload.store.originals import Original
+from offload.store.outgoing import Outgoing
 from offload.ticket import split
 from offload.tiers.edits import take_in_rebound, untangle
 from offload.tiers.gathered_tier import GatheredTier
@@ -469,7 +469,7 @@ class ShardedResidency(Residency):
                 )
         return self.blocks
 
-    def give_back(self, block: Block, make: Callable[[Tensor], Tensor]) -> None:
+    def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
         """Each rank has all of it then; where the others cannot be asked any more, nobody has."""
         with self._lock:
             if block.number in self._uncommitted:
@@ -482,14 +482,10 @@ class ShardedResidency(Residency):
             if self._ranks.is_broken:
                 self.forget(block)
                 return
-            if block.in_host is Presence.AWAY and not block.is_stored:
+            if not self.is_here(block):
                 return
             whole = self.memory_of(block)
-            for member, values in block.views(whole):
-                home = self.home_of(member.param)
-                is_host = home.type == "cpu"
-                kept = make(values).copy_(values) if is_host else values.to(home, copy=True)
-                unguard(member.param, kept)
+            self._hand_out(block, whole, make)
             self.backing.settle(block)
             block.is_attached = block.is_stored = False
             self.tier.kept.discard(block.number)

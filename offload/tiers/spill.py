@@ -32,6 +32,7 @@ from offload.log import LOG
 from offload.metrics import Metrics
 from offload.spilled_gradient import ColdValues, SpilledGradient
 from offload.store import DiskStore, MemoryStore, Priority
+from offload.store.outgoing import Outgoing
 from offload.ticket import Ticket
 
 _PAGE = 4096
@@ -284,22 +285,41 @@ class SpillArea:
                 with suppress(StateError):  # it was never stored, or the store is closed
                     self.store.free(key)
 
-    def close(self, make: Callable[[Tensor], Tensor]) -> None:
-        """The store is about to go: gradients that somebody holds stay, in memory that `make`
+    def close(self, make: Callable[[Tensor], Outgoing]) -> None:
+        """The store is about to go: gradients that somebody holds stay, in places that `make`
         gives. Those that are lost already say so again. Idempotent.
         """
         with self.lock:
             while self._writing:
                 self._ended()
-            for gradient in list(self._living):
-                like = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu")
-                try:
-                    gradient.keep_in(make(like))
-                except OffloadError as error:
-                    LOG.error("close(): a gradient is lost: %s", error)
+            living = list(self._living)
+            places: dict[int, Outgoing] = {}
+            for number, gradient in enumerate(living):  # first: one file can have them all
+                if gradient.here is None:
+                    with _loss_told():
+                        like = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
+                        places[number] = make(like)
+            for number, gradient in enumerate(living):
+                if gradient.here is not None or number in places:
+                    with _loss_told():
+                        gradient.keep_in(lambda v, at=number: _kept(places[at], v))  # type: ignore[misc]
             self._living.clear()
             self._slots, self._free = [], []
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+@contextmanager
+def _loss_told() -> Iterator[None]:
+    try:
+        yield
+    except OffloadError as error:
+        LOG.error("close(): a gradient is lost: %s", error)
+
+
+def _kept(place: Outgoing, values: Tensor) -> Tensor:
+    place.fill(values)
+    place.settle()
+    return place.tensor
 
 
 class Spilled:
