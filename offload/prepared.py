@@ -227,11 +227,22 @@ class Prepared:
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.backing.open_spare = self._open_spare
-        self.services = Services(model, residency, self._unit_of, self._directories, self.metrics)
+        self.services = Services(
+            model, residency, self._unit_of, self._directories, self.metrics, self._tell_age
+        )
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
         if self.ranks is not None and not hasattr(model, _NO_SYNC):  # as DDP has it
             object.__setattr__(model, _NO_SYNC, self.no_sync)
+
+    def _tell_age(self) -> None:
+        if self.session is not None:
+            self.session.soundness.tell("model.state_dict()")
+
+    def check_age(self) -> None:
+        """Refuse to save parameters that a step has left in its middle."""
+        if self.session is not None:
+            self.session.soundness.check()
 
     def _among(self) -> Among | None:
         sharding = self.outline.sharding

@@ -32,7 +32,7 @@ from offload.units import Unit
 
 class Services:
     """Of one prepared model. directories: where tensors that are handed out may be, when they do
-    not fit in memory.
+    not fit in memory. tell_age: warns where the parameters are of two ages.
     """
 
     def __init__(
@@ -42,8 +42,10 @@ class Services:
         unit_of: Mapping[nn.Parameter, Unit],
         directories: Sequence[Path],
         metrics: Metrics,
+        tell_age: Callable[[], None],
     ) -> None:
         self._metrics = metrics
+        self._tell_age = tell_age
         self._residency = residency
         self._unit_of = unit_of
         self._directories = directories
@@ -125,6 +127,7 @@ class Services:
         """All that it hands out is on the drive, or in memory, when it returns."""
         if self._handout is not None:  # that of a module around this one
             return original(*args, **kwargs)
+        self._tell_age()
         with self._handing_out():
             return original(*args, **kwargs)
 

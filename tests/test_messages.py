@@ -18,7 +18,7 @@ from torch import nn
 
 import offload
 from offload.budget import Budget
-from offload.errors import CapacityError, ConfigError, StoreError
+from offload.errors import CapacityError, ConfigError, StateError, StoreError
 from offload.prepared import prepared_of
 from offload.store import handout
 from offload.store.files import System
@@ -363,3 +363,33 @@ def test_a_sparse_gradient_that_nothing_foretold_is_refused_by_name(tmp_path: Pa
             optimizer.step()
         model[0].weight.grad = model[0].weight.grad.to_dense()  # as it says
         optimizer.step()
+
+
+# --- a step that an error has ended in its middle -------------------------------------------------
+
+
+def test_parameters_of_two_ages_are_not_saved_and_not_handed_out_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    offload.prepare(model, optimizer, host_memory="480KiB", nvme=tmp_path)
+    session = optimizer._offload_session  # type: ignore[attr-defined]
+    model(torch.ones(2, 64)).sum().backward()
+    update, left = session.updater._update, iter(range(1))
+
+    def interrupted(*args: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    session.updater._update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(StateError, match="ended with an error in its middle"):
+        offload.save(tmp_path / "saved", model)
+    model.state_dict()
+    assert "model.state_dict(): an earlier step ended with an error" in caplog.text
+    caplog.clear()
+    offload.close(model)
+    assert "close(): the optimizer has no state any more" in caplog.text

@@ -42,6 +42,9 @@ class Keeper(Protocol):
     config: Config
     ranks: Ranks | None
 
+    def check_age(self) -> None:
+        """Refuse to save what an error has left in the middle of a change."""
+
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
         """Elements of a parameter that this rank has, where ranks share them; None: all are here,
         or it is not one of its own.

@@ -308,6 +308,8 @@ def save(
     made: list[Save] = []
 
     def prepare() -> None:
+        if keeper is not None:
+            keeper.check_age()
         task = Save(path, model, optimizer, keeper, extra, keep, stateful, team)
         background.settle(task.owners)
         made.append(task)

@@ -369,6 +369,7 @@ class Session:
     def export_plain(self) -> States:
         """The state as the plain optimizer keeps it; none when it is of two ages."""
         if self.soundness.is_lost:
+            self.soundness.tell("close(): the optimizer has no state any more; parameters")
             return {}
         is_alone = self.host is not None and self.host.has_lost_ranks
         if is_alone or (self.ranks is not None and self.ranks.is_broken):

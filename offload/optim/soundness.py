@@ -105,6 +105,16 @@ class Soundness:
             f"the error was: {type(self._error).__name__}: {self._error}"
         ) from self._error
 
+    def tell(self, what: str) -> None:
+        """Warn where `what` hands out something mixed."""
+        if self._error is not None:
+            LOG.warning(
+                "%s: an earlier %s ended with an error in its middle, so that these values are of "
+                "two ages; load a whole checkpoint before they are used",
+                what,
+                self._act,
+            )
+
     def check_mendable(self) -> None:
         """Refuse a load that would leave parameters of two ages."""
         left = [touched.name for touched in self._touched if touched.is_as_it_was]
