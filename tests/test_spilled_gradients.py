@@ -234,6 +234,98 @@ def test_every_operation_has_the_bits_of_plain_torch(both: Any, passes: int) -> 
         assert torch.equal(theirs.state[p]["exp_avg_sq"], mine.state[q]["exp_avg_sq"])
 
 
+# --- gradients that somebody else has -------------------------------------------------------------
+
+
+def flat_buffer(model: nn.Module) -> torch.Tensor:
+    """Gradients become views of one tensor."""
+    each = list(model.parameters())
+    buffer = torch.zeros(sum(param.numel() for param in each))
+    for param, part in zip(each, buffer.split([p.numel() for p in each]), strict=True):
+        param.grad = part.view(param.shape)
+    return buffer
+
+
+def assert_steps_alike(plain: nn.Module, theirs: Any, ours: nn.Module, mine: Any) -> None:
+    theirs.step()
+    mine.step()
+    state = ours.state_dict()
+    for name, param in plain.named_parameters():
+        assert torch.equal(param, state[name]), name
+
+
+def test_views_of_a_buffer_stay_its_views(both: Any) -> None:
+    plain, theirs, ours, mine = both
+    buffers = flat_buffer(plain), flat_buffer(ours)
+    for step in range(2):
+        backward(plain, ours, step=step)
+        assert torch.equal(*buffers)
+        for buffer in buffers:
+            buffer.mul_(0.5).clamp_(-1e-4, 1e-4)
+        assert_steps_alike(plain, theirs, ours, mine)
+        for buffer in buffers:
+            buffer.zero_()
+    assert "stays in memory" in offload.report(mine).fallbacks["gradients on disk"]
+    mine.zero_grad()
+    backward(ours)
+    assert spilled_in(ours), "nobody shares the next ones"
+
+
+def test_one_tensor_may_be_the_gradient_of_several(both: Any) -> None:
+    plain, theirs, ours, mine = both
+    for model in (plain, ours):
+        shared = torch.zeros(128, 128)
+        for param in model.parameters():
+            if param.dim() == 2:
+                param.grad = shared
+        del shared
+    backward(plain, ours)
+    assert_same(plain, ours)
+    assert_steps_alike(plain, theirs, ours, mine)
+
+
+@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.untyped_storage(), lambda g: g.numpy()])
+def test_what_an_earlier_hook_keeps_is_the_gradient(
+    tmp_path: Path, keep: Callable[[torch.Tensor], Any]
+) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    ours: Any = copy.deepcopy(plain)
+    kept: dict[nn.Module, list[Any]] = {plain: [], ours: []}
+    for model in (plain, ours):
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda param, model=model: kept[model].append(keep(param.grad))
+            )
+    theirs = adamw(plain)
+    ours, mine = offload.prepare(ours, adamw(ours), host_memory=BUDGET, nvme=tmp_path)
+    assert prepared_of(ours).shares.spilled
+    backward(plain, ours)
+    for each in kept.values():
+        for one in each:
+            memory = torch.as_tensor(one) if not isinstance(one, torch.UntypedStorage) else one
+            if isinstance(memory, torch.UntypedStorage):
+                memory = torch.empty(0).set_(memory)  # type: ignore[call-overload]
+            memory.mul_(0.25).clamp_(-1e-5, 1e-5)
+    assert_steps_alike(plain, theirs, ours, mine)
+    mine.close()
+
+
+def test_memory_that_torch_does_not_count_stays(both: Any) -> None:
+    plain, theirs, ours, mine = both
+    each = []
+    for model in (plain, ours):
+        array = torch.zeros(128, 128).numpy().copy()
+        model.layers[0][0].weight.grad = torch.from_numpy(array)
+        model.layers[1][0].weight.grad = torch.zeros(128, 128).share_memory_()
+        each.append(array)
+    backward(plain, ours)
+    for array in each:
+        array *= 0.25
+    assert ours.layers[1][0].weight.grad.is_shared()
+    assert_steps_alike(plain, theirs, ours, mine)
+
+
 def test_norm_and_scale_cost_no_read(both: Any) -> None:
     plain, theirs, ours, mine = both
 

@@ -3,7 +3,8 @@
 On the CPU a gradient stays where autograd has made it, which is host memory as good as any: only
 its bytes are counted. Those that the budget has no room for go to the store as they come
 (`spill.py`); autograd finds a handle in their place, and what later backward passes bring is added
-where the values are.
+where the values are. One that somebody else holds stays where it is: what is done to it there must
+count.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offload.holders import has_grad_to_itself
 from offload.metrics import Metrics
 from offload.pool import Pool
 from offload.spilled_gradient import SpilledGradient
@@ -111,16 +113,25 @@ class Gradients:
         the values are.
         """
         param = self._params[number]
-        grad = param.grad
-        if param not in self._spilled or grad is None or isinstance(grad, SpilledGradient):
+        if param not in self._spilled or not _can_be_spilled(param):
             return
-        if not grad.numel() or not _is_plain(grad, param.dtype):
-            return  # a sparse one is refused by name at step()
+        if not has_grad_to_itself(param):
+            self._leave(param)
+            return
         spilled = spill(self.area, param, self._name_of(param), self._metrics)
         if spilled is not None:
-            spilled.take(grad)
-            assert self.area is not None
+            assert self.area is not None and param.grad is not None
+            spilled.take(param.grad)
             param.grad = self.area.show(param, spilled)
+
+    def _leave(self, param: Tensor) -> None:
+        """Its gradient is memory of the user's."""
+        self._metrics.count("gradients_outside_of_their_place")
+        self._metrics.fall_back(
+            "gradients on disk",
+            f"that of {self._name_of(param)} stays in memory, beyond host_memory: something else "
+            "holds it or shares its memory (a view, another parameter, a hook that keeps it)",
+        )
 
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
         """Cut spilled gradients as the update will ask for them."""
@@ -149,9 +160,17 @@ def spill(area: SpillArea | None, param: Tensor, name: str, metrics: Metrics) ->
     return made
 
 
-def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is what a place in the store was measured for."""
-    return grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
+def _can_be_spilled(param: Tensor) -> bool:
+    """Whether its gradient is in memory, and what a place in the store was measured for."""
+    grad = param.grad
+    return (
+        grad is not None
+        and not isinstance(grad, SpilledGradient)
+        and grad.numel() > 0
+        and grad.layout == torch.strided  # a sparse one is refused by name at step()
+        and grad.dtype == param.dtype
+        and not grad.requires_grad
+    )
 
 
 def gradient_bytes(params: Mapping[int, Tensor]) -> int:
