@@ -22,7 +22,8 @@ def has_grad_to_itself(param: Tensor) -> bool:
     grad = param.grad
     assert grad is not None
     # What numpy and the like have made, and what other processes see, torch does not count.
-    is_torchs = grad.untyped_storage().resizable() and not grad.is_shared()
+    is_shared: bool = grad.is_shared()  # type: ignore[no-untyped-call]
+    is_torchs = grad.untyped_storage().resizable() and not is_shared
     del grad
     return is_torchs and _counts(param) == _counts_of_one()
 

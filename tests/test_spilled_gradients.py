@@ -8,6 +8,7 @@ import copy
 import errno
 import io
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,14 @@ from torch import nn
 
 import offload
 from offload import planner
-from offload.errors import CorruptionError, StateError, StoreError
+from offload.errors import CorruptionError, StateError, StoreError, StoreTimeout
+from offload.gradient_handle import Edit
+from offload.metrics import Metrics
 from offload.prepared import prepared_of
 from offload.spilled_gradient import SpilledGradient
+from offload.store import DiskStore
 from offload.store.engine import Fault, FaultKind
+from offload.tiers.spill import SpillArea, Spilled, Staged
 
 KI = 1024
 BUDGET = 400 * KI
@@ -530,3 +535,119 @@ def test_no_map_of_a_file_has_gradients(both: Any, tmp_path: Path) -> None:
     assert spilled_in(ours)
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert not [line for line in maps if str(tmp_path) in line]
+
+
+# --- staging memory -------------------------------------------------------------------------------
+
+
+@contextmanager
+def staging(folder: Path, nbytes: int = 8 * KI, **options: Any) -> Iterator[SpillArea]:
+    """An area whose slots are pages."""
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    store = DiskStore(folder, 4 << 20, **options)
+    try:
+        yield SpillArea(store, memory, 2 << 20, Metrics())
+    finally:
+        store.engine.inject(Fault(FaultKind.NONE))
+        store.close()
+
+
+def gradient(area: SpillArea, values: torch.Tensor) -> Spilled:
+    made = area.make(object(), "w", values.numel(), values.dtype, values.shape)
+    assert made is not None
+    made.take(values)
+    return made
+
+
+def taken_of(area: SpillArea, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Addresses of the slots that are used from now on."""
+    found: set[int] = set()
+    real = area.take
+
+    def take() -> Any:
+        slot = real()
+        found.add(slot.memory.data_ptr())
+        return slot
+
+    monkeypatch.setattr(area, "take", take)
+    return found
+
+
+@pytest.mark.parametrize("slot_bytes", [None, 8 * KI], ids=["as it was", "divided anew"])
+def test_memory_that_a_lost_read_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot_bytes: int | None
+) -> None:
+    with staging(tmp_path, 16 * KI if slot_bytes else 8 * KI, timeout_s=0.3) as area:
+        assert isinstance(area.store, DiskStore)
+        engine = area.store.engine
+        older = gradient(area, torch.randn(2048))
+        area.settle()
+        engine.inject(Fault(FaultKind.LOST_COMPLETION, nth=1))
+        with pytest.raises(StoreTimeout, match="no answer"):
+            older.add(torch.ones(2048))
+        engine.inject(Fault(FaultKind.NONE))
+        abandoned = {one.memory.address for one in engine._abandoned.values()}
+        assert abandoned
+        if slot_bytes is not None:
+            area.divide(slot_bytes)
+        used, values = taken_of(area, monkeypatch), torch.randn(32 * KI)
+        assert torch.equal(gradient(area, values).load(), values)
+        size = area.slot_bytes
+        assert not any(at <= one < at + size for at in used for one in abandoned)
+
+
+def test_a_drive_that_answers_again_gives_staging_memory_back(tmp_path: Path) -> None:
+    with staging(tmp_path, timeout_s=0.2) as area:
+        assert isinstance(area.store, DiskStore)
+        engine = area.store.engine
+        engine.inject(Fault(FaultKind.DELAY, nth=1, forever=True, code=600))
+        with pytest.raises(StoreTimeout):
+            lost = gradient(area, torch.randn(2048))
+            area.settle()
+            del lost  # held until then: else nobody is told
+        engine.inject(Fault(FaultKind.NONE))
+        deadline_s = time.monotonic() + 30
+        while engine.abandoned_bytes and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        values = torch.randn(8192)
+        assert torch.equal(gradient(area, values).load(), values)
+
+
+def test_what_was_never_started_loses_no_staging_memory(tmp_path: Path) -> None:
+    with staging(tmp_path) as area:
+        area.lose_after(area._slots[0], StoreTimeout("not started", errno=errno.ETIME))
+        assert not area._slots[0].is_lost
+
+
+def test_an_interrupted_addition_gives_its_slots_back(
+    both: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, ours, mine = both
+    backward(ours)
+    area = prepared_of(ours).engine.gradients.area
+    area.settle()
+
+    def interrupted(self: Staged) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staged, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(ours)
+    assert len(area._free) == len(area._slots)
+    for param in ours.parameters():
+        if isinstance(param.grad, SpilledGradient) and param.grad.away.error is not None:
+            param.grad = None
+    area._free.clear()  # as one that is interrupted before it can give any back
+    assert area.has_free()
+    mine.step()
+
+
+def test_slots_in_use_are_not_handed_out_again(tmp_path: Path) -> None:
+    """Those that need no read have nothing under way."""
+    with staging(tmp_path) as area:
+        zeros = gradient(area, torch.randn(16 * KI))
+        zeros.edit(Edit.of("zero_", (), {}))
+        values = torch.randn(16 * KI)
+        zeros.add(values)
+        assert torch.equal(zeros.load(), values)

@@ -12,6 +12,7 @@ before the update, and again to whoever asks for the values. Any thread, one at 
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from bisect import bisect_left
@@ -47,7 +48,7 @@ class Slot:
     memory: Tensor  # bytes
     tickets: list[Ticket[None]] = field(default_factory=list)  # that may touch it
     is_lost: bool = False  # the system may write to it at any time
-    is_on_desk: bool = False  # the update uses it
+    is_on_desk: bool = False  # the update uses it, or an addition
 
     @property
     def is_idle(self) -> bool:
@@ -82,7 +83,7 @@ class Staged:
     """A piece on its way into memory; its values count when `wait` has returned."""
 
     def __init__(self, whose: Spilled, piece: _Piece, values: Tensor, slot: Slot | None) -> None:
-        self._whose, self.piece, self.values = whose, piece, values
+        self._whose, self.piece, self.values, self._slot = whose, piece, values, slot
         self._ticket = whose._read(piece, values, slot)
 
     @property
@@ -90,18 +91,29 @@ class Staged:
         return self._ticket is None or self._ticket.done
 
     def wait(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
+        if self._ticket is not None:
             with self._whose.area.metrics.span(_READING):
-                ticket.wait()
+                self._land(self._ticket)
         self._whose._make_edits(self.piece, self.values)
 
     def break_off(self) -> None:
-        """Nobody wants it any more; when this returns nothing touches its memory."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
+        """Nobody wants it any more; when this returns nothing touches its memory, or its slot is
+        lost.
+        """
+        if self._ticket is not None:
             with suppress(OffloadError):  # there is an error that matters more
-                ticket.wait()
+                self._land(self._ticket)
+
+    def _land(self, ticket: Ticket[None]) -> None:
+        """After Ctrl-C it can be waited for again: it goes on."""
+        try:
+            ticket.wait()
+        except OffloadError as error:
+            self._ticket = None
+            if self._slot is not None:
+                self._whose.area.lose_after(self._slot, error)
+            raise
+        self._ticket = None
 
 
 def _break_off(each: Iterable[Staged]) -> None:
@@ -130,6 +142,7 @@ class SpillArea:
         self._numbers = count()
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
+        self._lost: list[Tensor] = []  # memory that the system may touch at any time
         self._writing: deque[_Writing] = deque()
         self._given_up: deque[tuple[list[str], int]] = deque()  # by finalizers
         self._living: weakref.WeakSet[SpilledGradient] = weakref.WeakSet()
@@ -139,40 +152,77 @@ class SpillArea:
     # --- slots ------------------------------------------------------------------------------------
 
     def divide(self, slot_bytes: int) -> None:
-        """Slots of so many bytes, or of all there are. Nothing is under way."""
+        """Slots of so many bytes, or of all there are. Nothing is under way but what timed out."""
         with self.lock:
             self.settle()
             slot_bytes = min(-(-max(slot_bytes, 1) // _PAGE) * _PAGE, self._memory.nbytes)
             begins = range(0, self._memory.nbytes - slot_bytes + 1, slot_bytes or 1)
             self._slots = [Slot(self._memory[begin : begin + slot_bytes]) for begin in begins]
-            self._free = list(self._slots)
+            for slot in self._slots:
+                slot.is_lost = any(_overlap(slot.memory, lost) for lost in self._lost)
+            self._free = [slot for slot in self._slots if slot.is_idle]
 
     @property
     def slot_bytes(self) -> int:
         return self._slots[0].memory.nbytes if self._slots else 0
 
     def has_free(self) -> bool:
-        """Whether `take` need not wait."""
+        """Whether `take` need not wait; it need not where no slot will ever come, and says so."""
         with self.lock:
             self._end_what_is_done()
-            return bool(self._free)
+            self._reclaim()
+            is_to_come = self._writing or any(slot.is_on_desk for slot in self._slots)
+            return bool(self._free) or not is_to_come
 
     def take(self) -> Slot:
         """A slot; the oldest write is waited for if there is none."""
         with self.lock:
             self._end_what_is_done()
+            self._reclaim()
             while not self._free and self._writing:
                 self._end_oldest()
-            if not self._free:  # an interrupted call has not given its own back
-                self._free = [slot for slot in self._slots if slot.is_idle]
+            self._reclaim()
             if not self._free:
                 raise StateError("gradients: no staging memory is free, and nothing is written")
             return self._free.pop()
 
     def give_back(self, slot: Slot) -> None:
         with self.lock:
-            if slot.is_idle and slot in self._slots and slot not in self._free:
+            if self._is_spare(slot) and slot in self._slots and slot not in self._free:
                 self._free.append(slot)
+
+    def clear_away(self, slots: Iterable[Slot]) -> None:
+        """Nobody works on these any more."""
+        for slot in slots:
+            slot.is_on_desk = False
+            self.give_back(slot)
+
+    def lose_after(self, slot: Slot, error: OffloadError) -> None:
+        """A transfer of a slot has ended so: does the system still touch the memory?"""
+        if isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT:
+            with self.lock:
+                slot.is_lost = True
+                self._lost.append(slot.memory)
+
+    def _reclaim(self) -> None:
+        """If there is no slot: those that an interrupted call has not given back, and those that
+        were lost, once the drive has answered after all.
+        """
+        if self._free:
+            return
+        if self._lost and not self._is_waited_for():
+            self._lost.clear()
+            for slot in self._slots:
+                slot.is_lost = False
+        self._free = [slot for slot in self._slots if self._is_spare(slot)]
+
+    def _is_waited_for(self) -> bool:
+        """Whether the drive owes an answer to something that timed out."""
+        return isinstance(self.store, DiskStore) and self.store.engine.abandoned_bytes > 0
+
+    def _is_spare(self, slot: Slot) -> bool:
+        """Nobody uses it. A write that has ended gives it back in its turn."""
+        return slot.is_idle and all(writing.slot is not slot for writing in self._writing)
 
     # --- writes under way -------------------------------------------------------------------------
 
@@ -223,7 +273,7 @@ class SpillArea:
             with self.metrics.span(_WRITING):
                 writing.ticket.wait()
         except OffloadError as error:
-            writing.slot.is_lost |= isinstance(error, StoreTimeout)
+            self.lose_after(writing.slot, error)
             self._end(writing)
             whose = writing.whose()
             if whose is not None:
@@ -245,9 +295,6 @@ class SpillArea:
     def cut(self, key: object, numel: int, starts_and_ends: Iterable[int]) -> None:
         """Cut what comes for `key` there from now on."""
         self._cut_of[key] = tuple(sorted({0, numel, *starts_and_ends}))
-
-    def forget_cuts(self) -> None:
-        self._cut_of.clear()
 
     def make(
         self, key: object, name: str, numel: int, dtype: torch.dtype, shape: torch.Size
@@ -390,9 +437,13 @@ class Spilled:
         with self.area.lock, torch.no_grad(), self._whole_or_lost():
             for piece in self._within(begin, begin + values.numel()):
                 slot = self.area.take()
-                here = self._in(slot, piece)
-                here.copy_(values[piece.begin - begin : piece.end - begin])
-                self._store(piece, here, slot)
+                try:
+                    here = self._in(slot, piece)
+                    here.copy_(values[piece.begin - begin : piece.end - begin])
+                    self._store(piece, here, slot)
+                except BaseException:
+                    self.area.give_back(slot)
+                    raise
             if begin == 0 and values.numel() == self.cuts[-1]:
                 self.error = None
             self._drop_edits()
@@ -404,18 +455,25 @@ class Spilled:
             flat = values.detach().reshape(-1)
             to_come = deque(self._within(begin, begin + flat.numel()))
             coming: deque[tuple[Staged, Slot]] = deque()
+            slots: list[Slot] = []
             try:
                 while to_come or coming:
                     while to_come and (not coming or self.area.has_free()):
-                        slot, piece = self.area.take(), to_come.popleft()
+                        slots.append(slot := self.area.take())
+                        slot.is_on_desk = True
+                        piece = to_come.popleft()
                         coming.append((Staged(self, piece, self._in(slot, piece), slot), slot))
-                    staged, slot = coming.popleft()
+                    staged, slot = coming[0]
                     staged.wait()
                     piece = staged.piece
                     staged.values.add_(flat[piece.begin - begin : piece.end - begin])
                     self._store(piece, staged.values, slot)
+                    slots.remove(slot)
+                    slot.is_on_desk = False
+                    coming.popleft()
             finally:
                 _break_off(staged for staged, _ in coming)
+                self.area.clear_away(slots)
             self._drop_edits()
 
     @contextmanager
@@ -648,14 +706,11 @@ class Shelf:
         """The update is done with them."""
         slot = self._slots.pop(chunk.number, None)
         if slot is not None:
-            slot.is_on_desk = False
-            self._area.give_back(slot)
+            self._area.clear_away([slot])
 
     def end(self) -> None:
         """No update is under way any more."""
-        for slot in self._slots.values():
-            slot.is_on_desk = False
-            self._area.give_back(slot)
+        self._area.clear_away(self._slots.values())
         self._slots.clear()
         self._cold = {}
 
@@ -673,6 +728,11 @@ def slot_bytes(chunks: Iterable[Chunk], itemsizes: Mapping[int, int]) -> int:
         for chunk in chunks
     )
     return max(each, default=0)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def _page_up(nbytes: int) -> int:
