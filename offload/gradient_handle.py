@@ -119,6 +119,11 @@ class Edit:
         named = {key: _kept(one) for key, one in kwargs.items()}
         return cls(getattr(Tensor, name), tuple(map(_kept, args)), named, name == "zero_")
 
+    def check(self, like: Tensor) -> None:
+        """Raise at once what torch will raise for values like these."""
+        shape = (0,) if like.dim() else ()
+        self(torch.zeros(shape, dtype=like.dtype, device="cpu"))
+
     def __call__(self, values: Tensor) -> None:
         self.act(values, *self.args, **self.kwargs)
 

@@ -24,6 +24,11 @@ from offload.holders import holders
 
 _HELD, _IS_LENT, _IS_PINNED = "_offload_held", "_offload_is_lent", "_offload_is_pinned"
 _aten = torch.ops.aten
+# What gives the memory away: nobody says for how long.
+_GIVING_AWAY = frozenset(
+    {"data_ptr", "storage", "_typed_storage", "untyped_storage", "__dlpack__", "share_memory_"}
+)
+_FACTORS = frozenset({"other", "scalar", "scalars", "tensor"})  # how torch calls them
 
 
 class ColdValues(Protocol):
@@ -142,7 +147,8 @@ class SpilledGradient(GradientHandle):
             known = _known_norm(*args)
             if known is not None:
                 return known
-        if func is _aten._foreach_norm.Scalar and not kwargs and len(args[0]) == 1:
+        is_plain_norm = func is _aten._foreach_norm.Scalar and not kwargs and len(args) < 3
+        if is_plain_norm and len(args[0]) == 1:
             known = _known_norm(args[0][0], *args[1:])
             if known is not None:
                 return [known]
@@ -181,8 +187,8 @@ def _on_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         for key, one in handles.items():
             if values[key]._version != versions[key] or _changes(func):
                 setattr(one, _IS_LENT, True)
-            if getattr(func, "__name__", "") == "data_ptr":
-                setattr(one, _IS_PINNED, True)  # nobody says for how long
+            if getattr(func, "__name__", "") in _GIVING_AWAY:
+                setattr(one, _IS_PINNED, True)
             _let_go(one)
 
 
@@ -242,6 +248,9 @@ def _one_by_one(
     func: Callable[..., Any], tensors: Sequence[Any], rest: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """What works on a list works on each by itself: memory has room for one."""
+    lengths = {len(one) for one in (*rest, *kwargs.values()) if _is_list(one)}
+    if lengths - {len(tensors)}:  # torch says what is wrong
+        return _on_values(func, (tensors, *rest), kwargs)
     results: list[Any] = []
     for number, one in enumerate(tensors):
         lists = [each[number : number + 1] if _is_list(each) else each for each in rest]
@@ -252,7 +261,8 @@ def _one_by_one(
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
+    """Whether it has something for each; numbers may be in a tensor."""
+    return isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dim() == 1)
 
 
 # --- without the values ---------------------------------------------------------------------------
@@ -317,7 +327,9 @@ def _in_place(name: str) -> Callable[..., Any]:
         is_here = not isinstance(gradient, SpilledGradient) or _held(gradient) is not None
         if is_here or not is_plain(given) or any(handles_in(given)):
             return _on_values(getattr(Tensor, name), (gradient, *args), kwargs)
-        _keeper(gradient).edit(Edit.of(name, args, kwargs))
+        edit = Edit.of(name, args, kwargs)
+        edit.check(gradient)
+        _keeper(gradient).edit(edit)
         return gradient
 
     return act
@@ -326,7 +338,14 @@ def _in_place(name: str) -> Callable[..., Any]:
 def _foreach(name: str) -> Callable[..., Any]:
     whole, each = getattr(torch, f"_foreach_{name}_"), _in_place(f"{name}_")
 
-    def act(gradients: Sequence[Any], *factors: Any) -> None:
+    def act(*args: Any, **kwargs: Any) -> None:
+        named = dict(kwargs)
+        gradients, *factors = [named.pop("self"), *args] if "self" in named else args
+        factors += [named.pop(key) for key in list(named) if key in _FACTORS]
+        lengths = {-1 if isinstance(f, Tensor) else len(f) for f in factors if _is_list(f)}
+        if named or len(factors) != (name != "zero") or lengths - {len(gradients)}:
+            _on_values(whole, args, kwargs)  # torch says what is wrong
+            return
         for number, one in enumerate(gradients):
             given = [f[number : number + 1] if _is_list(f) else f for f in factors]
             if isinstance(one, SpilledGradient):

@@ -211,12 +211,53 @@ def in_inference(model: nn.Module, _: Any) -> Any:
             grad.mul_(0.3).add_(1.0)
 
 
+def foreach_named(model: nn.Module, _: Any) -> Any:
+    each: Any = grads(model)
+    torch._foreach_mul_(self=each, scalar=0.3)  # type: ignore[call-overload]
+    torch._foreach_div_(each, scalars=[2.0 + n for n in range(len(each))])  # type: ignore[call-overload]
+    torch._foreach_addcmul_(each, each, each, torch.arange(1.0, len(each) + 1))
+    found = torch._foreach_norm(each, 2.0, dtype=torch.float64)
+    return torch.stack(list(found))
+
+
+def through_storage(model: nn.Module, _: Any) -> Any:
+    for grad in grads(model):
+        torch.empty(0).set_(grad.untyped_storage()).mul_(0.5)  # type: ignore[call-overload]
+        grad.storage()[0] = 7.0
+
+
+def through_dlpack(model: nn.Module, _: Any) -> Any:
+    each = [torch.from_dlpack(grad) for grad in grads(model)]
+    for one in each:
+        one.mul_(0.5)
+    del one
+    each.pop()
+    for other in each:
+        other.add_(1e-3)
+
+
+def refused(model: nn.Module, _: Any) -> Any:
+    for grad in grads(model):
+        for act in (
+            lambda grad: grad.mul_(1j),
+            lambda grad: grad.div_(2.0, rounding_mode="bad"),
+            lambda grad: torch._foreach_mul_([grad], torch.ones(1)),
+            lambda grad: torch._foreach_mul_([grad], [0.5, 0.5]),
+        ):
+            with pytest.raises(RuntimeError):
+                act(grad)
+        with pytest.raises(TypeError):
+            grad.mul_()
+
+
 ACTS = [
     clip_norm, clip_twice, clip_foreach, clip_value, unscale, norms, halve_views, halve_items,
     numpy_edit, with_tensors, in_order, foreach, zeroed, replaced, looked_at, copied, in_inference,
+    foreach_named, through_storage, through_dlpack, refused,
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("passes", [1, 2])
 def test_every_operation_has_the_bits_of_plain_torch(both: Any, passes: int) -> None:
     plain, theirs, ours, mine = both
@@ -516,6 +557,27 @@ def test_a_failed_write_is_told_before_anything_changes(both: Any, code: int) ->
     assert all(map(torch.equal, plain.parameters(), ours.parameters()))
 
 
+def test_zeros_in_place_of_what_is_lost_are_a_gradient(
+    both: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, theirs, ours, mine = both
+    backward(ours)
+    prepared_of(ours).engine.gradients.area.settle()
+
+    def interrupted(self: Staged) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staged, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backward(ours)
+    with pytest.raises(StateError, match="zero_grad"):
+        mine.step()
+    mine.zero_grad(set_to_none=False)
+    backward(plain, ours)
+    assert_steps_alike(plain, theirs, ours, mine)
+
+
 def test_an_edit_that_cannot_be_written_back_is_not_lost(both: Any) -> None:
     plain, theirs, ours, mine = both
     backward(plain, ours)
@@ -651,3 +713,15 @@ def test_slots_in_use_are_not_handed_out_again(tmp_path: Path) -> None:
         values = torch.randn(16 * KI)
         zeros.add(values)
         assert torch.equal(zeros.load(), values)
+
+
+def test_smaller_slots_take_older_gradients(tmp_path: Path) -> None:
+    with staging(tmp_path, 64 * KI) as area:
+        area.divide(16 * KI)
+        values = torch.randn(8 * KI)
+        added, replaced = gradient(area, values), gradient(area, values)
+        area.divide(4 * KI)
+        added.add(values)
+        replaced.take(values * 3)
+        assert torch.equal(added.load(), values + values)
+        assert torch.equal(replaced.load(), values * 3)

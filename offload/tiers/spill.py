@@ -404,13 +404,33 @@ class Spilled:
         """Cut it elsewhere: the plan of the update has changed since it came."""
         with self.area.lock:
             values, norm, squares = self.load(), self._norm, self._squares
-            for piece in self.pieces:
-                self.area.store.free(piece.key)
+            self._free()
             self._cut_at(cuts)
             self._edits.clear()
             self.write(values.view(-1))
             self.area.settle()
             self._norm, self._squares = norm, squares
+
+    def _fit(self, is_new: bool = False) -> None:
+        """Cut it anew if slots have become smaller than its pieces. is_new: all of what is stored
+        is about to be replaced.
+        """
+        largest = max((piece.end - piece.begin for piece in self.pieces), default=0)
+        is_closed = not self.area.slot_bytes
+        if is_closed or largest * self.dtype.itemsize <= self.area.slot_bytes:
+            return
+        cuts = self.area._fitting(self.cuts, self.dtype)
+        if not is_new:
+            self.cut_anew(cuts)
+            return
+        self._free()
+        self._cut_at(cuts)
+        self._edits.clear()
+
+    def _free(self) -> None:
+        for piece in self.pieces:
+            with suppress(StateError):  # it was never stored
+                self.area.store.free(piece.key)
 
     # --- in ---------------------------------------------------------------------------------------
 
@@ -435,6 +455,7 @@ class Spilled:
     def write(self, values: Tensor, begin: int = 0) -> None:
         """Store these, flat, from element `begin` on: whole pieces. They are copied at once."""
         with self.area.lock, torch.no_grad(), self._whole_or_lost():
+            self._fit(begin == 0 and values.numel() == self.cuts[-1])
             for piece in self._within(begin, begin + values.numel()):
                 slot = self.area.take()
                 try:
@@ -452,6 +473,7 @@ class Spilled:
         """Add these, from element `begin` on, in whole pieces; of any shape."""
         with self.area.lock, torch.no_grad(), self._whole_or_lost():
             self._forget()
+            self._fit()
             flat = values.detach().reshape(-1)
             to_come = deque(self._within(begin, begin + flat.numel()))
             coming: deque[tuple[Staged, Slot]] = deque()
@@ -498,10 +520,14 @@ class Spilled:
         self.area.write(self, piece, values, slot)
 
     def edit(self, edit: Edit, begin: int = 0, end: int | None = None) -> None:
-        """Change elements [begin, end) when they are next in memory."""
+        """Change elements [begin, end) when they are next in memory. Where nothing of what is
+        stored matters any more, nothing of it is lost.
+        """
         with self.area.lock:
             self._forget()
             self._edits.append((begin, self.cuts[-1] if end is None else end, edit))
+            if edit.is_blank and all(map(self._is_blank, self.pieces)):
+                self.error = None
 
     def _make_edits(self, piece: _Piece, values: Tensor) -> None:
         """Those that what is stored lacks."""
@@ -589,7 +615,7 @@ class Spilled:
         """Start to read a piece as it is stored; None: what is there does not matter."""
         if self.error is not None:
             raise self.error
-        if any(e.is_blank and b <= piece.begin and piece.end <= z for b, z, e in self._left(piece)):
+        if self._is_blank(piece):
             values.zero_()
             return None
         self.area.finish(piece)
@@ -597,8 +623,12 @@ class Spilled:
         self.area.metrics.count("spilled_read_bytes", values.nbytes)
         return slot.start(ticket) if slot is not None else ticket
 
-    def _left(self, piece: _Piece) -> Sequence[tuple[int, int, Edit]]:
-        return self._edits[piece.made :]
+    def _is_blank(self, piece: _Piece) -> bool:
+        """Whether what is stored does not matter."""
+        return any(
+            edit.is_blank and begin <= piece.begin and piece.end <= end
+            for begin, end, edit in self._edits[piece.made :]
+        )
 
     def _in(self, slot: Slot, piece: _Piece) -> Tensor:
         return slot.memory.view(self.dtype)[: piece.end - piece.begin]
