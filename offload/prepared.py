@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from offload.accord import agreed, same_random, together
 from offload.budget import HOST, Share
 from offload.engine import Device, Engine
-from offload.errors import CapacityError, ConfigError, StateError
+from offload.errors import CapacityError, ConfigError, OffloadError, StateError
 from offload.foresight.outline import Outline
 from offload.gauges import resident_bytes, used_by
 from offload.heap import HEAP
@@ -31,6 +31,7 @@ from offload.optim.ground import Ground
 from offload.optim.homes import Homes
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
+from offload.optim.soundness import clear_frames
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
@@ -462,8 +463,12 @@ class Prepared:
         as they come.
         """
         if self.engine is not None:
-            with self.services.rooms(is_room_first) as make:
-                self._close_engine(self.engine, make)
+            try:
+                with self.services.rooms(is_room_first) as make:
+                    self._close_engine(self.engine, make)
+            except OffloadError as error:
+                clear_frames(error)  # they hold the memory that the next call needs
+                raise
         self._close_rest()
 
     def _close_engine(self, engine: Engine, make: Callable[[Tensor], Outgoing]) -> None:

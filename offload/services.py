@@ -19,10 +19,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, OffloadError, StateError
 from offload.hooks import Interception, intercept
 from offload.metrics import Metrics
 from offload.modes import outside_inference_mode
+from offload.optim.soundness import clear_frames
 from offload.store.files import BLOCK_BYTES
 from offload.store.handout import Handout
 from offload.store.outgoing import Outgoing
@@ -128,8 +129,12 @@ class Services:
         if self._handout is not None:  # that of a module around this one
             return original(*args, **kwargs)
         self._tell_age()
-        with self._handing_out():
-            return original(*args, **kwargs)
+        try:
+            with self._handing_out():
+                return original(*args, **kwargs)
+        except OffloadError as error:
+            clear_frames(error)  # they hold the memory that the next call needs
+            raise
 
     @property
     def _handout(self) -> Handout | None:

@@ -6,15 +6,10 @@ What needs a mount runs in a forked child with mounts of its own, so that nothin
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
-import shutil
-import signal
 import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.loops import chosen
+from support.mounts import HANG_S, loop_mount, run_here
 from support.stores import KIB, nothing_left
 
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
@@ -35,7 +31,6 @@ from offload.store.files import System
 MIB = 1 << 20
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 SIZES = (0, 1, 511, 512, 4095, 4096, 4097, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2500001)
-HANG_S = 120
 
 # Newer Pythons warn of forks in a process with threads; the child does not use those of the parent.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -259,62 +254,6 @@ def test_no_direct_io_is_a_fall_back_and_strict_refuses_it(tmp_path: Path) -> No
 
 
 # --- mounts ------------------------------------------------------------------------------------
-
-
-CLONE_NEWNS = 0x20000  # of linux/sched.h
-CANNOT_MOUNT = 77
-
-
-def run_here(
-    check: Callable[[Path], None], directory: Path, setup: str = "", tools: tuple[str, ...] = ()
-) -> None:
-    """Run shell lines that mount something, then `check`, in a forked child with mounts of its own.
-    Skips by name where that is not possible.
-    """
-    for tool in ("mount", *tools):
-        if shutil.which(tool) is None:
-            packages = "mount e2fsprogs xfsprogs btrfs-progs squashfs-tools"
-            pytest.skip(f"needs {tool}: apt-get install {packages}")
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.alarm(2 * HANG_S)
-            code = mount_and_check(check, directory, setup)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code == errno.EPERM:
-        pytest.skip("needs the right to mount (CAP_SYS_ADMIN)")
-    if code == CANNOT_MOUNT:
-        pytest.skip("cannot mount, see standard error")
-    assert code == 0, "see standard error"
-
-
-def mount_and_check(check: Callable[[Path], None], directory: Path, setup: str) -> int:
-    """In the child; the code that it ends with."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
-        return errno.EPERM
-    script = f"set -e; mount --make-rprivate /; {setup or ':'}"
-    if subprocess.run(["sh", "-ec", f"( {script} ) >&2"], timeout=HANG_S).returncode != 0:
-        return CANNOT_MOUNT
-    check(directory)
-    return 0
-
-
-def loop_mount(tmp_path: Path, make: str, size: str, sector: int = 512) -> str:
-    """Shell lines: a file system in a file, on a loop device that goes with the mount."""
-    image, point = tmp_path / "image", tmp_path / "point"
-    return f"""
-      mkdir {point}; truncate -s {size} {image}; {make} {image} >/dev/null
-      loop=$(losetup -b {sector} --show -f {image})
-      mount $loop {point} || {{ losetup -d $loop; exit 1; }}
-      losetup -d $loop
-    """
 
 
 def tmpfs(point: Path, options: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.budget import HOST, held_by, holder_now
 from offload.config import Config, format_size
-from offload.errors import ConfigError, OffloadError, StateError
+from offload.errors import ConfigError, CorruptionError, OffloadError, StateError
 from offload.heap import HEAP
 from offload.layout import MASTER
 from offload.log import LOG
@@ -38,7 +38,7 @@ from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
-from offload.optim.soundness import LOAD, Soundness, clear_frames
+from offload.optim.soundness import LOAD, MOVE, Soundness, clear_frames
 from offload.optim.turn import Turn
 from offload.optim.updater import Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
@@ -52,6 +52,8 @@ from offload.tuning import NOTHING as NO_TUNING
 from offload.tuning import Chosen
 
 States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
+# Gives the place for a field of the state, of a DTensor for our part; None: it stays.
+Room = Callable[[Handout, Record, str], Outgoing | None]
 _KEPT = (
     "the state is kept aside and nothing is lost: make room and go on, or close() for the plain "
     "optimizer with its state"
@@ -333,8 +335,14 @@ class Session:
         """
         return self._hand_out(_exact_room)
 
-    def _hand_out(self, room: Callable[[Handout, Record, str], Outgoing | None]) -> States:
-        """room: gives the place for a field, of a DTensor for our part; None: it stays."""
+    def _hand_out(self, room: Room) -> States:
+        try:
+            return self._handed_out(room)
+        except OffloadError as error:
+            clear_frames(error)  # they hold memory of ours
+            raise
+
+    def _handed_out(self, room: Room) -> States:
         if self.joint is not None:
             self.joint.meet(self._numbers_held)
         self.soundness.check()
@@ -516,7 +524,10 @@ class Session:
         except BaseException as error:
             self.close()
             clear_frames(error)
-            if not was_lost:
+            if isinstance(error, CorruptionError):  # nothing else is read here but what is aside
+                self._drop_aside()
+                self.soundness.lose(MOVE, error)
+            elif not was_lost:
                 self.soundness.mend()  # what was mixed is closed, and what is aside is whole
                 if isinstance(error, OffloadError):
                     error.args = (f"{error}; {_KEPT}",)

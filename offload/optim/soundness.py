@@ -23,6 +23,7 @@ from offload.shard import local_of
 
 STEP, LOAD = "step", "load_state_dict"
 CHECKPOINT = "load of a checkpoint"
+MOVE = "move of the state to another plan"
 
 
 @dataclass(frozen=True)

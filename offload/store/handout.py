@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from offload.metrics import Metrics
 from offload.store.files import BLOCK_BYTES, System
 from offload.store.outgoing import InMemory, Outgoing, in_order
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _SPARE = 2  # times as much must be free, for what is handed out in memory
 _PIECE_BYTES = 4 << 20  # of one write call; what must be converted is there twice
@@ -117,12 +118,12 @@ class Handout:
         self._files.append(file)
         return file, begin
 
-    def act(self, act: Callable[[], object]) -> None:
+    def act(self, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Write something, say, unless an error is kept already."""
         if self._error is not None:
             return
         try:
-            act()
+            act(*args, **kwargs)
         except StoreError as error:
             self._raise(error)
 
@@ -162,7 +163,7 @@ class _File:
         self._memory: mmap.mmap | None = None
         self._end = 0  # of the last room
         self._is_dirty = False
-        self._fd, _ = self._call("open", lambda: system.open_unnamed(directory))
+        self._fd, _ = self._call("open", system.open_unnamed, directory)
         self._close = weakref.finalize(self, os.close, self._fd)
         system.keep_in_place(self._fd)  # as long as it is empty
         with suppress(OSError):  # length without room; where that is refused, it just grows
@@ -180,8 +181,7 @@ class _File:
         it is filled with zeros.
         """
         begin = self._next
-        what = f"room for {nbytes} bytes of"
-        self._call("reserve", lambda: self._system.reserve(self._fd, nbytes, begin), what)
+        self._call("reserve", self._system.reserve, self._fd, nbytes, begin)
         if is_written:
             zeros = memoryview(bytes(min(nbytes, _PIECE_BYTES)))
             for at in range(0, nbytes, _PIECE_BYTES):
@@ -193,8 +193,7 @@ class _File:
         """All of it; one call may write less."""
         self._is_dirty = True
         while data:
-            at, some = begin, data
-            written = self._call("write", lambda at=at, some=some: self._write(at, some))  # type: ignore[misc]
+            written = self._call("write", self._write, begin, data)
             begin, data = begin + written, data[written:]
 
     def _write(self, begin: int, data: memoryview) -> int:
@@ -207,22 +206,23 @@ class _File:
         """Only once for what was written: a second one would not tell again what has failed."""
         if self._is_dirty:
             self._is_dirty = False
-            self._call("sync", lambda: self._system.sync(self._fd))
+            self._call("sync", self._system.sync, self._fd)
 
     def memory(self) -> mmap.mmap:
         """The whole file. It keeps a descriptor of its own, and the file."""
         if self._memory is None:
-            self._memory = self._call("map", lambda: mmap.mmap(self._fd, 0))
+            self._memory = self._call("map", mmap.mmap, self._fd, 0)
         return self._memory
 
     def close(self) -> None:
         self._close()
 
-    def _call(self, operation: str, call: Callable[[], T], what: str = "") -> T:
+    def _call(self, operation: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        # Not a closure: the frames of an error would hold it, and it our memory.
         try:
-            return call()
+            return call(*args, **kwargs)
         except OSError as error:
-            raise _refusal(operation, self.directory, what, error) from error
+            raise _refusal(operation, self.directory, error) from error
 
 
 class _OnFile:
@@ -248,7 +248,7 @@ class _OnFile:
         return flat.as_strided(self._shape, self._stride)
 
     def write(self, begin: int, values: Tensor) -> None:
-        self._whole.act(lambda: self._write(begin, values))
+        self._whole.act(self._write, begin, values)
 
     def _write(self, begin: int, values: Tensor) -> None:
         step = _PIECE_BYTES // self._dtype.itemsize
@@ -297,8 +297,7 @@ def allow_memory(nbytes: int, refusals: Sequence[Refusal], metrics: Metrics) -> 
     metrics.fall_back("values that are handed out", f"{told}; they are in host memory instead")
 
 
-def _refusal(operation: str, directory: Path, what: str, error: OSError) -> StoreError:
-    what = f"cannot {operation} {what or 'a file with'} state to hand out"
+def _refusal(operation: str, directory: Path, error: OSError) -> StoreError:
     if error.errno in _NO_DESCRIPTOR:
         why = f"too many open files; `ulimit -n` allows more ({error})"
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -306,7 +305,7 @@ def _refusal(operation: str, directory: Path, what: str, error: OSError) -> Stor
     else:
         why = str(error)
     return StoreError(
-        f"{directory}: {what}: {why}",
+        f"{directory}: cannot {operation} a file for state to hand out: {why}",
         errno=error.errno,
         operation=operation,
         file=os.fspath(directory),
