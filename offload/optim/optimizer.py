@@ -98,7 +98,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
-        copies; state that does not fit in host memory is on memory-mapped files without a name.
+        copies; state that does not fit in host memory is on a memory-mapped file without a name.
         Among ranks all of them call it, and each gets the whole.
         """
         session = session_of(self)
