@@ -446,11 +446,22 @@ assert offload.report(wrapped).plan.disk_bytes
 model(torch.ones(1, 32))
 count = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (count + 40, count + 40))
+
+def are_on_files(tensors):
+    lines = [line for line in open("/proc/self/maps") if sys.argv[1] in line]
+    spans = [[int(at, 16) for at in line.split()[0].split("-")] for line in lines]
+    places = [tensor.data_ptr() for tensor in tensors]
+    assert all(any(a <= at < b for a, b in spans) for at in places), "not in memory instead"
+
 kept = [wrapped.state_dict(), model.state_dict()]
 assert all(torch.equal(a, b) for a, b in zip(kept[1].values(), values, strict=True))
+are_on_files([state[name] for state in kept[0]["state"].values() for name in ("master", "exp_avg")])
+are_on_files(kept[1].values())
 wrapped.close()
 offload.close(model)
 assert len(wrapped.state) == 320 and wrapped.state[params[7]]["exp_avg"].any()
+are_on_files([state["exp_avg"] for state in wrapped.state.values()])
+are_on_files(model.parameters())
 assert all(torch.equal(a, b) for a, b in zip(model.parameters(), values, strict=True))
 print("well")
 """

@@ -6,6 +6,7 @@ all-reduce adds in an order of its own, so a bound for DDP, and the same bits fo
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from support.ranks.launch import run
 from support.ranks.stages import Loop, Wide, experts, furthest, gpt, lora
 
 import offload
+from offload.errors import StoreError
 from offload.optim import buckets
 from offload.shard import ranks_of
+from offload.store import handout
+from offload.store.faults import FaultySystem
 
 pytestmark = pytest.mark.ranks
 STEPS = chosen(test=5, torture=20)
@@ -90,6 +94,34 @@ def test_the_first_steps_have_the_bits_of_ddp() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_ranks_have_the_bits_of_ddp(stage: int, tmp_path: Path) -> None:
     run(2, equal_to_ddp, stage, str(tmp_path), deadline_s=120)
+
+
+def refused_on_one(rank: int, stage: int, directory: str) -> None:
+    """A rank that cannot write what it gets tells so itself, and the others do not wait for it."""
+    buckets.BUCKET_BYTES = SMALL
+    on_disk = {"nvme": directory, "host_memory": (600 if stage == 1 else 900) << 10}
+    ours = Loop(stage, Wide, settings=on_disk)
+    ours.step()
+    real = handout.System
+    faults = [FaultySystem("write", errno.ENOSPC, 2), FaultySystem("sync", errno.EIO, 1)]
+    for fault in faults if rank == 0 else (None, None):
+        handout.System = (lambda fault=fault: fault) if fault else real  # type: ignore[misc]
+        if fault is None:
+            ours.optimizer.state_dict()
+        else:
+            with pytest.raises(StoreError) as caught:
+                ours.optimizer.state_dict()
+            assert caught.value.errno == fault.code
+    handout.System = real  # type: ignore[misc]
+    same_state(ours)
+    ours.step()
+    ours.optimizer.close()
+    equal_on_all(ours.params)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_cannot_write_the_state_lets_nobody_wait(stage: int, tmp_path: Path) -> None:
+    run(2, refused_on_one, stage, str(tmp_path), deadline_s=100)
 
 
 def clipped(rank: int, stage: int) -> None:
