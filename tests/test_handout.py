@@ -18,6 +18,7 @@ import pytest
 import torch
 from support import children
 from support.bits import assert_same_state, assert_same_tensors
+from support.loops import chosen
 from support.mounts import HANG_S, loop_mount, run_here
 from support.wrapping import adamw, parameters, train
 from torch import Tensor, nn
@@ -582,7 +583,7 @@ def filled_up(directory: Path, memory: str) -> None:
         assert "refusal" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("memory", ["memory", "no memory"])
+@pytest.mark.parametrize("memory", chosen(test=["no memory"], torture=["memory", "no memory"]))
 def test_on_btrfs_that_fills_up_nobody_is_killed(memory: str, tmp_path: Path) -> None:
     tools = ("mkfs.btrfs", "losetup", "truncate")
     setup = loop_mount(tmp_path, "mkfs.btrfs -q -f", "256M", 4096)
