@@ -47,6 +47,6 @@ def _counts(param: Tensor) -> tuple[int, int, int, int]:
 def _counts_of_one() -> tuple[int, int, int, int]:
     """What they are where nobody else has any: versions of Python and torch differ in that."""
     with torch.inference_mode(False):
-        lone = torch.empty(1, device="cpu")
-        lone.grad = torch.empty(1, device="cpu")
+        lone = torch.empty(1, dtype=torch.float32, device="cpu")
+        lone.grad = torch.empty_like(lone)
     return _counts(lone)

@@ -74,7 +74,7 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("second", CALLS)
-@pytest.mark.parametrize(("first", "where"), [("step", "_pass_over"), ("state_dict", "export")])
+@pytest.mark.parametrize(("first", "where"), [("step", "_pass_over"), ("state_dict", "copy_out")])
 def test_a_second_thread_is_refused(
     first: str, where: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
