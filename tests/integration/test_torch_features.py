@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.bits import assert_same_model, assert_same_state
 from support.integration import VOCABULARY, adamw, batch, llama
+from support.loops import chosen
 from torch import Tensor, nn
 
 import offload
@@ -151,7 +152,8 @@ def test_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model = Small()
-    forward = torch.compile(model)
+    # Without inductor's C++, which takes a minute of a core and proves nothing more here.
+    forward = torch.compile(model, backend=chosen(test="aot_eager", torture="inductor"))
     begin, runs = copy.deepcopy(model.state_dict()), []
     for nvme in (None, tmp_path):
         model.load_state_dict(begin)

@@ -46,9 +46,9 @@ from offload.tiers.sharded_residency import ShardedResidency
 from offload.units import ALIGN_BYTES
 
 pytestmark = pytest.mark.ranks
-STEPS = chosen(test=4, torture=20)
-FEW_STEPS = chosen(test=3, torture=6)
-DRAWS = chosen(test=4, torture=100)
+STEPS = chosen(test=3, torture=20)
+FEW_STEPS = chosen(test=2, torture=6)
+DRAWS = chosen(test=3, torture=100)
 
 
 # --- the same bits --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,22 +62,17 @@ def patched(mutant: Mutant) -> Iterator[None]:
         other = vars(faulty if owner is module else getattr(faulty, owner.__name__))[name]
         if isinstance(other, property):
             other = other.fget
-        if _gist(function) != _gist(other):
-            changed = FunctionType(
-                other.__code__, module.__dict__, name, function.__defaults__, function.__closure__
-            )
-            changed.__kwdefaults__ = function.__kwdefaults__
-            users = [one for key, one in sys.modules.items() if key.startswith("offload.")]
-            for user in [owner, *(one for one in users if vars(one).get(name) is function)]:
-                undo.append((user, name, vars(user)[name]))
-                is_property = isinstance(vars(user)[name], property)
-                setattr(user, name, property(changed) if is_property else changed)
+        # What a decorator is around, and in its place: whoever has the function has the fault.
+        inner, changed = inspect.unwrap(function), inspect.unwrap(other)
+        if _gist(inner) != _gist(changed):
+            undo.append((inner, inner.__code__))
+            inner.__code__ = changed.__code__
     assert undo, "nothing has changed"
     try:
         yield
     finally:
-        for owner, name, function in undo:
-            setattr(owner, name, function)
+        for inner, code in undo:
+            inner.__code__ = code
         del sys.modules[f"{module.__name__}?"]
 
 
