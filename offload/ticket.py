@@ -394,14 +394,25 @@ def _first_of(errors: list[BaseException]) -> BaseException:
         return 0 if error.errno == errno.ETIMEDOUT else 1
 
     first = min(errors, key=rank)
-    last, known = first, {id(first)}
+    last, known = _end_of(first, set())
     for error in errors:
-        while last.__context__ is not None and id(last.__context__) not in known:
-            last = last.__context__
-            known.add(id(last))
         if id(error) not in known:
             last.__context__ = error
+            last, known = _end_of(error, known)
     return first
+
+
+def _end_of(error: BaseException, known: set[int]) -> tuple[BaseException, set[int]]:
+    """The last of an error's contexts, and all that are known by now. Contexts that are known
+    already, such as what was being handled when several of them were raised, are cut off: whoever
+    follows a circle never comes to its end.
+    """
+    known = known | {id(error)}
+    while error.__context__ is not None and id(error.__context__) not in known:
+        error = error.__context__
+        known.add(id(error))
+    error.__context__ = None
+    return error, known
 
 
 def split(ticket: Ticket[T]) -> tuple[Ticket[T], Ticket[T]]:

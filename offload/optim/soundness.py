@@ -53,7 +53,9 @@ def clear_frames(error: BaseException | None) -> None:
     """Give up the memory that the frames of an error hold, however long somebody keeps it: a
     notebook keeps the last one, and our budget would be taken as long.
     """
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # others may have made a circle of them
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
