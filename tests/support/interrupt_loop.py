@@ -311,7 +311,7 @@ def main(folder: Path, kind: str, seed: str, count: int) -> None:
     else:
         interrupter.run(count)
     training.close()
-    gc.collect()
+    await_nothing_held(HOST)
     left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     print(json.dumps({**training.counts, "threads left": left, "bytes left": HOST.used_bytes}))
 

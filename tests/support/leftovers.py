@@ -22,7 +22,8 @@ def await_nothing_held(budget: Budget) -> None:
         if time.monotonic() > end_s:
             raise AssertionError(
                 f"{budget.used_bytes:,} bytes of the budget are in use {WITHIN_S:.0f} s after the "
-                "test; expected none: something still holds a lease, or a view of one"
+                f"test, by {budget.holders()}; expected none: something still holds a lease, or a "
+                "view of one"
             )
         time.sleep(0.01)
         gc.collect()
