@@ -20,7 +20,7 @@ from offload.gauges import resident_bytes, used_by
 from offload.heap import HEAP
 from offload.hooks import watch_gradients
 from offload.layout import Chunk, slices_by_param
-from offload.locks import uninterrupted
+from offload.locks import steadfast, uninterrupted
 from offload.log import LOG
 from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
@@ -451,6 +451,7 @@ class Prepared:
         else:
             self.ended()
 
+    @uninterrupted
     def ended(self) -> None:
         """The optimizer is a plain one again; so is the model from now on."""
         if self.session is not None:
@@ -486,6 +487,7 @@ class Prepared:
             object.__delattr__(engine.model, _NO_SYNC)
         self.engine = None
 
+    @steadfast  # the model does not know of us any more: nobody could close what is left
     def _close_rest(self) -> None:
         """What is there without an engine, too."""
         for share in (self._activations_share, self._gradients_share, self._whole_share):

@@ -21,6 +21,7 @@ from offload.config import Config, format_size
 from offload.errors import ConfigError, CorruptionError, OffloadError, StateError
 from offload.heap import HEAP
 from offload.layout import MASTER
+from offload.locks import steadfast
 from offload.log import LOG
 from offload.metrics import Metrics
 from offload.optim.agreement import settings_sum
@@ -558,6 +559,7 @@ class Session:
         self.close()
         self._drop_aside()
 
+    @steadfast  # nobody has the rest of it once it has begun
     def close(self) -> None:
         """Give memory and disk back, but for what is kept aside. Idempotent."""
         if self.updater is not None:
