@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.locks import nap, uninterrupted
+from offload.locks import acquire, nap, uninterrupted
 from offload.shard import (
     Members,
     Speakers,
@@ -149,7 +149,7 @@ class Circle:
         """The bytes of every rank, by rank, as many as it has."""
         talk = self._talk
         assert talk is not None, "begin comes first"
-        talk.mine = mine
+        talk.say(mine)
         nap_s = _FIRST_NAP_S
         try:
             while talk.found is None:
@@ -170,7 +170,7 @@ class Circle:
             self._why = self._why or why or StateError(f"rank {self.rank} has left")
             self._is_over = True
             if self._talk is not None:
-                self._talk.is_over = True
+                self._talk.end()
         self._thread.end()  # closes the connections, when nothing is under way on them
 
     # --- in the thread ----------------------------------------------------------------------------
@@ -199,9 +199,7 @@ class Circle:
         says, every moment, that it is there.
         """
         while not talk.is_over:
-            until_s = time.monotonic() + min(_BEAT_S, self._limit_s / 4)
-            while talk.mine is None and not talk.is_over and time.monotonic() < until_s:
-                time.sleep(_FIRST_NAP_S * 5)
+            talk.await_news(min(_BEAT_S, self._limit_s / 4))
             mine = -1 if talk.mine is None else talk.mine.numel()
             heads = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
             heads[self.rank] = torch.tensor([mine], dtype=torch.int64, device="cpu")
@@ -243,6 +241,25 @@ class _Talk:
         self.found: list[Tensor] | None = None
         self.error: BaseException | None = None
         self.is_over = False  # nobody waits for it any more
+        self._news = threading.Lock()  # free when there are some
+        acquire(self._news, 0.0)
+
+    def say(self, mine: Tensor) -> None:
+        self.mine = mine
+        self._tell()
+
+    def end(self) -> None:
+        self.is_over = True
+        self._tell()
+
+    def _tell(self) -> None:
+        with suppress(RuntimeError):  # it was told already
+            self._news.release()
+
+    def await_news(self, timeout_s: float) -> None:
+        """Return when there is something to say, or nobody waits for it, or the time is over."""
+        if self.mine is None and not self.is_over:
+            acquire(self._news, timeout_s)
 
 
 class Bell:
