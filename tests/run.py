@@ -1,8 +1,8 @@
 """Run the tests: `python tests/run.py quick|test|torture [options of pytest]`.
 
 Two parts at the same time: tests on the host, and tests on the fake accelerator, which is
-registered for the life of a process. The host part has a worker for each core, the device part has
-one: tests wait for disks, children and deadlines, and what waits leaves its core to the others.
+registered for the life of a process. The host part has three workers for two cores, the device part
+has one: tests wait for disks, children and deadlines, and leave their core to others meanwhile.
 What the second part prints comes after the first has ended. The last lines tell what was run, how
 long it took and how many of each kind of trial (kills, schedules, ...) it had.
 """
@@ -19,7 +19,8 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-WORKERS = os.environ.get("OFFLOAD_TEST_WORKERS", str(os.cpu_count() or 1))
+CORES = os.cpu_count() or 1
+WORKERS = os.environ.get("OFFLOAD_TEST_WORKERS", str(CORES + CORES // 2))
 # Files in the order of collection, which is longest first, each as a whole to one worker.
 SPREAD = ["--dist", "loadfile", "--no-loadscope-reorder"]
 HOST = ["-m", "not device", f"--ignore={TESTS / 'device'}", "-n", WORKERS, *SPREAD]

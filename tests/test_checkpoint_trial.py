@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import random
 import resource
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_tensors
+from support.leftovers import Handles
 from support.models import Gpt
 from torch import Tensor, nn
 
@@ -213,11 +212,6 @@ def test_kills_during_a_load_leave_the_checkpoint(
 # --- interruptions --------------------------------------------------------------------------------
 
 
-def threads_and_files() -> tuple[int, int]:
-    gc.collect()  # frames of what was raised
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("where", ["before", "after", "output"])
 def test_an_interrupted_save_leaves_no_engine(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,7 +219,7 @@ def test_an_interrupted_save_leaves_no_engine(
     """Ctrl-C while the engine is made, and when nobody has it yet."""
     model, optimizer = build("plain", tmp_path)
     offload.save(tmp_path / "first", model, optimizer)
-    before = threads_and_files()
+    before = Handles.now()
     kind: Any = Output if where == "output" else native_engine.NativeEngine
     own = kind.__init__
 
@@ -238,8 +232,7 @@ def test_an_interrupted_save_leaves_no_engine(
         patched.setattr(kind, "__init__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             offload.save(tmp_path / "c", model, optimizer)
-    now = threads_and_files()  # what earlier tests have left may end meanwhile
-    assert now[0] <= before[0] and now[1] <= before[1]
+    before.await_no_others()
     assert os.listdir(tmp_path) == ["first"]
 
 

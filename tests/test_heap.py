@@ -182,8 +182,10 @@ class Library(SimpleNamespace):
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    made = Library()
+    made, mine = Library(), heap.Heap()
     monkeypatch.setattr(heap, "_glibc", lambda: made)
+    for name in ("api", "engine", "hooks", "prepared", "optim.ground", "optim.session"):
+        monkeypatch.setattr(f"offload.{name}.HEAP", mine)  # of others there may be users left
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     return made

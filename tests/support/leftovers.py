@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 
 from offload.budget import Budget
 
@@ -27,3 +31,36 @@ def await_nothing_held(budget: Budget) -> None:
             )
         time.sleep(0.01)
         gc.collect()
+
+
+@dataclass(frozen=True)
+class Handles:
+    """Threads, and open files with what they lead to."""
+
+    threads: frozenset[str]
+    files: frozenset[tuple[str, str]]
+
+    @classmethod
+    def now(cls) -> Handles:
+        gc.collect()  # frames of what was raised
+        files = set()
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # that of the listing itself
+                files.add((number, os.readlink(f"/proc/self/fd/{number}")))
+        threads = frozenset(thread.name for thread in threading.enumerate())
+        return cls(threads, frozenset(files))
+
+    def await_no_others(self) -> None:
+        """Wait until all that is there now was there before, for a minute at most."""
+        end_s = time.monotonic() + WITHIN_S
+        while True:
+            now = Handles.now()
+            others = sorted(now.threads - self.threads), sorted(now.files - self.files)
+            if not any(others):
+                return
+            if time.monotonic() > end_s:
+                raise AssertionError(
+                    f"threads {others[0]} and open files {others[1]} are left {WITHIN_S:.0f} s "
+                    "later; expected none"
+                )
+            time.sleep(0.01)
