@@ -29,7 +29,7 @@ WIDTH = 40
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
-    monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
+    monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 512)
 
 
 class Layer(nn.Module):
