@@ -39,12 +39,15 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """Who takes part: `kind` and `options` are those of `peers/contestants.py`."""
+    """Who takes part: `kind` and `options` are those of `peers/contestants.py`. root: of another
+    checkout, whose code and environment it is.
+    """
 
     name: str
     kind: str
     options: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
+    root: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,17 @@ class Worker:
         self.entry = entry
         self.log_path = directory / f"{entry.name.replace(' ', '_').replace(',', '')}.log"
         self._log: IO[str] = self.log_path.open("w")
-        script = HERE / "peers" / "worker.py"
+        root = entry.root or HERE.parent
+        python = sys.executable if entry.root is None else str(root / ".venv" / "bin" / "python")
+        script = root / "benchmarks" / "peers" / "worker.py"
         self.process = subprocess.Popen(
-            [sys.executable, str(script), entry.kind, json.dumps(entry.options)],
+            [python, str(script), entry.kind, json.dumps(entry.options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             cwd=directory,
-            env={**_environment(directory), **entry.environment},
+            env={**_environment(directory, root), **entry.environment},
         )
         try:
             self.numel = int(self._answer(START_S)["numel"])
@@ -120,8 +125,8 @@ class Worker:
         self._log.close()
 
 
-def _environment(directory: Path) -> dict[str, str]:
-    paths = [str(HERE.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+def _environment(directory: Path, root: Path) -> dict[str, str]:
+    paths = [str(root / "examples"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it, after `little_to_collect`
 from hypothesis import settings
+from support.interrupts import heed_interrupts
 from support.leftovers import await_nothing_held
 from support.loops import LOOP, counted
 
@@ -28,9 +28,7 @@ from offload.budget import HOST, Budget
 CONFIG = tempfile.mkdtemp(prefix="offload-no-config-")
 os.environ["XDG_CONFIG_HOME"] = CONFIG
 
-# What a shell runs in the background ignores Ctrl-C, and so would all programs that tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+heed_interrupts()
 
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 

@@ -80,6 +80,17 @@ def with_a_peer(sitting: Any, results: ModuleType) -> None:
     )
 
 
+def test_two_checkouts_train_the_same_by_turns(load: Any, tmp_path: Path) -> None:
+    pairs, contest = load("pairs"), load("wrap_contest")
+    entry = contest.Entry("prepared", "prepared", {"task": {**TASK, "dtype": "bfloat16"}})
+    this, that = pairs.run_pairs(entry, ROOT, tmp_path, rounds=2)
+    assert that.entry.root == ROOT and len(this.turns) == len(that.turns) == 2
+    assert "2 pairs" in pairs.tell("all", this, that)
+    assert pairs.tell("all", this, that).endswith("losses equal")
+    that.turns.reverse()
+    assert pairs.tell("all", this, that).endswith("losses DIFFER")
+
+
 def test_a_run_larger_than_memory_is_told(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

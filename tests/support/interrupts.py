@@ -13,6 +13,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 
+def heed_interrupts() -> None:
+    """Have SIGINT raise. What a shell runs in the background ignores it, and so would all programs
+    that tests start.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def interrupt_at(instruction: int, *kinds: type) -> Iterator[list[bool]]:
     """KeyboardInterrupt before the n-th instruction of the methods of `kinds`, as a signal handler

@@ -13,6 +13,7 @@ import torch._dynamo  # the first optimizer would import it, after `gc.freeze`
 from support.fuzz.campaign import Campaign
 from support.fuzz.cases import draw, from_json, to_json
 from support.fuzz.surroundings import scratch
+from support.interrupts import heed_interrupts
 
 EVERY_S = 10.0  # between lines of progress
 
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--as-it-is", action="store_true", help="do not shrink what fails")
     parser.add_argument("--show", action="store_true", help="print each case before it runs")
     options = parser.parse_args()
+    heed_interrupts()
     torch.set_num_threads(1)
     gc.freeze()
     with scratch() as folder:
