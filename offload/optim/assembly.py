@@ -30,6 +30,11 @@ def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def is_same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether elements lie in the same order for both strides; sizes of 1 have any stride."""
+    return all(size < 2 or a == b for size, a, b in zip(shape, one, other, strict=True))
+
+
 @dataclass
 class _Field:
     whole: Tensor  # in the parameter's order of memory

@@ -26,6 +26,7 @@ from offload.log import LOG
 from offload.metrics import Metrics
 from offload.optim.agreement import settings_sum
 from offload.optim.aside import Aside
+from offload.optim.assembly import is_same_order
 from offload.optim.begun import Begun
 from offload.optim.buckets import Buckets
 from offload.optim.export import Gatherer, Held, export
@@ -298,6 +299,14 @@ class Session:
                     f"{record.name}: expected {record.placing or 'an ordinary tensor'} as when it "
                     f"was wrapped, got {placing or 'an ordinary tensor'}; its state does not fit "
                     "any more"
+                )
+            same = is_same_order(record.shape, local.stride(), record.stride)
+            if record.own is not None and not same:
+                raise ConfigError(
+                    f"{record.name}: expected the order of memory that it had when it was wrapped "
+                    f"(strides {record.stride}), got strides {local.stride()}; each rank has a "
+                    "part of its state by that order: change it back. For another order, close() "
+                    "the optimizer on all ranks before, and wrap it again after"
                 )
 
     def _watch(self, steps_done: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import Slice
-from offload.optim.assembly import is_row_major
+from offload.optim.assembly import is_row_major, is_same_order
 from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
 
@@ -122,7 +122,7 @@ def read_slice(source: Source, record: Record, part: Slice, target: Tensor, whol
 
 def read_kept(kept: Kept, record: Record, part: Slice, target: Tensor, wholes: Wholes) -> None:
     """The same of what was kept; the parameter may be in another order of memory since."""
-    if kept.stride == record.stride:
+    if is_same_order(record.shape, kept.stride, record.stride):
         kept.part.read_into(part.begin, target)
     else:
         target.copy_(wholes.of(kept, record)[part.begin : part.end])

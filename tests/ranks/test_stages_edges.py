@@ -41,12 +41,12 @@ class Odd(nn.Module):
         self.one = nn.Parameter(torch.tensor(0.3))
         self.none = nn.Parameter(torch.empty(0, 5))
         self.frozen = nn.Parameter(torch.ones(37), requires_grad=False)
-        self.conv = nn.Conv2d(1, 6, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 6, 3).to(memory_format=torch.channels_last)
         self.large = nn.Linear(6 * 35, 64)
         self.unused = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = (self.first(x) * self.frozen).view(-1, 1, 1, 37).expand(-1, 1, 3, 37)
+        hidden = (self.first(x) * self.frozen).view(-1, 1, 1, 37).expand(-1, 2, 3, 37)
         hidden = self.conv(hidden).flatten(1) * self.one + self.none.sum()
         return self.large(hidden).square().mean()
 
@@ -159,6 +159,47 @@ def optimizers(rank: int, stage: int) -> None:
         pair.step()
         assert pair.ours.grad_norm == pytest.approx(pair.alone.grad_norm, rel=1e-12)
     pair.check_state()
+
+
+class Wide(nn.Module):
+    """Most elements are those of one parameter that is channels_last: every rank has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 8)
+        self.conv = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).view(-1, 8, 1, 1).expand(-1, 8, 4, 4)
+        out: Tensor = self.conv(hidden).square().mean()
+        return out
+
+
+def orders(rank: int, stage: int) -> None:
+    pair = Pair(my_ranks(), stage, adamw, model=Wide)
+    pair.step()
+    pair.backward()
+    pair.shared.conv.to(memory_format=torch.contiguous_format)
+    for act in (pair.ours.step, pair.ours.state_dict, pair.ours.close):
+        with refused(ConfigError, "param 2 .*order of memory .* change it back"):
+            act()
+    pair.shared.conv.to(memory_format=torch.channels_last)
+    pair.alone.step()
+    pair.ours.step()
+    pair.zero_grad()
+    pair.check()
+    pair.check_state()
+    pair.ours.close()
+    for model in (pair.plain, pair.shared):
+        model.conv.to(memory_format=torch.contiguous_format)
+    pair.ours = offload.wrap(pair.ours, release_grads=stage == 2)
+    pair.step()
+    pair.check_state()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_another_order_of_memory_is_refused_before_anything_changes(stage: int) -> None:
+    run(2, orders, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
