@@ -34,7 +34,9 @@ import pytest
 
 SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 _FORKS = multiprocessing.get_context("forkserver")
-_STARTING = threading.Lock()  # tests have threads
+# Tests have threads. Who starts a process asks all others whether they have ended, as join() does:
+# of two that ask at once one reads the exit code and the other gets 255.
+_ASKING = threading.Lock()
 _PRELOADED = "support.ranks.preloaded"
 _preload = [_PRELOADED]
 _TESTS = str(Path(__file__).parents[2])
@@ -70,7 +72,7 @@ def outcomes(
     count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240
 ) -> list[Outcome]:
     """How each has ended, whatever it was. `function(rank, *args)` runs in each."""
-    with _STARTING:
+    with _ASKING:
         _start_server()
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
@@ -81,7 +83,8 @@ def outcomes(
                 process = _FORKS.Process(
                     target=_main, args=(theirs, rank, count, store, function, args), daemon=True
                 )
-                process.start()
+                with _ASKING:
+                    process.start()
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
@@ -92,9 +95,9 @@ def outcomes(
             return found
         finally:
             for process in processes:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid or 0, signal.SIGKILL) if process.is_alive() else None
-                process.join()
+                with _ASKING:
+                    process.kill()
+                    process.join()
 
 
 def preload_device() -> None:
@@ -125,8 +128,9 @@ def _collect(
                 found[rank].result, found[rank].error = said
             except EOFError:  # has ended
                 del left[rank]
-                processes[rank].join()
-                found[rank].exit_code = processes[rank].exitcode
+                with _ASKING:
+                    processes[rank].join()
+                    found[rank].exit_code = processes[rank].exitcode
                 found[rank].ended_s = time.monotonic() - begin
     return found, list(left)
 
