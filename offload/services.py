@@ -166,13 +166,21 @@ class Services:
             original(destination, prefix, keep_vars)
             return
         with self._residency.in_host(self._units(module), only_looks=True):
-            original(destination, prefix, keep_vars)
-            if self._residency.never_drops:
-                return
-            with nullcontext() if self._handout is not None else self._handing_out():
-                for name, param in module._parameters.items():
-                    if param is not None and prefix + name in destination:
-                        destination[prefix + name] = self._copy(param, destination)
+            try:
+                original(destination, prefix, keep_vars)
+                if not self._residency.never_drops:
+                    self._copy_all(module, destination, prefix)
+            except BaseException:  # whoever keeps it would keep the memory that others need
+                for name in module._parameters:
+                    destination.pop(prefix + name, None)
+                raise
+
+    def _copy_all(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
+        """In place of the parameters themselves."""
+        with nullcontext() if self._handout is not None else self._handing_out():
+            for name, param in module._parameters.items():
+                if param is not None and prefix + name in destination:
+                    destination[prefix + name] = self._copy(param, destination)
 
     def _copy(self, param: Tensor, destination: dict[str, Any]) -> Tensor:
         """One for each parameter, also where several names have it."""

@@ -21,6 +21,7 @@ import offload
 from offload import planner, units
 from offload.budget import Budget
 from offload.errors import CapacityError
+from offload.services import Services
 from offload.trace import Phase
 
 WIDTH = 40
@@ -172,6 +173,53 @@ def test_views_that_an_error_has_left_behind_do_not_stay(tmp_path: Path) -> None
     finally:
         gc.enable()
     assert first.memory is None
+    offload.close(model)
+
+
+def test_memory_of_a_block_that_never_came_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of an error that was caught hold it until garbage is collected."""
+    least = least_bytes(tmp_path, "borrowed")
+    model, optimizer = built("borrowed")
+    offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
+    residency = model._offload_prepared.engine.residency
+
+    def interrupted(block: Any, memory: Tensor, priority: Any) -> None:
+        circle: list[Any] = [memory]
+        circle.append(circle)
+        raise KeyboardInterrupt
+
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(residency.backing, "read", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.randn(4, WIDTH))
+        train(model, optimizer)
+    finally:
+        gc.enable()
+    offload.close(model)
+
+
+def test_a_state_dict_that_is_interrupted_leaves_the_memory_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever keeps the error, as a notebook does, keeps what was gathered until then."""
+    least = least_bytes(tmp_path, "borrowed")
+    model, optimizer = built("borrowed")
+    offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
+    train(model, optimizer)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Services, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            model.state_dict()
+    train(model, optimizer)
+    assert kept.traceback
     offload.close(model)
 
 

@@ -255,7 +255,7 @@ class Residency:
             self._fetch_all(needed)
         except CapacityError:  # there may be room, but not in one piece
             self._drop_all(needed)
-            self._fetch_all(needed)
+            self._fetch_all_at_last(needed)
         self._fetch_ahead()
         for block in needed:
             self._arrive(block)
@@ -264,6 +264,14 @@ class Residency:
     def _fetch_all(self, needed: Sequence[Block]) -> None:
         for block in sorted(needed, key=lambda block: -block.nbytes):  # it needs the largest piece
             self._fetch(block, Priority.WAITED_FOR)
+
+    def _fetch_all_at_last(self, needed: Sequence[Block]) -> None:
+        try:
+            self._fetch_all(needed)
+        except CapacityError:
+            if not self._gets_memory_back():
+                raise
+            self._fetch_all(needed)
 
     def _drop_all(self, needed: Sequence[Block]) -> None:
         """Empty the memory of everything that may go, what is needed included."""
@@ -355,11 +363,20 @@ class Residency:
         caught hold some until garbage is collected, and a thread of autograd's holds a graph for a
         moment after backward has returned.
         """
-        if not self._held_elsewhere():
-            return False
+        return bool(self._held_elsewhere()) and self._comes_to_pass(self._drop_farthest)
+
+    def _gets_memory_back(self) -> bool:
+        """Whether memory has come free that no block has: such frames hold that of blocks that
+        never came, too.
+        """
+        before = self._pool.stats().used_bytes
+        return self._comes_to_pass(lambda: self._pool.stats().used_bytes < before)
+
+    def _comes_to_pass(self, has: Callable[[], bool]) -> bool:
+        """Whether it has, a while after garbage was collected."""
         gc.collect()
         until_s = time.monotonic() + _LINGER_S
-        while not self._drop_farthest():
+        while not has():
             if time.monotonic() > until_s:
                 return False
             nap(_LINGER_STEP_S)
