@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,6 +128,25 @@ def test_no_moment_leaves_a_lock_held_or_a_section_half_done(act: str) -> None:
         if moments.came_at is None:
             break
     assert number > 10
+
+
+def test_no_moment_leaves_a_guard_of_torchs_in_force() -> None:
+    """Python runs a signal handler at the end of a call, within the `with` that the call ends: a
+    tracer that raises one instruction later is not what Ctrl-C does.
+    """
+
+    def largest(*numbers: int) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return max(*numbers)
+
+    for number in range(1, 100):
+        moments = Moments(number)
+        with suppress(KeyboardInterrupt), moments:
+            largest(1, 2)
+        assert torch._C._is_torch_function_enabled(), moments
+        if moments.came_at is None:
+            break
+    assert 2 < number < 99
 
 
 def test_a_wait_in_a_section_is_ended_but_not_one_in_a_steadfast_section() -> None:

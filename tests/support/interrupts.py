@@ -66,6 +66,27 @@ _LOOKS = {
     if name in dis.opmap
 }
 
+
+class Code:
+    """The instructions of a function, and who handles what they raise."""
+
+    def __init__(self, code: CodeType) -> None:
+        self._operations = code.co_code  # a copy each time
+        entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+        self._handlers = [(entry.start, entry.end, entry.target) for entry in entries]
+
+    def looks_between(self, before: int, at: int) -> bool:
+        """Whether a signal handler may run between these two instructions, and may be had to run
+        there: what it raises is raised by the first, what a tracer raises is raised by the second.
+        Where the first is the last one of a `with` or a `try`, others would handle it.
+        """
+        is_look = self._operations[before] in _LOOKS
+        return is_look and self._handler_of(before) == self._handler_of(at)
+
+    def _handler_of(self, at: int) -> int | None:
+        return next((target for begin, end, target in self._handlers if begin <= at < end), None)
+
+
 Place = tuple[CodeType, int, CodeType | None]  # where, and for what many use, who has called it
 SHARED = ("threading.py", "contextlib.py", "locks.py")
 
@@ -87,16 +108,16 @@ class Moments:
         self.places: dict[Place, int] = {}  # that were passed, with the number of the first time
         self.came_at: Place | None = None
         self._at, self._only = at, only
-        self._known: dict[CodeType, bool] = {}
-        self._last: dict[FrameType, int] = {}
+        self._known: dict[CodeType, Code | None] = {}  # None: it does not count
+        self._last: dict[FrameType, int] = {}  # the instruction before
 
     def _begin(self, frame: FrameType, event: str, argument: object) -> Any:
         code = frame.f_code
-        wanted = self._known.get(code)
-        if wanted is None:
+        if code not in self._known:
             is_mine = code.co_filename == __file__
-            wanted = self._known[code] = not is_mine and (self._only is None or self._only(code))
-        if not wanted:
+            is_wanted = not is_mine and (self._only is None or self._only(code))
+            self._known[code] = Code(code) if is_wanted else None
+        if self._known[code] is None:
             return None
         frame.f_trace_opcodes = True
         return self._look
@@ -107,9 +128,9 @@ class Moments:
         if event != "opcode":
             return self._look
         code, at = frame.f_code, frame.f_lasti
-        before = self._last.get(frame)
-        self._last[frame] = code.co_code[at]
-        if before in _LOOKS:
+        before, known = self._last.get(frame), self._known[code]
+        self._last[frame] = at
+        if before is not None and known is not None and known.looks_between(before, at):
             caller = frame.f_back if is_shared(code) else None
             self._pass((code, at, caller.f_code if caller else None))
         return self._look
