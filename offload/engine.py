@@ -306,16 +306,15 @@ class Engine:
     @uninterrupted
     def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         """Inside a checkpoint, which counts what is saved in the first run and in the second, and
-        keeps what the second saves until backward has come to it. It is told of parameters, too,
-        but nothing is left that would make it keep them: a block per unit would stay.
+        keeps what the second saves until backward has come to it. Of a parameter it gets something
+        of the same shape: it would keep the block of every unit.
         """
         assert others is not None, "those of a checkpoint"
-        kept = others(tensor)
         block = self.residency.block_of(tensor)
         if block is None:
-            return kept
+            return others(tensor)
         self.residency.note_edit(block)
-        return Reference.to(block, tensor)
+        return _Counted(Reference.to(block, tensor), others(_like(tensor)))
 
     @uninterrupted
     @outside_inference_mode
@@ -334,12 +333,14 @@ class Engine:
         return kept.view(self.residency.memory_of(kept.block))
 
     def _unpack_counted(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        """Inside a checkpoint: vectors as copies. Backward of a layer norm asks for its bias before
-        its input; the input is made by running the whole segment again, unit by unit, and a view
-        of the bias would hold the room that those need.
+        """Inside a checkpoint: it runs the whole segment again, unit by unit, before there is a
+        view of a parameter. Backward of some operations asks for a weight before their input, and
+        the view would hold the room that the other units need.
         """
-        found = self._unpack(others, kept)
-        return found.clone() if isinstance(kept, Reference) and found.dim() < 2 else found
+        if not isinstance(kept, _Counted):
+            return self._unpack(others, kept)
+        self._unpack(others, kept.holder)
+        return self._unpack(others, kept.parameter)
 
     # --- parameters that somebody asks for --------------------------------------------------------
 
@@ -375,6 +376,19 @@ class Engine:
         for block in self.residency.in_order_of_return():
             self.residency.give_back(block, make)
         self.gradients.give_back(make)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A parameter that is saved inside a checkpoint. holder: what the checkpoint has for it."""
+
+    parameter: Reference
+    holder: Any
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Of the same shape, type and device, in the memory of one element."""
+    return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,17 @@ class Normed(Chain):
             layer.register_forward_hook(lambda layer, _, out: layer.norm(out))
 
 
+class Weights(Chain):
+    """Backward of a product asks for its weight before its input."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(0)).squeeze(0)
+
+
 class Nested(Chain):
     """Checkpoints within a checkpoint."""
 
@@ -100,6 +111,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "three a segment": lambda: Chain(2),
     "nested": Nested,
     "a norm at the end": Normed,
+    "weights before inputs": Weights,
     "borrowed": lambda: Chain(borrows=True),
     "borrowed in segments": lambda: Chain(3, borrows=True),
 }

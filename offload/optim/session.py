@@ -306,7 +306,7 @@ class Session:
                     f"{record.name}: expected the order of memory that it had when it was wrapped "
                     f"(strides {record.stride}), got strides {local.stride()}; each rank has a "
                     "part of its state by that order: change it back. For another order, close() "
-                    "the optimizer on all ranks before, and wrap it again after"
+                    "the optimizer on all ranks before, and wrap or prepare again after"
                 )
 
     def _watch(self, steps_done: int) -> None:
