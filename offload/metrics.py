@@ -24,6 +24,7 @@ from torch.autograd import profiler
 
 from offload.errors import StateError
 from offload.log import LOG
+from offload.number_log import NumberLog
 from offload.timeline import STEP, UPDATE, WAITING, Event
 
 OTHER = "other"
@@ -32,6 +33,7 @@ COMPUTING = frozenset(
 )  # the other causes are waits
 MOST_EVENTS = 8192  # of the last steps; some 200 bytes each
 MOST_SAMPLES = 4096  # of memory
+_AT_S = "at_s"  # beside the names of memory, in a row of samples
 _SAMPLE_EVERY_S = 0.02  # one costs up to 0.1 ms of the thread that trains
 _SHORT_WAIT_S = 50e-6  # outside of steps, shorter ones are counted and not drawn
 
@@ -88,7 +90,7 @@ class Metrics:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Of memory, by what it is: who knows the bytes, and what they were when.
     _gauges: dict[str, Callable[[], int | None]] = field(default_factory=dict)
-    _samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    _samples: NumberLog = field(default_factory=lambda: NumberLog(MOST_SAMPLES))
     _sampled_s: float = 0.0
     # Of the step under way: its thread, the spans it is in, and since when in the innermost.
     _stepping: int | None = None
@@ -170,11 +172,12 @@ class Metrics:
         self._gauges = {n: ask for n, ask in self._gauges.items() if known.get(n, 0) is not None}
         found = {name: nbytes for name, nbytes in known.items() if nbytes is not None}
         with self._lock:
-            self._samples.append(Sample(now_s, found))
+            self._samples.append({_AT_S: now_s, **found})
 
     def samples(self) -> list[Sample]:
         with self._lock:
-            return list(self._samples)
+            rows = list(self._samples)
+        return [Sample(row.pop(_AT_S), {name: int(n) for name, n in row.items()}) for row in rows]
 
     def fall_back(self, what: str, why: str) -> None:
         """Note that `what` runs in a lesser way than it could. The first reason stays."""

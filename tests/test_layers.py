@@ -44,6 +44,7 @@ ROWS = [
         "machine_disk",
         "config",
         "metrics",
+        "number_log",
         "guard",
         "draws",
         "model_buffers",

@@ -11,6 +11,7 @@ import pytest
 
 from offload.errors import StateError
 from offload.metrics import MOST_EVENTS, Metrics
+from offload.number_log import NumberLog
 from offload.timeline import STEP, UPDATE, WAITING, Event
 
 
@@ -123,3 +124,16 @@ def test_memory_is_looked_at_every_20_ms_at_most() -> None:
     for at_s in (1.0, 1.006, 1.019, 1.021, 1.03, 1.05):
         metrics.sample(at_s)
     assert [sample.at_s for sample in metrics.samples()] == [1.0, 1.021, 1.05]
+
+
+def test_the_last_rows_of_numbers_that_come_and_go() -> None:
+    log = NumberLog(3)
+    assert list(log) == []
+    rows: list[dict[str, float]] = [{"a": 1}, {"a": 0, "b": 2.5}, {"b": 2**53 - 1}, {}, {"c": -1}]
+    for count, row in enumerate(rows, 1):
+        log.append(row)
+        kept = rows[max(0, count - 3) : count]
+        assert list(log) == kept == [log[index] for index in range(len(log))]
+        assert log[-1] == row and len(log) == len(kept)
+    with pytest.raises(IndexError):
+        log[3]
