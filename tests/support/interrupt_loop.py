@@ -40,6 +40,7 @@ from support.models import Gpt, batch, loss_of
 
 HANG_S = float(os.environ.get("OFFLOAD_HANG_S", "120"))
 MOST_STEPS = 12
+TORCH = os.path.dirname(torch.__file__)
 
 
 def train(model: Any, optimizer: Any, step: int) -> None:
@@ -237,8 +238,12 @@ class Interrupter:
     def __init__(self, training: Training, random_: random.Random) -> None:
         self.training, self.random = training, random_
         self.known: dict[str, list[int]] = {}  # of each act: moments to choose from
-        self.ignored: list[Any] = []
-        sys.unraisablehook = self.ignored.append  # Ctrl-C in a finalizer is Python's to lose
+        self.ignored = 0  # Ctrl-C in a finalizer is Python's to lose
+        sys.unraisablehook = self.ignore
+
+    def ignore(self, what: object) -> None:
+        """Whoever kept it would keep memory."""
+        self.ignored += 1
 
     def interrupt(
         self, name: str, at: int | Place, only: Callable[[CodeType], bool] | None = None
@@ -258,10 +263,11 @@ class Interrupter:
             if moments.came_at is None:
                 raise
             training.counts[f"told as {type(error).__name__}"] += 1
-        was_ignored, self.ignored = bool(self.ignored), []
+        was_ignored, self.ignored = bool(self.ignored), 0
         training.counts["interrupts"] += moments.came_at is not None
         training.counts["not raised"] += moments.came_at is not None and not interrupted
         training.counts["lost in a finalizer"] += was_ignored
+        self.check_grad_mode(moments)
         try:
             training.judge(name, str(moments))
             training.rewind()
@@ -270,6 +276,18 @@ class Interrupter:
             raise
         signal.setitimer(signal.ITIMER_REAL, 0)
         return moments
+
+    def check_grad_mode(self, moments: Moments) -> None:
+        """torch's own `no_grad` is Python: Ctrl-C at the beginning of its end leaves it in force,
+        as it does without us.
+        """
+        if torch.is_grad_enabled():
+            return
+        torch.set_grad_enabled(True)
+        assert moments.came_at is not None
+        if not moments.came_at[0].co_filename.startswith(TORCH):
+            raise Wrong(f"gradients are off after Ctrl-C at {moments}")
+        self.training.counts["no_grad left by torch"] += 1
 
     def run_over_locks(self, count: int) -> None:
         """Those of `threading` all, of the others some, each by who has called it."""

@@ -197,7 +197,8 @@ class _Draw:
         has_momentum = optimizer.kind == "SGD" and dict(optimizer.settings)["momentum"]
         self.has_plain = optimizer.kind in FUSED and not halves and not has_momentum
         loop = self.loop(halves)
-        self.has_plain = self.has_plain and loop.max_grad_norm is None
+        # With a scaler torch's fused ones leave other gradients and states when they skip a step.
+        self.has_plain = self.has_plain and loop.max_grad_norm is None and not loop.has_scaler
         case = Case(self.seed, model, optimizer, loop, self.place(), ())
         return replace(case, acts=tuple(self.acts(case)))
 
@@ -355,10 +356,11 @@ class _Draw:
         return self.number
 
     def may_cast(self, model: Model) -> bool:
-        """docs/limits.md: where activations are not kept, a weight that is used again is cast anew
-        under autocast, and its gradients have other bits.
+        """docs/limits.md: where activations are not kept, by us or by the model itself, a weight
+        that is used again is cast anew under autocast, and its gradients have other bits.
         """
-        return not self.has_let_go or all(a.kind not in ("again", "borrow") for a in model.layers)
+        runs_again = self.has_let_go or model.segments or any(a.again for a in model.layers)
+        return not runs_again or all(a.kind not in ("again", "borrow") for a in model.layers)
 
     def iteration(self, case: Case) -> Iterator[Act]:
         rng = self.rng
