@@ -145,7 +145,11 @@ def assert_no_less_works(
     model, optimizer = built(seed)
     with monkeypatch.context() as patch:
         patch.setattr(shares.Sizes, "least_bytes", property(lambda self: enough(self) - PAGE))
-        made = offload.plan(model, optimizer, host_memory=least - PAGE, **options)
+        try:
+            made = offload.plan(model, optimizer, host_memory=least - PAGE, **options)
+        except CapacityError as error:  # with all of it in memory, which is less than in passing
+            assert told(error) == least
+            return
         if made.shares.holds_all_params or made.shares.params >= enough(sizes_of(model)):
             return  # it was not the parameters that were short of room
         with pytest.raises(CapacityError):
