@@ -40,13 +40,13 @@ demo: setup  ## train a GPT that needs more memory than it gets, kill it and go 
 	"$(PY)" examples/demo.py
 
 quick: built  ## the heart of every promise in two minutes: what one runs after each edit
-	"$(PY)" tests/run.py quick
+	exec "$(PY)" tests/run.py quick
 
 test: built  ## all tests, device code included, in ten minutes on two cores
-	"$(PY)" tests/run.py test
+	exec "$(PY)" tests/run.py test
 
 torture: built  ## the long forms: thousands of kills, all schedules, all planted faults, hostile files; takes hours
-	"$(PY)" tests/run.py torture
+	exec "$(PY)" tests/run.py torture
 
 built: setup
 	@"$(PY)" tests/fake_accelerator/build.py
@@ -75,7 +75,7 @@ numerics: setup  ## by how much torch's own AdamW implementations differ from th
 	"$(PY)" benchmarks/numerics.py
 
 # With the peers' environment once it exists, so that DeepSpeed runs in the same process as we do.
-bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|checkpoint|ranks|predict|plan|tune); see benchmarks/results
+bench:  ## kernels, store and training steps against ceilings and peers (ONLY=kernels|store|wrap|model|prefetch|larger_than_memory|checkpoint|ranks|predict|plan|tune); see benchmarks/results
 	@if [ -z "$(CHOSEN)" ] && [ -e .make/.venv-peers.deepspeed ] && [ $(VENV) = .venv ]; then $(MAKE) bench VENV=.venv-peers \
 	  EXTRAS=test,plots; else $(MAKE) setup && $(ON_PATH) \
 	  $(PYTEST) benchmarks/bench_$(or $(ONLY),*).py -q -p no:cacheprovider -W default --timeout 0; fi

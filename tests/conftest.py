@@ -20,7 +20,8 @@ import torch._dynamo  # the first optimizer would import it, after `little_to_co
 from hypothesis import settings
 from support.interrupts import heed_interrupts
 from support.leftovers import await_nothing_held
-from support.loops import LOOP, counted
+from support.loops import LOOP, SEED, SHUFFLE, counted
+from support.loops import settings as settings_of_the_run
 
 from offload.budget import HOST, Budget
 
@@ -30,10 +31,6 @@ os.environ["XDG_CONFIG_HOME"] = CONFIG
 
 heed_interrupts()
 
-SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
-
-
-SHUFFLE = os.environ.get("OFFLOAD_TEST_SHUFFLE")
 SECONDS = Path(__file__).with_name("seconds.json")  # of each file, for the longest first
 _spent: Counter[str] = Counter()
 
@@ -44,9 +41,7 @@ settings.load_profile("offload")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    order = f", shuffled by OFFLOAD_TEST_SHUFFLE={SHUFFLE}" if SHUFFLE else ""
-    seed = f"seed {SEED} (change it with OFFLOAD_TEST_SEED)"
-    return f"offload: loop {LOOP}, {seed}, torch {torch.__version__}{order}"
+    return f"offload: loop {LOOP}, {settings_of_the_run()}, torch {torch.__version__}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -137,7 +132,7 @@ def seed() -> int:
     random.seed(SEED)
     np.random.seed(SEED % 2**32)
     torch.manual_seed(SEED)
-    print(f"seed {SEED}")
+    print(f"seed {SEED}" + (f", order {SHUFFLE}" if SHUFFLE else ""))
     return SEED
 
 

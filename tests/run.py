@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+from support.loops import NAMES, settings
 
 TESTS = Path(__file__).resolve().parent
 CORES = os.cpu_count() or 1
@@ -58,31 +61,43 @@ class Part:
         return json.loads(self._counts.read_text()) if self._counts.exists() else {}
 
 
-def wait_for_one() -> tuple[int, int, float]:
-    """The next child that ends: its number, its exit code, and its seconds of CPU. Ctrl-C goes to
-    the children as well, and ends them.
+class Stop(BaseException):
+    """Ctrl-C, or SIGTERM: what a time-out, a cancelled CI or a container that is stopped sends."""
+
+
+def stop(*_: object) -> None:
+    raise Stop
+
+
+def wait_for_one(running: dict[int, Part]) -> tuple[Part, int, float]:
+    """The next part that ends, its exit code, and its seconds of CPU. Told to stop, it has all of
+    them stop as at Ctrl-C, with what they have to tell so far.
     """
     while True:
         try:
             pid, status, used = os.wait4(-1, 0)
-            return pid, os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
-        except KeyboardInterrupt:
+        except Stop:
+            for pid in running:
+                os.kill(pid, signal.SIGINT)
             continue
+        cpu_s = used.ru_utime + used.ru_stime
+        return running.pop(pid), os.waitstatus_to_exitcode(status), cpu_s
 
 
 def main(loop: str, options: list[str]) -> int:
     begin_s = time.monotonic()
-    lines, failed, counted = [], False, Counter[str]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    codes, lines, counted = [], [], Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         host = Part("host", HOST + options, loop, folder, shown=True)
         device = Part("device", DEVICE + options, loop, folder)
         running = {part.pid: part for part in (host, device)}
         while running:
-            pid, code, cpu_s = wait_for_one()
-            part = running.pop(pid)
-            became = "passed" if code in (0, NO_TESTS) else f"FAILED ({code})"
-            failed |= code not in (0, NO_TESTS)
+            part, code, cpu_s = wait_for_one(running)
+            codes.append(code)
+            became = {0: "passed", NO_TESTS: "no tests"}.get(code, f"FAILED ({code})")
             took_s = time.monotonic() - begin_s
             lines.append(f"{part.name}: {became} after {took_s:.0f} s, {cpu_s:.0f} s of CPU")
         sys.stdout.write(device.printed())
@@ -90,8 +105,14 @@ def main(loop: str, options: list[str]) -> int:
             counted.update(part.counted())
     print(f"\noffload, loop {loop}:", *lines, sep="\n  ")
     print("  ran " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(counted.items())))
-    return int(failed)
+    if set(codes) == {NO_TESTS}:
+        return NO_TESTS
+    return int(any(code not in (0, NO_TESTS) for code in codes))
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        print(f"usage: python tests/run.py {'|'.join(NAMES)} [options of pytest]", file=sys.stderr)
+        sys.exit(2)
+    print(f"offload: loop {sys.argv[1]}, {settings()}", flush=True)
     sys.exit(main(sys.argv[1], sys.argv[2:]))

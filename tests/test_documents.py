@@ -40,6 +40,7 @@ def test_code_blocks_run(block: str, tmp_path: Path) -> None:
         text=True,
         timeout=120,
         cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # some make a directory and leave it
     )
     assert done.returncode == 0, done.stderr
 

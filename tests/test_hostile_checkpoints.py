@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from support import children, hostile_layouts
-from support.loops import chosen, tally
-from support.models import SEED
+from support.loops import SEED, chosen, tally
 
 from offload.format import limits
 

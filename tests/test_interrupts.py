@@ -17,8 +17,7 @@ import pytest
 import torch
 from support import children
 from support.interrupts import Moments
-from support.loops import chosen, tally
-from support.models import SEED
+from support.loops import SEED, chosen, tally
 from torch import Tensor, nn
 
 from offload import locks

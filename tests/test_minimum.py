@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import chosen, tally
-from support.models import SEED
+from support.loops import SEED, chosen, tally
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint_sequential

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.loops import chosen
+from support.loops import SEED, chosen
 from support.mounts import HANG_S, loop_mount, run_here
 from support.stores import KIB, nothing_left
 
@@ -29,7 +29,6 @@ from offload.store.engine import PIECE_BYTES
 from offload.store.files import System
 
 MIB = 1 << 20
-SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
 SIZES = (0, 1, 511, 512, 4095, 4096, 4097, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2500001)
 
 # Newer Pythons warn of forks in a process with threads; the child does not use those of the parent.

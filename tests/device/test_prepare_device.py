@@ -28,8 +28,8 @@ from support.device.prepare_cases import (
 )
 from support.device.transfer_cases import register
 from support.leftovers import await_nothing_held
-from support.loops import chosen, tally
-from support.models import MODELS, SEED, batch, loss_of, make
+from support.loops import SEED, chosen, tally
+from support.models import MODELS, batch, loss_of, make
 from support.training import step
 from torch import Tensor, nn
 

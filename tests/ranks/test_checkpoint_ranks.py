@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import read, same
-from support.loops import chosen, tally
+from support.loops import SEED, chosen, tally
 from support.ranks import checkpoint_cases as cases
 from support.ranks import restart_loop
-from support.ranks.launch import SEED, outcomes, run
+from support.ranks.launch import outcomes, run
 
 import offload
 from offload.checkpoint.disk import GUEST_POINTS, POINTS

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import chosen
-from support.ranks.launch import SEED, run
+from support.loops import SEED, chosen
+from support.ranks.launch import run
 from torch import nn
 
 import offload

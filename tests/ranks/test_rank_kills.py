@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import chosen, tally
-from support.ranks.launch import SEED, outcomes
+from support.loops import SEED, chosen, tally
+from support.ranks.launch import outcomes
 from support.ranks.stages import DDP, gpt, tokens
 from torch import nn
 

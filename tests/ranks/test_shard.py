@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.loops import chosen
-from support.ranks.launch import SEED, outcomes, run
+from support.loops import SEED, chosen
+from support.ranks.launch import outcomes, run
 
 from offload import circle, kernels, neighbours, shard
 from offload.config import Config

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.loops import chosen
+from support.loops import SEED, chosen
 from support.models import WIDTH, WORDS, Branches, Experts, Gpt, Lora, Thrice
-from support.ranks.launch import SEED, outcomes, run
+from support.ranks.launch import outcomes, run
 from support.ranks.stage3 import (
     Mixture,
     Model,

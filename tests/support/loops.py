@@ -17,7 +17,19 @@ LOOP = os.environ.get("OFFLOAD_LOOP", "test")
 if LOOP not in NAMES:
     raise ValueError(f"OFFLOAD_LOOP is {LOOP!r}; it is one of {', '.join(NAMES)}")
 
+_given = os.environ.get("OFFLOAD_TEST_SEED", "20261116")
+if not _given.removeprefix("-").isdecimal():
+    raise ValueError(f"OFFLOAD_TEST_SEED is {_given!r}; it is a whole number")
+SEED = int(_given)  # of what is drawn
+SHUFFLE = os.environ.get("OFFLOAD_TEST_SHUFFLE")  # the seed of another order of the tests
+
 counted: Counter[str] = Counter()
+
+
+def settings() -> str:
+    """For the head of a run."""
+    order = f", shuffled by OFFLOAD_TEST_SHUFFLE={SHUFFLE}" if SHUFFLE else ""
+    return f"seed {SEED} (change it with OFFLOAD_TEST_SEED){order}"
 
 
 def chosen(*, test: T, torture: T, quick: T | None = None) -> T:

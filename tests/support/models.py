@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 WORDS, WIDTH = 40, 16
-SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))  # of what is drawn
 
 
 class Layer(nn.Module):

@@ -32,7 +32,8 @@ from typing import Any
 
 import pytest
 
-SEED = int(os.environ.get("OFFLOAD_TEST_SEED", "20261116"))
+from support.loops import SEED
+
 _FORKS = multiprocessing.get_context("forkserver")
 # Tests have threads. Who starts a process asks all others whether they have ended, as join() does:
 # of two that ask at once one reads the exit code and the other gets 255.

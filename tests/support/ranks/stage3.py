@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from offload.prepared import Prepared, prepared_of
+from support.loops import SEED
 from support.models import WIDTH, WORDS, Layer
-from support.ranks.launch import SEED
 
 Model = Callable[[], nn.Module]
 
