@@ -209,6 +209,16 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def forget_interrupted_backward() -> None:
+    """Have torch let go of a graph whose backward has ended with an error: what it had not come to
+    stays in a queue of this thread, and so does all that the graph holds, until the next backward.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        with torch.enable_grad():
+            nothing = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+            nothing.clone().backward()
+
+
 def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) -> None:
     """Call it when the first gradient of one of these is known: before backward goes on to what
     they were made from.

@@ -18,7 +18,7 @@ from offload.errors import CapacityError, ConfigError, OffloadError, StateError
 from offload.foresight.outline import Outline
 from offload.gauges import resident_bytes, used_by
 from offload.heap import HEAP
-from offload.hooks import watch_gradients
+from offload.hooks import forget_interrupted_backward, watch_gradients
 from offload.layout import Chunk, slices_by_param
 from offload.locks import steadfast, uninterrupted
 from offload.log import LOG
@@ -490,6 +490,7 @@ class Prepared:
     @steadfast  # the model does not know of us any more: nobody could close what is left
     def _close_rest(self) -> None:
         """What is there without an engine, too."""
+        forget_interrupted_backward()  # its graph would hold the engine, and memory of it
         for share in (self._activations_share, self._gradients_share, self._whole_share):
             if share is not None:
                 share.release()

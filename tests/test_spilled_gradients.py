@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import io
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import nn
 
 import offload
 from offload import planner
+from offload.budget import Budget
 from offload.errors import CorruptionError, StateError, StoreError, StoreTimeout
 from offload.gradient_handle import Edit
 from offload.metrics import Metrics
@@ -703,6 +706,29 @@ def test_an_interrupted_addition_gives_its_slots_back(
     area._free.clear()  # as one that is interrupted before it can give any back
     assert area.has_free()
     mine.step()
+
+
+def test_an_interrupted_backward_keeps_no_memory_of_what_is_closed(
+    own_budget: Budget, tmp_path: Path
+) -> None:
+    """torch has the rest of its graph in a queue until the next backward."""
+    model = Net()
+    optimizer = adamw(model)
+    offload.prepare(model, optimizer, host_memory=BUDGET, nvme=tmp_path)
+    backward(model)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[3][0].bias.register_post_accumulate_grad_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model)
+    handle.remove()
+    engine = weakref.ref(prepared_of(model).engine)
+    optimizer.close()
+    gc.collect()
+    assert engine() is None
+    assert own_budget.used_bytes == 0, own_budget.holders()
 
 
 def test_slots_in_use_are_not_handed_out_again(tmp_path: Path) -> None:
