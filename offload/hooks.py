@@ -216,7 +216,7 @@ def forget_interrupted_backward() -> None:
     if torch._C._current_graph_task_id() == -1:
         with torch.enable_grad():
             nothing = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-            nothing.clone().backward()
+            nothing.clone().backward()  # type: ignore[no-untyped-call]
 
 
 def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) -> None:
