@@ -38,7 +38,8 @@ from offload.transfer import DeviceTransfer
 from offload.units import Member, Unit
 
 pytestmark = pytest.mark.timeout(chosen(test=300, torture=7200))
-DRAWN = chosen(test=20, torture=5000)  # of each kind
+DRAWN = chosen(test=20, torture=500)  # of each kind
+BY_CLOCK = chosen(test=20, torture=5000)  # of each kind
 AT_LOCKS = chosen(test=60, torture=100_000)
 
 
@@ -69,6 +70,12 @@ def test_interrupts_at_moments_that_are_drawn(kind: str, tmp_path: Path) -> None
     """In steps, saves, background saves beside steps, loads and closes."""
     done = interrupt(tmp_path / "drawn", kind, SEED, DRAWN)
     assert done["interrupts"] >= DRAWN
+
+
+@pytest.mark.parametrize("kind", ["wrap", "prepare"])
+def test_interrupts_at_any_time(kind: str, tmp_path: Path) -> None:
+    """The same by the clock, which no tracer slows down."""
+    assert interrupt(tmp_path / "clock", kind, "clock", BY_CLOCK)["interrupts"] >= BY_CLOCK
 
 
 def test_interrupts_where_locks_are_entered(tmp_path: Path) -> None:

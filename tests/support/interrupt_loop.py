@@ -1,6 +1,7 @@
 """A training with Ctrl-C at moments that are drawn, or at given places, for test_interrupts.py:
 `interrupt_loop.py FOLDER WRAP_OR_PREPARE SEED COUNT`. The last line says what was done. With
-`locks` for the seed it comes at COUNT places or more at which Python enters or leaves a lock.
+`locks` for the seed it comes at COUNT places or more at which Python enters or leaves a lock, with
+`clock` at any time.
 
 After each interrupt the training must be at a step that plain torch knows, bit by bit, or say that
 it is broken, and then a load must mend it. Nothing may wait longer than a deadline: then all
@@ -33,7 +34,7 @@ from offload.budget import HOST
 from offload.errors import OffloadError
 from offload.format.verify import verify
 from offload.optim.saver import Saver
-from support.interrupts import Moments, Place, is_shared
+from support.interrupts import Alarm, Moments, Place, is_shared
 from support.kill_loop import digest, make_small
 from support.leftovers import await_nothing_held
 from support.models import Gpt, batch, loss_of
@@ -64,12 +65,6 @@ def truth() -> list[str]:
         found.append(digest(model, optimizer))
         train(model, optimizer, step)
     return found
-
-
-def hangs(*_: object) -> None:
-    print("hangs: nothing came back", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(3)
 
 
 class Wrong(Exception):
@@ -248,10 +243,14 @@ class Interrupter:
     def interrupt(
         self, name: str, at: int | Place, only: Callable[[CodeType], bool] | None = None
     ) -> Moments:
+        moments = Moments(at, only)
+        self.interrupt_by(moments, name, f"moment {at}")
+        return moments
+
+    def interrupt_by(self, moments: Moments | Alarm, name: str, what: str) -> None:
         training = self.training
         act: Callable[[], None] = getattr(training, name)
-        moments = Moments(at, only)
-        signal.setitimer(signal.ITIMER_REAL, HANG_S)
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
         interrupted = False
         try:
             with moments:
@@ -272,12 +271,11 @@ class Interrupter:
             training.judge(name, str(moments))
             training.rewind()
         except BaseException as error:
-            error.add_note(f"after Ctrl-C in {name} at {moments}, moment {at}")
+            error.add_note(f"after Ctrl-C in {name} at {moments}, {what}")
             raise
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return moments
+        faulthandler.cancel_dump_traceback_later()
 
-    def check_grad_mode(self, moments: Moments) -> None:
+    def check_grad_mode(self, moments: Moments | Alarm) -> None:
         """torch's own `no_grad` is Python: Ctrl-C at the beginning of its end leaves it in force,
         as it does without us.
         """
@@ -307,6 +305,18 @@ class Interrupter:
             name = self.random.choice(ACTS)
             self.learn(name, self.interrupt(name, self.random.choice(self.known[name])))
 
+    def run_by_clock(self, count: int) -> None:
+        """Without a tracer: many more in the same time, and none can be repeated."""
+        took_s = {}
+        for name in ACTS:
+            begin_s = time.monotonic()
+            self.interrupt_by(Alarm(HANG_S / 2), name, "not at all")
+            took_s[name] = time.monotonic() - begin_s
+        while self.training.counts["interrupts"] < count:
+            name = self.random.choice(ACTS)
+            after_s = self.random.uniform(1e-5, took_s[name])
+            self.interrupt_by(Alarm(after_s), name, f"after {after_s:.6f} s")
+
     def learn(self, name: str, moments: Moments) -> None:
         """Half of them any, half of them each place the first time: rare ones count as much."""
         if moments.came_at is None:
@@ -321,11 +331,12 @@ def main(folder: Path, kind: str, seed: str, count: int) -> None:
     Saver.run = Late.run_late  # type: ignore[method-assign]
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGALRM, hangs)
     training = Training(folder, kind)
     interrupter = Interrupter(training, random.Random(seed))
     if seed == "locks":
         interrupter.run_over_locks(count)
+    elif seed == "clock":
+        interrupter.run_by_clock(count)
     else:
         interrupter.run(count)
     training.close()

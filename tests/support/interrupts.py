@@ -164,3 +164,31 @@ def name_of(place: Place) -> str:
     line = next((n for begin, end, n in code.co_lines() if begin <= at < end), None)
     called = f", called by {caller.co_qualname}" if caller else ""
     return f"{os.path.basename(code.co_filename)}:{line} {code.co_qualname}, {at}{called}"
+
+
+# --- at any time ---------------------------------------------------------------------------------
+
+
+class Alarm:
+    """A real SIGINT after some time, wherever the main thread is then."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.came_at: Place | None = None  # where the signal was noticed
+        self._delay_s = delay_s
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        self.came_at = frame.f_code, frame.f_lasti, None
+        signal.raise_signal(signal.SIGINT)
+
+    def __enter__(self) -> Alarm:
+        self._before = signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self._delay_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def __str__(self) -> str:
+        return "nowhere" if self.came_at is None else name_of(self.came_at)
