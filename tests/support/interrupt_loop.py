@@ -328,6 +328,7 @@ class Interrupter:
 
 def main(folder: Path, kind: str, seed: str, count: int) -> None:
     make_small()
+    gc.freeze()  # every judgement collects garbage
     Saver.run = Late.run_late  # type: ignore[method-assign]
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
