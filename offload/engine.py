@@ -387,7 +387,7 @@ class _Counted:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Of the same shape, type and device, in the memory of one element."""
+    """A tensor of the same shape, type and device, in the memory of one element."""
     return tensor.detach().new_empty(()).expand(tensor.shape)
 
 

@@ -170,7 +170,7 @@ class Services:
                 original(destination, prefix, keep_vars)
                 if not self._residency.never_drops:
                     self._copy_all(module, destination, prefix)
-            except BaseException:  # whoever keeps it would keep the memory that others need
+            except BaseException:  # its traceback would keep the memory that other units need
                 for name in module._parameters:
                     destination.pop(prefix + name, None)
                 raise

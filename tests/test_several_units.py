@@ -166,11 +166,15 @@ def test_the_least_is_enough(name: str, activations: str, tmp_path: Path) -> Non
             assert torch.equal(p, q)
 
 
+def prepared_with_the_least(folder: Path) -> tuple[Any, Any]:
+    model, optimizer = built("borrowed")
+    least = least_bytes(folder, "borrowed")
+    return offload.prepare(model, optimizer, host_memory=least, nvme=folder)
+
+
 def test_views_that_an_error_has_left_behind_do_not_stay(tmp_path: Path) -> None:
     """Frames of an error that was caught hold them until garbage is collected."""
-    least = least_bytes(tmp_path, "borrowed")
-    model, optimizer = built("borrowed")
-    offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
+    model, _ = prepared_with_the_least(tmp_path)
     residency = model._offload_prepared.engine.residency
     first, second = residency.blocks[0], residency.blocks[-1]
     gc.disable()
@@ -192,9 +196,7 @@ def test_memory_of_a_block_that_never_came_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames of an error that was caught hold it until garbage is collected."""
-    least = least_bytes(tmp_path, "borrowed")
-    model, optimizer = built("borrowed")
-    offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
+    model, optimizer = prepared_with_the_least(tmp_path)
     residency = model._offload_prepared.engine.residency
 
     def interrupted(block: Any, memory: Tensor, priority: Any) -> None:
@@ -217,10 +219,8 @@ def test_memory_of_a_block_that_never_came_does_not_stay(
 def test_a_state_dict_that_is_interrupted_leaves_the_memory_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever keeps the error, as a notebook does, keeps what was gathered until then."""
-    least = least_bytes(tmp_path, "borrowed")
-    model, optimizer = built("borrowed")
-    offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
+    """A notebook keeps the last error, and with it what was gathered until then."""
+    model, optimizer = prepared_with_the_least(tmp_path)
     train(model, optimizer)
 
     def interrupted(*_: Any) -> None:

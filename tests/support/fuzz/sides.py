@@ -29,6 +29,8 @@ from support.fuzz.models import Drawn, Trouble, batch, build, loss_of
 ROOM = "64MiB"
 _LEAST = re.compile(r"the least that works is (?:about )?([\d,]+)")
 
+SAVE_S = 120.0  # a background save that takes longer hangs
+
 
 class Side:
     """A model, its optimizer, and what else a loop has."""
@@ -422,7 +424,7 @@ class Offloaded(Side):
         """Background saves end well."""
         for ticket, path in self._tickets:
             if ticket.state is not TicketState.COLLECTED:  # by a wait that was interrupted
-                assert ticket.wait() == path
+                assert ticket.wait(SAVE_S) == path
         self._tickets.clear()
 
     def do_load(self, act: Act) -> None:
