@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch.autograd import profiler
 
 from offload.errors import StateError
+from offload.event_log import EventLog
 from offload.log import LOG
 from offload.number_log import NumberLog
 from offload.timeline import STEP, UPDATE, WAITING, Event
@@ -31,7 +32,7 @@ OTHER = "other"
 COMPUTING = frozenset(
     {"update", "gradient norm", "state in", "state out"}
 )  # the other causes are waits
-MOST_EVENTS = 8192  # of the last steps; some 200 bytes each
+MOST_EVENTS = 8192  # of the last steps; 40 bytes each, and their names
 MOST_SAMPLES = 4096  # of memory
 _AT_S = "at_s"  # beside the names of memory, in a row of samples
 _SAMPLE_EVERY_S = 0.02  # one costs up to 0.1 ms of the thread that trains
@@ -86,7 +87,7 @@ class Metrics:
     _seconds: dict[str, float] = field(default_factory=dict)
     _outside: dict[str, float] = field(default_factory=dict)
     _fallbacks: dict[str, str] = field(default_factory=dict)
-    _events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    _events: EventLog = field(default_factory=lambda: EventLog(MOST_EVENTS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Of memory, by what it is: who knows the bytes, and what they were when.
     _gauges: dict[str, Callable[[], int | None]] = field(default_factory=dict)

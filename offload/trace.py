@@ -12,6 +12,7 @@ Knows units by number only. One thread at a time.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -56,7 +57,8 @@ class Trace:
         self.fingerprint = fingerprint
         self.units = units
         self.hits = self.misses = 0  # uses that the use before them foretold, or not
-        self._history: list[int] = []  # tokens: a number for each phase and unit
+        # Tokens, a number for each phase and unit; 4 bytes each, for a run may have all of them.
+        self._history = array("i")
         self._dropped = 0  # tokens that were before the history
         self._seen: dict[tuple[int, ...], int] = {}  # a run of tokens -> where it last ended
         self._match: int | None = None  # where the present run ended before

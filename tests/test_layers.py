@@ -44,6 +44,7 @@ ROWS = [
         "machine_disk",
         "config",
         "metrics",
+        "event_log",
         "number_log",
         "guard",
         "draws",

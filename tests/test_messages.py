@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.bits import assert_same_tensors
 from support.leftovers import await_nothing_held
 from torch import nn
 
 import offload
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
+from offload.guard import is_guarded
+from offload.optim.updater import Updater
 from offload.prepared import prepared_of
 from offload.store import handout
 from offload.store.files import System
@@ -368,24 +371,33 @@ def test_a_sparse_gradient_that_nothing_foretold_is_refused_by_name(tmp_path: Pa
 # --- a step that an error has ended in its middle -------------------------------------------------
 
 
-def test_parameters_of_two_ages_are_not_saved_and_not_handed_out_in_silence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def eight_layers() -> tuple[nn.Module, Any]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    offload.prepare(model, optimizer, host_memory="480KiB", nvme=tmp_path)
-    session = optimizer._offload_session  # type: ignore[attr-defined]
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def interrupted_step(directory: Path, host_memory: int) -> tuple[nn.Module, Any]:
+    """A prepared model whose first step was interrupted after the first chunk."""
+    model, optimizer = eight_layers()
+    offload.prepare(model, optimizer, host_memory=host_memory, nvme=directory, units=[nn.Linear])
     model(torch.ones(2, 64)).sum().backward()
-    update, left = session.updater._update, iter(range(1))
+    update, left = Updater._update, iter(range(1))
 
     def interrupted(*args: Any) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return update(*args)
 
-    session.updater._update = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Updater, "_update", interrupted)
         optimizer.step()
+    return model, optimizer
+
+
+def test_parameters_of_two_ages_are_not_saved_and_not_handed_out_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = interrupted_step(tmp_path, 480 << 10)
     with pytest.raises(StateError, match="ended with an error in its middle"):
         offload.save(tmp_path / "saved", model)
     model.state_dict()
@@ -393,3 +405,30 @@ def test_parameters_of_two_ages_are_not_saved_and_not_handed_out_in_silence(
     caplog.clear()
     offload.close(model)
     assert "close(): the optimizer has no state any more" in caplog.text
+
+
+def least_bytes(directory: Path) -> int:
+    """The least host memory for such a model."""
+    model, optimizer = eight_layers()
+    with pytest.raises(CapacityError, match="the least that works") as refused:
+        offload.plan(model, optimizer, host_memory=4096, nvme=directory, units=[nn.Linear])
+    return int(str(refused.value).split("about ")[1].split()[0])
+
+
+def test_parameters_of_two_ages_are_refused_where_they_are_not_in_memory(tmp_path: Path) -> None:
+    """A load of the optimizer's state names them until the model is loaded."""
+    model, optimizer = interrupted_step(tmp_path, least_bytes(tmp_path))
+    plain, fresh = eight_layers()
+    assert sum(is_guarded(param) for param in model.parameters()) > 8, "most are not in memory"
+    with torch.no_grad():  # each of them comes, and most go again
+        model(torch.ones(2, 64))
+    with pytest.raises(StateError, match=r"one of 16\) .* load the model's checkpoint first"):
+        optimizer.load_state_dict(fresh.state_dict())
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(fresh.state_dict())
+    for each, stepping in ((model, optimizer), (plain, fresh)):
+        stepping.zero_grad()
+        each(torch.ones(2, 64)).sum().backward()
+        stepping.step()
+    assert_same_tensors(plain.state_dict().values(), model.state_dict().values())
+    offload.close(model)

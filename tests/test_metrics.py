@@ -5,11 +5,13 @@ raised.
 from __future__ import annotations
 
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from offload.errors import StateError
+from offload.event_log import EventLog
 from offload.metrics import MOST_EVENTS, Metrics
 from offload.number_log import NumberLog
 from offload.timeline import STEP, UPDATE, WAITING, Event
@@ -137,3 +139,24 @@ def test_the_last_rows_of_numbers_that_come_and_go() -> None:
         assert log[-1] == row and len(log) == len(kept)
     with pytest.raises(IndexError):
         log[3]
+
+
+def test_the_log_of_events_has_the_last_ones_as_they_were() -> None:
+    events = [Event(STEP, f"step {i}", i, i + 0.5, 7 * i) for i in range(10)]
+    log = EventLog(4)
+    assert list(log) == list(reversed(log)) == [] and len(log) == 0
+    for count, event in enumerate(events, start=1):
+        log.append(event)
+        kept = events[max(0, count - 4) : count]
+        assert list(log) == kept and list(reversed(log)) == kept[::-1] and len(log) == len(kept)
+
+
+def test_a_full_log_of_events_takes_no_more_memory_than_an_empty_one() -> None:
+    tracemalloc.start()
+    metrics = Metrics()
+    empty_bytes, _ = tracemalloc.get_traced_memory()
+    for i in range(2 * MOST_EVENTS):
+        metrics.event(Event(STEP, "step" * (1 + i % 3), i + 0.25, i + 0.75, 1 << 40))
+    full_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert full_bytes - empty_bytes < 16 << 10, "a list of them would take a megabyte"

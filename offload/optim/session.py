@@ -97,7 +97,7 @@ class Session:
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
         self.turn = Turn()
-        self.soundness = Soundness()
+        self.soundness = Soundness(may_move=host is not None)
         self._aside: Aside | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
         self._watch_gradients = watch

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.guard import is_guarded
 from offload.log import LOG
 from offload.optim.recipe import Record
 from offload.shard import local_of
@@ -34,17 +33,13 @@ class _Touched:
     param: Tensor
     likeness: tuple[int, ...]
 
-    @staticmethod
-    def of(record: Record) -> _Touched:
-        return _Touched(record.name, record.param, _likeness(record.param))
 
-    @property
-    def is_as_it_was(self) -> bool:
-        return _likeness(self.param) == self.likeness
-
-
-def _likeness(param: Tensor) -> tuple[int, ...]:
-    """Address and versions: what is done to a DTensor leaves that of its part as it was."""
+def _likeness(param: Tensor, may_move: bool) -> tuple[int, ...]:
+    """Address and versions: what is done to a DTensor leaves that of its part as it was. may_move:
+    the engine gives it another address, or none, when it likes; versions alone tell then.
+    """
+    if may_move:
+        return (param._version,)
     local = local_of(param)
     return local.data_ptr(), local._version, param._version
 
@@ -61,7 +56,12 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 class Soundness:
-    def __init__(self) -> None:
+    """The verdict on one optimizer's parameters and state. may_move: its parameters are those of a
+    prepared model.
+    """
+
+    def __init__(self, may_move: bool) -> None:
+        self._may_move = may_move
         self.last_checkpoint: str | None = None  # the newest state that was handed out
         self._error: BaseException | None = None
         self._act = ""
@@ -82,8 +82,10 @@ class Soundness:
             str(error),  # not itself: whoever keeps the record would keep our memory
         )
         if act == STEP:  # a load that fails after it makes the parameters no better
-            seen = [record for record in touched if not is_guarded(record.param)]
-            self._touched = [_Touched.of(record) for record in seen]
+            self._touched = [
+                _Touched(record.name, record.param, _likeness(record.param, self._may_move))
+                for record in touched
+            ]
 
     def mend(self) -> None:
         """All state has been replaced."""
@@ -120,7 +122,11 @@ class Soundness:
 
     def check_mendable(self) -> None:
         """Refuse a load that would leave parameters of two ages."""
-        left = [touched.name for touched in self._touched if touched.is_as_it_was]
+        left = [
+            touched.name
+            for touched in self._touched
+            if _likeness(touched.param, self._may_move) == touched.likeness
+        ]
         if left:
             raise StateError(
                 f"optimizer: an earlier step ended with an error in its middle, and {left[0]} "

@@ -42,6 +42,13 @@ REFUSALS = (
     ),
     Refusal(
         CapacityError,
+        "are less than the 2 buffers",
+        ("step",),
+        "docs/design.md: parameters that were frozen when the optimizer was wrapped, and have "
+        "gradients now, need room that its budget may not have: refused, and nothing has changed",
+    ),
+    Refusal(
+        CapacityError,
         "no room: close\\(\\) and prepare again",
         ("load", "move"),
         "docs/design.md: parameters that were frozen when the model was prepared have no room for "

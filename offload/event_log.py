@@ -1,0 +1,47 @@
+"""The last events of a run, in memory that does not grow as the run goes on."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+
+from offload.timeline import Event
+
+
+class EventLog:
+    """A ring of `most` events: columns that are there from the start, names shared by all events
+    that have them. One thread at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0  # of events, those that are forgotten included
+        self._rows = [""] * most
+        self._names = [""] * most
+        self._times_s = array("d", [0.0]) * (2 * most)  # begin and end of one behind each other
+        self._nbytes = array("q", [0]) * most
+
+    def append(self, event: Event) -> None:
+        """Keep an event; the oldest makes room."""
+        place = self._count % self._most
+        self._rows[place] = sys.intern(event.row)
+        self._names[place] = sys.intern(event.name)
+        self._times_s[2 * place] = event.begin_s
+        self._times_s[2 * place + 1] = event.end_s
+        self._nbytes[place] = event.nbytes
+        self._count += 1  # an interrupted event is written anew by the next
+
+    def __len__(self) -> int:
+        return min(self._count, self._most)
+
+    def __iter__(self) -> Iterator[Event]:
+        return map(self._at, range(self._count - len(self), self._count))
+
+    def __reversed__(self) -> Iterator[Event]:
+        return map(self._at, range(self._count - 1, self._count - len(self) - 1, -1))
+
+    def _at(self, number: int) -> Event:
+        place = number % self._most
+        begin_s, end_s = self._times_s[2 * place : 2 * place + 2]
+        return Event(self._rows[place], self._names[place], begin_s, end_s, self._nbytes[place])
