@@ -99,9 +99,15 @@ def frozen_below() -> Model:
     return model
 
 
+LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
+
+
 @dataclass(frozen=True)
 class Case:
-    """host: KiB of memory. fields: of the call. passes: micro-batches of a step."""
+    """host: KiB of memory. fields: of the call. passes: micro-batches of a step. late: layers a step
+    that a real run may read once more or once less, because the drive decides whether a block has
+    come when room is looked for.
+    """
 
     host: int
     make: Callable[[], nn.Module] = Model
@@ -110,6 +116,7 @@ class Case:
     wraps: bool = False
     passes: int = 1
     evaluates: bool = False
+    late: int = 0
     directories: int = 1
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     fields: dict[str, Any] = field(default_factory=dict)
@@ -133,7 +140,7 @@ CASES = {
     "layers that run thrice": Case(2300, make=lambda: Model(thrice=True)),
     "frozen layers": Case(1500, make=frozen_below),
     "two passes a step": Case(2400, passes=2),
-    "evaluation between steps": Case(2400, evaluates=True),
+    "evaluation between steps": Case(2400, evaluates=True, late=1),
     "recomputed layers": Case(2400, fields={"activations": "recompute"}),
     "two directories": Case(2300, directories=2),
     "momentum": Case(2000, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)),
@@ -201,7 +208,9 @@ def test_bytes_and_hits_are_those_of_a_real_run(name: str, seed: int, tmp_path: 
     recorded = record(case, tmp_path)
     run, mean = recorded.run, recorded.mean
     outcome = replay(run, prefetch_depth=case.depth)
-    assert outcome.read_bytes == pytest.approx(mean("disk_read_bytes"), rel=0.03)
+    read_bytes = mean("disk_read_bytes")
+    apart_bytes = 0.03 * read_bytes + case.late * LAYER_BYTES
+    assert outcome.read_bytes == pytest.approx(read_bytes, abs=apart_bytes)
     assert outcome.written_bytes == pytest.approx(mean("disk_written_bytes"), rel=0.03)
     assert outcome.hits == pytest.approx(mean("parameter_hits"), rel=0.03, abs=1.5)
     assert outcome.misses == pytest.approx(mean("parameter_misses"), rel=0.03, abs=1.5)
