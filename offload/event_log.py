@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator
 
 from offload.timeline import Event
+
+_MOST_TEXTS = 1024  # that are shared; those of a step have its number, and never come again
 
 
 class EventLog:
@@ -21,16 +22,24 @@ class EventLog:
         self._names = [""] * most
         self._times_s = array("d", [0.0]) * (2 * most)  # begin and end of one behind each other
         self._nbytes = array("q", [0]) * most
+        # Not `sys.intern`: texts that come and go make its table, which has those of all modules,
+        # grow by megabytes.
+        self._texts: dict[str, str] = {}
 
     def append(self, event: Event) -> None:
         """Keep an event; the oldest makes room."""
         place = self._count % self._most
-        self._rows[place] = sys.intern(event.row)
-        self._names[place] = sys.intern(event.name)
+        self._rows[place] = self._shared(event.row)
+        self._names[place] = self._shared(event.name)
         self._times_s[2 * place] = event.begin_s
         self._times_s[2 * place + 1] = event.end_s
         self._nbytes[place] = event.nbytes
         self._count += 1  # an interrupted event is written anew by the next
+
+    def _shared(self, text: str) -> str:
+        if len(self._texts) >= _MOST_TEXTS:
+            self._texts.clear()
+        return self._texts.setdefault(text, text)
 
     def __len__(self) -> int:
         return min(self._count, self._most)

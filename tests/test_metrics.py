@@ -5,6 +5,7 @@ raised.
 from __future__ import annotations
 
 import time
+import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -149,6 +150,15 @@ def test_the_log_of_events_has_the_last_ones_as_they_were() -> None:
         log.append(event)
         kept = events[max(0, count - 4) : count]
         assert list(log) == kept and list(reversed(log)) == kept[::-1] and len(log) == len(kept)
+
+
+def test_names_of_events_are_not_interned() -> None:
+    """The table of interned texts has those of all modules: names that come and go once a step
+    would make it grow by megabytes.
+    """
+    name, same = ("".join(["a name ", "of its own"]) for _ in range(2))
+    EventLog(4).append(Event(STEP, name, 0.0, 1.0))
+    assert name == same and sys.intern(same) is same, "an equal text was interned"
 
 
 def test_a_full_log_of_events_takes_no_more_memory_than_an_empty_one() -> None:
