@@ -4,8 +4,8 @@ raised.
 
 from __future__ import annotations
 
-import time
 import sys
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
