@@ -29,7 +29,7 @@ from offload import profile
 from offload.cli.tune_space import FIELDS, make_space, parse_try
 from offload.cli.tune_trials import Program, TrialFailed
 from offload.profile import Tuning
-from offload.tuner import Space
+from offload.tuner import SearchSpace
 
 HERE = Path(__file__).parent
 WIDTH, TOKENS = 384, 256
@@ -102,7 +102,7 @@ class Sweep:
         except TrialFailed:
             return ()
 
-    def _space(self) -> Space:
+    def _space(self) -> SearchSpace:
         """That of the tuner: it follows from a first trial."""
         self._count += 1
         first = self._program.run(self._count, Tuning(), TRIAL_S, lambda spent_s: None)

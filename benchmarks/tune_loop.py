@@ -21,7 +21,7 @@ from gpt import GPT
 
 import offload
 from offload.store import disk
-from offload.store.engine import Engine, Fault, FaultKind
+from offload.store.engine import Fault, FaultKind, IOEngine
 
 SEED = 20261117
 
@@ -30,7 +30,7 @@ def slow_down(delay_ms: int) -> None:
     """Every engine that a store opens from now on."""
     fast = disk.open_engine
 
-    def open_slow(*args: Any, **options: Any) -> Engine:
+    def open_slow(*args: Any, **options: Any) -> IOEngine:
         engine = fast(*args, **options)
         engine.inject(Fault(FaultKind.DELAY, forever=True, code=delay_ms))
         return engine

@@ -12,12 +12,12 @@ import torch
 from offload.budget import HOST
 from offload.errors import ConfigError
 from offload.heap import HEAP
-from offload.metrics import Metrics, Snapshot
+from offload.metrics import Metrics, MetricsSnapshot
 from offload.optim import Session, is_wrapped
 from offload.optim.ledger import Ledger
 from offload.planner import make_plan
 from offload.prepared import Prepared, prepared_of
-from offload.recording import Facts
+from offload.recording import RunFacts
 from offload.reports import (
     Account,
     ActivationUse,
@@ -73,7 +73,7 @@ def _report(
         process=_process_use(),
         trace=made.trace if made is not None else None,
         samples=metrics.samples(),
-        steps_done=list(ledger.steps),
+        steps_done=ledger.steps.so_far(),
         facts=_facts_of(made, session),
         tuned=_tuned(_chosen(made, session)),
     )
@@ -134,7 +134,7 @@ def _disk_bytes(made: Prepared) -> int:
     )
 
 
-def _activations_use(made: Prepared, total: Snapshot) -> ActivationUse | None:
+def _activations_use(made: Prepared, total: MetricsSnapshot) -> ActivationUse | None:
     assert made.engine is not None
     kept = made.engine.activations
     if kept is None:
@@ -149,7 +149,7 @@ def _activations_use(made: Prepared, total: Snapshot) -> ActivationUse | None:
     )
 
 
-def _shared_use(made: Prepared, total: Snapshot) -> SharedUse | None:
+def _shared_use(made: Prepared, total: MetricsSnapshot) -> SharedUse | None:
     assert made.engine is not None
     residency = made.engine.residency
     if made.ranks is None or not isinstance(residency, ShardedResidency):
@@ -165,7 +165,7 @@ def _shared_use(made: Prepared, total: Snapshot) -> SharedUse | None:
     )
 
 
-def _waited_s(snapshot: Snapshot, causes: Sequence[str]) -> float:
+def _waited_s(snapshot: MetricsSnapshot, causes: Sequence[str]) -> float:
     """In forward and backward passes."""
     return sum(snapshot.outside.get(cause, 0.0) for cause in causes)
 
@@ -173,14 +173,14 @@ def _waited_s(snapshot: Snapshot, causes: Sequence[str]) -> float:
 # --- what a run is --------------------------------------------------------------------------------
 
 
-def _facts_of(made: Prepared | None, session: Session | None) -> Facts:
+def _facts_of(made: Prepared | None, session: Session | None) -> RunFacts:
     if made is not None:
         return _facts_of_model(made)
     assert session is not None
     return _facts_of_optimizer(session)
 
 
-def _facts_of_model(made: Prepared) -> Facts:
+def _facts_of_model(made: Prepared) -> RunFacts:
     assert made.engine is not None
     outline, config = made.outline, made.outline.config
     kept, stored = enclosing(made.units), {unit.number for unit in outline.stored}
@@ -188,7 +188,7 @@ def _facts_of_model(made: Prepared) -> Facts:
         UnitFact(u.name, u.nbytes, u.needs, u.number in kept, u.number not in stored)
         for u in made.units
     ]
-    return Facts(
+    return RunFacts(
         title=type(made.engine.model).__name__,
         kind="prepare",
         device=str(outline.device),
@@ -204,9 +204,9 @@ def _facts_of_model(made: Prepared) -> Facts:
     )
 
 
-def _facts_of_optimizer(session: Session) -> Facts:
+def _facts_of_optimizer(session: Session) -> RunFacts:
     config, plan = session.config, session.plan
-    return Facts(
+    return RunFacts(
         title=type(session.optimizer).__mro__[2].__name__,  # behind our own two classes
         kind="wrap",
         device="device" if plan.desks else "cpu",

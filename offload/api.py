@@ -27,7 +27,7 @@ from offload.limits import host_bytes, limited, telling_of_the_budget
 from offload.log import LOG
 from offload.model_plan import ModelPlan
 from offload.modes import outside_inference_mode
-from offload.optim import Request, attach, is_wrapped
+from offload.optim import WrapRequest, attach, is_wrapped
 from offload.optim.opening import open_session
 from offload.planner import Plan
 from offload.prepared import Prepared, prepared_of, refuse_prepared
@@ -243,7 +243,7 @@ def plan(
         raise ConfigError("plan: expected an optimizer, or a model and its optimizer; got two")
     config = Config.of(config, **fields)
     place = None if _is_sharded(optimizer) else place_of(config.process_group)
-    return Request.of(optimizer, config, elementwise, measure, place).plan
+    return WrapRequest.of(optimizer, config, elementwise, measure, place).plan
 
 
 def _plan_by_name(

@@ -21,7 +21,7 @@ from offload.errors import CapacityError, ConfigError
 
 
 @dataclass(frozen=True)
-class Holder:
+class BudgetHolder:
     """Whom a share is for, in words that its user knows: a model or an optimizer, since when."""
 
     name: str
@@ -32,11 +32,11 @@ class Holder:
         return f"{self.name} at {since}"
 
 
-_HOLDER: ContextVar[Holder | None] = ContextVar("holder", default=None)
+_HOLDER: ContextVar[BudgetHolder | None] = ContextVar("holder", default=None)
 
 
 @contextmanager
-def held_by(holder: Holder | None) -> Iterator[None]:
+def held_by(holder: BudgetHolder | None) -> Iterator[None]:
     """Shares that this thread takes inside are the holder's."""
     token = _HOLDER.set(holder)
     try:
@@ -45,7 +45,7 @@ def held_by(holder: Holder | None) -> Iterator[None]:
         _HOLDER.reset(token)
 
 
-def holder_now() -> Holder | None:
+def holder_now() -> BudgetHolder | None:
     """Whose shares this thread takes."""
     return _HOLDER.get()
 

@@ -19,7 +19,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class RandomSource:
     """One state of random numbers that somebody has. owner: tells it from others."""
 
     owner: object
@@ -31,11 +31,11 @@ class Source:
 class Draw:
     """A source, and its state before a run."""
 
-    source: Source
+    source: RandomSource
     state: Any
 
     @classmethod
-    def of(cls, source: Source) -> Draw:
+    def of(cls, source: RandomSource) -> Draw:
         return cls(source, source.get())
 
     @property
@@ -44,7 +44,7 @@ class Draw:
         return not _is_same(self.state, self.source.get())
 
 
-def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[Source]:
+def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[RandomSource]:
     """Those that are known now, each once. seen: torch's, that it has been seen to use."""
     found = {id(source.owner): source for source in _global_sources()}
     for owner in (*seen, *_owned(module)):
@@ -54,18 +54,18 @@ def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[Source]:
     return list(found.values())
 
 
-def source_at(owner: Any) -> Source | None:
+def source_at(owner: Any) -> RandomSource | None:
     """What draws from this object, if anything does."""
     if isinstance(owner, torch.Generator):
-        return Source(owner, owner.get_state, owner.set_state)
+        return RandomSource(owner, owner.get_state, owner.set_state)
     if isinstance(owner, random.Random):
-        return Source(owner, owner.getstate, owner.setstate)
+        return RandomSource(owner, owner.getstate, owner.setstate)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None and isinstance(owner, numpy.RandomState):
-        return Source(owner, owner.get_state, owner.set_state)
+        return RandomSource(owner, owner.get_state, owner.set_state)
     if numpy is not None and isinstance(owner, numpy.Generator):
         bits = owner.bit_generator
-        return Source(owner, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return RandomSource(owner, lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 
 
@@ -80,11 +80,11 @@ def is_default(owner: object) -> bool:
     return owner is torch.default_generator or any(owner is each for each in of_device)
 
 
-def _global_sources() -> Iterator[Source]:
-    yield Source(random, random.getstate, random.setstate)
+def _global_sources() -> Iterator[RandomSource]:
+    yield RandomSource(random, random.getstate, random.setstate)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
-        yield Source(numpy, numpy.get_state, numpy.set_state)
+        yield RandomSource(numpy, numpy.get_state, numpy.set_state)
 
 
 def _owned(module: nn.Module) -> Iterator[object]:

@@ -61,7 +61,7 @@ class Device:
     limit_bytes: int
 
 
-class _Runs(threading.local):
+class _UnitRuns(threading.local):
     """What is under way in a thread."""
 
     open = 0  # runs of the model and of units that have not ended
@@ -97,7 +97,7 @@ class Engine:
         self._names = {m.param: m.name for unit in units for m in unit.members}
         self._unit_of = {m.param: unit for unit in units for m in unit.members}
         self._pool = pool
-        self._runs = _Runs()
+        self._runs = _UnitRuns()
         self._running = 0  # threads in which something runs
         self._lock = threading.Lock()
         self._backward = False  # one runs, and has reached a unit
@@ -301,7 +301,7 @@ class Engine:
         if others:
             return others(tensor)
         saved = self.activations.save(tensor) if self.activations else None
-        return saved or _Kept.of(tensor)
+        return saved or _KeptTensor.of(tensor)
 
     @uninterrupted
     def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
@@ -319,7 +319,7 @@ class Engine:
     @uninterrupted
     @outside_inference_mode
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        if isinstance(kept, _Kept | Saved):
+        if isinstance(kept, _KeptTensor | Saved):
             return kept.checked()
         if not isinstance(kept, Reference):
             assert others is not None, "nobody else packs"
@@ -392,7 +392,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptTensor:
     """A saved tensor that stays as it is. Without its history: a node that keeps its own output
     would keep itself. torch leaves looking at the version to whoever has hooks.
     """
@@ -401,7 +401,7 @@ class _Kept:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Kept:
+    def of(cls, tensor: Tensor) -> _KeptTensor:
         return cls(tensor.detach(), tensor._version)
 
     def checked(self) -> Tensor:

@@ -41,6 +41,21 @@ class EventLog:
             self._texts.clear()
         return self._texts.setdefault(text, text)
 
+    def copy(self) -> EventLog:
+        """The log as it is now."""
+        made = EventLog(0)
+        made._most, made._count, made._texts = self._most, self._count, {}
+        made._rows, made._names = self._rows[:], self._names[:]
+        made._times_s, made._nbytes = self._times_s[:], self._nbytes[:]
+        return made
+
+    def __getitem__(self, index: int) -> Event:
+        """0 is the first that is remembered, -1 the last."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        first = self._count if index < 0 else self._count - len(self)
+        return self._at(first + index)
+
     def __len__(self) -> int:
         return min(self._count, self._most)
 

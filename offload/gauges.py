@@ -16,11 +16,11 @@ class _Stats(Protocol):
     def used_bytes(self) -> int: ...
 
 
-class _Holder(Protocol):
+class _Measurable(Protocol):
     def stats(self) -> _Stats: ...
 
 
-def used_by(holder: _Holder) -> Callable[[], int | None]:
+def used_by(holder: _Measurable) -> Callable[[], int | None]:
     """Asks a pool or a store as long as it is there; it is not held."""
     there = weakref.ref(holder)
 

@@ -105,7 +105,7 @@ def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Hand
     """Tell `runner` of every run of the model and of its units' modules, also of one that ends with
     an exception.
     """
-    runs = _Runs()
+    runs = _ModuleRuns()
     handles = _follow_run(model, runs, lambda: runner.enter(), lambda _outputs: runner.leave())
     handles.append(
         model.register_forward_pre_hook(
@@ -128,7 +128,7 @@ def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Hand
 _End = Callable[[list[Tensor]], None]
 
 
-class _Runs(threading.local):
+class _ModuleRuns(threading.local):
     """Modules that run in a thread, and whose beginning was told: how to tell their end."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _Runs(threading.local):
 
 
 def _follow_run(
-    module: nn.Module, runs: _Runs, begin: Callable[[], None], end: _End
+    module: nn.Module, runs: _ModuleRuns, begin: Callable[[], None], end: _End
 ) -> list[Handle]:
     def mine(outputs: list[Tensor]) -> None:  # one for each pair of hooks: a module may have two
         end(outputs)

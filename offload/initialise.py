@@ -28,7 +28,7 @@ _CHECKED_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Task:
+class InitTask:
     """Fill the tensors of a module, with calls of its own. kept: tensors of it that have values,
     which the calls may not change.
     """
@@ -47,7 +47,7 @@ class Task:
                 tensor.copy_(values)
 
 
-def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[Task]:
+def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[InitTask]:
     """What is to be done for all `empty` tensors, in order. Raises `ConfigError` with the names of
     those that no module would fill. Changes nothing.
     """
@@ -65,7 +65,7 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[Task]:
         done.update(fresh)
         if calls:
             kept = tuple(t for t in own if t not in fresh)
-            tasks.append(Task(name or type(module).__name__, module, tuple(calls), kept))
+            tasks.append(InitTask(name or type(module).__name__, module, tuple(calls), kept))
             for tensor in below:
                 hopeless.pop(tensor, None)
         else:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from offload.budget import HOST, Holder, held_by
+from offload.budget import HOST, BudgetHolder, held_by
 from offload.config import Config, format_size
 from offload.errors import CapacityError, ConfigError
 from offload.machine import Memory, free_memory_bytes, read_memory
@@ -47,7 +47,7 @@ def limited(config: Config, holder: str) -> Iterator[None]:
     if config.host_memory is not None or HOST.used_bytes == 0:
         HOST.limit(None if config.host_memory is None else int(config.host_memory))
     try:
-        with held_by(Holder(holder)):
+        with held_by(BudgetHolder(holder)):
             yield
     except BaseException:
         HOST.put_back_limit(before)

@@ -99,7 +99,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostFacts:
     """All facts that do not depend on a directory."""
 
     system: str  # "Linux", "Darwin"
@@ -113,9 +113,9 @@ class Machine:
     accelerator: Accelerator | None
 
 
-def read_machine(root: Path = ROOT) -> Machine:
+def read_machine(root: Path = ROOT) -> HostFacts:
     """All facts. Imports torch; everything else takes milliseconds."""
-    return Machine(
+    return HostFacts(
         system=platform.system() or "unknown",
         kernel=platform.release() or "unknown",
         cpu=read_cpu(root),

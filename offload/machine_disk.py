@@ -61,7 +61,7 @@ class DirectIo:
 
 
 @dataclass(frozen=True)
-class Directory:
+class DirectoryFacts:
     """A directory that may hold swapped bytes. What could not be found out about it is None."""
 
     path: Path
@@ -78,7 +78,7 @@ class Directory:
     direct_io: DirectIo = DirectIo(None)
 
 
-def read_directory(path: Path, root: Path = ROOT) -> Directory:
+def read_directory(path: Path, root: Path = ROOT) -> DirectoryFacts:
     """All facts about `path`. Writes one block to an unnamed file there; leaves nothing behind."""
     # Not Path.resolve: it raises for a loop of links.
     path = Path(os.path.realpath(path))
@@ -86,13 +86,13 @@ def read_directory(path: Path, root: Path = ROOT) -> Directory:
         is_directory = stat.S_ISDIR(os.stat(path).st_mode)
     except OSError as error:
         exists = error.errno not in (errno.ENOENT, errno.ENOTDIR)
-        return Directory(path, exists, False, False, error=_name_of(error))
+        return DirectoryFacts(path, exists, False, False, error=_name_of(error))
     if not is_directory:
-        return Directory(path, True, False, False, error="ENOTDIR")
+        return DirectoryFacts(path, True, False, False, error="ENOTDIR")
     mount = find_mount(path, root)
     drive = find_drive(mount, root) if mount else None
     total_bytes, free_bytes = _read_space(path)
-    facts = Directory(
+    facts = DirectoryFacts(
         path,
         exists=True,
         is_directory=True,
@@ -196,7 +196,7 @@ def _is_ram_backed(mount: Mount | None, drive: Drive | None) -> bool | None:
 # --- probes ------------------------------------------------------------------------------------
 
 
-def _probe(facts: Directory) -> Directory:
+def _probe(facts: DirectoryFacts) -> DirectoryFacts:
     """Add what only a file can tell: writable, O_TMPFILE, O_DIRECT."""
     try:
         fd, o_tmpfile = open_unnamed(facts.path)

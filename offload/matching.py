@@ -24,7 +24,7 @@ _MOST_LISTED = 20
 _COMPARED_BYTES = 1 << 20
 
 
-class Place(NamedTuple):
+class WeightPlace(NamedTuple):
     """Where a tensor's values are."""
 
     file: SafetensorsFile
@@ -37,7 +37,7 @@ class Match:
     values.
     """
 
-    places: dict[Tensor, Place] = field(default_factory=dict)
+    places: dict[Tensor, WeightPlace] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
 
 
@@ -51,10 +51,10 @@ def match(model: nn.Module, weights: Weights) -> Match:
     names = list(_names(model))
     tensors = {alias: tensor for name, tensor in names for alias in _aliases(name)}
     tensors |= dict(names)
-    found: dict[Tensor, list[Place]] = {}
+    found: dict[Tensor, list[WeightPlace]] = {}
     for name, place in weights.entries.items():
         if name in tensors:
-            found.setdefault(tensors[name], []).append(Place(*place))
+            found.setdefault(tensors[name], []).append(WeightPlace(*place))
     unexpected = [name for name in weights.entries if name not in tensors]
     missing, kept = _missing(model, found)
     complaints = [
@@ -88,7 +88,9 @@ def _aliases(name: str) -> Iterator[str]:
         yield bare
 
 
-def _missing(model: nn.Module, found: dict[Tensor, list[Place]]) -> tuple[list[str], list[str]]:
+def _missing(
+    model: nn.Module, found: dict[Tensor, list[WeightPlace]]
+) -> tuple[list[str], list[str]]:
     """Names that would have no values, and of those that keep theirs."""
     has_meta = any(param.is_meta for param in model.parameters())
     passing: set[Tensor] = {
@@ -117,7 +119,7 @@ def _not_ignored(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _misfits(
-    names: Iterable[tuple[str, Tensor]], found: dict[Tensor, list[Place]]
+    names: Iterable[tuple[str, Tensor]], found: dict[Tensor, list[WeightPlace]]
 ) -> Iterator[str]:
     for name, tensor in dict((tensor, (name, tensor)) for name, tensor in names).values():
         for _, entry in found.get(tensor, ()):
@@ -139,7 +141,7 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
     return [f"{what} {', '.join(names[:_MOST_LISTED])}{more}"]
 
 
-def _check_same(places: list[Place]) -> None:
+def _check_same(places: list[WeightPlace]) -> None:
     """A tied parameter under several names must have one value."""
     first = places[0]
     for other in places[1:]:
@@ -151,7 +153,7 @@ def _check_same(places: list[Place]) -> None:
             )
 
 
-def _are_equal(one: Place, other: Place) -> bool:
+def _are_equal(one: WeightPlace, other: WeightPlace) -> bool:
     left, right = bytearray(_COMPARED_BYTES), bytearray(_COMPARED_BYTES)
     for begin in range(0, one.entry.nbytes, _COMPARED_BYTES):
         nbytes = min(_COMPARED_BYTES, one.entry.nbytes - begin)
@@ -162,7 +164,7 @@ def _are_equal(one: Place, other: Place) -> bool:
     return True
 
 
-def _tell_of_casts(found: dict[Tensor, list[Place]]) -> None:
+def _tell_of_casts(found: dict[Tensor, list[WeightPlace]]) -> None:
     casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
     for tensor, places in found.items():
         kinds = places[0].entry.dtype, tensor.dtype

@@ -123,7 +123,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return left.new_empty(shape)
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionCost(TorchFunctionMode):
     """Attention as processors or, `on_device`, GPUs compute it: without the matrix of all pairs
     where they can. On the meta device torch itself would always take the way that has it.
     """
@@ -213,5 +213,5 @@ def metered(meter: Meter, on_device: bool = False) -> Iterator[None]:
     """What runs inside is counted, and new tensors are on the meta device. on_device: as a GPU
     computes it, else a processor.
     """
-    with torch.device("meta"), _Attention(on_device), meter:
+    with torch.device("meta"), _AttentionCost(on_device), meter:
         yield

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
+from offload.decoded import Decoded
 from offload.errors import StateError
 from offload.event_log import EventLog
 from offload.log import LOG
@@ -40,7 +41,7 @@ _SHORT_WAIT_S = 50e-6  # outside of steps, shorter ones are counted and not draw
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MetricsSnapshot:
     """The numbers at one moment. `later - earlier` is what happened in between."""
 
     counts: Mapping[str, int]
@@ -53,8 +54,8 @@ class Snapshot:
         """Of all steps."""
         return sum(self.seconds.values())
 
-    def __sub__(self, earlier: Snapshot) -> Snapshot:
-        return Snapshot(
+    def __sub__(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
+        return MetricsSnapshot(
             MappingProxyType({k: v - earlier.counts.get(k, 0) for k, v in self.counts.items()}),
             _less(self.seconds, earlier.seconds),
             _less(self.outside, earlier.outside),
@@ -73,7 +74,7 @@ def _less(now: Mapping[str, float], before: Mapping[str, float]) -> Mapping[str,
     return MappingProxyType({key: value - before.get(key, 0.0) for key, value in now.items()})
 
 
-NOTHING = Snapshot({}, {}, {}, {})
+NOTHING = MetricsSnapshot({}, {}, {}, {})
 
 
 @dataclass
@@ -117,11 +118,11 @@ class Metrics:
             self._stepping = None
             self.event(Event(STEP, name, begin_s, end_s))
 
-    def span(self, cause: str, what: str = "") -> _Span:
+    def span(self, cause: str, what: str = "") -> _CauseSpan:
         """`with` it: the time inside counts for `cause`, also when it ends with an exception, less
         that of spans inside. what: for the trace.
         """
-        return _Span(self, cause, what)
+        return _CauseSpan(self, cause, what)
 
     def _charge(self, now_s: float) -> None:
         """The time since the last change of cause is that of the innermost span."""
@@ -139,12 +140,12 @@ class Metrics:
         with self._lock:
             self._events.append(event)
 
-    def events(self) -> list[Event]:
-        """In the order in which they ended. There may have been earlier ones if they are
-        `MOST_EVENTS`.
+    def events(self) -> Sequence[Event]:
+        """Return those so far, in the order in which they ended. There may have been earlier ones
+        if they are `MOST_EVENTS`.
         """
         with self._lock:
-            return list(self._events)
+            return Decoded(self._events.copy(), _itself)
 
     def events_since(self, begin_s: float) -> list[Event]:
         """Those that ended after that, the latest first."""
@@ -175,10 +176,10 @@ class Metrics:
         with self._lock:
             self._samples.append({_AT_S: now_s, **found})
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> Sequence[Sample]:
+        """Return those so far."""
         with self._lock:
-            rows = list(self._samples)
-        return [Sample(row.pop(_AT_S), {name: int(n) for name, n in row.items()}) for row in rows]
+            return Decoded(self._samples.copy(), _sample)
 
     def fall_back(self, what: str, why: str) -> None:
         """Note that `what` runs in a lesser way than it could. The first reason stays."""
@@ -196,9 +197,9 @@ class Metrics:
         if is_new:
             LOG.warning("fall-back: %s: %s", what, why)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> MetricsSnapshot:
         with self._lock:
-            return Snapshot(
+            return MetricsSnapshot(
                 MappingProxyType(dict(self._counts)),
                 MappingProxyType(dict(self._seconds)),
                 MappingProxyType(dict(self._outside)),
@@ -206,7 +207,7 @@ class Metrics:
             )
 
 
-class _Span:
+class _CauseSpan:
     """The time inside belongs to one cause. A class, since a generator costs twice as much."""
 
     __slots__ = ("_begin_s", "_cause", "_metrics", "_range", "_what")
@@ -240,3 +241,11 @@ class _Span:
                     metrics._events.append(Event(WAITING, name, self._begin_s, end_s))
         if self._range is not None:
             self._range.__exit__(None, None, None)
+
+
+def _sample(row: Mapping[str, float]) -> Sample:
+    return Sample(row[_AT_S], {name: int(n) for name, n in row.items() if name != _AT_S})
+
+
+def _itself(event: Event) -> Event:
+    return event

@@ -25,6 +25,13 @@ class NumberLog:
             column[place] = numbers.get(name, nan)
         self._count += 1  # an interrupted row is written anew by the next
 
+    def copy(self) -> NumberLog:
+        """The log as it is now."""
+        made = NumberLog(self._most)
+        made._columns = {name: column[:] for name, column in self._columns.items()}
+        made._count = self._count
+        return made
+
     def __len__(self) -> int:
         return min(self._count, self._most)
 

@@ -35,7 +35,7 @@ MOVES = {
 }
 
 
-class Keeper(Protocol):
+class StorageKeeper(Protocol):
     """Who has the pieces."""
 
     def bring(self, piece: Piece) -> Tensor:
@@ -48,7 +48,7 @@ class Keeper(Protocol):
 class Piece:
     """The bytes of one storage."""
 
-    def __init__(self, owner: Keeper, number: int, memory: Tensor) -> None:
+    def __init__(self, owner: StorageKeeper, number: int, memory: Tensor) -> None:
         self.owner = owner
         self.number = number
         self.nbytes = memory.nbytes

@@ -97,7 +97,7 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DriveProfile:
     """One directory's drive, bytes a second. mixed: reads and writes at once, together. sustained:
     mixed, after many times what a drive's cache holds; None: not measured.
     """
@@ -127,7 +127,7 @@ class Profile:
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None  # a copy, read and written
     update_bytes_per_s: float | None = None  # AdamW, over all that it reads and writes
-    disks: tuple[Disk, ...] = ()
+    disks: tuple[DriveProfile, ...] = ()
     # Of all drives at once, as a step uses them.
     disk_read_bytes_per_s: float | None = None
     disk_write_bytes_per_s: float | None = None
@@ -184,7 +184,7 @@ class Profile:
         write_private(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
-def _check_speeds(owner: Disk | Profile) -> None:
+def _check_speeds(owner: DriveProfile | Profile) -> None:
     for field in fields(owner):
         if field.name.endswith("_bytes_per_s") and getattr(owner, field.name) is not None:
             _check_speed(field.name, getattr(owner, field.name))

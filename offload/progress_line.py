@@ -88,7 +88,7 @@ class _Log(NamedTuple):
     every: int  # steps
 
 
-class _Point(NamedTuple):
+class _DonePoint(NamedTuple):
     """What was done by when."""
 
     at_s: float
@@ -96,7 +96,7 @@ class _Point(NamedTuple):
     tokens: int
 
 
-class _Part(NamedTuple):
+class _LinePart(NamedTuple):
     """Of the line. rank: where there is no room for all, those with the lowest come first."""
 
     text: str
@@ -133,7 +133,7 @@ class Progress(Generic[_T]):
         self._numbers: dict[str, Any] = {}  # what the loop has set, not looked at yet
         self._done = 0
         self._tokens: int | None = 0  # None: not known
-        self._points: deque[_Point] = deque(maxlen=_WINDOW)
+        self._points: deque[_DonePoint] = deque(maxlen=_WINDOW)
         self._shown_s, self._shown_done, self._logged_done = float("-inf"), 0, 0
         self._steps_seen = 0  # of the optimizer, when the last line was shown
         # A loop that is left early, or by an exception, leaves no open line.
@@ -159,7 +159,7 @@ class Progress(Generic[_T]):
             raise StopIteration
         if self._batches is None:
             self._batches = iter(self._loader)
-            self._points.append(_Point(time.monotonic(), 0, 0))
+            self._points.append(_DonePoint(time.monotonic(), 0, 0))
         else:
             self._done += 1
             self._tell(is_last=False)
@@ -193,7 +193,7 @@ class Progress(Generic[_T]):
         told = None if self._optimizer is None else report(self._optimizer)
         vitals = None if told is None else Vitals.of(told, self._steps_seen)
         numbers = {name: float(value) for name, value in self._numbers.items()}
-        self._points.append(_Point(now_s, self._done, self._tokens or 0))
+        self._points.append(_DonePoint(now_s, self._done, self._tokens or 0))
         if shows:
             self._shown_s, self._shown_done = now_s, self._done
             self._steps_seen = vitals.steps if vitals else 0
@@ -202,7 +202,7 @@ class Progress(Generic[_T]):
             self._logged_done = self._done
             self._write(told, vitals, numbers)
 
-    def _show(self, parts: list[_Part]) -> None:
+    def _show(self, parts: list[_LinePart]) -> None:
         """A terminal that has gone away is no reason to end a training."""
         try:
             self._screen.show(parts)
@@ -217,22 +217,22 @@ class Progress(Generic[_T]):
         tokens = None if not self._tokens else (last.tokens - first.tokens) / spent_s
         return _Speed(spent_s / max(1, last.done - first.done), tokens)
 
-    def _parts(self, vitals: Vitals | None, numbers: Mapping[str, float]) -> list[_Part]:
+    def _parts(self, vitals: Vitals | None, numbers: Mapping[str, float]) -> list[_LinePart]:
         speed, done = self._speed(), self._start + self._done
-        parts = [_Part(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
+        parts = [_LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
         if "loss" in numbers:
-            parts.append(_Part(f"loss {numbers['loss']:.4g}", 1))
+            parts.append(_LinePart(f"loss {numbers['loss']:.4g}", 1))
         if speed.tokens_per_s is not None:
-            parts.append(_Part(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
-        parts.append(_Part(f"{speed.step_s:.2f} s/step", 6))
+            parts.append(_LinePart(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
+        parts.append(_LinePart(f"{speed.step_s:.2f} s/step", 6))
         if vitals is not None:
             if vitals.stall_share is not None:
-                parts.append(_Part(f"waiting {vitals.stall_share:.0%}", 3))
-            parts.append(_Part(_tiers(vitals, self._device), 4))
+                parts.append(_LinePart(f"waiting {vitals.stall_share:.0%}", 3))
+            parts.append(_LinePart(_tiers(vitals, self._device), 4))
         if self._total and self._total > done:
-            parts.append(_Part(f"{_clock((self._total - done) * speed.step_s)} left", 5))
+            parts.append(_LinePart(f"{_clock((self._total - done) * speed.step_s)} left", 5))
         others = (item for item in numbers.items() if item[0] != "loss")
-        return parts + [_Part(f"{name} {value:.4g}", 7) for name, value in others]
+        return parts + [_LinePart(f"{name} {value:.4g}", 7) for name, value in others]
 
     def _write(
         self, told: Report | None, vitals: Vitals | None, numbers: Mapping[str, float]

@@ -43,7 +43,7 @@ _CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while i
 
 
 @dataclass(eq=False)
-class _Layer:
+class _RecomputedLayer:
     units: tuple[Unit, ...]
     is_probed: bool = False  # has run once, and was watched
     runs: int = 0
@@ -79,13 +79,13 @@ class Recompute:
         self._generations_of = generations_of
         self._metrics = metrics
         self._interceptions: list[Interception] = [
-            intercept(module, "forward", partial(self._forward, _Layer(units)))
+            intercept(module, "forward", partial(self._forward, _RecomputedLayer(units)))
             for module, units in layers.items()
         ]
 
     def _forward(
         self,
-        layer: _Layer,
+        layer: _RecomputedLayer,
         module: nn.Module,
         original: Callable[..., Any],
         *args: Any,
@@ -101,7 +101,7 @@ class Recompute:
                 "makes is kept; set model.config.use_cache = False for training",
             )
             return original(*args, **kwargs)
-        run = _Run(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
+        run = _LayerRun(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
         run.saving = self._saving
         run.is_compared = self._compares and layer.is_due()
         # Keywords, too, are given as values: then torch looks after the tensors among them. To be
@@ -115,10 +115,10 @@ class Recompute:
 
 
 @dataclass(eq=False)
-class _Run:
+class _LayerRun:
     """One run of a layer, and then the same again in each backward pass."""
 
-    layer: _Layer
+    layer: _RecomputedLayer
     module: nn.Module
     original: Callable[..., Any]
     keywords: tuple[str, ...]
@@ -126,7 +126,7 @@ class _Run:
     metrics: Metrics
     saving: Saving = nullcontext
     generations: tuple[int, ...] | None = None  # None: has not run
-    buffers: list[_Buffer] = field(default_factory=list)
+    buffers: list[_ModuleBuffer] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     is_compared: bool = False
     crc: int | None = None  # of what it has returned
@@ -140,7 +140,7 @@ class _Run:
 
     def _first(self, call: Callable[[], Any]) -> Any:
         self.generations = self._generations()
-        self.buffers = [_Buffer.of(*found) for found in _buffers_of(self.module)]
+        self.buffers = [_ModuleBuffer.of(*found) for found in _buffers_of(self.module)]
         self.draws = [Draw.of(s) for s in sources_of(self.module, self.layer.generators)]
         output = call() if self.layer.is_probed else self._probe(call)
         self.draws = [draw for draw in self.draws if draw.is_used]
@@ -192,7 +192,7 @@ class _Run:
 
 
 @dataclass(eq=False)
-class _Buffer:
+class _ModuleBuffer:
     """A module's buffer before a run of it. copy: of its values then; None: it has them still."""
 
     module: nn.Module
@@ -202,7 +202,7 @@ class _Buffer:
     copy: Tensor | None
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, tensor: Tensor) -> _Buffer:
+    def of(cls, module: nn.Module, name: str, tensor: Tensor) -> _ModuleBuffer:
         return cls(module, name, tensor, tensor._version, tensor.detach().clone())
 
     def note_change(self) -> None:
@@ -216,7 +216,7 @@ class _Buffer:
 
 
 @contextmanager
-def _as_they_were(buffers: Sequence[_Buffer], layer: str) -> Iterator[None]:
+def _as_they_were(buffers: Sequence[_ModuleBuffer], layer: str) -> Iterator[None]:
     """Inside, buffers are what they were before the first run; what the second makes of them is
     forgotten.
     """

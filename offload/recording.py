@@ -22,7 +22,7 @@ MOST_USES = 1 << 14  # of units, the last ones
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What a run is, whatever happens in it. units: none where the model is not prepared."""
 
     title: str
@@ -41,7 +41,7 @@ class Facts:
 
 
 def make_run(
-    facts: Facts,
+    facts: RunFacts,
     plan: Plan,
     events: Sequence[Event],
     samples: Sequence[Sample],
@@ -74,7 +74,7 @@ def _from_first(steps: Iterable[StepFact]) -> tuple[StepFact, ...]:
 
 
 def _about(
-    facts: Facts,
+    facts: RunFacts,
     plan: Plan,
     steps: tuple[StepFact, ...],
     numbers: Mapping[str, Any],

@@ -162,7 +162,7 @@ def adagrad(buffers: Buffers, rule: rules.Adagrad) -> None:
         _write_out(b)
 
 
-def lion(buffers: Buffers, rule: rules.Lion) -> None:
+def lion(buffers: Buffers, rule: rules.LionRule) -> None:
     for b in buffers.blocks():
         assert b.state0 is not None
         g, p, m = b.scaled_grad(), b.param, b.state0

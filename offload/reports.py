@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.config import format_size
 from offload.loggers import Writer, log_numbers
-from offload.metrics import OTHER, Sample, Snapshot
+from offload.metrics import OTHER, MetricsSnapshot, Sample
 from offload.planner import Plan, Speeds
 from offload.rank_share import RankShare
-from offload.recording import Facts, make_run
+from offload.recording import RunFacts, make_run
 from offload.run_file import StepFact
 from offload.shares import Shares
 from offload.timeline import Event
@@ -57,7 +57,7 @@ class Account:
 
     @classmethod
     def of(
-        cls, snapshot: Snapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
+        cls, snapshot: MetricsSnapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
     ) -> Account:
         """stepped: what was moved within steps, where others have moved something, too."""
         counts = dict(snapshot.counts)
@@ -312,16 +312,16 @@ class Report:
     fallbacks: dict[str, str]
     disk_engine: str | None
     host_peak_bytes: int
-    events: list[Event] = field(repr=False)
+    events: Sequence[Event] = field(repr=False)
     model: ModelUse | None = None  # None: the model is not prepared
     ranks: RankUse | None = None  # None: the state is not shared over ranks
     process: ProcessUse | None = None  # None: not known, or it had more memory before
     # The order in which the model's units run, as far as it is known: no snapshot, it goes on.
     trace: Trace | None = field(default=None, repr=False, compare=False)
     # What a file of the run needs. No model, no optimizer: a report keeps nobody's memory.
-    samples: list[Sample] = field(default_factory=list, repr=False)
-    steps_done: list[StepFact] = field(default_factory=list, repr=False)
-    facts: Facts | None = field(default=None, repr=False, compare=False)
+    samples: Sequence[Sample] = field(default_factory=list, repr=False)
+    steps_done: Sequence[StepFact] = field(default_factory=list, repr=False)
+    facts: RunFacts | None = field(default=None, repr=False, compare=False)
     tuned: str | None = None  # what a profile says, and which
 
     @property

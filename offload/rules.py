@@ -250,7 +250,7 @@ class Adagrad:
 
 
 @dataclass(frozen=True)
-class Lion:
+class LionRule:
     """Lion (Chen et al., 2023): the sign of an interpolated momentum, with decoupled decay."""
 
     kernel: ClassVar[str] = "lion"
@@ -264,7 +264,7 @@ class Lion:
     decay: float
 
     @classmethod
-    def at(cls, *, lr: Number, beta1: Number, beta2: Number, weight_decay: Number) -> Lion:
+    def at(cls, *, lr: Number, beta1: Number, beta2: Number, weight_decay: Number) -> LionRule:
         (lr,) = finite(lr=lr)
         (weight_decay,) = not_negative(weight_decay=weight_decay)
         beta1, beta2 = below_one(beta1=beta1, beta2=beta2)
@@ -278,4 +278,4 @@ class Lion:
         )
 
 
-Rule = Adam | Sgd | Adagrad | Lion
+Rule = Adam | Sgd | Adagrad | LionRule

@@ -27,7 +27,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Tier:
+class TierState:
     """What a tier holds or is about to. held: blocks with memory in it. pinned: those of them that
     must stay.
     """
@@ -52,7 +52,7 @@ def next_uses(ahead: Iterable[int], blocks: int) -> dict[int, int]:
     return found
 
 
-def look_ahead(tier: Tier, uses: Mapping[int, int], depth: int) -> Moves:
+def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
     """What to do now so that the next `depth` blocks are there in time. uses: as `next_uses` has
     them.
     """
@@ -74,7 +74,7 @@ def look_ahead(tier: Tier, uses: Mapping[int, int], depth: int) -> Moves:
     return Moves(tuple(drop), tuple(fetch))
 
 
-def make_room(tier: Tier, uses: Mapping[int, int], nbytes: int) -> tuple[int, ...] | None:
+def make_room(tier: TierState, uses: Mapping[int, int], nbytes: int) -> tuple[int, ...] | None:
     """What to drop so that `nbytes` are free for something that is needed now; None: even all that
     may go is not enough.
     """

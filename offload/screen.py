@@ -14,7 +14,7 @@ _NOTEBOOK_WIDTH = 160
 _BETWEEN = " | "
 
 
-class Part(Protocol):
+class TextPart(Protocol):
     """Of a line. rank: where there is no room for all, those with the lowest come first."""
 
     @property
@@ -29,21 +29,21 @@ class Screen(Protocol):
 
     every_s: float
 
-    def show(self, parts: Sequence[Part]) -> None:
+    def show(self, parts: Sequence[TextPart]) -> None:
         """In the place of what was shown before, if it can be."""
 
     def end(self) -> None:
         """What was shown last stays, and others may write below it. Any number of times."""
 
 
-def fit(parts: Sequence[Part], width: int | None) -> str:
+def fit(parts: Sequence[TextPart], width: int | None) -> str:
     """A line of at most `width` characters (None: of any length). Parts keep their order; where
     there is no room for all, the important ones are chosen first, and the first of these is cut if
     it must be.
     """
     if width is None:
         return _joined(parts)
-    kept: list[Part] = []
+    kept: list[TextPart] = []
     for part in sorted(parts, key=lambda part: part.rank):
         more = [one for one in parts if one is part or one in kept]
         if not kept or len(_joined(more)) <= width:
@@ -51,7 +51,7 @@ def fit(parts: Sequence[Part], width: int | None) -> str:
     return _joined(kept)[:width]
 
 
-def _joined(parts: Sequence[Part]) -> str:
+def _joined(parts: Sequence[TextPart]) -> str:
     return _BETWEEN.join(part.text for part in parts)
 
 
@@ -63,7 +63,7 @@ class TerminalScreen:
         self._out = out
         self._is_open = False
 
-    def show(self, parts: Sequence[Part]) -> None:
+    def show(self, parts: Sequence[TextPart]) -> None:
         width = max(1, _columns(self._out) - 1)  # a full line would begin another
         self._out.write(f"\r{fit(parts, width):<{width}}")
         self._out.flush()
@@ -83,7 +83,7 @@ class PlainScreen:
         self.every_s = max(every_s, _PLAIN_EVERY_S)
         self._out = out
 
-    def show(self, parts: Sequence[Part]) -> None:
+    def show(self, parts: Sequence[TextPart]) -> None:
         self._out.write(f"{fit(parts, None)}\n")
         self._out.flush()
 
@@ -99,7 +99,7 @@ class NotebookScreen:
         self._display = display
         self._handle: Any = None
 
-    def show(self, parts: Sequence[Part]) -> None:
+    def show(self, parts: Sequence[TextPart]) -> None:
         shown = {"text/plain": fit(parts, _NOTEBOOK_WIDTH)}
         if self._handle is None:
             self._handle = self._display(shown, raw=True, display_id=True)
@@ -115,7 +115,7 @@ class NoScreen:
 
     every_s = float("inf")
 
-    def show(self, parts: Sequence[Part]) -> None:
+    def show(self, parts: Sequence[TextPart]) -> None:
         """Nobody looks."""
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.optim.recipe import Record
-from offload.optim.source import Part
+from offload.optim.source import FieldPart
 from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.units import Member, Unit
@@ -35,7 +35,7 @@ class UnitGatherer:
     def groups(self) -> Sequence[Sequence[int]]:
         return self._groups
 
-    def whole(self, field: str, own: Mapping[int, Part]) -> Mapping[int, Tensor]:
+    def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
         ranks, (unit, first) = self._ranks, self._places[next(iter(own))]
         size = first.dtype.itemsize
         numel = self._sharding.slices(unit).slice_bytes // size

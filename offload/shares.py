@@ -68,7 +68,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class UnitSizes:
     """What must be known of a model's units. nbytes: of each in host memory. needs: the units that
     each needs. kept: those that hold others, and stay.
     """
@@ -80,7 +80,7 @@ class Sizes:
     @classmethod
     def of(
         cls, units: Sequence[Unit], nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes
-    ) -> Sizes:
+    ) -> UnitSizes:
         return cls(
             tuple(map(nbytes_of, units)),
             tuple(unit.needs for unit in units),
@@ -128,7 +128,7 @@ def share_out(
     there is no disk.
     """
     return share_out_sizes(
-        Sizes.of(units, nbytes_of),
+        UnitSizes.of(units, nbytes_of),
         gradients,
         state_bytes,
         budget_bytes,
@@ -143,7 +143,7 @@ def share_out(
 
 
 def share_out_sizes(
-    sizes: Sizes,
+    sizes: UnitSizes,
     gradients: Sequence[int],
     state_bytes: int,
     budget_bytes: int | None,
@@ -200,7 +200,7 @@ def share_out_sizes(
 
 
 def _share_out_least(
-    sizes: Sizes,
+    sizes: UnitSizes,
     gradients: Sequence[int],
     budget: int,
     buffers: int,
@@ -270,7 +270,7 @@ def on_device_bytes(nbytes: int) -> int:
 
 def least_device_bytes(units: Sequence[Unit]) -> int:
     """For blocks on a device, when one unit at a time is there, beside those that hold others."""
-    return Sizes.of(units).least_device_bytes
+    return UnitSizes.of(units).least_device_bytes
 
 
 def check_device(

@@ -49,7 +49,7 @@ _MOST_GRACE_S = 2.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group of whoever has written
 
 
-class Ask(Enum):
+class SaveRequest(Enum):
     NOTHING = "nothing"  # no signal yet
     SAVE = "save"  # save, and go on
     END = "end"  # save, and end
@@ -57,10 +57,10 @@ class Ask(Enum):
 
 
 MOVES = {
-    Ask.NOTHING: {Ask.SAVE, Ask.END},
-    Ask.SAVE: {Ask.NOTHING, Ask.END},
-    Ask.END: {Ask.ENDING},
-    Ask.ENDING: set(),
+    SaveRequest.NOTHING: {SaveRequest.SAVE, SaveRequest.END},
+    SaveRequest.SAVE: {SaveRequest.NOTHING, SaveRequest.END},
+    SaveRequest.END: {SaveRequest.ENDING},
+    SaveRequest.ENDING: set(),
 }
 
 
@@ -102,7 +102,7 @@ class save_on_signal:
         self._path, self._model, self._optimizer = path, model, optimizer
         self._limit_s, self._extra, self._keep = limit_s, extra, keep
         self._stateful = stateful
-        self._ask = Ask.NOTHING
+        self._ask = SaveRequest.NOTHING
         self._signal = 0
         self._steps = 0  # since the last point
         self._points = 0  # safe points so far
@@ -141,7 +141,7 @@ class save_on_signal:
         if self._wakeup_before != -1:
             with suppress(OSError):
                 self._to.send(bytes([number]))
-        wanted = Ask.SAVE if number in GOES_ON else Ask.END
+        wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
         if wanted in MOVES[self._ask]:
             self._ask = wanted
             self._signal = number
@@ -168,10 +168,10 @@ class save_on_signal:
     def _act(self) -> None:
         if self._is_closed or (self._bell is not None and not self._is_heard(self._bell)):
             return
-        if self._ask not in (Ask.SAVE, Ask.END):
+        if self._ask not in (SaveRequest.SAVE, SaveRequest.END):
             return
         asked, number = self._ask, self._signal
-        self._ask = Ask.NOTHING if asked is Ask.SAVE else Ask.ENDING
+        self._ask = SaveRequest.NOTHING if asked is SaveRequest.SAVE else SaveRequest.ENDING
         name = signal.Signals(number).name
         try:
             if self._stateful and self._steps:
@@ -182,9 +182,9 @@ class save_on_signal:
             LOG.info("%s: saved %s", name, path)
         except Exception as error:
             _tell(f"{name}: nothing was saved: {error}")
-            if asked is Ask.SAVE and is_wrapped(self._inner):
+            if asked is SaveRequest.SAVE and is_wrapped(self._inner):
                 session_of(self._inner).metrics.note(f"save on {name}", f"failed: {error}")
-        if asked is Ask.END:
+        if asked is SaveRequest.END:
             raise SystemExit(128 + number)
 
     def _is_heard(self, bell: Bell) -> bool:
@@ -192,10 +192,10 @@ class save_on_signal:
         self._points += 1
         if self._points <= self._goal:
             return self._points == self._goal
-        if self._ask in (Ask.SAVE, Ask.END):
+        if self._ask in (SaveRequest.SAVE, SaveRequest.END):
             bell.ring({"signal": self._signal, "point": self._points + 1})
         said = bell.heard()
-        if said is None or self._ask is Ask.ENDING:
+        if said is None or self._ask is SaveRequest.ENDING:
             return False
         self._take_over(int(said["signal"]))
         if self._points < int(said["point"]):
@@ -212,7 +212,7 @@ class save_on_signal:
 
     def _take_over(self, number: int) -> None:
         """A signal that another rank has got."""
-        wanted = Ask.SAVE if number in GOES_ON else Ask.END
+        wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
         if wanted in MOVES[self._ask]:
             self._ask, self._signal = wanted, number
             self._to.send(bytes([number]))  # the limit is ours, too
@@ -251,7 +251,7 @@ class save_on_signal:
         self._is_closed = True
         _unregister(self)
         self._hook.remove()
-        if self._ask in (Ask.END, Ask.ENDING):
+        if self._ask in (SaveRequest.END, SaveRequest.ENDING):
             return
         self._give_back()
         self._to.shutdown(socket.SHUT_WR)  # ends the thread

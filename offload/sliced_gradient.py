@@ -35,7 +35,7 @@ NO_SCALER = (
 _PARAM = "_offload_param"
 
 
-class Keeper(Protocol):
+class SliceKeeper(Protocol):
     """Has the slices of gradients."""
 
     def name_of(self, param: Tensor) -> str: ...
@@ -65,7 +65,7 @@ class SlicedGradient(GradientHandle):
     """Made by the keeper only."""
 
     @staticmethod
-    def of(param: Tensor, keeper: Keeper, device: torch.device) -> SlicedGradient:
+    def of(param: Tensor, keeper: SliceKeeper, device: torch.device) -> SlicedGradient:
         """device: where torch is to see it; its slices are in host memory, or on disk."""
         made = SlicedGradient.made(param, keeper, device)
         setattr(made, _PARAM, param)
@@ -136,8 +136,8 @@ class _Verdicts:
         return keeper.count_of(self._values, f"gradient of {name}")
 
 
-def _keeper(gradient: SlicedGradient) -> Keeper:
-    found: Keeper = getattr(gradient, KEEPER)
+def _keeper(gradient: SlicedGradient) -> SliceKeeper:
+    found: SliceKeeper = getattr(gradient, KEEPER)
     return found
 
 

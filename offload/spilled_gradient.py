@@ -54,7 +54,7 @@ def in_memory(grads: Mapping[int, Gradient]) -> dict[int, Tensor]:
     return cast("dict[int, Tensor]", grads)
 
 
-class Keeper(Protocol):
+class SpillKeeper(Protocol):
     """Has the values of one gradient."""
 
     def load(self) -> Tensor:
@@ -81,7 +81,7 @@ class SpilledGradient(GradientHandle):
     """Made by its keeper only. One thread at a time."""
 
     @staticmethod
-    def of(param: Tensor, keeper: Keeper) -> SpilledGradient:
+    def of(param: Tensor, keeper: SpillKeeper) -> SpilledGradient:
         made = SpilledGradient.made(param, keeper, torch.device("cpu"))
         setattr(made, _HELD, None)
         setattr(made, _IS_LENT, False)
@@ -94,7 +94,7 @@ class SpilledGradient(GradientHandle):
         return _keeper(self).cold if _settled(self) else _bring(self).view(-1)
 
     @property
-    def away(self) -> Keeper | None:
+    def away(self) -> SpillKeeper | None:
         """Who has the values; None: they are in memory, where somebody holds them."""
         return _keeper(self) if _settled(self) else None
 
@@ -161,8 +161,8 @@ class SpilledGradient(GradientHandle):
         return _on_values(Tensor.clone, (self,), {}).__reduce_ex__(protocol)
 
 
-def _keeper(gradient: Any) -> Keeper:
-    found: Keeper = getattr(gradient, KEEPER)
+def _keeper(gradient: Any) -> SpillKeeper:
+    found: SpillKeeper = getattr(gradient, KEEPER)
     return found
 
 

@@ -36,7 +36,7 @@ class StandIn(nn.Module):
         self.length = length
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(
-            Layer(hidden, heads, key_value_heads or heads, intermediate) for _ in range(layers)
+            LlamaLayer(hidden, heads, key_value_heads or heads, intermediate) for _ in range(layers)
         )
         self.norm = nn.RMSNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
@@ -66,13 +66,13 @@ class StandIn(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """Attention and a gated layer, each behind a norm and around a shortcut."""
 
     def __init__(self, hidden: int, heads: int, key_value_heads: int, intermediate: int) -> None:
         super().__init__()
         self.before_attention, self.before_gate = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.attention = Attention(hidden, heads, key_value_heads)
+        self.attention = LlamaAttention(hidden, heads, key_value_heads)
         self.gate = nn.Linear(hidden, intermediate, bias=False)
         self.up = nn.Linear(hidden, intermediate, bias=False)
         self.down = nn.Linear(intermediate, hidden, bias=False)
@@ -84,7 +84,7 @@ class Layer(nn.Module):
         return x + inner
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Each token to those before it, with rotary positions. Several heads of queries may share one
     of keys and values.
     """

@@ -20,12 +20,12 @@ from offload.block import Block
 from offload.config import format_size
 from offload.errors import ConfigError
 from offload.guard import guard, is_guarded, unguard
-from offload.initialise import Task, empty_, is_filled, plan_tasks, refuse_empty
+from offload.initialise import InitTask, empty_, is_filled, plan_tasks, refuse_empty
 from offload.log import LOG
-from offload.matching import Match, Place, match
+from offload.matching import Match, WeightPlace, match
 from offload.metrics import Metrics
 from offload.store import DiskStore
-from offload.store.originals import Originals, Piece
+from offload.store.originals import FileRange, Originals
 from offload.store.weights import Weights
 from offload.tiers.residency import Residency
 from offload.units import Member, Unit
@@ -58,7 +58,7 @@ class Start:
             self._meta = [tensor for tensor in self._names if tensor.is_meta]
             self._was_meta = set(self._meta)
             self._empty = {t: self._names[t] for t in self._meta if t not in self._match.places}
-            self._tasks: list[Task] = plan_tasks(model, self._empty)
+            self._tasks: list[InitTask] = plan_tasks(model, self._empty)
             for tensor in self._meta:
                 self._check_exchangeable(tensor)
         except BaseException:
@@ -180,7 +180,7 @@ class Start:
             self._take_in_now(residency, block)
 
     def _run(
-        self, residency: Residency, task: Task, units: dict[int, Unit], left: dict[Tensor, str]
+        self, residency: Residency, task: InitTask, units: dict[int, Unit], left: dict[Tensor, str]
     ) -> None:
         for number in units:
             if number not in self.originals:
@@ -252,13 +252,15 @@ class Start:
             assert self._files is not None
             self._files.original(block.name, whole).read(memory).wait()
 
-    def _piece(self, member: Member, begin: int, end: int) -> Piece:
+    def _piece(self, member: Member, begin: int, end: int) -> FileRange:
         """What of a parameter lies in the bytes [begin, end) of its block, for memory of those."""
         file, entry = self._match.places[member.param]
         first, last = max(begin, member.begin), min(end, member.begin + entry.nbytes)
-        return Piece(file, entry.offset + first - member.begin, first - begin, max(0, last - first))
+        return FileRange(
+            file, entry.offset + first - member.begin, first - begin, max(0, last - first)
+        )
 
-    def _read(self, place: Place, values: Tensor) -> None:
+    def _read(self, place: WeightPlace, values: Tensor) -> None:
         """One tensor, through a small buffer, cast on the way."""
         assert self._files is not None
         file, entry = place
@@ -268,7 +270,7 @@ class Start:
         for begin in range(0, flat.numel(), step):
             end = min(begin + step, flat.numel())
             part = staging[: (end - begin) * size]
-            piece = Piece(file, entry.offset + begin * size, 0, part.numel())
+            piece = FileRange(file, entry.offset + begin * size, 0, part.numel())
             self._files.original(entry.name, [piece]).read(part).wait()
             flat[begin:end].copy_(part.view(entry.dtype))
 

@@ -65,7 +65,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Target:
+class TrialTarget:
     """A model that was opened, as a profile tells them apart."""
 
     model: str
@@ -76,7 +76,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """What a trial has seen. The seconds of whole iterations, from the end of a step to that of the
     next; all else is the median iteration's. is_whole: no step is missing.
 
@@ -86,7 +86,7 @@ class Result:
     peak_bytes: of each kind of memory.
     """
 
-    targets: tuple[Target, ...] = ()
+    targets: tuple[TrialTarget, ...] = ()
     is_whole: bool = False
     steps_done: int = 0
     seconds: tuple[float, ...] = ()
@@ -117,9 +117,9 @@ def load_order(path: Path) -> Order:
     return _load(Order, path)
 
 
-def load_result(path: Path) -> Result | None:
+def load_result(path: Path) -> TrialResult | None:
     """None: there is none, since nothing was prepared or wrapped."""
-    return _load(Result, path) if path.exists() else None
+    return _load(TrialResult, path) if path.exists() else None
 
 
 def _load(kind: type[_T], path: Path) -> _T:
@@ -132,7 +132,7 @@ def _load(kind: type[_T], path: Path) -> _T:
 # --- the trial of this process --------------------------------------------------------------------
 
 
-class _Sample(Protocol):
+class _MemorySample(Protocol):
     @property
     def nbytes(self) -> Mapping[str, int]: ...
 
@@ -142,10 +142,10 @@ class Watched(Protocol):
 
     def events_since(self, begin_s: float) -> list[Event]: ...
 
-    def samples(self) -> Sequence[_Sample]: ...
+    def samples(self) -> Sequence[_MemorySample]: ...
 
 
-class _Unit(Protocol):
+class _TrialUnit(Protocol):
     @property
     def nbytes(self) -> int: ...
 
@@ -161,11 +161,11 @@ class Divided(Protocol):
     """A prepared model."""
 
     @property
-    def units(self) -> Sequence[_Unit]: ...
+    def units(self) -> Sequence[_TrialUnit]: ...
 
 
 @dataclass(frozen=True)
-class _Iteration:
+class _TrialIteration:
     seconds: float
     waited_s: float
     compute_s: float
@@ -187,21 +187,21 @@ class Trial:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.order = load_order(path)
-        self._targets: dict[Target, None] = {}
+        self._targets: dict[TrialTarget, None] = {}
         self._is_prepared = self._tunes_depth = self._tunes_activations = False
         self._followed: Watched | None = None
         self._last: StepFact | None = None
         self._steps = 0
-        self._iterations: list[_Iteration] = []
+        self._iterations: list[_TrialIteration] = []
 
     @property
     def tuning(self) -> Tuning:
         return self.order.tuning
 
-    def note_target(self, target: Target) -> None:
+    def note_target(self, target: TrialTarget) -> None:
         """A model, or an optimizer's parameters, will be opened with the order's tuning."""
         self._targets[target] = None
-        self._write(Result(tuple(self._targets)))
+        self._write(TrialResult(tuple(self._targets)))
 
     def note_prepared(self, tunes_depth: bool, tunes_activations: bool) -> None:
         """What is opened is a model, and leaves these to the tuning."""
@@ -225,7 +225,7 @@ class Trial:
         if self._steps >= self.order.steps_needed:
             raise SystemExit(0)
 
-    def _result(self, metrics: Watched, model: object, threads: int) -> Result:
+    def _result(self, metrics: Watched, model: object, threads: int) -> TrialResult:
         layers = layer_sizes(model.units) if isinstance(model, Divided) else []
         usual = statistics.multimode(layers)
         common: dict[str, Any] = {
@@ -240,9 +240,9 @@ class Trial:
             "layers": layers.count(max(usual, default=0)),
             "peak_bytes": _peak_bytes(metrics),
         }
-        return Result(**common, **_figures(self._iterations))
+        return TrialResult(**common, **_figures(self._iterations))
 
-    def _write(self, result: Result) -> None:
+    def _write(self, result: TrialResult) -> None:
         write_private(Path(self.order.result), json.dumps(asdict(result), allow_nan=False))
 
 
@@ -269,12 +269,12 @@ def current() -> Trial | None:
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
-def layer_sizes(units: Sequence[_Unit]) -> list[int]:
+def layer_sizes(units: Sequence[_TrialUnit]) -> list[int]:
     """Bytes that each layer's parameters take, its frozen ones among them."""
     return [sum(units[n].nbytes for n in unit.needs) for unit in units if unit.modules]
 
 
-def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _Iteration:
+def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _TrialIteration:
     # Here, since it imports torch, which the tuner does without.
     from offload.metrics import COMPUTING, OTHER
 
@@ -283,7 +283,7 @@ def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _It
     update_s = sum(s for cause, s in in_step.items() if cause in COMPUTING | {OTHER})
     model_waits_s = sum(s for cause, s in outside.items() if cause not in COMPUTING)
     whole_s = step.end_s - before.end_s
-    return _Iteration(
+    return _TrialIteration(
         seconds=whole_s,
         waited_s=sum(in_step.values()) - update_s + model_waits_s,
         compute_s=max(0.0, step.begin_s - before.end_s - model_waits_s),
@@ -294,7 +294,7 @@ def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _It
     )
 
 
-def _figures(iterations: Sequence[_Iteration]) -> dict[str, Any]:
+def _figures(iterations: Sequence[_TrialIteration]) -> dict[str, Any]:
     if not iterations:
         return {}
 

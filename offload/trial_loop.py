@@ -18,7 +18,7 @@ from offload.api import prepare, report
 from offload.config import PARAM_DTYPES
 from offload.errors import ConfigError, OffloadError
 from offload.foresight.model_shape import Shape
-from offload.foresight.model_source import Source, find_source
+from offload.foresight.model_source import ModelSource, find_source
 from offload.machine import free_memory_bytes, read_memory
 from offload.transfer import find_device
 from offload.trial import current
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     print(report(model))
 
 
-def make_model(source: Source, dtype: str | None) -> nn.Module:
+def make_model(source: ModelSource, dtype: str | None) -> nn.Module:
     """With values where they fit in half of what is free; else without, and `prepare` fills it
     block by block, which some models' buffers do not allow.
     """

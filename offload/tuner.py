@@ -60,7 +60,7 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """base: what every other is compared with; all derived, but for what must be given."""
 
     base: Tuning
@@ -98,7 +98,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TunedTrial:
     number: int
     tuning: Tuning
     measured: Measured
@@ -127,14 +127,14 @@ class Search:
 
     def __init__(
         self,
-        space: Space,
+        space: SearchSpace,
         measure: Callable[[Tuning], Measured],
         limit_s: float,
-        tell: Callable[[Trial], None] = lambda trial: None,
+        tell: Callable[[TunedTrial], None] = lambda trial: None,
     ) -> None:
         self.space = space
         self.best = space.base
-        self.trials: list[Trial] = []
+        self.trials: list[TunedTrial] = []
         self.was_cut = False  # there was something left to try, and no time
         self._measure = measure
         self._limit_s = limit_s
@@ -152,7 +152,7 @@ class Search:
     def take(self, tuning: Tuning, measured: Measured) -> None:
         """One that was measured already."""
         self._runs.setdefault(tuning, []).append(measured)
-        self.trials.append(Trial(len(self.trials) + 1, tuning, measured))
+        self.trials.append(TunedTrial(len(self.trials) + 1, tuning, measured))
         self._tell(self.trials[-1])
 
     def run(self) -> Finding:

@@ -18,7 +18,7 @@ from offload.log import LOG
 from offload.metrics import Metrics
 from offload.profile import Profile, Tuned, Tuning
 from offload.run_file import StepFact
-from offload.trial import Target, Trial, current
+from offload.trial import Trial, TrialTarget, current
 
 AUTO = "auto"
 UNTUNED = Tuning()
@@ -123,9 +123,9 @@ def _on_trial(
     return Chosen(trial.tuning, trial.path, trial=trial)
 
 
-def _target(config: Config, params: Iterable[Tensor], device: str) -> Target:
+def _target(config: Config, params: Iterable[Tensor], device: str) -> TrialTarget:
     """What a profile knows a model by."""
-    return Target(
+    return TrialTarget(
         model=fingerprint_of(params),
         device=device,
         host_bytes=None if config.host_memory is None else int(config.host_memory),

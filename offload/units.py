@@ -68,7 +68,7 @@ class Unit:
 
 
 @dataclass
-class _Draft:
+class _UnitDraft:
     """Modules that will be a unit. own: only their own parameters count, not their children's."""
 
     name: str
@@ -124,19 +124,19 @@ def _walk(
     module: nn.Module,
     is_unit: Callable[[str, nn.Module, nn.Module | None], bool],
     parent: nn.Module | None = None,
-) -> Iterator[_Draft]:
+) -> Iterator[_UnitDraft]:
     if is_unit(name, module, parent) or _uses_its_children(module):
-        yield _Draft(name, [module])
+        yield _UnitDraft(name, [module])
         return
     if any(True for _ in module.parameters(recurse=False)):
-        yield _Draft(name, [module], is_whole=False)
+        yield _UnitDraft(name, [module], is_whole=False)
     for child_name, child in module.named_children():
         yield from _walk(f"{name}.{child_name}" if name else child_name, child, is_unit, module)
 
 
 def _repeated(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
     """Whether it is a layer among layers, and no larger than a unit may be."""
-    return _is_layer(module, parent) and _Draft(name, [module]).nbytes <= MOST_BYTES
+    return _is_layer(module, parent) and _UnitDraft(name, [module]).nbytes <= MOST_BYTES
 
 
 def _is_layer(module: nn.Module, parent: nn.Module | None) -> bool:
@@ -145,14 +145,14 @@ def _is_layer(module: nn.Module, parent: nn.Module | None) -> bool:
         return False
     if _is_list(module) and any(True for child in module.children() for _ in child.children()):
         return False  # a list of layers; one of plain modules is a layer
-    return any(True for _ in module.children()) and _Draft("", [module]).nbytes > 0
+    return any(True for _ in module.children()) and _UnitDraft("", [module]).nbytes > 0
 
 
 def large_layers(model: nn.Module) -> list[nn.Module]:
     """Layers among layers that are too large to be one unit each; the outermost ones."""
     found: list[nn.Module] = []
     for child in model.children():
-        is_large = _is_layer(child, model) and _Draft("", [child]).nbytes > MOST_BYTES
+        is_large = _is_layer(child, model) and _UnitDraft("", [child]).nbytes > MOST_BYTES
         found += [child] if is_large else large_layers(child)
     return found
 
@@ -182,24 +182,24 @@ def _by(choice: Choice) -> Callable[[str, nn.Module, nn.Module | None], bool]:
     return lambda name, module, _: isinstance(module, classes)
 
 
-def _gather(drafts: Iterable[_Draft]) -> list[_Draft]:
+def _gather(drafts: Iterable[_UnitDraft]) -> list[_UnitDraft]:
     """Put small left-overs together, up to the size of a large layer."""
-    found: list[_Draft] = []
-    rest: _Draft | None = None
+    found: list[_UnitDraft] = []
+    rest: _UnitDraft | None = None
     for draft in drafts:
         if draft.is_whole or draft.nbytes >= LARGE_BYTES:
             found.append(draft)
             continue
         if rest is None or rest.nbytes + draft.nbytes > LARGE_BYTES:
-            rest = _Draft(draft.name, [], is_whole=False)
+            rest = _UnitDraft(draft.name, [], is_whole=False)
             found.append(rest)
         rest.modules += draft.modules
     return found
 
 
-def _join(drafts: Sequence[_Draft], most_bytes: int) -> list[_Draft]:
+def _join(drafts: Sequence[_UnitDraft], most_bytes: int) -> list[_UnitDraft]:
     """Put neighbouring layers of one list together, up to so many bytes."""
-    found: list[_Draft] = []
+    found: list[_UnitDraft] = []
     for draft in drafts:
         last = found[-1] if found else None
         if (
@@ -216,7 +216,7 @@ def _join(drafts: Sequence[_Draft], most_bytes: int) -> list[_Draft]:
 
 
 def _settle(
-    drafts: Sequence[_Draft], names: dict[nn.Parameter, str], splits_types: bool
+    drafts: Sequence[_UnitDraft], names: dict[nn.Parameter, str], splits_types: bool
 ) -> list[Unit]:
     """Give every parameter to the first that has it. Frozen ones beside trained ones are a unit of
     their own, without modules: its block is never written, whatever the others become. So are those

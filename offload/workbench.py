@@ -32,7 +32,7 @@ class Staging(Protocol):
     def has_place(self, chunk: Chunk) -> bool:
         """Whether `take` need not wait."""
 
-    def take(self, chunk: Chunk) -> Mapping[Slice, Coming]:
+    def take(self, chunk: Chunk) -> Mapping[Slice, ArrivingSlice]:
         """Start the way of those of a chunk that are not in memory."""
 
     def give_back(self, chunk: Chunk) -> None:
@@ -42,7 +42,7 @@ class Staging(Protocol):
         """No update is under way any more."""
 
 
-class Coming(Awaited, Protocol):
+class ArrivingSlice(Awaited, Protocol):
     """A slice of a gradient on its way."""
 
     values: Tensor
@@ -155,7 +155,7 @@ class Workbench:
                 desk.slices[part] = param, self._gradient(part, coming)
         return desk
 
-    def _gradient(self, part: Slice, coming: Mapping[Slice, Coming]) -> Tensor:
+    def _gradient(self, part: Slice, coming: Mapping[Slice, ArrivingSlice]) -> Tensor:
         if part in coming:
             return coming[part].values
         grad, first = self._grads[part.param], self._firsts.get(part.param, 0)

@@ -23,7 +23,7 @@ _WARM_UP = 2  # first steps, which make memory and learn the order
 
 
 @dataclass(frozen=True)
-class Use:
+class WorkloadUse:
     """A unit is used. phase: 0 forward, 1 backward, 2 evaluation. compute_s: until the next use of
     any, waiting left out, while the drives are idle.
     """
@@ -44,7 +44,7 @@ class Workload:
     title: str
     units: tuple[UnitFact, ...]
     params: tuple[ParamFact, ...]
-    uses: tuple[Use, ...]
+    uses: tuple[WorkloadUse, ...]
     between_s: float
     activation_bytes: int
     logits_bytes: int
@@ -78,7 +78,7 @@ class Workload:
         Raises `FormatError` where the run has no two whole steps.
         """
         about = run.about
-        uses: tuple[Use, ...] = ()
+        uses: tuple[WorkloadUse, ...] = ()
         device = about.device.partition(":")[0]
         if about.units and about.order:
             events = run.events if device == "cpu" else _without_device_waits(run.events)
@@ -118,8 +118,8 @@ class Budgets:
 
 
 @dataclass(frozen=True)
-class _Iteration:
-    uses: tuple[Use, ...]
+class _RecordedIteration:
+    uses: tuple[WorkloadUse, ...]
     between_s: float
 
     @property
@@ -127,7 +127,9 @@ class _Iteration:
         return tuple((use.phase, use.unit) for use in self.uses)
 
 
-def _usual(iterations: Sequence[_Iteration], title: str) -> tuple[tuple[Use, ...], float]:
+def _usual(
+    iterations: Sequence[_RecordedIteration], title: str
+) -> tuple[tuple[WorkloadUse, ...], float]:
     if not iterations:
         raise FormatError(
             f"{title}: expected the events of two steps one after the other, and what was computed "
@@ -137,11 +139,11 @@ def _usual(iterations: Sequence[_Iteration], title: str) -> tuple[tuple[Use, ...
     order = Counter(one.order for one in later).most_common(1)[0][0]
     alike = [one for one in later if one.order == order]
     seconds = [median(one.uses[n].compute_s for one in alike) for n in range(len(order))]
-    uses = tuple(Use(*use, compute_s=s) for use, s in zip(order, seconds, strict=True))
+    uses = tuple(WorkloadUse(*use, compute_s=s) for use, s in zip(order, seconds, strict=True))
     return uses, median(one.between_s for one in alike)
 
 
-def _iterations(events: Sequence[Event], beside_disk: float) -> list[_Iteration]:
+def _iterations(events: Sequence[Event], beside_disk: float) -> list[_RecordedIteration]:
     """From the end of each step to the begin of the next."""
     steps = sorted((e for e in events if e.row == STEP), key=lambda event: event.begin_s)
     computing = sorted((e for e in events if e.row == COMPUTE), key=lambda event: event.begin_s)
@@ -164,7 +166,7 @@ def _iteration(
     disk: Sequence[Event],
     seconds: float,
     beside_disk: float,
-) -> _Iteration:
+) -> _RecordedIteration:
     begins = [e for e, last in _with_last(computing) if _is_new(e, last, waits)]
     ends_s = [event.begin_s for event in begins[1:]] + [computing[-1].end_s]
     uses, left_s = [], seconds
@@ -174,8 +176,8 @@ def _iteration(
         computed_s = max(0.0, end_s - event.begin_s - waited_s)
         left_s -= computed_s + waited_s
         shared_s = min(computed_s, _overlap_s(disk, event.begin_s, end_s))
-        uses.append(Use(phase, unit, computed_s - shared_s * (1.0 - beside_disk)))
-    return _Iteration(tuple(uses), max(0.0, left_s))
+        uses.append(WorkloadUse(phase, unit, computed_s - shared_s * (1.0 - beside_disk)))
+    return _RecordedIteration(tuple(uses), max(0.0, left_s))
 
 
 def _without_device_waits(events: Sequence[Event]) -> list[Event]:
@@ -183,7 +185,7 @@ def _without_device_waits(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if e.row != WAITING or not e.name.startswith(_DEVICE_WAIT)]
 
 
-def _by_size(uses: Sequence[Use], units: Sequence[UnitFact]) -> tuple[Use, ...]:
+def _by_size(uses: Sequence[WorkloadUse], units: Sequence[UnitFact]) -> tuple[WorkloadUse, ...]:
     """The same time in all, in proportion to what a unit has to compute with."""
     sizes = [sum(units[n].nbytes for n in units[use.unit].needs) or 1 for use in uses]
     weights = [n * (2 if use.phase == BACKWARD else 1) for n, use in zip(sizes, uses, strict=True)]

@@ -76,7 +76,7 @@ def counts(made: Prepared) -> dict[str, int]:
 def kept_bytes() -> int:
     """Of what autograd keeps in memory of the model's run, each storage once."""
     gc.collect()
-    found = [each.tensor for each in gc.get_objects() if type(each) is engine._Kept]
+    found = [each.tensor for each in gc.get_objects() if type(each) is engine._KeptTensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values())
 
@@ -583,7 +583,7 @@ def kept_within(nbytes: int, folder: Path) -> Iterator[tuple[Activations, Growin
     made = Activations(OnDisk(store, nbytes), torch.device("cpu"), metrics)
 
     def pack(tensor: Tensor) -> Any:
-        return made.save(tensor) or engine._Kept.of(tensor)
+        return made.save(tensor) or engine._KeptTensor.of(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.checked()):
         yield made, store

@@ -273,10 +273,10 @@ NOT_FLAGS = (1, 0, None, "no", np.bool_(True), torch.tensor(True))
     [
         *((rules.Sgd.at, SGD, name, -0.5) for name in ("momentum", "weight_decay")),
         *((rules.Adagrad.at, ADAGRAD, name, -0.5) for name in ADAGRAD if name != "lr"),
-        *((rules.Lion.at, LION, name, -0.5) for name in LION if name != "lr"),
+        *((rules.LionRule.at, LION, name, -0.5) for name in LION if name != "lr"),
         *((rules.Sgd.at, SGD, name, float("nan")) for name in SGD),
         *((rules.Adagrad.at, ADAGRAD, name, float("nan")) for name in ADAGRAD),
-        *((rules.Lion.at, LION, name, float("nan")) for name in LION),
+        *((rules.LionRule.at, LION, name, float("nan")) for name in LION),
         *((rules.Sgd.at, SGD, name, flag) for name in ("nesterov", "first") for flag in NOT_FLAGS),
     ],
 )

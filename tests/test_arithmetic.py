@@ -28,7 +28,7 @@ RULES: list[rules.Rule] = [
         lr=0.3, momentum=0.9, dampening=0.1, weight_decay=0.1, nesterov=False, first=False
     ),
     rules.Adagrad.at(2, lr=0.1, lr_decay=0.0, eps=1e-30, weight_decay=0.1),
-    rules.Lion.at(lr=2e-38, beta1=0.9, beta2=0.99, weight_decay=0.1),
+    rules.LionRule.at(lr=2e-38, beta1=0.9, beta2=0.99, weight_decay=0.1),
 ]
 
 

@@ -29,23 +29,23 @@ from offload.cli import bench, bench_output
 from offload.config import Config
 from offload.errors import FormatError, StateError, StoreError
 from offload.machine import Accelerator, Memory, Torch
-from offload.machine_disk import Directory
+from offload.machine_disk import DirectoryFacts
 from offload.measurement import sizes as default_sizes
 from offload.measurement import survey as surveys
 from offload.measurement.beside import measure_beside
 from offload.measurement.disk import DiskFigures
-from offload.measurement.figure import Figure, Runs, Unit, repeat
+from offload.measurement.figure import Figure, FigureUnit, Repeats, repeat
 from offload.measurement.record import make_profile
-from offload.measurement.sizes import ModelSize, Sizes
-from offload.measurement.survey import Findings, Part, Wanted, survey
+from offload.measurement.sizes import BenchSizes, ModelSize
+from offload.measurement.survey import SurveyPart, SurveyResult, Wanted, survey
 from offload.optim.traffic import Moved, Traffic, plan_traffic
-from offload.profile import Disk, Profile, Tuned, Tuning
+from offload.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.standin import StandIn
 from offload.store import DiskStore
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
-TINY = Sizes(
+TINY = BenchSizes(
     seconds=0.02,
     least_runs=2,
     memory_bytes=1 << 16,
@@ -134,7 +134,7 @@ def known_profile(**changes: Any) -> Profile:
         cores=cores,
         memory_bytes_per_s=7.0,
         update_bytes_per_s=7.0,
-        disks=(Disk("/gone", 7.0, 7.0, 7.0, 7.0),),
+        disks=(DriveProfile("/gone", 7.0, 7.0, 7.0, 7.0),),
         disk_mixed_bytes_per_s=7.0,
         flops={"float32": 7.0},
         tuned=(tuned(),),
@@ -271,7 +271,7 @@ def small_sustained(value: Any, **changes: Any) -> Any:
 
 
 def test_the_bound_of_runs_over_drives_is_tight() -> None:
-    wanted = Wanted(frozenset({Part.DISK}), (Path("/a"),), TINY)
+    wanted = Wanted(frozenset({SurveyPart.DISK}), (Path("/a"),), TINY)
     passes = 1 + 2 * TINY.disk_runs
     buffers_bytes = TINY.buffers * TINY.chunk_bytes
     assert wanted.most_written_bytes == passes * (TINY.disk_bytes + buffers_bytes)
@@ -280,13 +280,13 @@ def test_the_bound_of_runs_over_drives_is_tight() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_help_tells_no_less_than_a_run_may_write(count: int) -> None:
     paths = tuple(Path(f"/{number}") for number in range(count))
-    most = Wanted(frozenset(Part), paths, Sizes()).most_written_bytes
+    most = Wanted(frozenset(SurveyPart), paths, BenchSizes()).most_written_bytes
     assert most <= (bench.FIRST_GIB + (count - 1) * bench.FURTHER_GIB) * GIB
     assert f"at most {bench.FIRST_GIB} GiB" in bench._EPILOG
 
 
 def test_a_long_run_writes_what_was_asked_for_and_a_little_more() -> None:
-    sizes = Sizes(sustained_bytes=64 * 10**9)
+    sizes = BenchSizes(sustained_bytes=64 * 10**9)
     assert 64 * 10**9 <= sizes.sustained_written_bytes() <= 1.01 * 64 * 10**9
     assert sizes.room_bytes() >= sizes.sustained_traffic.disk_capacity_bytes > 12 * 10**9
 
@@ -296,10 +296,10 @@ def test_however_little_is_asked_for_both_tenths_have_moved_something(
     nbytes: int, drive: Path
 ) -> None:
     sizes = replace(TINY, sustained_bytes=nbytes)
-    found = survey(Wanted(frozenset({Part.DISK}), (drive,), sizes), Quiet())
+    found = survey(Wanted(frozenset({SurveyPart.DISK}), (drive,), sizes), Quiet())
     first, last = found.disks[0].first, found.disks[0].last
     assert first is not None and last is not None and first.median > 0 and last.median > 0
-    most = Wanted(frozenset({Part.DISK}), (drive,), sizes).most_written_bytes
+    most = Wanted(frozenset({SurveyPart.DISK}), (drive,), sizes).most_written_bytes
     assert max(nbytes, 1) < found.written_bytes <= most
 
 
@@ -385,7 +385,7 @@ def test_a_tuning_that_is_found_in_the_meantime_is_kept(
 ) -> None:
     path, real = profile.own_path(), surveys.survey
 
-    def beside_a_tuner(*args: Any) -> Findings:
+    def beside_a_tuner(*args: Any) -> SurveyResult:
         path.parent.mkdir(parents=True)
         known_profile(tuned=(tuned("in the meantime"),)).save(path)
         return real(*args)
@@ -398,7 +398,7 @@ def test_a_tuning_that_is_found_in_the_meantime_is_kept(
 def test_published_numbers_make_room_but_tunings_stay() -> None:
     before = known_profile(is_measured=False, sources=("a data sheet",))
     memory = Memory(24 * GIB, None, None, None, 8 * GIB, None, None)
-    made = make_profile(Findings(), before, memory, None, "2026-11-17")
+    made = make_profile(SurveyResult(), before, memory, None, "2026-11-17")
     assert made.tuned == before.tuned and made.is_measured
     assert made.sources == ("offload bench",)
     speeds = (made.memory_bytes_per_s, made.disk_mixed_bytes_per_s, made.flops)
@@ -410,17 +410,17 @@ def test_numbers_of_another_device_do_not_stay() -> None:
     before = known_profile(device="xpu", to_device_bytes_per_s=7.0, compute_beside_disk=0.7)
     memory = Memory(24 * GIB, None, None, None, None, None, None)
     cuda = Accelerator("cuda", 1, "Fast GPU", 80 * GIB)
-    made = make_profile(Findings(), before, memory, cuda, "2026-11-17")
+    made = make_profile(SurveyResult(), before, memory, cuda, "2026-11-17")
     assert (made.to_device_bytes_per_s, made.flops, made.compute_beside_disk) == (None,) * 3
     assert made.memory_bytes_per_s == 7.0
     assert (made.device, made.device_memory_bytes) == ("cuda", 80 * GIB)
-    same = make_profile(Findings(), replace(before, device="cuda"), memory, cuda, "2026-11-17")
+    same = make_profile(SurveyResult(), replace(before, device="cuda"), memory, cuda, "2026-11-17")
     assert same.to_device_bytes_per_s == 7.0 and same.flops == {"float32": 7.0}
 
 
 def test_a_share_above_one_is_noise() -> None:
-    found = Findings(compute_beside=Figure("c", Unit.SHARE, 1.2, 0.1, 3))
-    found.update_beside = Figure("u", Unit.SHARE, 0.8, 0.1, 3)
+    found = SurveyResult(compute_beside=Figure("c", FigureUnit.SHARE, 1.2, 0.1, 3))
+    found.update_beside = Figure("u", FigureUnit.SHARE, 0.8, 0.1, 3)
     memory = Memory(None, None, None, None, None, None, None)
     made = make_profile(found, None, memory, None, "2026-11-17")
     assert (made.compute_beside_disk, made.update_beside_disk) == (1.0, 0.8)
@@ -552,7 +552,7 @@ def test_a_directory_that_takes_no_file_is_refused_with_the_remedy(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = Directory(drive, exists=True, is_directory=True, writable=False, error=error)
+    facts = DirectoryFacts(drive, exists=True, is_directory=True, writable=False, error=error)
     monkeypatch.setattr(bench, "read_directory", lambda path: facts)
     assert cli.main(["bench", str(drive)]) == 2
     told = capsys.readouterr().err
@@ -608,15 +608,15 @@ def test_memory_that_looks_like_a_drive_is_told_of(
 
 
 def test_a_figure_is_the_median_and_half_of_the_middle_halfs_width() -> None:
-    figure = Figure.of("x", Unit.SECONDS, [5.0, 1.0, 3.0, 2.0, 4.0])
+    figure = Figure.of("x", FigureUnit.SECONDS, [5.0, 1.0, 3.0, 2.0, 4.0])
     assert (figure.median, figure.spread, figure.runs) == (3.0, 1.0, 5)
-    assert Figure.of("x", Unit.SECONDS, [2.0]) == Figure("x", Unit.SECONDS, 2.0, 0.0, 1)
+    assert Figure.of("x", FigureUnit.SECONDS, [2.0]) == Figure("x", FigureUnit.SECONDS, 2.0, 0.0, 1)
     with pytest.raises(StateError, match="x: no run"):
-        Figure.of("x", Unit.SECONDS, [])
+        Figure.of("x", FigureUnit.SECONDS, [])
 
 
-@pytest.mark.parametrize(("runs", "count"), [(Runs(1e-9, 3, 9), 3), (Runs(1e9, 3, 9), 9)])
-def test_runs_stay_within_their_bounds(runs: Runs, count: int) -> None:
+@pytest.mark.parametrize(("runs", "count"), [(Repeats(1e-9, 3, 9), 3), (Repeats(1e9, 3, 9), 9)])
+def test_runs_stay_within_their_bounds(runs: Repeats, count: int) -> None:
     calls, shares = [0], list[float]()
 
     def run() -> float:
@@ -730,7 +730,7 @@ def in_turns(alone_s: float, beside_s: float) -> Callable[[], float]:
 def test_a_share_is_the_speed_beside_busy_drives_of_that_alone() -> None:
     traffic: Any = EndlessTraffic()
     figure = measure_beside("x", in_turns(1.0, 4.0), traffic, TINY, Quiet())
-    assert figure == Figure("x", Unit.SHARE, 0.25, 0.0, default_sizes.ROUNDS)
+    assert figure == Figure("x", FigureUnit.SHARE, 0.25, 0.0, default_sizes.ROUNDS)
     assert traffic.passes == default_sizes.ROUNDS
     assert not any(thread.name == "busy drives" for thread in threading.enumerate())
 
@@ -744,7 +744,7 @@ def test_drives_that_are_done_too_soon_give_no_share() -> None:
 
 def test_that_is_told_of(drive: Path) -> None:
     sizes = replace(TINY, beside_bytes=0)
-    parts = frozenset({Part.UPDATE, Part.COMPUTE})
+    parts = frozenset({SurveyPart.UPDATE, SurveyPart.COMPUTE})
     found = survey(Wanted(parts, (drive,), sizes), Quiet())
     assert (found.update_beside, found.compute_beside) == (None, None)
     assert sum("speed beside them is not known" in note for note in found.notes) == 2
@@ -774,13 +774,13 @@ def test_a_measurement_that_is_interrupted_stops_the_drives() -> None:
 
 def test_training_leaves_the_users_random_numbers_alone(drive: Path) -> None:
     before = torch.get_rng_state()
-    survey(Wanted(frozenset({Part.STEP}), (drive,), TINY), Quiet())
+    survey(Wanted(frozenset({SurveyPart.STEP}), (drive,), TINY), Quiet())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_listener_is_told_of_every_figure_in_the_table(drive: Path) -> None:
     listener = Quiet()
-    found = survey(Wanted(frozenset(Part), (drive,), TINY), listener)
+    found = survey(Wanted(frozenset(SurveyPart), (drive,), TINY), listener)
     assert sorted(f.name for f in listener.figures) == sorted(f.name for f in found.figures)
     assert all(0 <= share <= 1 for share in listener.shares)
 
@@ -796,13 +796,13 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, now_s = Terminal(), [0.0]
     monkeypatch.setattr(bench_output.time, "monotonic", lambda: now_s[0])
-    progress = bench_output.Progress(stream)
+    progress = bench_output.BenchProgress(stream)
     progress.begin("a\x1b[2Jdrive")
     for share in (0.25, 0.5, 1.0):
         now_s[0] += 1
         progress.at(share)
     progress.at(0.9)  # too soon
-    progress.done(Figure("x", Unit.SECONDS, 1.0, 0.0, 1))
+    progress.done(Figure("x", FigureUnit.SECONDS, 1.0, 0.0, 1))
     progress.end()
     shown = stream.getvalue()
     assert "\n" not in shown and "\x1b" not in shown
@@ -816,25 +816,25 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch)
 
 def test_elsewhere_each_figure_is_a_line() -> None:
     stream = io.StringIO()
-    progress = bench_output.Progress(stream)
+    progress = bench_output.BenchProgress(stream)
     progress.begin("memory copy")
     progress.at(0.5)
-    progress.done(Figure("memory copy", Unit.BYTES_PER_S, 2e9, 1e8, 7))
+    progress.done(Figure("memory copy", FigureUnit.BYTES_PER_S, 2e9, 1e8, 7))
     progress.end()
     assert stream.getvalue() == "memory copy: 2 GB/s +- 5% (7 runs)\n"
 
 
 def test_without_stderr_nothing_is_told() -> None:
-    progress = bench_output.Progress(None)
+    progress = bench_output.BenchProgress(None)
     progress.begin("x")
     progress.say("y")
     progress.end()
 
 
 def test_the_table_has_the_notes_and_what_was_written() -> None:
-    figure = Figure("x", Unit.BYTES_PER_S, 1e9, 0.0, 1)
+    figure = Figure("x", FigureUnit.BYTES_PER_S, 1e9, 0.0, 1)
     disk = DiskFigures(("/a",), figure, figure, figure)
-    found = Findings(disks=[disk], together=disk, notes=["no O_DIRECT"], written_bytes=GIB)
+    found = SurveyResult(disks=[disk], together=disk, notes=["no O_DIRECT"], written_bytes=GIB)
     made = known_profile()
     lines = bench_output.describe(found, 2 * GIB, made, Path("/p.json"))
     assert any("1 GiB of at most 2 GiB" in line for line in lines)
@@ -846,12 +846,12 @@ def test_the_table_has_the_notes_and_what_was_written() -> None:
 # --- as a program ---------------------------------------------------------------------------------
 
 
-def program(sizes: Sizes, before: str = "pass") -> list[str]:
+def program(sizes: BenchSizes, before: str = "pass") -> list[str]:
     """The command line with other sizes."""
     text = (
         f"import sys; {before}\n"
         "from offload.measurement import sizes\n"
-        "from offload.measurement.sizes import ModelSize, Sizes\n"
+        "from offload.measurement.sizes import BenchSizes, ModelSize\n"
         f"sizes.DEFAULT = {sizes!r}\n"
         "from offload.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

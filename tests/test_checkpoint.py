@@ -32,11 +32,11 @@ from offload.errors import (
     StateError,
     StoreError,
 )
-from offload.format.directory import Directory
+from offload.format.directory import CheckpointDirectory
 from offload.format.manifest import Manifest
 from offload.format.values import decode
 from offload.optim.saver import READS, Saver
-from offload.optim.tiers import Piece
+from offload.optim.tiers import HostChunk
 from offload.optim.updater import Updater
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -55,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def manifest_of(path: Path) -> Manifest:
-    with Directory(path) as directory:
+    with CheckpointDirectory(path) as directory:
         return directory.read_manifest()
 
 
@@ -464,9 +464,9 @@ def test_an_error_in_the_middle_of_a_load(
 
 def break_reads(patch: pytest.MonkeyPatch, section: str) -> None:
     """The third read of a section, after everything has been found whole."""
-    from offload.checkpoint.loading import _Saved
+    from offload.checkpoint.loading import _CheckpointTensor
 
-    original, left = _Saved.read_into, [2]
+    original, left = _CheckpointTensor.read_into, [2]
 
     def read_into(self: Any, begin_bytes: int, target: Tensor) -> None:
         if self._source.name.startswith(section):
@@ -475,7 +475,7 @@ def break_reads(patch: pytest.MonkeyPatch, section: str) -> None:
                 raise OSError("broken")
         original(self, begin_bytes, target)
 
-    patch.setattr(_Saved, "read_into", read_into)
+    patch.setattr(_CheckpointTensor, "read_into", read_into)
 
 
 # --- between kinds --------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def test_a_step_waits_for_a_chunk_that_is_being_written(
     writing, waited = threading.Event(), threading.Event()
     write, wait = Saver._write, Saver._await
 
-    def slow(self: Saver, piece: Piece) -> None:
+    def slow(self: Saver, piece: HostChunk) -> None:
         if threading.current_thread() is not threading.main_thread() and not writing.is_set():
             writing.set()
             assert waited.wait(WAIT_S)  # the step has come, and waits
@@ -630,7 +630,7 @@ def test_a_buffer_is_not_reused_while_it_is_written(
     writing, released = threading.Event(), threading.Event()
     write, release = Saver._write, Saver.before_release
 
-    def slow(self: Saver, piece: Piece) -> None:
+    def slow(self: Saver, piece: HostChunk) -> None:
         is_resident = self._tiers.is_resident(piece.chunk)
         in_buffer = piece.chunk.number in self._here and not is_resident
         if in_buffer and not writing.is_set():
@@ -638,7 +638,7 @@ def test_a_buffer_is_not_reused_while_it_is_written(
             assert released.wait(WAIT_S)  # somebody wants the buffer
         write(self, piece)
 
-    def seen(self: Saver, piece: Piece) -> None:
+    def seen(self: Saver, piece: HostChunk) -> None:
         if piece.chunk.number in self._here:
             released.set()
         release(self, piece)

@@ -13,12 +13,12 @@ from support.checkpoints import SMALL, contents_of, read, same, save
 from support.disk_doubles import GROWING, FaultyDisk, StraightDisk
 from support.stores import nothing_left
 
-from offload.checkpoint.disk import POINTS, Disk
+from offload.checkpoint.disk import POINTS, CheckpointDisk
 from offload.errors import CorruptionError, StoreError
 from offload.format.directory import find_newest
 from offload.metrics import Metrics
 from offload.store.choose import ENGINES, open_engine
-from offload.store.engine import Engine, Fault, FaultKind
+from offload.store.engine import Fault, FaultKind, IOEngine
 
 OLD, NEW = contents_of(1), contents_of(2)
 CODES = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
@@ -191,14 +191,14 @@ def test_short_writes_of_the_manifest_go_on(parent: Path) -> None:
 # --- faults of the engines ------------------------------------------------------------------------
 
 
-class EngineFault(Disk):
+class EngineFault(CheckpointDisk):
     """The system's disk, with one fault in the engine."""
 
     def __init__(self, name: str, fault: Fault) -> None:
         self._name, self._fault = name, fault
-        self.engine: Engine | None = None
+        self.engine: IOEngine | None = None
 
-    def open_engine(self, metrics: Metrics) -> Engine:
+    def open_engine(self, metrics: Metrics) -> IOEngine:
         self.engine = open_engine([], metrics=metrics, name=self._name, timeout_s=20.0)
         self.engine.inject(self._fault)
         return self.engine

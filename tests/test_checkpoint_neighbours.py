@@ -17,7 +17,7 @@ from support.checkpoints import SMALL, contents_of, fill, read, same, save, umas
 from support.disk_doubles import FaultyDisk, StraightDisk
 from support.stores import HANG_S, nothing_left
 
-from offload.checkpoint import CheckpointReader, CheckpointWriter, Disk
+from offload.checkpoint import CheckpointDisk, CheckpointReader, CheckpointWriter
 from offload.checkpoint.disk import POINTS
 from offload.checkpoint.hidden import open_directory, try_lock
 from offload.errors import ConfigError, StateError, StoreError
@@ -159,7 +159,7 @@ def test_the_points_come_in_their_order(tmp_path: Path) -> None:
     save(tmp_path / "old", CONTENTS)
     seen: list[str] = []
 
-    class Watching(Disk):
+    class Watching(CheckpointDisk):
         def hook(self, point: str) -> None:
             seen.append(point)
             shown = [name for name in names(tmp_path) if not name.startswith(".")]
@@ -217,9 +217,9 @@ def test_leftovers_go_only_if_their_lock_is_free(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from support.checkpoints import contents_of, save
-from offload.checkpoint import Disk
+from offload.checkpoint import CheckpointDisk
 
-class Killing(Disk):
+class Killing(CheckpointDisk):
     def hook(self, point):
         if point == sys.argv[2]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -249,7 +249,7 @@ def test_what_a_killed_saver_leaves_goes_with_the_next_save(tmp_path: Path, poin
 def test_a_directory_taken_for_a_leftover_is_made_again(tmp_path: Path) -> None:
     """Between mkdir and lock another saver may remove it."""
 
-    class Unlucky(Disk):
+    class Unlucky(CheckpointDisk):
         count = 0
 
         def mkdir(self, dir_fd: int, name: str) -> None:
@@ -263,7 +263,7 @@ def test_a_directory_taken_for_a_leftover_is_made_again(tmp_path: Path) -> None:
     assert disk.count == 4
     assert names(tmp_path) == ["a"]
 
-    class Hopeless(Disk):
+    class Hopeless(CheckpointDisk):
         def mkdir(self, dir_fd: int, name: str) -> None:
             super().mkdir(dir_fd, name)
             os.rmdir(name, dir_fd=dir_fd)
@@ -343,7 +343,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
     from offload.format.safetensors import TensorSpec
 
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    disk = Disk()
+    disk = CheckpointDisk()
     with CheckpointWriter(tmp_path / "a", disk=disk) as writer:
         with pytest.raises(StoreError, match=r"ENOSPC.*are needed, .* free; make room") as caught:
             writer.open_shard("model", [TensorSpec("w", "U8", (2 * free,))])
@@ -356,7 +356,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
 # --- several savers -------------------------------------------------------------------------------
 
 
-class Meeting(Disk):
+class Meeting(CheckpointDisk):
     """Both savers have come to a point before one goes on."""
 
     def __init__(self, barrier: threading.Barrier, point: str) -> None:

@@ -107,7 +107,7 @@ def native_calls(wide: list[torch.Tensor], half: torch.Tensor) -> dict[str, Call
         "adam": update(RULE),
         "sgd": update(rules.Sgd.at(**sgd, nesterov=False, first=False)),
         "adagrad": update(rules.Adagrad.at(2, lr=1e-3, lr_decay=0.0, eps=1e-8, weight_decay=0.0)),
-        "lion": update(rules.Lion.at(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0)),
+        "lion": update(rules.LionRule.at(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0)),
         "block_sums": partial(_native.block_sums, addresses[0], 0, n, addresses[1], 0),
         "cast": partial(_native.cast, addresses[0], 0, half.data_ptr(), 1, n, 0),
     }

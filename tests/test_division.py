@@ -7,12 +7,12 @@ import random
 import pytest
 
 from offload.checkpoint.division import cut, divide, joined, share_of, within
-from offload.format.safetensors import Place, TensorSpec, build_header
+from offload.format.safetensors import TensorPlace, TensorSpec, build_header
 
 MIB = 1 << 20
 
 
-def places_of(sizes: list[int]) -> dict[str, Place]:
+def places_of(sizes: list[int]) -> dict[str, TensorPlace]:
     return build_header([TensorSpec(f"t{i}", "U8", (n,)) for i, n in enumerate(sizes)])[1]
 
 

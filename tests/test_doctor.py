@@ -25,23 +25,23 @@ import pytest
 import offload
 from offload import cli
 from offload.cli import diagnosis, doctor
-from offload.cli.diagnosis import Row, Status
+from offload.cli.diagnosis import Row, Severity
 from offload.errors import OffloadError
 from offload.machine import (
     UNLIMITED_BYTES,
     Accelerator,
     Cpu,
+    HostFacts,
     HugePages,
     IoUring,
-    Machine,
     Memlock,
     Memory,
     Torch,
 )
-from offload.machine_disk import DirectIo, Directory, Drive, Mount
+from offload.machine_disk import DirectIo, DirectoryFacts, Drive, Mount
 
 GIB = 2**30
-HEALTHY = Machine(
+HEALTHY = HostFacts(
     system="Linux",
     kernel="6.12.0",
     cpu=Cpu("Fast CPU", logical=16, physical=8, affinity=16, quota_cores=None, numa_nodes=1),
@@ -52,7 +52,7 @@ HEALTHY = Machine(
     torch=Torch("2.13.0", None),
     accelerator=Accelerator("cuda", 2, "Fast GPU", 80 * GIB),
 )
-GOOD = Directory(
+GOOD = DirectoryFacts(
     path=Path("/mnt/nvme"),
     exists=True,
     is_directory=True,
@@ -110,7 +110,7 @@ def say(row: Row) -> str:
 def test_healthy_machine(healthy: None) -> None:
     rows = doctor.examine(HEALTHY, GOOD)
     assert [row.name for row in rows] == MACHINE_ROWS + DIRECTORY_ROWS
-    assert {row.status for row in rows} == {Status.OK}
+    assert {row.status for row in rows} == {Severity.OK}
     assert all(row.advice is None and row.value and row.why for row in rows)
     assert diagnosis.exit_code(rows) == 0
 
@@ -120,14 +120,16 @@ def test_without_a_directory_only_the_machine_is_judged(healthy: None) -> None:
 
 
 def test_unusable_directory_has_one_row(healthy: None) -> None:
-    rows = doctor.examine(HEALTHY, Directory(Path("/nope"), False, False, False, error="ENOENT"))
+    rows = doctor.examine(
+        HEALTHY, DirectoryFacts(Path("/nope"), False, False, False, error="ENOENT")
+    )
     assert [row.name for row in rows] == [*MACHINE_ROWS, "directory"]
     assert diagnosis.exit_code(rows) == 1
 
 
 def test_machine_that_tells_nothing(healthy: None) -> None:
     """Unknown is never ok, and only what training cannot do without is missing."""
-    unknown = Machine(
+    unknown = HostFacts(
         system="unknown",
         kernel="unknown",
         cpu=Cpu(*[None] * 6),
@@ -139,15 +141,16 @@ def test_machine_that_tells_nothing(healthy: None) -> None:
         accelerator=None,
     )
     rows = {
-        row.name: row for row in doctor.examine(unknown, Directory(Path("/x"), True, True, True))
+        row.name: row
+        for row in doctor.examine(unknown, DirectoryFacts(Path("/x"), True, True, True))
     }
-    assert {name for name, row in rows.items() if row.status is Status.OK} == {
+    assert {name for name, row in rows.items() if row.status is Severity.OK} == {
         "native core",
         "directory",
     }
-    assert {name for name, row in rows.items() if row.status is Status.MISSING} == {"torch"}
+    assert {name for name, row in rows.items() if row.status is Severity.MISSING} == {"torch"}
     for name, row in rows.items():
-        assert (row.advice is None) == (row.status is Status.OK), name
+        assert (row.advice is None) == (row.status is Severity.OK), name
 
 
 # --- native core -------------------------------------------------------------------------------
@@ -156,14 +159,14 @@ def test_machine_that_tells_nothing(healthy: None) -> None:
 def test_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     use_core(monkeypatch)
     row = doctor.judge_native_core()
-    assert row.status is Status.OK
+    assert row.status is Severity.OK
     assert row.value == "avx2 (of avx2, scalar, reference), 16 threads"
 
 
 def test_reference_path_is_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
     use_core(monkeypatch, native_error=lambda: "no module _native", isa=lambda: "reference")
     row = doctor.judge_native_core()
-    assert row.status is Status.DEGRADED
+    assert row.status is Severity.DEGRADED
     assert "no module _native" in row.value
     assert "compiler" in (row.advice or "")
 
@@ -177,7 +180,7 @@ def test_slow_instruction_set(
 ) -> None:
     use_core(monkeypatch, isa=lambda: "scalar", available_isas=lambda: available)
     row = doctor.judge_native_core()
-    assert row.status is Status.DEGRADED
+    assert row.status is Severity.DEGRADED
     assert advice in (row.advice or "")
 
 
@@ -188,7 +191,7 @@ def test_error_of_the_core_is_a_row(monkeypatch: pytest.MonkeyPatch, name: str) 
 
     use_core(monkeypatch, **{name: fail})
     rows = doctor.examine(HEALTHY)
-    assert rows[0].status is Status.MISSING
+    assert rows[0].status is Severity.MISSING
     assert "sse9" in rows[0].value
     assert diagnosis.exit_code(rows) == 1
 
@@ -197,7 +200,7 @@ def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(offload, "kernels", raising=False)
     monkeypatch.setitem(sys.modules, "offload.kernels", None)
     row = doctor.judge_native_core()
-    assert row.status is Status.MISSING
+    assert row.status is Severity.MISSING
     assert "not importable: ModuleNotFoundError: " in row.value
 
 
@@ -207,16 +210,16 @@ def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "text"),
     [
-        ({"quota_cores": 32.0}, Status.OK, "quota 32.00"),
-        ({"quota_cores": 2.5}, Status.DEGRADED, "--cpus"),
-        ({"quota_cores": 15.0}, Status.DEGRADED, "quota 15.00"),
-        ({"affinity": 8}, Status.OK, "8 usable of 16"),
-        ({"affinity": 7}, Status.DEGRADED, "taskset"),
-        ({"logical": 1, "affinity": 1}, Status.DEGRADED, "one core"),
-        ({"numa_nodes": 2}, Status.OK, "NUMA nodes: 2"),
+        ({"quota_cores": 32.0}, Severity.OK, "quota 32.00"),
+        ({"quota_cores": 2.5}, Severity.DEGRADED, "--cpus"),
+        ({"quota_cores": 15.0}, Severity.DEGRADED, "quota 15.00"),
+        ({"affinity": 8}, Severity.OK, "8 usable of 16"),
+        ({"affinity": 7}, Severity.DEGRADED, "taskset"),
+        ({"logical": 1, "affinity": 1}, Severity.DEGRADED, "one core"),
+        ({"numa_nodes": 2}, Severity.OK, "NUMA nodes: 2"),
     ],
 )
-def test_cores(changes: dict[str, Any], status: Status, text: str) -> None:
+def test_cores(changes: dict[str, Any], status: Severity, text: str) -> None:
     row = doctor.judge_cores(replace(HEALTHY.cpu, **changes))
     assert row.status is status
     assert text in say(row)
@@ -225,31 +228,31 @@ def test_cores(changes: dict[str, Any], status: Status, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "text"),
     [
-        ({}, Status.OK, "60 GiB free of 64 GiB, no cgroup limit"),
+        ({}, Severity.OK, "60 GiB free of 64 GiB, no cgroup limit"),
         (
             {
                 "cgroup_limit_bytes": 32 * GIB,
                 "cgroup_usage_bytes": 8 * GIB,
                 "cgroup_room_bytes": 24 * GIB,
             },
-            Status.OK,
+            Severity.OK,
             "24 GiB free of 64 GiB, cgroup limit 32 GiB (8 GiB used)",
         ),
         (
             {"cgroup_limit_bytes": 4 * GIB, "cgroup_room_bytes": 4 * GIB - 1},
-            Status.DEGRADED,
+            Severity.DEGRADED,
             "--memory",
         ),
-        ({"available_bytes": GIB}, Status.DEGRADED, "--shm-size is not needed"),
+        ({"available_bytes": GIB}, Severity.DEGRADED, "--shm-size is not needed"),
         (
             {"total_bytes": None, "available_bytes": None, "cgroup_room_bytes": 9 * GIB},
-            Status.DEGRADED,
+            Severity.DEGRADED,
             "pip install psutil",
         ),
-        ({"swap_total_bytes": 2 * GIB}, Status.OK, "swap 2 GiB"),
+        ({"swap_total_bytes": 2 * GIB}, Severity.OK, "swap 2 GiB"),
     ],
 )
-def test_memory(changes: dict[str, Any], status: Status, text: str) -> None:
+def test_memory(changes: dict[str, Any], status: Severity, text: str) -> None:
     row = doctor.judge_memory(replace(HEALTHY.memory, **changes))
     assert row.status is status
     assert text in say(row)
@@ -258,13 +261,13 @@ def test_memory(changes: dict[str, Any], status: Status, text: str) -> None:
 @pytest.mark.parametrize(
     ("pages", "status", "text"),
     [
-        (HugePages("always", None), Status.OK, "always"),
-        (HugePages("madvise", 2 * GIB), Status.OK, "2 GiB free"),
-        (HugePages("never", 0), Status.DEGRADED, "echo madvise"),
-        (HugePages(None, None), Status.DEGRADED, "does not tell"),
+        (HugePages("always", None), Severity.OK, "always"),
+        (HugePages("madvise", 2 * GIB), Severity.OK, "2 GiB free"),
+        (HugePages("never", 0), Severity.DEGRADED, "echo madvise"),
+        (HugePages(None, None), Severity.DEGRADED, "does not tell"),
     ],
 )
-def test_huge_pages(pages: HugePages, status: Status, text: str) -> None:
+def test_huge_pages(pages: HugePages, status: Severity, text: str) -> None:
     row = doctor.judge_huge_pages(pages)
     assert row.status is status
     assert text in say(row)
@@ -273,13 +276,17 @@ def test_huge_pages(pages: HugePages, status: Status, text: str) -> None:
 @pytest.mark.parametrize(
     ("memlock", "status", "text"),
     [
-        (Memlock(UNLIMITED_BYTES, UNLIMITED_BYTES, exempt=False), Status.OK, "unlimited"),
-        (Memlock(65536, 65536, exempt=True), Status.OK, "CAP_IPC_LOCK"),
-        (Memlock(65536, 65536, exempt=False), Status.DEGRADED, "--ulimit memlock=-1"),
-        (Memlock(8 * 2**20, UNLIMITED_BYTES, exempt=False), Status.DEGRADED, "ulimit -l unlimited"),
+        (Memlock(UNLIMITED_BYTES, UNLIMITED_BYTES, exempt=False), Severity.OK, "unlimited"),
+        (Memlock(65536, 65536, exempt=True), Severity.OK, "CAP_IPC_LOCK"),
+        (Memlock(65536, 65536, exempt=False), Severity.DEGRADED, "--ulimit memlock=-1"),
+        (
+            Memlock(8 * 2**20, UNLIMITED_BYTES, exempt=False),
+            Severity.DEGRADED,
+            "ulimit -l unlimited",
+        ),
     ],
 )
-def test_memlock(memlock: Memlock, status: Status, text: str) -> None:
+def test_memlock(memlock: Memlock, status: Severity, text: str) -> None:
     row = doctor.judge_memlock(memlock)
     assert row.status is status
     assert text in say(row)
@@ -298,7 +305,7 @@ def test_memlock(memlock: Memlock, status: Status, text: str) -> None:
 )
 def test_without_io_uring(ring: IoUring, text: str) -> None:
     row = doctor.judge_io_uring(replace(HEALTHY, io_uring=ring))
-    assert row.status is Status.DEGRADED
+    assert row.status is Severity.DEGRADED
     assert text in (row.advice or "")
     assert "thread-pool engine" in (row.advice or "")
     assert (ring.error or "not tried") in row.value
@@ -313,14 +320,14 @@ def test_accelerator() -> None:
 
 def test_missing_accelerator_is_degraded() -> None:
     row = doctor.judge_accelerator(replace(HEALTHY, accelerator=None))
-    assert row.status is Status.DEGRADED
+    assert row.status is Severity.DEGRADED
     assert "--gpus all" in (row.advice or "")
 
 
 def test_missing_torch_is_missing() -> None:
     machine = replace(HEALTHY, torch=Torch(None, "OSError: libcudart.so"), accelerator=None)
     row = doctor.judge_torch(machine)
-    assert row.status is Status.MISSING
+    assert row.status is Severity.MISSING
     assert "libcudart" in row.value
     assert "--force-reinstall torch" in (row.advice or "")
     assert doctor.judge_accelerator(machine).value == "unknown without torch"
@@ -342,7 +349,7 @@ def test_missing_torch_is_missing() -> None:
 )
 def test_unusable_directory(changes: dict[str, Any], text: str) -> None:
     row = doctor.judge_directory(replace(GOOD, writable=False, **changes))
-    assert row.status is Status.MISSING
+    assert row.status is Severity.MISSING
     assert text in say(row)
     assert "/mnt/nvme" in row.value
 
@@ -358,13 +365,13 @@ def test_unusable_directory(changes: dict[str, Any], text: str) -> None:
 )
 def test_unsuitable_file_system(fs_type: str, text: str) -> None:
     row = doctor.judge_file_system(Mount("/mnt", fs_type, "source", "0:1"))
-    assert row.status is Status.DEGRADED
+    assert row.status is Severity.DEGRADED
     assert text in (row.advice or "")
 
 
 def test_good_file_system() -> None:
     row = doctor.judge_file_system(GOOD.mount)
-    assert (row.status, row.value) == (Status.OK, "xfs on /dev/nvme0n1 at /mnt/nvme")
+    assert (row.status, row.value) == (Severity.OK, "xfs on /dev/nvme0n1 at /mnt/nvme")
 
 
 def test_o_direct() -> None:
@@ -372,51 +379,51 @@ def test_o_direct() -> None:
     assert row.value == "works, memory aligned to 4 bytes, offsets to 512"
     for works, value in ((False, "refused"), (None, "could not be tried")):
         row = doctor.judge_o_direct(replace(GOOD, direct_io=DirectIo(works)))
-        assert (row.status, row.value) == (Status.DEGRADED, value)
+        assert (row.status, row.value) == (Severity.DEGRADED, value)
         assert "-v /mnt/nvme:/mnt/nvme" in (row.advice or "")
 
 
 def test_o_tmpfile() -> None:
-    assert doctor.judge_o_tmpfile(GOOD).status is Status.OK
-    assert doctor.judge_o_tmpfile(replace(GOOD, o_tmpfile=False)).status is Status.DEGRADED
+    assert doctor.judge_o_tmpfile(GOOD).status is Severity.OK
+    assert doctor.judge_o_tmpfile(replace(GOOD, o_tmpfile=False)).status is Severity.DEGRADED
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "status"),
     [
-        (0, Status.MISSING),
-        (1, Status.DEGRADED),
-        (16 * GIB - 1, Status.DEGRADED),
-        (16 * GIB, Status.OK),
-        (None, Status.DEGRADED),
+        (0, Severity.MISSING),
+        (1, Severity.DEGRADED),
+        (16 * GIB - 1, Severity.DEGRADED),
+        (16 * GIB, Severity.OK),
+        (None, Severity.DEGRADED),
     ],
 )
-def test_free_space(free_bytes: int | None, status: Status) -> None:
+def test_free_space(free_bytes: int | None, status: Severity) -> None:
     assert doctor.judge_free_space(replace(GOOD, free_bytes=free_bytes)).status is status
 
 
 @pytest.mark.parametrize(
     ("changes", "status", "text"),
     [
-        ({}, Status.OK, "nvme0n1, Quick 990, solid state"),
-        ({"drive": Drive("sda", True, None)}, Status.DEGRADED, "sda, rotational"),
-        ({"drive": Drive("sda", None, None)}, Status.DEGRADED, "sda"),
-        ({"drive": None}, Status.DEGRADED, "unknown"),
+        ({}, Severity.OK, "nvme0n1, Quick 990, solid state"),
+        ({"drive": Drive("sda", True, None)}, Severity.DEGRADED, "sda, rotational"),
+        ({"drive": Drive("sda", None, None)}, Severity.DEGRADED, "sda"),
+        ({"drive": None}, Severity.DEGRADED, "unknown"),
         (
             {"ram_backed": True, "drive": None, "mount": Mount("/m", "tmpfs", "tmpfs", "0:1")},
-            Status.DEGRADED,
+            Severity.DEGRADED,
             "RAM (tmpfs)",
         ),
     ],
 )
-def test_drive(changes: dict[str, Any], status: Status, text: str) -> None:
+def test_drive(changes: dict[str, Any], status: Severity, text: str) -> None:
     row = doctor.judge_drive(replace(GOOD, **changes))
     assert (row.status, row.value) == (status, text)
 
 
 # --- the table ---------------------------------------------------------------------------------
 
-LONG = Row("directory", Status.MISSING, "/" + "long" * 60, "word " * 40, "--gpus all " * 30)
+LONG = Row("directory", Severity.MISSING, "/" + "long" * 60, "word " * 40, "--gpus all " * 30)
 
 
 def test_table_fits_100_columns() -> None:

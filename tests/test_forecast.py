@@ -22,7 +22,7 @@ from offload.foresight.forecaster import forecast
 from offload.foresight.machines import NOMINAL, find_machine, shipped, with_drives
 from offload.foresight.model_source import FunctionSource, find_source
 from offload.planner import least_arena_bytes
-from offload.profile import Disk, Profile, Tuned, Tuning
+from offload.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.standin import StandIn
 
 BATCH, SEQUENCE = 2, 32
@@ -36,7 +36,11 @@ def make() -> nn.Module:
 
 def machine(**changes: Any) -> Profile:
     return dataclasses.replace(
-        NOMINAL, name="here", disks=(Disk("a", 3e9, 3e9, 3e9),), memory_bytes=16 << 30, **changes
+        NOMINAL,
+        name="here",
+        disks=(DriveProfile("a", 3e9, 3e9, 3e9),),
+        memory_bytes=16 << 30,
+        **changes,
     )
 
 

@@ -22,8 +22,8 @@ from support.formats import write_checkpoint
 
 from offload.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.format import limits, values
-from offload.format.directory import Directory, check_name, find_newest, list_numbers
-from offload.format.manifest import MANIFEST, Manifest, Part, SavedTensor
+from offload.format.directory import CheckpointDirectory, check_name, find_newest, list_numbers
+from offload.format.manifest import MANIFEST, CheckedPart, Manifest, SavedTensor
 from offload.format.safetensors import SIZES, TensorSpec, build_header, parse_header, parse_length
 from offload.format.strict_json import parse_json
 from offload.store.safetensors_file import DTYPES
@@ -340,7 +340,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
         Manifest.parse(body + b',"sha256":"' + digest + b'"}\n')
 
 
-def tensor(name: str, *parts: Part, shape: tuple[int, ...] = (8,)) -> SavedTensor:
+def tensor(name: str, *parts: CheckedPart, shape: tuple[int, ...] = (8,)) -> SavedTensor:
     return SavedTensor(name, "U8", shape, parts)
 
 
@@ -350,38 +350,68 @@ FILE = "model-00001.safetensors"
 @pytest.mark.parametrize(
     ("saved", "files", "message"),
     [
-        ([tensor("model/a", Part(FILE, 64, 8, 0))], {FILE: 73}, "end at 72"),
-        ([tensor("model/a", Part(FILE, 64, 8, 0))], {FILE: 64}, "end at 72"),
-        ([tensor("model/a", Part(FILE, 64, 8, 0))], {}, "file of its section"),
-        ([tensor("other/a", Part(FILE, 64, 8, 0))], {FILE: 72}, "file of its section"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 8, 0))], {FILE: 73}, "end at 72"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 8, 0))], {FILE: 64}, "end at 72"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 8, 0))], {}, "file of its section"),
+        ([tensor("other/a", CheckedPart(FILE, 64, 8, 0))], {FILE: 72}, "file of its section"),
         ([tensor("model/a")], {FILE: 72}, "no parts"),
-        ([tensor("model/a", Part(FILE, 64, 4, 0))], {FILE: 68}, "parts have 4"),
-        ([tensor("model/a", Part(FILE, 64, 4, 0), Part(FILE, 68, 8, 0))], {FILE: 76}, "have 12"),
-        ([tensor("model/a", Part(FILE, 64, 4, 0), Part(FILE, 69, 4, 0))], {FILE: 73}, "at 68"),
-        ([tensor("model/a", Part(FILE, 64, 4, 0), Part(FILE, 64, 4, 0))], {FILE: 68}, "at 68"),
-        ([tensor("model/a", Part(FILE, 64, 8, 0), Part(FILE, 72, 0, 0))], {FILE: 72}, "nbytes"),
-        ([tensor("model/a", Part(FILE, -8, 8, 0))], {FILE: 72}, "offset"),
-        ([tensor("model/a", Part(FILE, 64, 8, -1))], {FILE: 72}, "crc32"),
-        ([tensor("model/a", Part(FILE, 64, 8, 2**32))], {FILE: 72}, "crc32"),
-        ([tensor("model/a", Part(FILE, 64, 8, 0))], {FILE: -1}, "whole number"),
-        ([tensor("model/a", Part("../x-00001.safetensors", 64, 8, 0))], {FILE: 72}, "section"),
-        ([tensor("a", Part(FILE, 64, 8, 0))], {FILE: 72}, "section, / and a name"),
-        ([tensor("model/" + "a" * 5000, Part(FILE, 64, 8, 0))], {FILE: 72}, "letters at most"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 4, 0))], {FILE: 68}, "parts have 4"),
+        (
+            [tensor("model/a", CheckedPart(FILE, 64, 4, 0), CheckedPart(FILE, 68, 8, 0))],
+            {FILE: 76},
+            "have 12",
+        ),
+        (
+            [tensor("model/a", CheckedPart(FILE, 64, 4, 0), CheckedPart(FILE, 69, 4, 0))],
+            {FILE: 73},
+            "at 68",
+        ),
+        (
+            [tensor("model/a", CheckedPart(FILE, 64, 4, 0), CheckedPart(FILE, 64, 4, 0))],
+            {FILE: 68},
+            "at 68",
+        ),
+        (
+            [tensor("model/a", CheckedPart(FILE, 64, 8, 0), CheckedPart(FILE, 72, 0, 0))],
+            {FILE: 72},
+            "nbytes",
+        ),
+        ([tensor("model/a", CheckedPart(FILE, -8, 8, 0))], {FILE: 72}, "offset"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 8, -1))], {FILE: 72}, "crc32"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 8, 2**32))], {FILE: 72}, "crc32"),
+        ([tensor("model/a", CheckedPart(FILE, 64, 8, 0))], {FILE: -1}, "whole number"),
+        (
+            [tensor("model/a", CheckedPart("../x-00001.safetensors", 64, 8, 0))],
+            {FILE: 72},
+            "section",
+        ),
+        ([tensor("a", CheckedPart(FILE, 64, 8, 0))], {FILE: 72}, "section, / and a name"),
+        (
+            [tensor("model/" + "a" * 5000, CheckedPart(FILE, 64, 8, 0))],
+            {FILE: 72},
+            "letters at most",
+        ),
         ([], {"../x-00001.safetensors": 72}, "expected names such as"),
         ([], {"manifest.json": 72}, "expected names such as"),
         ([], {FILE + "\n": 72}, "expected names such as"),
         (
-            [tensor("model/a", Part(FILE, 64, 8, 0)), tensor("model/b", Part(FILE, 68, 8, 0))],
+            [
+                tensor("model/a", CheckedPart(FILE, 64, 8, 0)),
+                tensor("model/b", CheckedPart(FILE, 68, 8, 0)),
+            ],
             {FILE: 76},
             "begins at 68 .*expected 72",
         ),
         (
-            [tensor("model/a", Part(FILE, 64, 8, 0)), tensor("model/b", Part(FILE, 80, 8, 0))],
+            [
+                tensor("model/a", CheckedPart(FILE, 64, 8, 0)),
+                tensor("model/b", CheckedPart(FILE, 80, 8, 0)),
+            ],
             {FILE: 88},
             "begins at 80 .*expected 72",
         ),
         (
-            [tensor("model/a", Part(FILE, 64, 65 << 20, 0), shape=(65 << 20,))],
+            [tensor("model/a", CheckedPart(FILE, 64, 65 << 20, 0), shape=(65 << 20,))],
             {FILE: 64 + (65 << 20)},
             "nbytes of a part",
         ),
@@ -451,7 +481,7 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"")
     os.link(tmp_path / "one", tmp_path / "two")
     before = len(os.listdir("/proc/self/fd"))
-    with Directory(tmp_path) as directory:
+    with CheckpointDirectory(tmp_path) as directory:
         with directory.opened("good") as fd:
             assert os.read(fd, 9) == b"abc" and not os.get_inheritable(fd)
         assert directory.size("good") == 3
@@ -469,7 +499,7 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     directory.close()
     assert len(os.listdir("/proc/self/fd")) == before, "files stay open"
     with pytest.raises(StoreError, match="No such file"):
-        Directory(tmp_path / "none")
+        CheckpointDirectory(tmp_path / "none")
 
 
 def test_a_link_that_comes_between_look_and_open_is_not_followed(
@@ -489,7 +519,10 @@ def test_a_link_that_comes_between_look_and_open_is_not_followed(
         return found
 
     monkeypatch.setattr("offload.format.directory.os.stat", swap)
-    with Directory(tmp_path / "in") as directory, pytest.raises(FormatError, match="symbolic link"):
+    with (
+        CheckpointDirectory(tmp_path / "in") as directory,
+        pytest.raises(FormatError, match="symbolic link"),
+    ):
         directory.open("good")
 
 

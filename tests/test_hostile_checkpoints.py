@@ -86,7 +86,7 @@ from pathlib import Path
 from support.hostile_watch import limit_memory, outcome, warm_up
 from support.hostile_layouts import document, seal
 from support.formats import write_checkpoint
-from offload.format.directory import Directory
+from offload.format.directory import CheckpointDirectory
 import json
 path = Path(sys.argv[1]) / "a"
 write_checkpoint(path)
@@ -98,7 +98,7 @@ room = %d - len(text) - 200
 seal(path, text.replace(b'"extra":null', b'"extra":[' + unit * (room // len(unit)) + end + b']'))
 del text
 limit_memory(%d)
-with Directory(path) as directory:
+with CheckpointDirectory(path) as directory:
     print(outcome(directory.read_manifest))
 """
 

@@ -32,7 +32,7 @@ from offload import _native, kernels, rules
 from offload.errors import ConfigError, CorruptionError, StoreError
 from offload.kernels import SUM_BYTES
 from offload.layout import Chunk, ParamSpec, Slice
-from offload.optim.tiers import Piece, Tiers
+from offload.optim.tiers import HostChunk, Tiers
 from offload.planner import make_plan
 from offload.pool import Pool
 from offload.store import DiskStore, MemoryStore, engine
@@ -47,7 +47,7 @@ RULES: list[rules.Rule] = [
     rules.Sgd.at(lr=0.1, momentum=0.9, dampening=0, weight_decay=0, nesterov=False, first=False),
     rules.Sgd.at(lr=0.1, momentum=0, dampening=0, weight_decay=0, nesterov=False, first=True),
     rules.Adagrad.at(2, lr=0.1, lr_decay=0.1, eps=1e-10, weight_decay=0.0),
-    rules.Lion.at(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1),
+    rules.LionRule.at(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1),
 ]
 
 
@@ -289,19 +289,19 @@ def test_a_piece_knows_where_sums_of_its_fields_go() -> None:
     slices = Slice(0, 0, BLOCK, 0), Slice(1, 5, 2 * BLOCK + 13, BLOCK)
     chunk = Chunk(0, "some", ("m", "v"), slices, numel)
     sums = np.arange(-(-2 * numel // BLOCK), dtype=np.uint64)
-    piece = Piece(chunk, torch.empty(2 * numel), torch.empty(2 * numel), sums)
+    piece = HostChunk(chunk, torch.empty(2 * numel), torch.empty(2 * numel), sums)
     first, second = map(piece.sums_of, chunk.slices)
     assert {field: room.tolist() for field, room in first.items()} == {"m": [0]}
     assert {field: room.tolist() for field, room in second.items()} == {"m": [1, 2]}
     first["m"][0] = 99
     assert sums[0] == 99
-    assert Piece(chunk, piece.memory, piece.whole).sums_of(chunk.slices[0]) == {}
+    assert HostChunk(chunk, piece.memory, piece.whole).sums_of(chunk.slices[0]) == {}
 
 
 def test_sums_are_forgotten_before_a_chunk_changes() -> None:
     plan = make_plan([ParamSpec("p", 8 * BLOCK, ("m",))], None, has_disk=False)
     chunk = plan.chunks[0]
-    piece = Piece(chunk, torch.empty(0), torch.empty(0), np.full(8, 7, dtype=np.uint64))
+    piece = HostChunk(chunk, torch.empty(0), torch.empty(0), np.full(8, 7, dtype=np.uint64))
     with Pool(plan.arena_bytes) as pool:
         Tiers(plan, pool, None).before_change(piece)
     assert piece.sums is not None
@@ -334,7 +334,7 @@ def test_training_writes_with_sums_of_its_own(
     known = written = 0
     real = Tiers.write
 
-    def write(tiers: Tiers, piece: Piece) -> Any:
+    def write(tiers: Tiers, piece: HostChunk) -> Any:
         nonlocal known, written
         assert piece.sums is not None
         known += int((piece.sums != 0).sum())

@@ -44,6 +44,7 @@ ROWS = [
         "machine_disk",
         "config",
         "metrics",
+        "decoded",
         "event_log",
         "number_log",
         "guard",

@@ -140,10 +140,10 @@ def assert_no_less_works(
     seed: int, least: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page less for parameters, with the refusal out of the way."""
-    enough = shares.Sizes.least_bytes.fget  # type: ignore[attr-defined]
+    enough = shares.UnitSizes.least_bytes.fget  # type: ignore[attr-defined]
     model, optimizer = built(seed)
     with monkeypatch.context() as patch:
-        patch.setattr(shares.Sizes, "least_bytes", property(lambda self: enough(self) - PAGE))
+        patch.setattr(shares.UnitSizes, "least_bytes", property(lambda self: enough(self) - PAGE))
         try:
             made = offload.plan(model, optimizer, host_memory=least - PAGE, **options)
         except CapacityError as error:  # with all of it in memory, which is less than in passing
@@ -157,8 +157,8 @@ def assert_no_less_works(
         offload.close(model)
 
 
-def sizes_of(model: nn.Module) -> shares.Sizes:
-    return shares.Sizes.of(units.find_units(model))
+def sizes_of(model: nn.Module) -> shares.UnitSizes:
+    return shares.UnitSizes.of(units.find_units(model))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -15,7 +15,7 @@ import offload
 from offload import kernels, profile, tuning
 from offload.config import Config
 from offload.errors import ConfigError, FormatError, StateError
-from offload.profile import Disk, Profile, Tuned, Tuning
+from offload.profile import DriveProfile, Profile, Tuned, Tuning
 
 WIDTH = 64
 HOST_BYTES = 390 << 10
@@ -56,7 +56,7 @@ def whole_profile(**changes: Any) -> Profile:
         cpu=cpu,
         cores=cores,
         memory_bytes=24 << 30,
-        disks=(Disk("a", 1e9, 2e9, 3e9, 1e9),),
+        disks=(DriveProfile("a", 1e9, 2e9, 3e9, 1e9),),
         device="cuda",
         device_memory_bytes=24 << 30,
         flops={"bfloat16": 4e11},

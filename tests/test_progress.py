@@ -204,7 +204,9 @@ def test_the_line_fits_the_terminal(
 
 
 def test_the_important_parts_stay_in_their_order() -> None:
-    parts = [progress_line._Part(text, rank) for text, rank in (("a", 0), ("bbbb", 2), ("c", 1))]
+    parts = [
+        progress_line._LinePart(text, rank) for text, rank in (("a", 0), ("bbbb", 2), ("c", 1))
+    ]
     assert fit(parts, None) == "a | bbbb | c"
     assert [fit(parts, width) for width in (12, 11, 5, 4, 1)] == [
         "a | bbbb | c",

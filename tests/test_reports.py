@@ -496,11 +496,41 @@ def test_steps_are_remembered_in_little_memory() -> None:
     finally:
         tracemalloc.stop()
     assert len(log) == 4096
-    found = list(log)
+    found = log.so_far()
     assert found[0].number == 6001 - 4096 and found[-1] == log.last
     whole = fact(6000)
     nothing = whole.counts.pop("counter_0_bytes")
     assert nothing == 0 and log.last == whole, "what was nothing is left out"
+
+
+def test_reports_of_a_long_run_take_no_more_memory_than_those_of_a_short_one() -> None:
+    """They are made every few steps: items are made of the columns when they are asked for."""
+    model = nn.Linear(4, 4)
+    with offload.wrap(torch.optim.AdamW(model.parameters()), host_memory="64KiB") as optimizer:
+
+        def step() -> None:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+        def peak_bytes() -> int:
+            str(offload.report(optimizer))
+            tracemalloc.start()
+            try:
+                str(offload.report(optimizer))
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+        step()
+        first = peak_bytes()
+        for _ in range(300):
+            step()
+        assert peak_bytes() < first + (32 << 10), "300 steps as objects take half a megabyte"
+        told = offload.report(optimizer)
+        assert len(told.steps_done) == 301 and told.steps_done[-1].number == 301
+        assert told.steps_done[:2] == [told.steps_done[0], told.steps_done[1]]
+        assert told.events[-1] == list(told.events)[-1]
 
 
 def test_bytes_of_forward_and_backward_are_not_in_the_ceiling_of_steps(tmp_path: Path) -> None:

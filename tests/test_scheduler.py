@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loops import chosen, tally
 
-from offload.scheduler import Moves, Tier, derive_depth, look_ahead, make_room, next_uses
+from offload.scheduler import Moves, TierState, derive_depth, look_ahead, make_room, next_uses
 
 ONES = [1] * 10
 
@@ -21,28 +21,28 @@ def test_next_uses() -> None:
 
 def test_what_comes_next_is_fetched_as_far_as_there_is_room() -> None:
     uses = next_uses([1, 2, 3, 4], 10)
-    assert look_ahead(Tier(ONES, 10, {0}), uses, 2) == Moves((), (1, 2))
-    assert look_ahead(Tier(ONES, 3, {0}, {0}), uses, 4) == Moves((), (1, 2))
-    assert look_ahead(Tier(ONES, 10, {1, 2}), uses, 2) == Moves()
-    assert look_ahead(Tier(ONES, 10, {0}), uses, 0) == Moves()
+    assert look_ahead(TierState(ONES, 10, {0}), uses, 2) == Moves((), (1, 2))
+    assert look_ahead(TierState(ONES, 3, {0}, {0}), uses, 4) == Moves((), (1, 2))
+    assert look_ahead(TierState(ONES, 10, {1, 2}), uses, 2) == Moves()
+    assert look_ahead(TierState(ONES, 10, {0}), uses, 0) == Moves()
 
 
 def test_the_farthest_goes() -> None:
     uses = next_uses([1, 2, 3, 0], 10)
     # 7 is never used again, 0 later than 1.
-    assert look_ahead(Tier(ONES, 3, {0, 7, 2}), uses, 1) == Moves((7,), (1,))
-    assert look_ahead(Tier(ONES, 2, {0, 2}), uses, 1) == Moves((0,), (1,))
+    assert look_ahead(TierState(ONES, 3, {0, 7, 2}), uses, 1) == Moves((7,), (1,))
+    assert look_ahead(TierState(ONES, 2, {0, 2}), uses, 1) == Moves((0,), (1,))
     # What is needed before it is not dropped for it.
-    assert look_ahead(Tier(ONES, 2, {1, 2}), uses, 3) == Moves()
+    assert look_ahead(TierState(ONES, 2, {1, 2}), uses, 3) == Moves()
 
 
 def test_one_at_a_time() -> None:
     uses = next_uses([1, 2], 3)
-    assert look_ahead(Tier(ONES, 1, {0}, {0}), uses, 2) == Moves()
-    assert look_ahead(Tier(ONES, 1, {0}), uses, 2) == Moves((0,), (1,))
-    assert make_room(Tier(ONES, 1, {0}), uses, 1) == (0,)
-    assert make_room(Tier(ONES, 1, {0}, {0}), uses, 1) is None
-    assert make_room(Tier(ONES, 2, {0}, {0}), uses, 1) == ()
+    assert look_ahead(TierState(ONES, 1, {0}, {0}), uses, 2) == Moves()
+    assert look_ahead(TierState(ONES, 1, {0}), uses, 2) == Moves((0,), (1,))
+    assert make_room(TierState(ONES, 1, {0}), uses, 1) == (0,)
+    assert make_room(TierState(ONES, 1, {0}, {0}), uses, 1) is None
+    assert make_room(TierState(ONES, 2, {0}, {0}), uses, 1) == ()
 
 
 @settings(max_examples=chosen(test=60, torture=3000))
@@ -58,7 +58,7 @@ def test_moves_are_always_legal(data: st.DataObject) -> None:
     ahead = data.draw(st.lists(st.integers(0, count - 1), max_size=20))
     depth = data.draw(st.integers(0, count + 1))
     uses = next_uses(ahead, count)
-    moves = look_ahead(Tier(sizes, budget, held, pinned), uses, depth)
+    moves = look_ahead(TierState(sizes, budget, held, pinned), uses, depth)
     assert not set(moves.drop) & pinned and set(moves.drop) <= held
     assert not set(moves.fetch) & (held - set(moves.drop))
     assert set(moves.fetch) <= set(islice(uses, depth))
@@ -81,10 +81,10 @@ def simulate(order: list[int], sizes: list[int], budget: int, depth: int, rounds
             uses = next_uses(ahead, len(sizes))
             if block not in held:
                 waits += 1
-                room = make_room(Tier(sizes, budget, held), uses, sizes[block])
+                room = make_room(TierState(sizes, budget, held), uses, sizes[block])
                 assert room is not None
                 held = (held - set(room)) | {block}
-            moves = look_ahead(Tier(sizes, budget, held, {block}), uses, depth)
+            moves = look_ahead(TierState(sizes, budget, held, {block}), uses, depth)
             held = (held - set(moves.drop)) | set(moves.fetch)
             assert sum(sizes[b] for b in held) <= budget and turn >= 0
     return waits

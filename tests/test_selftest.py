@@ -27,9 +27,9 @@ from offload import cli, kernels
 from offload.errors import ConfigError, OffloadError, StateError, StoreError
 from offload.extents import Extents
 from offload.selftest import bits, check, checkpoints, kill_loop, registry, supervisor
-from offload.selftest.check import Facts, NotRun, Result, Setting, Status
+from offload.selftest.check import CheckResult, CheckStatus, NotRun, Proved, Setting
 from offload.selftest.runner import run_check
-from offload.selftest.supervisor import Request, supervise
+from offload.selftest.supervisor import SelftestRequest, supervise
 from offload.selftest.table import format_table
 from offload.store import DiskStore
 from offload.ticket import Ticket
@@ -48,7 +48,7 @@ def setting_of(folder: Path) -> Setting:
 def failure_of(name: str, folder: Path) -> str:
     """What a check says about the fault that is planted."""
     result = run_check(name, setting_of(folder))
-    assert result.status is Status.FAILED, result
+    assert result.status is CheckStatus.FAILED, result
     assert list(folder.iterdir()) == []
     return result.text
 
@@ -130,9 +130,9 @@ def test_where_torch_has_other_bits_the_judge_is_the_same_in_memory(
 
     monkeypatch.setattr(torch_bits.platform, "machine", lambda: "aarch64")
     results = {name: run_check(name, setting_of(tmp_path)) for name in ("wrap.memory", "wrap.disk")}
-    assert results["wrap.memory"].status is Status.NOT_RUN
+    assert results["wrap.memory"].status is CheckStatus.NOT_RUN
     assert "other last bits on aarch64" in results["wrap.memory"].text
-    assert results["wrap.disk"].status is Status.PASSED
+    assert results["wrap.disk"].status is CheckStatus.PASSED
     assert "beside the same in memory" in results["wrap.disk"].text
     flip_reads(monkeypatch)
     assert "elements differ" in failure_of("wrap.disk", tmp_path)
@@ -317,9 +317,9 @@ def test_a_torn_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_verify_that_looks_away_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.format.verify import Findings
+    from offload.format.verify import Verdict
 
-    monkeypatch.setattr(checkpoints, "verify", lambda path: Findings(path))
+    monkeypatch.setattr(checkpoints, "verify", lambda path: Verdict(path))
     assert "got whole, expected damaged" in failure_of("checkpoints.damage", tmp_path)
 
 
@@ -382,9 +382,9 @@ def test_every_point_of_a_save_has_its_kill(seed: int) -> None:
 
 
 def test_a_file_that_is_left_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def messy(setting: Setting) -> Facts:
+    def messy(setting: Setting) -> Proved:
         (setting.directory / "swap.bin").write_bytes(b"x")
-        return Facts("things", 1)
+        return Proved("things", 1)
 
     plant(monkeypatch, messy)
     assert failure_of("kernels.slices", tmp_path) == (
@@ -443,7 +443,7 @@ print(json.dumps([run_check(name, setting).to_dict() for name in names]))
 """
 
 
-def on_fake(folder: Path, fault: str, *names: str) -> list[Result]:
+def on_fake(folder: Path, fault: str, *names: str) -> list[CheckResult]:
     """Checks on the fake accelerator, which runs nothing before somebody waits for it."""
     from fake_accelerator.build import library
 
@@ -457,27 +457,27 @@ def on_fake(folder: Path, fault: str, *names: str) -> list[Result]:
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
     )
     assert done.returncode == 0, done.stderr
-    return [Result.of_dict(each) for each in json.loads(done.stdout)]
+    return [CheckResult.of_dict(each) for each in json.loads(done.stdout)]
 
 
 def test_checks_pass_on_a_device_that_is_late(tmp_path: Path) -> None:
     results = on_fake(tmp_path, "none", "copies.transfer", "wrap.disk", "prepare.device")
     for result in results:
-        assert result.status is Status.PASSED, result
+        assert result.status is CheckStatus.PASSED, result
     assert "late, on fake:0" in results[0].text
 
 
 @pytest.mark.parametrize("fault", ["use", "join", "mark"])
 def test_a_transfer_that_forgets_a_wait_fails(fault: str, tmp_path: Path) -> None:
     (result,) = on_fake(tmp_path, fault, "copies.transfer")
-    assert result.status is Status.FAILED, result
+    assert result.status is CheckStatus.FAILED, result
     assert "elements differ" in result.text
 
 
 # --- what a check may do --------------------------------------------------------------------------
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], Facts]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], Proved]) -> None:
     from offload.selftest import runner
 
     monkeypatch.setattr(runner, "find", lambda name: function)
@@ -485,27 +485,27 @@ def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], Facts])
 
 @pytest.mark.quick
 def test_what_becomes_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_here(setting: Setting) -> Facts:
+    def not_here(setting: Setting) -> Proved:
         raise NotRun("no such thing here")
 
-    def broken(setting: Setting) -> Facts:
+    def broken(setting: Setting) -> Proved:
         raise KeyError("surprise")
 
-    def failed(setting: Setting) -> Facts:
+    def failed(setting: Setting) -> Proved:
         raise check.CheckFailed("the sum", got=4, expected=5)
 
-    cases: list[tuple[Callable[[Setting], Facts], Status, str]] = [
-        (lambda setting: Facts("sums", 3), Status.PASSED, "sums"),
-        (lambda setting: Facts("sums", 0), Status.FAILED, "comparisons (sums): got 0"),
-        (not_here, Status.NOT_RUN, "no such thing here"),
-        (broken, Status.FAILED, "KeyError: 'surprise' (test_selftest.py:"),
-        (failed, Status.FAILED, "the sum: got 4, expected 5"),
+    cases: list[tuple[Callable[[Setting], Proved], CheckStatus, str]] = [
+        (lambda setting: Proved("sums", 3), CheckStatus.PASSED, "sums"),
+        (lambda setting: Proved("sums", 0), CheckStatus.FAILED, "comparisons (sums): got 0"),
+        (not_here, CheckStatus.NOT_RUN, "no such thing here"),
+        (broken, CheckStatus.FAILED, "KeyError: 'surprise' (test_selftest.py:"),
+        (failed, CheckStatus.FAILED, "the sum: got 4, expected 5"),
     ]
     for function, status, text in cases:
         plant(monkeypatch, function)
         result = run_check("kernels.slices", setting_of(tmp_path))
         assert result.status is status and text in result.text
-        assert Result.of_dict(json.loads(json.dumps(result.to_dict()))) == result
+        assert CheckResult.of_dict(json.loads(json.dumps(result.to_dict()))) == result
 
 
 def test_bits_are_compared_as_bits() -> None:
@@ -571,8 +571,8 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def request_of(folder: Path, *names: str) -> Request:
-    return Request(names, "cpu", folder, is_quick=True, seed=1)
+def request_of(folder: Path, *names: str) -> SelftestRequest:
+    return SelftestRequest(names, "cpu", folder, is_quick=True, seed=1)
 
 
 def test_a_check_that_crashes_is_a_failure_and_the_others_run(planted: Path) -> None:
@@ -595,7 +595,7 @@ def test_a_check_that_crashes_is_a_failure_and_the_others_run(planted: Path) -> 
 def test_a_check_that_hangs_is_a_failure_and_the_others_run(planted: Path) -> None:
     names = ("kernels.statistics", "kernels.slices")
     found = supervise(request_of(planted, *names), lambda *_: None, limit_s=3.0)
-    assert [result.status for result in found.results] == [Status.FAILED, Status.PASSED]
+    assert [result.status for result in found.results] == [CheckStatus.FAILED, CheckStatus.PASSED]
     assert "its process had not ended after 3 s" in found.results[0].text
     assert list(planted.iterdir()) == []
 
@@ -688,7 +688,7 @@ def test_a_failure_is_exit_code_1_and_the_table_says_so(
 
 
 def test_nothing_run_is_not_all_well() -> None:
-    results = [Result("faults.io_uring", Status.NOT_RUN, 0.0, "forbidden")]
+    results = [CheckResult("faults.io_uring", CheckStatus.NOT_RUN, 0.0, "forbidden")]
     assert format_table({}, results).endswith("nothing was proved.")
 
 

@@ -164,7 +164,7 @@ def test_the_limit_holds_and_nothing_is_left(how: str, tmp_path: Path) -> None:
 def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
     """Between any two of its points, from another thread; older ones stay."""
     from offload.checkpoint import saving, writer
-    from offload.checkpoint.disk import POINTS, Disk
+    from offload.checkpoint.disk import POINTS, CheckpointDisk
 
     model = nn.Linear(200, 200)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -172,18 +172,18 @@ def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
     optimizer.step()
     offload.save(tmp_path / "first", model, optimizer)
     cancelled = SystemExit(143)
-    before = writer.Disk
+    before = writer.CheckpointDisk
     try:
         for number, point in enumerate(POINTS[: POINTS.index("renamed")]):
 
-            class Cancels(Disk):
+            class Cancels(CheckpointDisk):
                 def hook(self, name: str, at: str = point) -> None:
                     if name == at:
                         thread = threading.Thread(target=saving.cancel_all, args=(cancelled,))
                         thread.start()
                         thread.join()
 
-            writer.Disk = Cancels  # type: ignore[misc]
+            writer.CheckpointDisk = Cancels  # type: ignore[misc]
             if point == "created":  # the save is not known yet
                 offload.save(tmp_path / f"{number}", model, optimizer)
                 continue
@@ -191,7 +191,7 @@ def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
                 offload.save(tmp_path / f"{number}", model, optimizer, keep=1)
             assert sorted(os.listdir(tmp_path)) == ["0", "first"], point
     finally:
-        writer.Disk = before  # type: ignore[misc]
+        writer.CheckpointDisk = before  # type: ignore[misc]
     assert verify(tmp_path / "first").is_whole
 
 

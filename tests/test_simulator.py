@@ -17,12 +17,12 @@ import offload
 from offload import run_file
 from offload.errors import CapacityError, ConfigError
 from offload.foresight.simulation.clock import Clock
-from offload.foresight.simulation.drives import Drives, Rates, Request
+from offload.foresight.simulation.drives import DriveRequest, Drives, Rates
 from offload.foresight.simulator import Outcome, simulate
-from offload.profile import Disk, Profile, Tuning
+from offload.profile import DriveProfile, Profile, Tuning
 from offload.run_file import ParamFact, Run, UnitFact
 from offload.store.engine import PIECE_BYTES, Priority
-from offload.workload import BACKWARD, FORWARD, Budgets, Use, Workload
+from offload.workload import BACKWARD, FORWARD, Budgets, Workload, WorkloadUse
 
 KI, MI, GI = 1 << 10, 1 << 20, 1 << 30
 WORDS, WIDTH, LAYERS, STEPS = 96, 96, 5, 6
@@ -104,9 +104,9 @@ LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 
 @dataclass(frozen=True)
 class Case:
-    """host: KiB of memory. fields: of the call. passes: micro-batches of a step. late: layers a step
-    that a real run may read once more or once less, because the drive decides whether a block has
-    come when room is looked for.
+    """host: KiB of memory. fields: of the call. passes: micro-batches of a step. late: layers a
+    step that a real run may read once more or once less, because the drive decides whether a block
+    has come when room is looked for.
     """
 
     host: int
@@ -246,8 +246,8 @@ def chain(layers: int = 8, nbytes: int = 64 * MI, compute_s: float = 0.05) -> Wo
     params = tuple(
         ParamFact(f"weight {n}", numel, 4, fields, n, nbytes, False) for n in range(layers)
     )
-    uses = [Use(FORWARD, n, compute_s) for n in range(layers)]
-    uses += [Use(BACKWARD, n, 2 * compute_s) for n in reversed(range(layers))]
+    uses = [WorkloadUse(FORWARD, n, compute_s) for n in range(layers)]
+    uses += [WorkloadUse(BACKWARD, n, 2 * compute_s) for n in reversed(range(layers))]
     return Workload(
         title="a chain",
         units=units,
@@ -469,8 +469,8 @@ RATES = Rates(read=100.0 * MI, write=50.0 * MI, mixed=80.0 * MI)
 
 def ask(
     drives: Drives, mib: int, is_write: bool = False, priority: Priority = Priority.PREFETCH
-) -> Request:
-    return drives.submit(Request("x", mib * MI, is_write, priority, 0.0))
+) -> DriveRequest:
+    return drives.submit(DriveRequest("x", mib * MI, is_write, priority, 0.0))
 
 
 def test_a_request_takes_its_bytes_over_the_rate_of_its_kind() -> None:
@@ -512,16 +512,18 @@ def test_an_urged_request_overtakes() -> None:
 def test_drives_that_are_idle_begin_when_they_are_asked() -> None:
     drives = Drives(RATES)
     drives.advance(5.0)
-    request = drives.submit(Request("x", 100 * MI, False, Priority.PREFETCH, 5.0))
+    request = drives.submit(DriveRequest("x", 100 * MI, False, Priority.PREFETCH, 5.0))
     assert drives.finish(request) == pytest.approx(6.0) and drives.busy_s == pytest.approx(1.0)
-    empty = drives.submit(Request("x", 0, True, Priority.PREFETCH, 6.0))
+    empty = drives.submit(DriveRequest("x", 0, True, Priority.PREFETCH, 6.0))
     assert empty.end_s == 6.0
 
 
 def test_pieces_add_up_whatever_their_size() -> None:
     drives = Drives(RATES)
     sizes = [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 9 * PIECE_BYTES + 5]
-    requests = [drives.submit(Request("x", size, False, Priority.PREFETCH, 0.0)) for size in sizes]
+    requests = [
+        drives.submit(DriveRequest("x", size, False, Priority.PREFETCH, 0.0)) for size in sizes
+    ]
     drives.advance(100.0)
     assert all(one.end_s is not None and not one.unserved for one in requests)
     assert drives.busy_s == pytest.approx(sum(sizes) / RATES.read)
@@ -551,7 +553,7 @@ def test_waiting_goes_to_the_end_of_a_request() -> None:
 
 
 def test_rates_are_those_of_as_many_drives_as_are_used() -> None:
-    disk = Disk("a", 1e9, 2e9, 3e9)
+    disk = DriveProfile("a", 1e9, 2e9, 3e9)
     two = dataclasses.replace(MACHINE, disks=(disk, disk))
     assert Rates.of(two, 2) == Rates(2e9, 1.5e9, 1.8e9)  # all at once, as measured
     assert Rates.of(two, 1) == Rates(1e9, 2e9, 3e9)

@@ -20,7 +20,7 @@ from offload.errors import ConfigError
 from offload.extents import Extents
 from offload.pool import Pool
 from offload.store import buffers
-from offload.store.buffers import Buffer, Span, _of_plain_tensor, find_anonymous
+from offload.store.buffers import Buffer, ByteRange, _of_plain_tensor, find_anonymous
 from offload.store.space import best_extents
 
 CAPACITY, ALIGN = 96 * 16, 16
@@ -181,7 +181,7 @@ def test_memory_of_no_file_is_found(tmp_path: Path) -> None:
     others = [Buffer(a.ctypes.data, a.nbytes, a) for a in (mapped, private, shared, locked)]
     beyond = Buffer(arena.address, 1 << 40, None)
     found = find_anonymous([*others, arena, beyond])
-    assert found == (Span(arena.address, arena.address + arena.nbytes),)
+    assert found == (ByteRange(arena.address, arena.address + arena.nbytes),)
     pool.close()
 
 
@@ -192,7 +192,7 @@ def test_only_what_lies_in_such_memory_as_a_whole_is_not_tried(
     monkeypatch.setattr(buffers, "check_pages", lambda name, *_: tried.append(name))
     area = memory_at(0, 4 * BLOCK)
     begin = area.ctypes.data
-    spans = (Span(0, 1), Span(begin + BLOCK, begin + 3 * BLOCK))
+    spans = (ByteRange(0, 1), ByteRange(begin + BLOCK, begin + 3 * BLOCK))
     for first, last in ((0, 1), (0, 4), (1, 2), (1, 3), (2, 3), (2, 4), (3, 4)):
         name = f"{first}-{last}"
         Buffer.of(name, area[first * BLOCK : last * BLOCK], True, spans)

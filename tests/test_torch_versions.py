@@ -17,7 +17,7 @@ from torch import nn
 import offload
 from offload import torch_versions
 from offload.cli import doctor
-from offload.cli.diagnosis import Status
+from offload.cli.diagnosis import Severity
 from offload.machine import Torch, read_machine
 from offload.selftest import about
 from offload.selftest.check import Setting
@@ -146,16 +146,16 @@ def test_importing_neither_warns_nor_needs_torch() -> None:
 
 @pytest.mark.parametrize(
     ("version", "word", "status"),
-    [("2.13.0", "one", Status.OK), (UNKNOWN, "none", Status.DEGRADED)],
+    [("2.13.0", "one", Severity.OK), (UNKNOWN, "none", Severity.DEGRADED)],
 )
 def test_doctor_and_selftest_say_which_it_is(
-    version: str, word: str, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, word: str, status: Severity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = dataclasses.replace(read_machine(), torch=Torch(version, None))
     told = f"{version}, {word} of those whose bits were compared (2.13, 2.14, 2.15)"
     row = doctor.judge_torch(machine)
     assert (row.value, row.status) == (told, status)
-    assert (row.advice is None) == (status is Status.OK)
+    assert (row.advice is None) == (status is Severity.OK)
     monkeypatch.setattr(about, "read_machine", lambda: machine)
     setting = Setting("cpu", tmp_path, is_quick=True, seed=1)
     assert about.about_machine(setting, tmp_path)["torch"] == told

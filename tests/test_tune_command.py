@@ -32,8 +32,8 @@ from offload.cli import tune_picture, tune_session, tune_space, tune_table, tune
 from offload.errors import ConfigError
 from offload.profile import Tuned, Tuning
 from offload.store import choose as store_choose
-from offload.trial import Order, Result, Target
-from offload.tuner import Measured, Search, Space, Trial
+from offload.trial import Order, TrialResult, TrialTarget
+from offload.tuner import Measured, Search, SearchSpace, TunedTrial
 
 WIDTH, HOST_BYTES = 64, 400 << 10
 KI, MI = 1 << 10, 1 << 20
@@ -45,9 +45,9 @@ def layers(count: int = 6) -> nn.Sequential:
     )
 
 
-def target() -> Target:
+def target() -> TrialTarget:
     """As `layers` is opened by `prepared`."""
-    return Target(tuning.fingerprint_of(layers().parameters()), "cpu", HOST_BYTES, None, 1)
+    return TrialTarget(tuning.fingerprint_of(layers().parameters()), "cpu", HOST_BYTES, None, 1)
 
 
 # --- a trial --------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> int:
     return steps
 
 
-def result_of(order: Order) -> Result:
+def result_of(order: Order) -> TrialResult:
     found = trial.load_result(Path(order.result))
     assert found is not None
     return found
@@ -100,7 +100,7 @@ def test_a_trial_runs_with_its_tuning_and_ends_after_its_steps(
         assert max(chunk.numel for chunk in made.session.plan.chunks) == 4096
         assert kernels.num_threads() == 1
         assert train(model, optimizer, 20) == 5
-        step_s = [fact.end_s for fact in made.session.ledger.steps]
+        step_s = [fact.end_s for fact in made.session.ledger.steps.so_far()]
     found = result_of(order)
     assert found.is_whole and found.steps_done == 5
     assert found.targets == (target(),)
@@ -198,7 +198,7 @@ import dataclasses, json, os, sys, time
 from pathlib import Path
 from offload.private_file import write_private
 from offload.profile import Tuning
-from offload.trial import Result, Target, load_order
+from offload.trial import TrialResult, TrialTarget, load_order
 
 order = load_order(Path(os.environ["OFFLOAD_TRIAL"]))
 wanted, changes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
@@ -215,8 +215,8 @@ def miss(name, value):
     return got != value
 misses = sum(miss(name, value) for name, value in wanted.items())
 step_s = 1.0 + 0.2 * misses
-result = Result(
-    targets=(Target(**json.loads(sys.argv[3])),), is_whole=True, steps_done=order.steps_needed,
+result = TrialResult(
+    targets=(TrialTarget(**json.loads(sys.argv[3])),), is_whole=True, steps_done=order.steps_needed,
     seconds=(step_s,) * order.steps, is_prepared=True, tunes_depth=True, tunes_activations=True,
     threads=2, layer_bytes=1000, layers=8, stall_share=0.1 + 0.1 * misses, compute_s=0.3,
     update_s=0.2, read_bytes=300, written_bytes=200, disk_bytes_per_s=1000.0,
@@ -392,7 +392,7 @@ from offload.private_file import write_private
 from offload.trial import Result, load_order
 order = load_order(Path(os.environ["OFFLOAD_TRIAL"]))
 def write(steps, **changes):
-    result = Result(steps_done=steps, is_whole=steps >= order.steps_needed, **changes)
+    result = TrialResult(steps_done=steps, is_whole=steps >= order.steps_needed, **changes)
     write_private(Path(order.result), json.dumps(dataclasses.asdict(result)))
 """
 WRONG = {
@@ -527,9 +527,9 @@ def test_a_signal_ends_the_trial_and_leaves_nothing(
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def whole(**changes: Any) -> Result:
+def whole(**changes: Any) -> TrialResult:
     return dataclasses.replace(
-        Result(
+        TrialResult(
             targets=(target(),),
             is_prepared=True,
             tunes_depth=True,
@@ -543,7 +543,7 @@ def whole(**changes: Any) -> Result:
     )
 
 
-def knobs_of(first: Result, **tries: tuple[int, ...]) -> tuple[dict[str, Any], list[str]]:
+def knobs_of(first: TrialResult, **tries: tuple[int, ...]) -> tuple[dict[str, Any], list[str]]:
     space, notes = tune_space.make_space(first, Tuning(), tries, (), cores=6)
     return {knob.field: knob for knob in space.knobs}, notes
 
@@ -616,10 +616,10 @@ def test_the_picture_has_the_best_trial_of_each_depth() -> None:
         (Tuning(prefetch_depth=0), 2.0, 0.9),
     ]
     trials = [
-        Trial(n, tuning, Measured((s,) * 3, 1.0, stalls))
+        TunedTrial(n, tuning, Measured((s,) * 3, 1.0, stalls))
         for n, (tuning, s, stalls) in enumerate(seen)
     ]
-    trials.append(Trial(9, Tuning(prefetch_depth=8), Measured((), 1.0, failure="no room")))
+    trials.append(TunedTrial(9, Tuning(prefetch_depth=8), Measured((), 1.0, failure="no room")))
     assert tune_picture.drawn_field(trials) == "prefetch_depth"
     points = tune_picture.make_points(trials, Tuning(prefetch_depth=2, threads=1), "prefetch_depth")
     assert [(p.label, p.step_s, p.stall_share) for p in points] == [
@@ -629,7 +629,7 @@ def test_the_picture_has_the_best_trial_of_each_depth() -> None:
     ]
     assert [p.is_best for p in points] == [False, False, True]
     assert (
-        tune_picture.drawn_field([trials[0], Trial(1, Tuning(threads=1), trials[0].measured)])
+        tune_picture.drawn_field([trials[0], TunedTrial(1, Tuning(threads=1), trials[0].measured)])
         == "threads"
     )
 
@@ -651,8 +651,8 @@ class Terminal:
 
 def test_on_a_terminal_the_line_of_the_running_trial_is_written_over() -> None:
     screen: Any = Terminal()
-    table = tune_table.Table(screen)
-    search = Search(Space(Tuning(), ()), lambda _: Measured((1.0,), 1.0), 100.0, table.add)
+    table = tune_table.TrialTable(screen)
+    search = Search(SearchSpace(Tuning(), ()), lambda _: Measured((1.0,), 1.0), 100.0, table.add)
     table.search = search
     table.tick(Tuning(prefetch_depth=2), 3.0)
     assert screen.text.startswith("\r") and "\n" not in screen.text and "0:03" in screen.text

@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from offload.profile import Tuning
-from offload.tuner import Finding, Knob, Measured, Search, Space, spread_s
+from offload.tuner import Finding, Knob, Measured, Search, SearchSpace, spread_s
 
 KI, MI = 1 << 10, 1 << 20
 LAYERS, LAYER_BYTES, STATE_BYTES = 24, 32 * MI, 512 * MI
@@ -76,7 +76,7 @@ SLOW_DISK = Machine(3e8, 4, 0.1, 8 * LAYER_BYTES, 128 * MI, 4, 5e-3)
 FAST_DISK = Machine(6e9, 32, 0.03, 8 * LAYER_BYTES, 512 * MI, 8, 1e-3)
 SMALL_BUDGET = Machine(2e9, 16, 0.03, LAYER_BYTES, 24 * MI, 6, 2e-4)
 MACHINES = {"slow disk": SLOW_DISK, "fast disk": FAST_DISK, "small budget": SMALL_BUDGET}
-SPACE = Space(
+SPACE = SearchSpace(
     Tuning(),
     (
         Knob("prefetch_depth", tuple(range(9)), (0, 1, 2, 4, 8)),
@@ -300,7 +300,7 @@ def test_a_knob_leaves_to_be_derived_what_would_be_derived() -> None:
 def test_the_sweep_has_every_tuning_once() -> None:
     every = list(SPACE.every())
     assert len(every) == len(set(every)) and Tuning() in every
-    assert Space(Tuning(threads=2), ()).every().__next__() == Tuning(threads=2)
+    assert SearchSpace(Tuning(threads=2), ()).every().__next__() == Tuning(threads=2)
 
 
 def test_spread_is_half_the_middle_half() -> None:

@@ -21,7 +21,7 @@ from support.kernels import (
     LION,
     LION_CASE,
     SIZES,
-    Case,
+    OptimizerCase,
     adam_case,
     assert_same_bits,
     assert_untouched_around,
@@ -77,7 +77,9 @@ def trained(name: str, numel: int, kinds: tuple[str, ...], draw: int = 0) -> Tra
     return Trained(first, grads, train_torch(BY_NAME[name], first, grads))
 
 
-def check(case: Case, expected: Trained, slices: Slices | None = None, shift: int = 0) -> None:
+def check(
+    case: OptimizerCase, expected: Trained, slices: Slices | None = None, shift: int = 0
+) -> None:
     """Our kernels come to what torch's optimizer came to, whole or in slices."""
     got = train_ours(case, expected.start, expected.grads, slices, shift)
     compare(case, got, expected.by_torch, f"{expected.start.numel()} elements, cut at {slices}")
@@ -189,7 +191,7 @@ def test_odd_addresses_do_not_change_bits(isa: str, half: torch.dtype) -> None:
 @pytest.mark.parametrize("half", [None, *HALVES], ids=str)
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
 def test_a_slice_is_written_and_nothing_around_it(
-    isa: str, case: Case, half: torch.dtype | None
+    isa: str, case: OptimizerCase, half: torch.dtype | None
 ) -> None:
     """Every length below three turns of the main loop, in the middle and at the end of its
     parameter, in the middle of buffers that have guards.
@@ -228,7 +230,7 @@ def lion_published(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("numel", SMALL)
 def test_lion_follows_its_published_formula(isa: str, numel: int) -> None:
     p, m = torch.randn(numel), torch.zeros(numel)
-    rule = rules.Lion.at(**LION)
+    rule = rules.LionRule.at(**LION)
     for _ in range(chosen(test=5, torture=10)):
         g = torch.randn(numel)
         expected_p, expected_m = lion_published(p, g, m)
@@ -243,14 +245,14 @@ def test_lion_hands_nan_on_and_keeps_zero(isa: str) -> None:
     p, m = torch.ones(20), torch.zeros(20)
     g = torch.zeros(20)
     g[3] = g[17] = float("nan")
-    kernels.update(rules.Lion.at(**{**LION, "weight_decay": 0.0}), p, g, m)
+    kernels.update(rules.LionRule.at(**{**LION, "weight_decay": 0.0}), p, g, m)
     broken = torch.isnan(p)
     assert broken.nonzero().flatten().tolist() == [3, 17]
     assert torch.equal(p[~broken], torch.ones(18))
 
 
 def mixed(
-    case: Case,
+    case: OptimizerCase,
     start: Tensor,
     grads: list[Tensor],
     out_dtype: torch.dtype | None,
@@ -278,7 +280,7 @@ MIXED_LARGE = (chosen(test=33001, torture=70001), 1, 1 / 1024)
 
 
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
-def test_every_dtype_equals_the_reference(case: Case) -> None:
+def test_every_dtype_equals_the_reference(case: OptimizerCase) -> None:
     """Mixed precision, scaled and sliced: parameter, states and 16-bit output, bit for bit."""
     pairs = list(itertools.product([torch.float32, *HALVES], [None, *HALVES]))
     for place, (grad_dtype, out_dtype) in enumerate(pairs):
@@ -320,7 +322,7 @@ def test_mixed_precision_equals_torch_on_an_fp32_master(isa: str, half: torch.dt
 
 
 @pytest.mark.parametrize("case", JUDGED, ids=lambda case: case.name)
-def test_the_outcome_does_not_depend_on_the_threads(case: Case) -> None:
+def test_the_outcome_does_not_depend_on_the_threads(case: OptimizerCase) -> None:
     numel = 500_001
     start, grad = torch.randn(numel), torch.randn(numel)
     results = []

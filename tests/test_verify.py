@@ -25,7 +25,7 @@ from offload.format import limits
 from offload.format import verify as verify_module
 from offload.format.manifest import MANIFEST
 from offload.format.safetensors import TensorSpec, build_header
-from offload.format.verify import Findings, verify
+from offload.format.verify import Verdict, verify
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -325,6 +325,6 @@ def test_a_terminal_gets_a_line_that_goes_away(path: Path) -> None:
 def test_findings_without_manifest_are_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(path / MANIFEST, 100)
     findings = verify(path)
-    assert isinstance(findings, Findings) and findings.manifest is None
+    assert isinstance(findings, Verdict) and findings.manifest is None
     assert cli.main(["verify", str(path)]) == 1
     assert "is it cut off?" in capsys.readouterr().out

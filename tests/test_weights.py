@@ -19,7 +19,7 @@ from offload.metrics import Metrics
 from offload.store import originals as originals_module
 from offload.store.choose import ENGINES, open_engine
 from offload.store.engine import Fault, FaultKind
-from offload.store.originals import Original, Originals, Piece
+from offload.store.originals import FileRange, Original, Originals
 from offload.store.safetensors_file import DTYPES, MOST_HEADER_BYTES, SafetensorsFile
 from offload.store.weights import INDEX, SINGLE, Weights
 
@@ -253,7 +253,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     pieces, begin = [], 0
     for number in reversed(range(len(SIZES))):
         file, found = weights.entries[str(number)]
-        pieces.append(Piece(file, found.offset, begin, found.nbytes))
+        pieces.append(FileRange(file, found.offset, begin, found.nbytes))
         begin += -(-found.nbytes // 64) * 64
     memory = torch.zeros(begin, dtype=torch.uint8)
     yield files.original("the block", pieces), memory, data, engine
@@ -335,7 +335,7 @@ def test_where_there_is_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files = Originals(Weights(path), metrics)
     assert "page cache" in dict(metrics.snapshot().fallbacks)[f"weights {path}"]
     file, found = files.weights.entries["a"]
-    original: Original = files.original("a", [Piece(file, found.offset, 0, 8)])
+    original: Original = files.original("a", [FileRange(file, found.offset, 0, 8)])
     memory = torch.zeros(8, dtype=torch.uint8)
     original.read(memory).wait()
     assert memory.numpy().tobytes() == b"abcdefgh"

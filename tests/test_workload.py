@@ -15,7 +15,7 @@ from offload import run_file
 from offload.errors import FormatError
 from offload.run_file import About, Run, StepFact, UnitFact
 from offload.timeline import COMPUTE, DISK_READS, STEP, WAITING, Event
-from offload.workload import BACKWARD, EVALUATION, FORWARD, Use, Workload
+from offload.workload import BACKWARD, EVALUATION, FORWARD, Workload, WorkloadUse
 
 UNITS = tuple(UnitFact(f"layer {n}", 100 * (n + 1), (n,), False, False) for n in range(2))
 
@@ -113,7 +113,7 @@ def test_a_unit_that_is_used_twice_in_a_row_has_two_uses() -> None:
         Event(STEP, "step", 6.0, 7.0),
     ]
     work = Workload.of_run(Run(about(), tuple(events), (), ()))
-    assert work.uses == (Use(0, 0, 1.0), Use(0, 0, 2.0), Use(1, 0, 1.0))
+    assert work.uses == (WorkloadUse(0, 0, 1.0), WorkloadUse(0, 0, 2.0), WorkloadUse(1, 0, 1.0))
 
 
 def test_what_a_busy_drive_costs_is_taken_out() -> None:

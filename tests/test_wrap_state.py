@@ -210,11 +210,11 @@ def test_an_interrupted_state_dict_leaves_everything_as_it_was(
             raise KeyboardInterrupt
         return fields(piece, part)
 
-    from offload.optim.tiers import Piece
+    from offload.optim.tiers import HostChunk
 
-    fields = Piece.fields
+    fields = HostChunk.fields
     with monkeypatch.context() as patch:
-        patch.setattr(Piece, "fields", interrupt_second)
+        patch.setattr(HostChunk, "fields", interrupt_second)
         with pytest.raises(KeyboardInterrupt):
             wrapped.state_dict()
     handle = wrapped.register_state_dict_post_hook(interrupt)

@@ -7,9 +7,9 @@ one is said by tensors, trees, model, optimizer, rng; saving, background, loadin
 
 from __future__ import annotations
 
-from offload.checkpoint.disk import Disk
+from offload.checkpoint.disk import CheckpointDisk
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.shard import Shard
 from offload.checkpoint.writer import CheckpointWriter
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "Disk", "SavedTensorSource", "Shard"]
+__all__ = ["CheckpointDisk", "CheckpointReader", "CheckpointWriter", "SavedTensorSource", "Shard"]

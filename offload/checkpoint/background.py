@@ -27,7 +27,7 @@ from offload.ticket import Ticket, TicketState
 _SILENCE_S = 1800.0
 
 
-class Task(Protocol):
+class SaveTask(Protocol):
     path: Path
     owners: list[Any]  # whose save it is
 
@@ -41,10 +41,10 @@ class Task(Protocol):
         """Another value whenever something has come of it."""
 
 
-class _Run:
+class _BackgroundSave:
     """A save under way, or one that has ended and whose end nobody has looked at."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: SaveTask) -> None:
         self.path = task.path
         self.ticket: Ticket[Path] = Ticket(f"save of {task.path}")
         self.error: BaseException | None = None
@@ -57,13 +57,13 @@ class _Run:
 
 
 _LOCK = threading.Lock()
-_LATEST: weakref.WeakKeyDictionary[Any, _Run] = weakref.WeakKeyDictionary()
+_LATEST: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
 
 
 @uninterrupted
-def start(task: Task) -> Ticket[Path]:
+def start(task: SaveTask) -> Ticket[Path]:
     """Finish the task in a thread. Its ticket ends with the path."""
-    run = _Run(task)
+    run = _BackgroundSave(task)
     with _LOCK:
         for owner in task.owners:
             _LATEST[owner] = run
@@ -81,7 +81,7 @@ def start(task: Task) -> Ticket[Path]:
     return ticket
 
 
-def _finish(task: Task, run: _Run) -> None:
+def _finish(task: SaveTask, run: _BackgroundSave) -> None:
     try:
         path = task.finish()
     except BaseException as error:
@@ -117,7 +117,7 @@ def settle(owners: Sequence[Any]) -> None:
                 ) from error
 
 
-def _forget(run: _Run) -> None:
+def _forget(run: _BackgroundSave) -> None:
     with _LOCK:
         for owner in [owner for owner, known in _LATEST.items() if known is run]:
             del _LATEST[owner]

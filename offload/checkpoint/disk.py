@@ -22,11 +22,11 @@ from offload.machine_disk import probe_direct_io
 from offload.metrics import Metrics
 from offload.portable import reserve
 from offload.store.choose import open_engine
-from offload.store.engine import Engine
+from offload.store.engine import IOEngine
 
 BLOCK_BYTES = 4096
-# The points of a save at which `Disk.hook` is called, in their order. The last two come once for
-# each older checkpoint that goes.
+# The points of a save at which `CheckpointDisk.hook` is called, in their order. The last two come
+# once for each older checkpoint that goes.
 POINTS = (
     "created",
     "shard opened",
@@ -45,7 +45,7 @@ GUEST_POINTS = ("joined", "data written", "files synced", "verified")
 _RENAME_NOREPLACE = 1
 
 
-class Disk:
+class CheckpointDisk:
     """The system's own calls. Any thread."""
 
     def hook(self, point: str) -> None:
@@ -91,7 +91,7 @@ class Disk:
         """
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
-    def open_engine(self, metrics: Metrics) -> Engine:
+    def open_engine(self, metrics: Metrics) -> IOEngine:
         """What moves the tensors' bytes."""
         return open_engine([], metrics=metrics)
 
@@ -129,7 +129,7 @@ class Disk:
         os.rmdir(name, dir_fd=dir_fd)
 
 
-def write_whole(disk: Disk, fd: int, data: Any, offset: int) -> None:
+def write_whole(disk: CheckpointDisk, fd: int, data: Any, offset: int) -> None:
     """All of `data`, however many calls that takes."""
     view, at = memoryview(data), 0
     while at < len(view):

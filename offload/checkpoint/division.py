@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.checkpoint.disk import BLOCK_BYTES
-from offload.format.safetensors import Place, TensorSpec
+from offload.format.safetensors import TensorPlace, TensorSpec
 
 Range = tuple[int, int]  # of bytes: begin, end
 
@@ -29,7 +29,7 @@ class Holding(NamedTuple):
 
 
 def divide(
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorPlace],
     own: Mapping[str, Sequence[Range] | None],
     rank: int,
     count: int,

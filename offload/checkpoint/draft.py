@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from offload.checkpoint.disk import Disk, told
+from offload.checkpoint.disk import CheckpointDisk, told
 from offload.checkpoint.hidden import (
     MOST_NAME_BYTES,
     PART,
@@ -25,7 +25,7 @@ from offload.checkpoint.hidden import (
     try_lock,
 )
 from offload.errors import ConfigError, FormatError, StateError, StoreError
-from offload.format.directory import Directory
+from offload.format.directory import CheckpointDirectory
 from offload.log import LOG
 from offload.metrics import Metrics
 
@@ -53,14 +53,14 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-class Draft:
+class UnfinishedCheckpoint:
     """fd: of the directory."""
 
-    def __init__(self, path: Path, disk: Disk, metrics: Metrics) -> None:
+    def __init__(self, path: Path, disk: CheckpointDisk, metrics: Metrics) -> None:
         self.path, self._disk = path, disk
         self._pid = os.getpid()
-        self._made: list[tuple[Directory, str]] = []  # parents that were missing
-        self._parents: list[Directory] = []
+        self._made: list[tuple[CheckpointDirectory, str]] = []  # parents that were missing
+        self._parents: list[CheckpointDirectory] = []
         self.hidden = ""
         self.fd = -1
         try:
@@ -73,7 +73,7 @@ class Draft:
 
     # --- making -----------------------------------------------------------------------------------
 
-    def _open_parent(self) -> Directory:
+    def _open_parent(self) -> CheckpointDirectory:
         """The parent, made if it is missing."""
         missing: list[str] = []
         here = self.path.parent
@@ -81,7 +81,7 @@ class Draft:
             missing.append(here.name)
             here = here.parent
         try:
-            parent = Directory(here)
+            parent = CheckpointDirectory(here)
         except (StoreError, FormatError) as error:
             if isinstance(error, StoreError) and error.errno != errno.ENOTDIR:
                 raise
@@ -91,7 +91,7 @@ class Draft:
             parent = self._make_parent(parent, name)
         return parent
 
-    def _make_parent(self, parent: Directory, name: str) -> Directory:
+    def _make_parent(self, parent: CheckpointDirectory, name: str) -> CheckpointDirectory:
         path = parent.path / name
         with told("mkdir", path):
             self._made.append((parent, name))
@@ -104,7 +104,7 @@ class Draft:
                 raise
         with told("fsync of directory", parent.path):
             self._disk.fsync_dir(parent.fd)
-        self._parents.append(Directory(path))
+        self._parents.append(CheckpointDirectory(path))
         return self._parents[-1]
 
     def _make(self, metrics: Metrics) -> None:
@@ -205,7 +205,7 @@ class Draft:
                 remove(self._disk, dir_fd, name, self.fd, files)
 
 
-def remove_leftovers(parent: Directory, disk: Disk, name: str) -> None:
+def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: str) -> None:
     """Remove what savers that are dead have left in `parent`.
 
     Only directories with a hidden name of ours, whose lock is free, with nothing but our files in

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.disk import Disk, told
+from offload.checkpoint.disk import CheckpointDisk, told
 from offload.checkpoint.division import Range
 from offload.checkpoint.draft import remove_leftovers
 from offload.checkpoint.hidden import is_ours, leads_to, name_within, remove, try_lock
@@ -40,7 +40,7 @@ from offload.checkpoint.writer import (
     share,
 )
 from offload.errors import ConfigError, FormatError, OffloadError, StateError
-from offload.format.directory import Directory
+from offload.format.directory import CheckpointDirectory
 from offload.format.safetensors import TensorSpec
 from offload.locks import nap
 from offload.log import LOG
@@ -55,7 +55,7 @@ class _Berth:
     one can go.
     """
 
-    def __init__(self, path: Path, invitation: Mapping[str, Any], disk: Disk) -> None:
+    def __init__(self, path: Path, invitation: Mapping[str, Any], disk: CheckpointDisk) -> None:
         self.path, self.disk = path, disk
         self.pid = os.getpid()
         self.fds: list[int] = []
@@ -65,7 +65,7 @@ class _Berth:
         name = self.directory.name
         if self.directory.parent != path.parent or name_within(name) != path.name:
             raise StateError(f"save of {path}: the first rank saves in {self.directory}")
-        self.parent = Directory(path.parent)
+        self.parent = CheckpointDirectory(path.parent)
         try:
             with told("open", self.directory):
                 self.fd = os.open(name, _OPEN_DIRECTORY, dir_fd=self.parent.fd)
@@ -123,13 +123,13 @@ class _Berth:
         self.parent.close()
 
 
-def sweep(path: Path, disk: Disk | None = None) -> None:
+def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
     """Remove what a first rank that was lost has begun for `path`, before anybody was invited."""
     until_s = time.monotonic() + _GONE_S
     while time.monotonic() < until_s:
-        with suppress(OffloadError, OSError), Directory(path.parent) as parent:
+        with suppress(OffloadError, OSError), CheckpointDirectory(path.parent) as parent:
             with suppress(ConfigError):  # it lives, and removes it itself
-                remove_leftovers(parent, disk or Disk(), path.name)
+                remove_leftovers(parent, disk or CheckpointDisk(), path.name)
             if not any(name_within(name) == path.name for name in parent.names()):
                 return
         nap(_GONE_STEP_S)
@@ -144,12 +144,12 @@ class GuestWriter:
         invitation: Mapping[str, Any],
         team: Team,
         *,
-        disk: Disk | None = None,
+        disk: CheckpointDisk | None = None,
         metrics: Metrics | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self.path, self._team = path, team
-        self._disk, self._metrics = disk or Disk(), metrics or Metrics()
+        self._disk, self._metrics = disk or CheckpointDisk(), metrics or Metrics()
         self._files: Mapping[str, Sequence[int]] = invitation["files"]
         self._lock = threading.RLock()
         self._state = WriterState.OPEN

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Final
 
-from offload.checkpoint.disk import Disk
+from offload.checkpoint.disk import CheckpointDisk
 from offload.format.manifest import MANIFEST, SHARD_NAME
 
 PART: Final = "part"  # is being written
@@ -64,7 +64,7 @@ def is_ours(name: str) -> bool:
     return name == MANIFEST or SHARD_NAME.fullmatch(name) is not None
 
 
-def remove(disk: Disk, dir_fd: int, name: str, fd: int, files: Iterable[str]) -> None:
+def remove(disk: CheckpointDisk, dir_fd: int, name: str, fd: int, files: Iterable[str]) -> None:
     """Remove the directory `name`, open as `fd`, with `files` in it.
 
     The manifest goes first: what is left by then, under whatever name, is no checkpoint. Raises

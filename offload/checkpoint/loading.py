@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint import background
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.model import Keeper, ModelContents
+from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.rng import check_random_states, set_random_states
@@ -41,11 +41,11 @@ from offload.format.manifest import Manifest
 from offload.locks import uninterrupted
 from offload.log import LOG
 from offload.optim.soundness import CHECKPOINT
-from offload.optim.source import Source
+from offload.optim.source import FieldSource
 from offload.store.safetensors_file import DTYPES
 
 
-class _Saved:
+class _CheckpointTensor:
     """A tensor of a checkpoint, with torch's own type."""
 
     def __init__(self, source: SavedTensorSource) -> None:
@@ -66,7 +66,7 @@ class Load:
         reader: CheckpointReader,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        keeper: Keeper | None,
+        keeper: PreparedModel | None,
         stateful: Mapping[str, Any],
         team: Team | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class Load:
             self._optimizer = OptimizerContents(optimizer, self._model.names, stateful)
         self._stateful = stateful
         self._trees: dict[str, Any] = {}
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, FieldSource] = {}
         self._state_dict: dict[str, Any] = {}
 
     def turn(self) -> AbstractContextManager[None]:
@@ -124,15 +124,15 @@ class Load:
             differences.extra(name)
         differences.check()
 
-    def _under(self, section: str) -> dict[str, Source]:
+    def _under(self, section: str) -> dict[str, FieldSource]:
         return {
             saved.key: self._source(name)
             for name, saved in self._reader.manifest.tensors.items()
             if saved.section == section
         }
 
-    def _source(self, name: str) -> Source:
-        return _Saved(self._reader.tensor(name))
+    def _source(self, name: str) -> FieldSource:
+        return _CheckpointTensor(self._reader.tensor(name))
 
     def _read_whole(self, name: str) -> Tensor:
         return whole(self._source(name))
@@ -228,7 +228,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    keeper: Keeper | None,
+    keeper: PreparedModel | None,
     stateful: Mapping[str, Any],
 ) -> Any:
     """See `offload.load`."""
@@ -260,7 +260,7 @@ def _load_one(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    keeper: Keeper | None,
+    keeper: PreparedModel | None,
     stateful: Mapping[str, Any],
     team: Team,
 ) -> Any:

@@ -28,13 +28,13 @@ from offload.checkpoint.tensors import (
 from offload.config import Config
 from offload.errors import ConfigError, FormatError
 from offload.format.safetensors import TensorSpec
-from offload.optim.source import Source
+from offload.optim.source import FieldSource
 from offload.shard import Ranks, is_sharded
 
 _EXTRA = "_extra_state"  # what torch calls the state that a module adds by itself
 
 
-class Keeper(Protocol):
+class PreparedModel(Protocol):
     """A prepared model: it has the parameters, and brings them. ranks: that share them, and bring
     them together, in the same order; None: they are here.
     """
@@ -62,7 +62,7 @@ class ModelContents:
     of the parameters among them, as the model calls them.
     """
 
-    def __init__(self, model: nn.Module, keeper: Keeper | None = None) -> None:
+    def __init__(self, model: nn.Module, keeper: PreparedModel | None = None) -> None:
         self._model = model
         self._keeper = keeper
         self.tensors: dict[str, Tensor] = {}
@@ -196,8 +196,8 @@ class ModelContents:
     # --- loading ----------------------------------------------------------------------------------
 
     def match(
-        self, saved: Mapping[str, Source], values: Mapping[str, Any], differences: Differences
-    ) -> dict[str, Source]:
+        self, saved: Mapping[str, FieldSource], values: Mapping[str, Any], differences: Differences
+    ) -> dict[str, FieldSource]:
         """The source of each tensor. What does not fit is noted."""
         aliases, additions = _parse(values)
         self.specs()  # refuses what cannot be filled
@@ -205,7 +205,7 @@ class ModelContents:
         for name in (*saved, *aliases):
             if name not in self.tensors and name not in self.aliases:
                 differences.extra(name)
-        found: dict[str, Source] = {}
+        found: dict[str, FieldSource] = {}
         for name in names:
             source = saved.get(aliases.get(name, name))
             mine = self.aliases.get(name, name)
@@ -225,7 +225,7 @@ class ModelContents:
         for name in self.additions.keys() - saved.keys():
             differences.missing(name)
 
-    def read(self, sources: Mapping[str, Source], additions: Mapping[str, Any]) -> None:
+    def read(self, sources: Mapping[str, FieldSource], additions: Mapping[str, Any]) -> None:
         """Make all these values the model's own."""
 
         def act(names: Sequence[str]) -> None:
@@ -248,7 +248,7 @@ class ModelContents:
             module.set_extra_state(value)
 
     def _has_already(
-        self, number: int | None, names: list[str], sources: Mapping[str, Source]
+        self, number: int | None, names: list[str], sources: Mapping[str, FieldSource]
     ) -> bool:
         """Frozen units of prepared models may be read from files that are not ours; they stay there
         as long as nothing in them changes.
@@ -268,7 +268,7 @@ def _parse(values: Any) -> tuple[dict[str, str], dict[str, Any]]:
         raise FormatError(f"checkpoint: its model is none: {error}") from error
 
 
-def _compare(name: str, tensor: Tensor, source: Source, differences: Differences) -> None:
+def _compare(name: str, tensor: Tensor, source: FieldSource, differences: Differences) -> None:
     if tensor.dtype != source.dtype or tuple(tensor.shape) != tuple(source.shape):
         differences.other(
             name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from offload.checkpoint.disk import Disk
+from offload.checkpoint.disk import CheckpointDisk
 from offload.checkpoint.hidden import (
     OLD,
     hidden_name,
@@ -21,17 +21,20 @@ from offload.checkpoint.hidden import (
     try_lock,
 )
 from offload.errors import FormatError, StoreError
-from offload.format.directory import Directory, list_numbers
+from offload.format.directory import CheckpointDirectory, list_numbers
 from offload.format.manifest import MANIFEST, Manifest
 from offload.metrics import Metrics
 
 
-def next_number(parent: Directory) -> int:
+def next_number(parent: CheckpointDirectory) -> int:
     """One more than the newest has."""
     numbers = list(list_numbers(parent.path).values())
     for hidden in parent.names():
         if name_within(hidden) is not None:
-            with suppress(FormatError, StoreError), Directory(hidden, parent) as directory:
+            with (
+                suppress(FormatError, StoreError),
+                CheckpointDirectory(hidden, parent) as directory,
+            ):
                 numbers.append(directory.claimed_number() or 0)
     return 1 + max(numbers, default=0)
 
@@ -41,7 +44,9 @@ class Older:
     same names, types and shapes.
     """
 
-    def __init__(self, parent: Directory, newest: Manifest, disk: Disk, metrics: Metrics) -> None:
+    def __init__(
+        self, parent: CheckpointDirectory, newest: Manifest, disk: CheckpointDisk, metrics: Metrics
+    ) -> None:
         self._parent, self._newest = parent, newest
         self._disk, self._metrics = disk, metrics
         self._hidden: list[tuple[str, str, int, list[str]]] = []  # was, is, fd, files
@@ -77,7 +82,10 @@ class Older:
         older = [name for name, number in numbers.items() if number < self._newest.number]
         found = []
         for name in sorted(older, key=lambda name: (numbers[name], name), reverse=True):
-            with suppress(FormatError, StoreError), Directory(name, self._parent) as directory:
+            with (
+                suppress(FormatError, StoreError),
+                CheckpointDirectory(name, self._parent) as directory,
+            ):
                 manifest = directory.read_manifest()
                 directory.check_files(manifest)
                 if manifest.fingerprint == self._newest.fingerprint:

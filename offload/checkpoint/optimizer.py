@@ -29,7 +29,7 @@ from offload.optim import Session, is_wrapped
 from offload.optim.export import Held
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
-from offload.optim.source import Source
+from offload.optim.source import FieldSource
 from offload.shard import is_sharded, like, local_of, rows_of
 from offload.store.safetensors_file import DTYPES
 
@@ -141,7 +141,7 @@ class OptimizerContents:
     # --- loading ----------------------------------------------------------------------------------
 
     def match(
-        self, saved: Mapping[str, Source], values: Mapping[str, Any], differences: Differences
+        self, saved: Mapping[str, FieldSource], values: Mapping[str, Any], differences: Differences
     ) -> dict[str, Any]:
         """A `state_dict` with sources in the place of fields. What does not fit is noted."""
         parsed = _Parsed.of(values)
@@ -193,9 +193,9 @@ class OptimizerContents:
             if state.get(field) is None and any(v is not None for v in state.values()):
                 differences.missing(f"{name}/{field}")
         for field, value in state.items():
-            if isinstance(value, Source) and field not in allowed:
+            if isinstance(value, FieldSource) and field not in allowed:
                 differences.extra(f"{name}/{field}")
-            elif isinstance(value, Source) and tuple(value.shape) != shape:
+            elif isinstance(value, FieldSource) and tuple(value.shape) != shape:
                 differences.other(
                     f"{name}/{field}", f"saved as {tuple(value.shape)}, here it is {shape}"
                 )
@@ -233,7 +233,9 @@ class OptimizerContents:
         """With the rows that are here of parameters that are spread over ranks."""
         states = {
             number: {
-                key: local_part(value, self.params[number]) if isinstance(value, Source) else value
+                key: local_part(value, self.params[number])
+                if isinstance(value, FieldSource)
+                else value
                 for key, value in state.items()
             }
             for number, state in state_dict["state"].items()
@@ -284,7 +286,7 @@ def _in_memory(
         )
     return {
         number: {
-            key: _like(value, params[number]) if isinstance(value, Source) else value
+            key: _like(value, params[number]) if isinstance(value, FieldSource) else value
             for key, value in state.items()
             if key != MASTER
         }
@@ -292,7 +294,7 @@ def _in_memory(
     }
 
 
-def _like(source: Source, param: Tensor) -> Tensor:
+def _like(source: FieldSource, param: Tensor) -> Tensor:
     """In the parameter's order of memory: fused steps go by memory alone."""
     if is_sharded(param) and tuple(source.shape) == tuple(param.shape):
         return like(param, whole(local_part(source, param)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from offload.checkpoint.disk import BLOCK_BYTES, Disk, told, write_whole
+from offload.checkpoint.disk import BLOCK_BYTES, CheckpointDisk, told, write_whole
 from offload.checkpoint.rooms import Room, Rooms
 from offload.errors import ConfigError, OffloadError, StateError, StoreTimeout
 from offload.locks import Gate
@@ -60,7 +60,7 @@ class _Write(Group):
 class Output:
     """One for each save; until `close`. Any thread."""
 
-    def __init__(self, disk: Disk, metrics: Metrics, buffer_bytes: int) -> None:
+    def __init__(self, disk: CheckpointDisk, metrics: Metrics, buffer_bytes: int) -> None:
         room_bytes = min(_ROOM_BYTES, buffer_bytes // _ROOMS // BLOCK_BYTES * BLOCK_BYTES)
         if room_bytes < BLOCK_BYTES:
             raise ConfigError(

@@ -33,15 +33,15 @@ from offload.errors import (
     StoreTimeout,
 )
 from offload.format.crc import crc32
-from offload.format.directory import Directory, read_into
-from offload.format.manifest import Manifest, Part, SavedTensor
+from offload.format.directory import CheckpointDirectory, read_into
+from offload.format.manifest import CheckedPart, Manifest, SavedTensor
 from offload.format.safetensors import TensorSpec, build_header
 from offload.machine_disk import read_dio_alignment
 from offload.metrics import Metrics
 from offload.portable import drop_cached
 from offload.store.buffers import Buffer
 from offload.store.choose import open_engine
-from offload.store.engine import Engine, Group, Priority, Transfer, make_sums
+from offload.store.engine import Group, IOEngine, Priority, Transfer, make_sums
 from offload.ticket import Ticket
 
 _ROOM_BYTES = 4 << 20
@@ -58,10 +58,12 @@ class _Way:
     label: str
 
 
-class _File:
+class _ShardFile:
     """A shard, open."""
 
-    def __init__(self, directory: Directory, name: str, nbytes: int, fds: list[int]) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, name: str, nbytes: int, fds: list[int]
+    ) -> None:
         self.path = directory.path / name
         self.name, self.nbytes = name, nbytes
         fds.append(_open(directory, name))
@@ -71,7 +73,7 @@ class _File:
             raise FormatError(f"{self.path}: has {self._seen.st_size} bytes, expected {nbytes}")
         self.direct = self._open_direct(directory, fds)
 
-    def _open_direct(self, directory: Directory, fds: list[int]) -> _Way | None:
+    def _open_direct(self, directory: CheckpointDirectory, fds: list[int]) -> _Way | None:
         """The same file past the page cache, where a read there really works."""
         if not hasattr(os, "O_DIRECT") or self.nbytes < 2 * BLOCK_BYTES:
             return None
@@ -131,18 +133,18 @@ class CheckpointReader:
         path: str | os.PathLike[str],
         *,
         metrics: Metrics | None = None,
-        engine: Engine | None = None,
+        engine: IOEngine | None = None,
     ) -> None:
         self._fds: list[int] = []
         self._metrics = metrics or Metrics()
-        self._directory = Directory(path)
+        self._directory = CheckpointDirectory(path)
         self.path = self._directory.path
-        self._own_engine: Engine | None = None
+        self._own_engine: IOEngine | None = None
         try:
             try_lock(self._directory.fd, shared=True)
             self.manifest: Manifest = self._directory.read_manifest()
             self._files = {
-                name: _File(self._directory, name, nbytes, self._fds)
+                name: _ShardFile(self._directory, name, nbytes, self._fds)
                 for name, nbytes in self.manifest.files.items()
             }
             if engine is None:
@@ -193,7 +195,7 @@ class CheckpointReader:
                 self._check_header(file, tensors[name])
                 self._check_data(file, own, rooms, before_part or (lambda: None))
 
-    def _check_header(self, file: _File, tensors: list[SavedTensor]) -> None:
+    def _check_header(self, file: _ShardFile, tensors: list[SavedTensor]) -> None:
         """It is, byte for byte, what these tensors ask for."""
         expected, _ = build_header([TensorSpec(t.key, t.dtype, t.shape) for t in tensors])
         found = bytearray(len(expected))
@@ -210,8 +212,8 @@ class CheckpointReader:
 
     def _check_data(
         self,
-        file: _File,
-        parts: list[tuple[SavedTensor, Part]],
+        file: _ShardFile,
+        parts: list[tuple[SavedTensor, CheckedPart]],
         rooms: Rooms,
         before_part: Callable[[], None],
     ) -> None:
@@ -251,7 +253,7 @@ class CheckpointReader:
         self._compare(file, tensor, offset, target)
         self._metrics.count("checkpoint_read_bytes", target.nbytes)
 
-    def _compare(self, file: _File, tensor: SavedTensor, offset: int, target: Buffer) -> None:
+    def _compare(self, file: _ShardFile, tensor: SavedTensor, offset: int, target: Buffer) -> None:
         """Every part that was read whole."""
         bytes_read = (ctypes.c_char * target.nbytes).from_address(target.address)
         view = memoryview(bytes_read).cast("B")
@@ -299,7 +301,9 @@ class SavedTensorSource:
 class _Stream:
     """The bytes of a file from `offset` to `end` in their order, some reads ahead."""
 
-    def __init__(self, file: _File, offset: int, end: int, engine: Engine, rooms: Rooms) -> None:
+    def __init__(
+        self, file: _ShardFile, offset: int, end: int, engine: IOEngine, rooms: Rooms
+    ) -> None:
         self._file, self._engine, self._rooms = file, engine, rooms
         self._next, self._end = offset, end  # to be asked for
         self._ahead: deque[tuple[Ticket[None], Room, int]] = deque()
@@ -357,7 +361,7 @@ class _Stream:
             self._rooms.give_back(self._room)
 
 
-def _open(directory: Directory, name: str) -> int:
+def _open(directory: CheckpointDirectory, name: str) -> int:
     """A regular file, which may be waited for: otherwise io_uring asks for every piece again and
     again until the drive happens to have it at once.
     """
@@ -366,7 +370,9 @@ def _open(directory: Directory, name: str) -> int:
     return fd
 
 
-def _mismatch(file: _File, tensor: SavedTensor, part: Part, crc: int) -> CorruptionError:
+def _mismatch(
+    file: _ShardFile, tensor: SavedTensor, part: CheckedPart, crc: int
+) -> CorruptionError:
     return CorruptionError(
         f"{tensor.name}: {part.nbytes} bytes at {part.offset} of {file.path} have the CRC-32 "
         f"{crc:08x}, expected {part.crc32:08x}: they are not what was saved; take another "
@@ -379,7 +385,9 @@ def _mismatch(file: _File, tensor: SavedTensor, part: Part, crc: int) -> Corrupt
     )
 
 
-def _close(pid: int, engine: Engine | None, fds: list[int], directory: Directory) -> None:
+def _close(
+    pid: int, engine: IOEngine | None, fds: list[int], directory: CheckpointDirectory
+) -> None:
     if os.getpid() != pid:  # a forked child has the parent's lock, and must not end it
         return
     if engine is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offload.checkpoint import background
 from offload.checkpoint.division import Holding, within
 from offload.checkpoint.guest import GuestWriter, sweep
-from offload.checkpoint.model import Keeper, ModelContents
+from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
 from offload.checkpoint.rng import random_states
 from offload.checkpoint.scattered import Scattered
@@ -57,7 +57,7 @@ class Save:
         path: str | os.PathLike[str],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        keeper: Keeper | None,
+        keeper: PreparedModel | None,
         extra: Any,
         keep: int | None,
         stateful: Mapping[str, Any],
@@ -297,7 +297,7 @@ def save(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    keeper: Keeper | None,
+    keeper: PreparedModel | None,
     extra: Any,
     keep: int | None,
     in_background: bool,

@@ -28,15 +28,15 @@ from offload.checkpoint.output import Output, OutputFile
 from offload.checkpoint.rooms import Room
 from offload.errors import ConfigError, StateError
 from offload.format.crc import crc32
-from offload.format.manifest import Part, SavedTensor
-from offload.format.safetensors import Place, TensorSpec, build_header
+from offload.format.manifest import CheckedPart, SavedTensor
+from offload.format.safetensors import TensorPlace, TensorSpec, build_header
 from offload.store.buffers import Buffer
 
 PART_BYTES = 16 << 20
 
 
 @dataclass
-class _Piece:
+class _TensorRange:
     """Bytes [begin, end) of a tensor that somebody writes; crc32: None until they are copied."""
 
     begin: int
@@ -45,7 +45,7 @@ class _Piece:
 
 
 @dataclass
-class _Block:
+class _ChecksumBlock:
     """A block that is not whole yet."""
 
     room: Room
@@ -73,8 +73,8 @@ class Shard:
         self.section, self._places = header.section, header.places
         self.own = {name: list(own[name]) for name in self._places} if own is not None else None
         self._own_in_file = [(0, self.nbytes)] if own is None else header.extents(own, is_first)
-        self._pieces: dict[str, list[_Piece]] = {name: [] for name in header.places}
-        self._blocks: dict[int, _Block] = {}
+        self._pieces: dict[str, list[_TensorRange]] = {name: [] for name in header.places}
+        self._blocks: dict[int, _ChecksumBlock] = {}
         self._lock = threading.Lock()
         if is_first:
             text = Buffer.of(f"header of {name}", header.text, writable=False)
@@ -117,13 +117,15 @@ class Shard:
                 f"least some of them; here are {self.own[name]}"
             )
 
-    def _claim(self, name: str, begin: int, end: int) -> list[_Piece]:
+    def _claim(self, name: str, begin: int, end: int) -> list[_TensorRange]:
         """The bytes become the caller's to write."""
         bounds = [*range(begin, end, PART_BYTES), end]
-        fresh = [_Piece(a, b) for a, b in itertools.pairwise(bounds)]
+        fresh = [_TensorRange(a, b) for a, b in itertools.pairwise(bounds)]
         return self._add(name, begin, end, fresh)
 
-    def _add(self, name: str, begin: int, end: int, fresh: list[_Piece]) -> list[_Piece]:
+    def _add(
+        self, name: str, begin: int, end: int, fresh: list[_TensorRange]
+    ) -> list[_TensorRange]:
         with self._lock:
             pieces = self._pieces[name]
             at = bisect.bisect_left(pieces, begin, key=_begin_of)
@@ -168,7 +170,7 @@ class Shard:
         with self._lock:
             block = self._blocks.get(number)
             if block is None:
-                block = self._blocks[number] = _Block(self._output.take_block(block_bytes))
+                block = self._blocks[number] = _ChecksumBlock(self._output.take_block(block_bytes))
         ctypes.memmove(block.room.address + begin, source.address, source.nbytes)
         crc = crc32(block.room.view[begin : begin + source.nbytes], crc)
         first = number * block_bytes
@@ -213,20 +215,20 @@ class Shard:
         """What another rank has written. Raises `StateError` where a byte was written before."""
         for name, each in pieces.items():
             for begin, end, crc in each:
-                self._add(name, begin, end, [_Piece(begin, end, crc)])
+                self._add(name, begin, end, [_TensorRange(begin, end, crc)])
 
     def saved(self) -> list[SavedTensor]:
         """The tensors as the manifest has them. Raises `StateError` while bytes are missing."""
         with self._lock:
             return [self._saved(name, place) for name, place in self._places.items()]
 
-    def _saved(self, name: str, place: Place) -> SavedTensor:
+    def _saved(self, name: str, place: TensorPlace) -> SavedTensor:
         parts, end = [], 0
         for piece in self._pieces[name]:
             if piece.begin != end or piece.crc32 is None:
                 break
             nbytes = piece.end - piece.begin
-            parts.append(Part(self.name, place.offset + piece.begin, nbytes, piece.crc32))
+            parts.append(CheckedPart(self.name, place.offset + piece.begin, nbytes, piece.crc32))
             end = piece.end
         if end != place.nbytes:
             raise StateError(
@@ -234,7 +236,7 @@ class Shard:
                 "all of it before commit"
             )
         if not parts:
-            parts = [Part(self.name, place.offset, 0, 0)]
+            parts = [CheckedPart(self.name, place.offset, 0, 0)]
         return SavedTensor(f"{self.section}/{name}", place.dtype, tuple(place.shape), tuple(parts))
 
 
@@ -244,7 +246,7 @@ class ShardHeader:
 
     section: str
     text: bytes
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     nbytes: int
 
     def extents(self, own: Mapping[str, Sequence[Range]], is_first: bool) -> list[Range]:
@@ -260,5 +262,5 @@ class ShardHeader:
         return cls(section, text, places, len(text) + sum(p.nbytes for p in places.values()))
 
 
-def _begin_of(piece: _Piece) -> int:
+def _begin_of(piece: _TensorRange) -> int:
     return piece.begin

@@ -17,7 +17,7 @@ from offload.checkpoint.division import Holding, Range
 from offload.errors import ConfigError
 from offload.format.crc import crc32
 from offload.format.safetensors import TensorSpec
-from offload.optim.source import Source, as_bytes
+from offload.optim.source import FieldSource, as_bytes
 from offload.shard import is_sharded, local_of, rows_of
 from offload.store.safetensors_file import DTYPES
 
@@ -125,7 +125,7 @@ def sample(tensor: Tensor) -> int:
     return crc
 
 
-def fill(target: Tensor, source: Source) -> None:
+def fill(target: Tensor, source: FieldSource) -> None:
     """Read the tensor's values, of the same type and shape, into it; of one that is spread over
     ranks, those that are here.
     """
@@ -147,7 +147,7 @@ def fill(target: Tensor, source: Source) -> None:
         values.copy_(whole(source))
 
 
-def whole(source: Source) -> Tensor:
+def whole(source: FieldSource) -> Tensor:
     """All of it, in memory."""
     with torch.inference_mode(False):  # whoever gets it may change it later
         found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
@@ -155,10 +155,10 @@ def whole(source: Source) -> Tensor:
     return found
 
 
-class _Part:
+class _RowsOfSource:
     """Some rows of a source, as a source."""
 
-    def __init__(self, source: Source, first: int, like: Tensor) -> None:
+    def __init__(self, source: FieldSource, first: int, like: Tensor) -> None:
         self._source, self._first = source, first
         self.dtype, self.shape = source.dtype, tuple(like.shape)
 
@@ -166,16 +166,16 @@ class _Part:
         self._source.read_into(self._first + begin_bytes, target)
 
 
-def local_part(source: Source, like_tensor: Tensor) -> Source:
+def local_part(source: FieldSource, like_tensor: Tensor) -> FieldSource:
     """Of a whole tensor the rows that a tensor of that shape has here."""
     if not is_sharded(like_tensor):
         return source
     row_bytes = math.prod(like_tensor.shape[1:]) * source.dtype.itemsize
     first = rows_of("", like_tensor).begin * row_bytes
-    return _Part(source, first, local_of(like_tensor))
+    return _RowsOfSource(source, first, local_of(like_tensor))
 
 
-def has_values_of(target: Tensor, source: Source) -> bool:
+def has_values_of(target: Tensor, source: FieldSource) -> bool:
     """Whether the tensor has these very bits already."""
     return all(
         torch.equal(piece, _read(source, begin, piece.numel()))
@@ -183,7 +183,7 @@ def has_values_of(target: Tensor, source: Source) -> bool:
     )
 
 
-def _read(source: Source, begin: int, nbytes: int) -> Tensor:
+def _read(source: FieldSource, begin: int, nbytes: int) -> Tensor:
     read = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     source.read_into(begin, read)
     return read

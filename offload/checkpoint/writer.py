@@ -27,9 +27,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.disk import Disk, refusal, told, write_whole
+from offload.checkpoint.disk import CheckpointDisk, refusal, told, write_whole
 from offload.checkpoint.division import Range, divide
-from offload.checkpoint.draft import Draft, check_path
+from offload.checkpoint.draft import UnfinishedCheckpoint, check_path
 from offload.checkpoint.older import Older, next_number
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
 from offload.checkpoint.reader import CheckpointReader
@@ -61,18 +61,20 @@ MOVES = {
 }
 
 
-class _Work:
+class _OpenWork:
     """What has to be given back however it ends: directory, files, memory. No writer in it, so that
     a forgotten one can go.
     """
 
-    def __init__(self, path: Path, disk: Disk, metrics: Metrics, buffer_bytes: int) -> None:
+    def __init__(
+        self, path: Path, disk: CheckpointDisk, metrics: Metrics, buffer_bytes: int
+    ) -> None:
         self.path = path
         self.pid = os.getpid()
         self.fds: list[int] = []
         self.output = Output(disk, metrics, buffer_bytes)
         try:
-            self.draft = Draft(path, disk, metrics)
+            self.draft = UnfinishedCheckpoint(path, disk, metrics)
         except BaseException:
             self.output.close(StateError(f"checkpoint {path}: never begun"))
             raise
@@ -95,7 +97,7 @@ class CheckpointWriter:
         self,
         path: str | os.PathLike[str],
         *,
-        disk: Disk | None = None,
+        disk: CheckpointDisk | None = None,
         metrics: Metrics | None = None,
         buffer_bytes: int = BUFFER_BYTES,
         team: Team | None = None,
@@ -105,13 +107,13 @@ class CheckpointWriter:
         """
         self.path = check_path(path)
         self._team = team or Team(f"save of {path}", None)
-        self._disk, self._metrics = disk or Disk(), metrics or Metrics()
+        self._disk, self._metrics = disk or CheckpointDisk(), metrics or Metrics()
         self._lock = threading.RLock()
         self._state = WriterState.OPEN
         self._shards: list[Shard] = []
         self._names: set[str] = set()
         self._manifest: Manifest | None = None
-        self._work = _Work(self.path, self._disk, self._metrics, buffer_bytes)
+        self._work = _OpenWork(self.path, self._disk, self._metrics, buffer_bytes)
         self._discard = weakref.finalize(self, self._work.discard)
         self._disk.hook("created")
 

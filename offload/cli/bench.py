@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import offload
 from offload import profile
-from offload.cli.bench_output import Progress, describe, warn
+from offload.cli.bench_output import BenchProgress, describe, warn
 from offload.cli.output import complain, results
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError, FormatError, OffloadError, StoreError
 from offload.format.strict_json import printable
 from offload.machine import read_accelerator, read_memory, read_torch
-from offload.machine_disk import Directory, read_directory
+from offload.machine_disk import DirectoryFacts, read_directory
 from offload.profile import Profile
 
 if TYPE_CHECKING:
-    from offload.measurement.survey import Findings, Wanted
+    from offload.measurement.survey import SurveyResult, Wanted
 
 SUMMARY: Final = "Measure this machine: memory, update, drives, copies, products, a training step."
 PARTS: Final = ("memory", "update", "disk", "copies", "compute", "step")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     target = check_target(args.output)
     _warn_of_strangers(target, load_known(target))
     wanted = _make_request(args, directories, parts)
-    progress = Progress(sys.stderr)
+    progress = BenchProgress(sys.stderr)
     nbytes = format_size(wanted.most_written_bytes)
     progress.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
     found, made = _measure(wanted, target, progress)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_request(
-    args: argparse.Namespace, directories: Sequence[Directory], parts: frozenset[str]
+    args: argparse.Namespace, directories: Sequence[DirectoryFacts], parts: frozenset[str]
 ) -> Wanted:
     """Raises `CapacityError` where a directory has no room for it."""
     told = read_torch()
@@ -133,20 +133,22 @@ def _make_request(
         raise ConfigError(f"bench: torch cannot be imported ({told.error}); see `offload doctor`")
     # Here, because other commands must work where torch does not.
     from offload.measurement import sizes
-    from offload.measurement.survey import Part, Wanted
+    from offload.measurement.survey import SurveyPart, Wanted
 
     chosen = sizes.DEFAULT
     if args.seconds is not None:
         chosen = replace(chosen, seconds=args.seconds)
     if args.sustained is not None:
         chosen = replace(chosen, sustained_bytes=int(args.sustained * 1e9))
-    wanted = Wanted(frozenset(map(Part, parts)), tuple(found.path for found in directories), chosen)
+    wanted = Wanted(
+        frozenset(map(SurveyPart, parts)), tuple(found.path for found in directories), chosen
+    )
     if wanted.most_written_bytes:
         _check_room(directories, chosen.room_bytes())
     return wanted
 
 
-def _measure(wanted: Wanted, target: Path, progress: Progress) -> tuple[Findings, Profile]:
+def _measure(wanted: Wanted, target: Path, progress: BenchProgress) -> tuple[SurveyResult, Profile]:
     from offload.measurement.record import make_profile
     from offload.measurement.survey import survey
 
@@ -160,7 +162,9 @@ def _measure(wanted: Wanted, target: Path, progress: Progress) -> tuple[Findings
     return found, make_profile(found, before, read_memory(), read_accelerator(), today)
 
 
-def as_json(found: Findings, wanted: Wanted, made: Profile, saved: Path | None) -> dict[str, Any]:
+def as_json(
+    found: SurveyResult, wanted: Wanted, made: Profile, saved: Path | None
+) -> dict[str, Any]:
     return {
         "version": offload.__version__,
         "path": None if saved is None else str(saved),
@@ -195,7 +199,7 @@ def parse_parts(text: str | None, has_directories: bool, is_sustained: bool) -> 
     return parts
 
 
-def check_directories(texts: Sequence[str]) -> list[Directory]:
+def check_directories(texts: Sequence[str]) -> list[DirectoryFacts]:
     """Each is there, once, and takes files."""
     found = [_check_directory(text) for text in texts]
     paths = [directory.path for directory in found]
@@ -208,7 +212,7 @@ def check_directories(texts: Sequence[str]) -> list[Directory]:
     return found
 
 
-def _check_directory(text: str) -> Directory:
+def _check_directory(text: str) -> DirectoryFacts:
     if not text or "\0" in text:
         raise ConfigError(f"directory: expected a path, got {text!r}")
     name, found = printable(text), read_directory(Path(text))
@@ -226,7 +230,7 @@ def _check_directory(text: str) -> Directory:
     return found
 
 
-def _check_room(directories: Sequence[Directory], needed_bytes: int) -> None:
+def _check_room(directories: Sequence[DirectoryFacts], needed_bytes: int) -> None:
     for directory in directories:
         free = directory.free_bytes
         if free is not None and free < needed_bytes:

@@ -14,7 +14,7 @@ from offload.profile import Profile
 
 if TYPE_CHECKING:
     from offload.measurement.figure import Figure
-    from offload.measurement.survey import Findings
+    from offload.measurement.survey import SurveyResult
 
 _EVERY_S = 0.1
 _WIDTH = 79
@@ -45,7 +45,7 @@ def _write(stream: TextIO | None, text: str) -> None:
         drop(stream)
 
 
-class Progress:
+class BenchProgress:
     """A bar that is written over on a terminal; elsewhere a line for each figure that is done."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -95,7 +95,7 @@ def show(figure: Figure) -> str:
 
 
 def describe(
-    found: Findings, most_written_bytes: int, made: Profile, saved: Path | None
+    found: SurveyResult, most_written_bytes: int, made: Profile, saved: Path | None
 ) -> list[str]:
     """The table, and what must be known of it."""
     rows = [("machine", made.name)]

@@ -15,7 +15,7 @@ import offload
 WIDTH: Final = 100  # columns of the table
 
 
-class Status(Enum):
+class Severity(Enum):
     """What a row means for training here."""
 
     OK = "ok"  # seen to work
@@ -28,30 +28,30 @@ class Row:
     """One line of the diagnosis. `advice` is None exactly when the status is OK."""
 
     name: str
-    status: Status
+    status: Severity
     value: str
     why: str
     advice: str | None
 
 
 def make_row(
-    name: str, value: str, why: str, advice: str | None, status: Status | None = None
+    name: str, value: str, why: str, advice: str | None, status: Severity | None = None
 ) -> Row:
     """A row; without a status it is OK when there is nothing to advise, else DEGRADED."""
     if status is None:
-        status = Status.OK if advice is None else Status.DEGRADED
+        status = Severity.OK if advice is None else Severity.DEGRADED
     return Row(name, status, value, why, advice)
 
 
 def exit_code(rows: Sequence[Row]) -> int:
     """1 when something needed is missing; degraded is still 0."""
-    return int(any(row.status is Status.MISSING for row in rows))
+    return int(any(row.status is Severity.MISSING for row in rows))
 
 
 def count_statuses(rows: Sequence[Row]) -> dict[str, int]:
     """How many rows have each status, zeros included."""
     counts = Counter(row.status for row in rows)
-    return {status.value: counts[status] for status in Status}
+    return {status.value: counts[status] for status in Severity}
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, object]:
@@ -68,7 +68,7 @@ def wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-_COLOURS = {Status.OK: "32", Status.DEGRADED: "33", Status.MISSING: "31"}
+_COLOURS = {Severity.OK: "32", Severity.DEGRADED: "33", Severity.MISSING: "31"}
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
@@ -82,7 +82,7 @@ def write_table(rows: Sequence[Row], stream: TextIO) -> None:
 def format_table(rows: Sequence[Row], colour: bool = False) -> str:
     """Name, status, value; for rows that are not ok also why it matters and what to do."""
     name_width = max(len(row.name) for row in rows)
-    status_width = max(len(status.value) for status in Status)
+    status_width = max(len(status.value) for status in Severity)
     margin = " " * (name_width + status_width + 4)
     lines: list[str] = []
     for row in rows:

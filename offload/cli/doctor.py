@@ -12,22 +12,22 @@ import json
 from pathlib import Path
 from typing import Final
 
-from offload.cli.diagnosis import Row, Status, as_json, exit_code, make_row, write_table
+from offload.cli.diagnosis import Row, Severity, as_json, exit_code, make_row, write_table
 from offload.cli.output import results
 from offload.config import format_size
 from offload.errors import OffloadError
 from offload.machine import (
     UNLIMITED_BYTES,
     Cpu,
+    HostFacts,
     HugePages,
-    Machine,
     Memlock,
     Memory,
     free_memory_bytes,
     read_machine,
     usable_cores,
 )
-from offload.machine_disk import Directory, Mount, read_directory
+from offload.machine_disk import DirectoryFacts, Mount, read_directory
 from offload.torch_versions import describe, is_known
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(rows)
 
 
-def examine(machine: Machine, directory: Directory | None = None) -> list[Row]:
+def examine(machine: HostFacts, directory: DirectoryFacts | None = None) -> list[Row]:
     """The diagnosis. An unusable directory has one row instead of six."""
     rows = [
         judge_native_core(),
@@ -119,13 +119,13 @@ def judge_native_core() -> Row:
         available, threads = kernels.available_isas(), kernels.num_threads()
     except OffloadError as refusal:
         advice = "correct the setting that the message names, or unset OFFLOAD_ISA"
-        return make_row("native core", str(refusal), why, advice, Status.MISSING)
+        return make_row("native core", str(refusal), why, advice, Severity.MISSING)
     except Exception as refusal:  # ImportError; OSError from a library of torch that does not load
         advice = (
             "mend torch first if its row is not ok; else: pip install --force-reinstall offload"
         )
         value = f"not importable: {type(refusal).__name__}: {refusal}"
-        return make_row("native core", value, why, advice, Status.MISSING)
+        return make_row("native core", value, why, advice, Severity.MISSING)
     if error is not None:
         advice = (
             "the reference path gives the same bits, slowly; install a wheel, or a C++ compiler "
@@ -228,7 +228,7 @@ def judge_memlock(memlock: Memlock) -> Row:
     return make_row("memlock", value, why, advice)
 
 
-def judge_io_uring(machine: Machine) -> Row:
+def judge_io_uring(machine: HostFacts) -> Row:
     """Whether the kernel gives us rings."""
     ring, why = machine.io_uring, "the fastest way to keep a drive busy"
     where = f"{machine.system} {machine.kernel}"
@@ -256,7 +256,7 @@ def judge_io_uring(machine: Machine) -> Row:
     return make_row("io_uring", f"{ring.error}: {cause}, {where}", why, advice)
 
 
-def judge_accelerator(machine: Machine) -> Row:
+def judge_accelerator(machine: HostFacts) -> Row:
     """The device that torch sees."""
     why = "without one the model computes on the CPU"
     found = machine.accelerator
@@ -272,7 +272,7 @@ def judge_accelerator(machine: Machine) -> Row:
     return make_row("accelerator", value, why, None)
 
 
-def judge_torch(machine: Machine) -> Row:
+def judge_torch(machine: HostFacts) -> Row:
     """torch itself."""
     why = "everything is built on it"
     if machine.torch.version is None:
@@ -280,7 +280,7 @@ def judge_torch(machine: Machine) -> Row:
         advice = "pip install torch"
         if not value.startswith("ModuleNotFoundError"):
             advice = "its files do not fit this system: pip install --force-reinstall torch"
-        return make_row("torch", value, why, advice, Status.MISSING)
+        return make_row("torch", value, why, advice, Severity.MISSING)
     version = machine.torch.version
     advice_bits = None if is_known(version) else "offload selftest compares them on this machine"
     return make_row("torch", describe(version), why, advice_bits)
@@ -289,7 +289,7 @@ def judge_torch(machine: Machine) -> Row:
 # --- judgement: the directory ------------------------------------------------------------------
 
 
-def judge_directory(directory: Directory) -> Row:
+def judge_directory(directory: DirectoryFacts) -> Row:
     """Whether swap files can be made there."""
     why, value = "cold bytes are swapped to files in it", str(directory.path)
     if directory.writable:
@@ -308,7 +308,7 @@ def judge_directory(directory: Directory) -> Row:
             "ENOSPC": "make room: no space or no inodes are left",
             "EDQUOT": "make room: your quota is used up",
         }.get(str(directory.error), "let your user write there: chown it, or choose another")
-    return make_row("directory", value, why, advice, Status.MISSING)
+    return make_row("directory", value, why, advice, Severity.MISSING)
 
 
 def judge_file_system(mount: Mount | None) -> Row:
@@ -333,7 +333,7 @@ def judge_file_system(mount: Mount | None) -> Row:
     )
 
 
-def judge_o_direct(directory: Directory) -> Row:
+def judge_o_direct(directory: DirectoryFacts) -> Row:
     """Whether the page cache can be avoided."""
     why = "without it the page cache takes memory and time"
     direct = directory.direct_io
@@ -351,7 +351,7 @@ def judge_o_direct(directory: Directory) -> Row:
     return make_row("O_DIRECT", value, why, advice)
 
 
-def judge_o_tmpfile(directory: Directory) -> Row:
+def judge_o_tmpfile(directory: DirectoryFacts) -> Row:
     """Whether files can be born without a name."""
     why = "nothing is left behind, whatever happens"
     if directory.o_tmpfile:
@@ -363,7 +363,7 @@ def judge_o_tmpfile(directory: Directory) -> Row:
     return make_row("O_TMPFILE", "not on this file system", why, advice)
 
 
-def judge_free_space(directory: Directory) -> Row:
+def judge_free_space(directory: DirectoryFacts) -> Row:
     """Room for swap files."""
     why = "state takes 8 to 12 bytes a parameter"
     free = directory.free_bytes
@@ -372,7 +372,7 @@ def judge_free_space(directory: Directory) -> Row:
         return make_row("free space", value, why, "the system does not tell; look with df")
     if free == 0:
         return make_row(
-            "free space", value, why, "make room, or choose another drive", Status.MISSING
+            "free space", value, why, "make room, or choose another drive", Severity.MISSING
         )
     advice = None
     if free < LOW_DISK_BYTES:
@@ -380,7 +380,7 @@ def judge_free_space(directory: Directory) -> Row:
     return make_row("free space", value, why, advice)
 
 
-def judge_drive(directory: Directory) -> Row:
+def judge_drive(directory: DirectoryFacts) -> Row:
     """Whether this is a fast drive, and a drive at all."""
     why = "steps wait for it when it is slow"
     drive = directory.drive

@@ -109,14 +109,14 @@ def _forecast(args: argparse.Namespace) -> Forecast:
     # Here, because other commands must work where torch does not.
     from offload.foresight.forecaster import forecast
 
-    line = ProgressLine(sys.stderr)
+    line = PlanProgress(sys.stderr)
     try:
         return forecast(ask, line.tell)
     finally:
         line.end()
 
 
-class ProgressLine:
+class PlanProgress:
     """What is done now, written over itself; nothing where there is no terminal to write on."""
 
     def __init__(self, stream: TextIO | None) -> None:

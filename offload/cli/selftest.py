@@ -17,7 +17,7 @@ from typing import Any, Final
 import offload
 from offload.cli.output import results
 from offload.selftest.registry import GROUPS, choose
-from offload.selftest.supervisor import Findings, Request, supervise
+from offload.selftest.supervisor import CheckResults, SelftestRequest, supervise
 from offload.selftest.table import count_statuses, format_table
 
 SUMMARY: Final = "Prove the engine on this machine in a few minutes; exit code 1: something failed."
@@ -68,14 +68,14 @@ def _seed(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks, print the table, and return 1 when one has failed."""
-    request = Request(
+    request = SelftestRequest(
         names=choose(args.only),
         device=args.device,
         parent=Path(tempfile.gettempdir()) if args.nvme is None else args.nvme,
         is_quick=args.quick,
         seed=args.seed,
     )
-    line = ProgressLine()
+    line = SelftestProgress()
     try:
         findings = supervise(request, line.begin)
     finally:
@@ -100,7 +100,7 @@ def _how(args: argparse.Namespace) -> dict[str, str]:
     return {"seed": str(args.seed), "arguments": " ".join(words) or "none"}
 
 
-def as_json(about: dict[str, str], findings: Findings) -> dict[str, Any]:
+def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
     """The object that `--json` prints. Keys are stable: scripts rely on them."""
     return {
         "version": offload.__version__,
@@ -113,7 +113,7 @@ def as_json(about: dict[str, str], findings: Findings) -> dict[str, Any]:
     }
 
 
-class ProgressLine:
+class SelftestProgress:
     """Which check runs, on stderr: a line that is written over on a terminal, else one for each."""
 
     _WIDTH = 79

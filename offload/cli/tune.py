@@ -24,15 +24,15 @@ from typing import Any, Final
 
 from offload.cli.output import results
 from offload.cli.tune_picture import draw
-from offload.cli.tune_session import Session
+from offload.cli.tune_session import TuneSession
 from offload.cli.tune_space import FIELDS
-from offload.cli.tune_table import Table, describe
+from offload.cli.tune_table import TrialTable, describe
 from offload.cli.tune_trials import Program
 from offload.cli.tune_wish import LOOP_OPTIONS, Wish
 from offload.config import PARAM_DTYPES
 from offload.format.strict_json import printable
-from offload.trial import Result
-from offload.tuner import Finding, Search, Trial
+from offload.trial import TrialResult
+from offload.tuner import Finding, Search, TunedTrial
 
 SUMMARY: Final = "Run a training loop with other settings, find the best, and write a profile."
 EPILOG: Final = """\
@@ -97,10 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune, write profile and picture, tell."""
     wish = Wish.of(args)
-    table = Table(sys.stderr)
+    table = TrialTable(sys.stderr)
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="offload-tune-") as directory:
         program = Program(wish.command, Path(directory), args.warm_up, args.steps)
-        session = Session(program, wish, table)
+        session = TuneSession(program, wish, table)
         try:
             finding = session.run()
         except BaseException:
@@ -145,7 +145,7 @@ def ended_by_signals() -> Iterator[None]:
 # --- what is told ---------------------------------------------------------------------------------
 
 
-def _as_text(session: Session, finding: Finding, path: Path, note: str | None) -> list[str]:
+def _as_text(session: TuneSession, finding: Finding, path: Path, note: str | None) -> list[str]:
     wish, less = session.wish, 1 - finding.step_s / finding.base_s
     chosen = describe(finding.best, session.layer_bytes)
     rows = [("derived", f"{finding.base_s:.4g} s a step")]
@@ -184,7 +184,9 @@ def _how_to_use(wish: Wish) -> str:
     return f"give profile={os.fspath(wish.profile)!r} to offload.prepare or offload.wrap"
 
 
-def _as_json(session: Session, finding: Finding, path: Path, note: str | None) -> dict[str, Any]:
+def _as_json(
+    session: TuneSession, finding: Finding, path: Path, note: str | None
+) -> dict[str, Any]:
     return {
         "name": session.wish.name,
         "targets": [asdict(target) for target in session.targets],
@@ -205,7 +207,7 @@ def _as_json(session: Session, finding: Finding, path: Path, note: str | None) -
     }
 
 
-def _trial_json(session: Session, trial: Trial) -> dict[str, Any]:
+def _trial_json(session: TuneSession, trial: TunedTrial) -> dict[str, Any]:
     measured, result = trial.measured, session.results.get(trial.number)
     return {
         "number": trial.number,
@@ -217,5 +219,5 @@ def _trial_json(session: Session, trial: Trial) -> dict[str, Any]:
     }
 
 
-def _without_targets(result: Result) -> dict[str, Any]:
+def _without_targets(result: TrialResult) -> dict[str, Any]:
     return {name: value for name, value in asdict(result).items() if name != "targets"}

@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 from offload.format.strict_json import printable
 from offload.private_file import write_private
 from offload.profile import Tuning
-from offload.tuner import Measured, Trial, spread_s
+from offload.tuner import Measured, TunedTrial, spread_s
 
 DEPTH = "prefetch_depth"
 NOT_INSTALLED = "no picture: matplotlib is not installed (pip install offload[plots])"
@@ -22,7 +22,7 @@ _DERIVED = "derived"
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """The best trial with one value of the knob that is drawn."""
 
     label: str
@@ -32,7 +32,7 @@ class Point:
     is_best: bool
 
 
-def drawn_field(trials: Sequence[Trial]) -> str:
+def drawn_field(trials: Sequence[TunedTrial]) -> str:
     """The depth, or where that was not tried, what has the most values."""
     counts = {
         field.name: len({getattr(t.tuning, field.name) for t in trials}) for field in fields(Tuning)
@@ -42,7 +42,7 @@ def drawn_field(trials: Sequence[Trial]) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
-def make_points(trials: Sequence[Trial], best: Tuning, field: str) -> list[Point]:
+def make_points(trials: Sequence[TunedTrial], best: Tuning, field: str) -> list[CurvePoint]:
     """One for each value, derived first; with the best of what was tried beside it."""
     found: dict[Any, tuple[Tuning, Measured]] = {}
     for trial in trials:
@@ -53,7 +53,7 @@ def make_points(trials: Sequence[Trial], best: Tuning, field: str) -> list[Point
             found[value] = trial.tuning, measured
     ordered = sorted(found, key=lambda value: (value is not None, value))
     return [
-        Point(
+        CurvePoint(
             _DERIVED if value is None else str(value),
             found[value][1].step_s,
             spread_s(found[value][1].seconds),
@@ -65,7 +65,7 @@ def make_points(trials: Sequence[Trial], best: Tuning, field: str) -> list[Point
 
 
 def draw(
-    trials: Sequence[Trial], best: Tuning, limit_s: float, title: str, path: Path
+    trials: Sequence[TunedTrial], best: Tuning, limit_s: float, title: str, path: Path
 ) -> str | None:
     """Write the picture, for its owner only. Returns a line where it cannot be made."""
     try:
@@ -88,7 +88,7 @@ def draw(
     return None
 
 
-def _draw_points(left: Any, points: Sequence[Point], field: str, limit_s: float) -> None:
+def _draw_points(left: Any, points: Sequence[CurvePoint], field: str, limit_s: float) -> None:
     at = range(len(points))
     right = left.twinx()
     right.bar(at, [100 * p.stall_share for p in points], color="0.88", width=0.6)

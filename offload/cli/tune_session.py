@@ -9,25 +9,25 @@ from pathlib import Path
 
 from offload import profile
 from offload.cli.tune_space import Limit, make_base, make_space
-from offload.cli.tune_table import Table
+from offload.cli.tune_table import TrialTable
 from offload.cli.tune_trials import Program, TrialFailed
 from offload.cli.tune_wish import Wish
 from offload.machine import read_memory
 from offload.profile import Profile, Tuned, Tuning
-from offload.trial import Result, Target
-from offload.tuner import Finding, Measured, Search, Trial
+from offload.trial import TrialResult, TrialTarget
+from offload.tuner import Finding, Measured, Search, TunedTrial
 
 _SLACK, _SLACK_S = 5.0, 30.0  # what a trial may take, beside the longest before it
 
 
 @dataclass
-class Session:
+class TuneSession:
     """One call of the command. Of the main thread."""
 
     program: Program
     wish: Wish
-    table: Table
-    results: dict[int, Result] = field(default_factory=dict)  # by the trial's number
+    table: TrialTable
+    results: dict[int, TrialResult] = field(default_factory=dict)  # by the trial's number
     layer_bytes: int | None = None
     search: Search = field(init=False)
     _longest_s: float = 0.0
@@ -57,7 +57,7 @@ class Session:
         except TrialFailed as error:  # no room, say: others go on
             return Measured((), time.monotonic() - begin_s, failure=error.reason)
 
-    def _trial(self, tuning: Tuning, limit_s: float) -> tuple[Result, float]:
+    def _trial(self, tuning: Tuning, limit_s: float) -> tuple[TrialResult, float]:
         """What it found, and the seconds that it took."""
         self._started += 1
         begin_s = time.monotonic()
@@ -69,7 +69,7 @@ class Session:
         self.results[self._started] = result
         return result, took_s
 
-    def _tell(self, trial: Trial) -> None:
+    def _tell(self, trial: TunedTrial) -> None:
         self.table.add(trial)
 
     @property
@@ -87,7 +87,7 @@ class Session:
         return Limit.of(best, list(self.results.values()))
 
     @property
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[TrialTarget]:
         found = (target for result in self.results.values() for target in result.targets)
         return list(dict.fromkeys(found))
 
@@ -103,11 +103,11 @@ class Session:
         return path
 
 
-def _measured(result: Result, took_s: float) -> Measured:
+def _measured(result: TrialResult, took_s: float) -> Measured:
     return Measured(result.seconds, took_s, result.stall_share)
 
 
-def _tuned(target: Target, name: str, finding: Finding, limit_s: float) -> Tuned:
+def _tuned(target: TrialTarget, name: str, finding: Finding, limit_s: float) -> Tuned:
     return Tuned(
         **asdict(target),
         name=name,

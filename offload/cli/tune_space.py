@@ -12,8 +12,8 @@ from typing import Any
 from offload.config import ACTIVATIONS
 from offload.errors import ConfigError
 from offload.profile import Tuning
-from offload.trial import Result
-from offload.tuner import Knob, Space
+from offload.trial import TrialResult
+from offload.tuner import Knob, SearchSpace
 
 KI, MI = 1 << 10, 1 << 20
 DEPTHS, COARSE_DEPTHS = tuple(range(9)), (0, 1, 2, 4, 8)
@@ -72,12 +72,12 @@ def make_base(activations: Sequence[str]) -> Tuning:
 
 
 def make_space(
-    first: Result,
+    first: TrialResult,
     base: Tuning,
     tries: Mapping[str, tuple[int, ...]],
     activations: Sequence[str],
     cores: int,
-) -> tuple[Space, list[str]]:
+) -> tuple[SearchSpace, list[str]]:
     """What to try after the first trial, and lines about what is not tried, and why."""
     if activations and not first.tunes_activations:
         raise ConfigError(
@@ -101,10 +101,10 @@ def make_space(
         derived = base.activations or "keep"
         others = tuple(name for name in activations if name != derived)
         knobs.append(Knob("activations", others, others, derived=derived))
-    return Space(base, tuple(knob for knob in knobs if knob.values)), notes
+    return SearchSpace(base, tuple(knob for knob in knobs if knob.values)), notes
 
 
-def _reasons(first: Result) -> dict[str, str]:
+def _reasons(first: TrialResult) -> dict[str, str]:
     """Why a knob would change nothing."""
     moves = bool(first.disk_bytes or first.to_device_bytes)
     found: dict[str, str] = {}
@@ -119,7 +119,7 @@ def _reasons(first: Result) -> dict[str, str]:
     return found
 
 
-def _knobs(first: Result, tries: Mapping[str, tuple[int, ...]], cores: int) -> Iterable[Knob]:
+def _knobs(first: TrialResult, tries: Mapping[str, tuple[int, ...]], cores: int) -> Iterable[Knob]:
     depths = tries.get("depth", DEPTHS)
     yield Knob("prefetch_depth", depths, COARSE_DEPTHS if depths == DEPTHS else coarse(depths))
     for name, usual, derived in (
@@ -160,7 +160,7 @@ class Limit:
     is_on_cpu: bool
 
     @classmethod
-    def of(cls, best: Sequence[Result], every: Sequence[Result]) -> Limit:
+    def of(cls, best: Sequence[TrialResult], every: Sequence[TrialResult]) -> Limit:
         """best: the trials of the tuning that won. every: all that went well."""
         rate = max((r.disk_bytes_per_s or 0.0 for r in every), default=0.0)
         nbytes = min((result.disk_bytes for result in best), default=0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from offload.profile import Tuning
-from offload.tuner import Search, Trial, spread_s
+from offload.tuner import Search, TunedTrial, spread_s
 
 _TICK_S = 0.5
 _WIDTH = 110
@@ -43,7 +43,7 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-class Table:
+class TrialTable:
     """stream: None where there is nobody to tell. It may go away; tuning goes on."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -61,7 +61,7 @@ class Table:
     def say(self, text: str) -> None:
         self._line(text)
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: TunedTrial) -> None:
         """One has ended."""
         knobs = f"{trial.number:>5}  {describe(trial.tuning, self.layer_bytes):<{_KNOBS_WIDTH}} "
         measured = trial.measured

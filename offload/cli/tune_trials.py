@@ -19,7 +19,7 @@ from typing import IO
 from offload.errors import ConfigError, FormatError, OffloadError
 from offload.format.strict_json import printable
 from offload.profile import Tuning
-from offload.trial import ENVIRONMENT, Order, Result, load_result
+from offload.trial import ENVIRONMENT, Order, TrialResult, load_result
 
 _EVERY_S = 0.05  # a look at the process
 _GRACE_S = 5.0  # to end by itself when all was measured
@@ -48,7 +48,7 @@ class Program:
 
     def run(
         self, number: int, tuning: Tuning, limit_s: float, tick: Callable[[float], None]
-    ) -> Result:
+    ) -> TrialResult:
         """One trial. Blocks until it has ended; tick: called meanwhile, with the seconds since its
         start. Raises `TrialFailed`, or `ConfigError` where the program cannot be started.
         """
@@ -133,7 +133,7 @@ def _is_whole(path: Path) -> bool:
     return result is not None and result.is_whole
 
 
-def _read(path: Path) -> Result | None:
+def _read(path: Path) -> TrialResult | None:
     try:
         return load_result(path)
     except FormatError as error:
@@ -141,7 +141,7 @@ def _read(path: Path) -> Result | None:
 
 
 def _failure(
-    order: Order, result: Result | None, code: int | None, spent_s: float, tail: str
+    order: Order, result: TrialResult | None, code: int | None, spent_s: float, tail: str
 ) -> TrialFailed:
     done = 0 if result is None else result.steps_done
     told = f"after {done} of {order.steps_needed} steps"

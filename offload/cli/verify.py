@@ -12,7 +12,7 @@ from offload.cli.output import complain, results
 from offload.config import format_size
 from offload.errors import OffloadError
 from offload.format.strict_json import printable, shown
-from offload.format.verify import Findings, verify
+from offload.format.verify import Verdict, verify
 
 SUMMARY: Final = "Check every byte of a checkpoint; exit code 0: whole, 1: damaged."
 EXIT_DAMAGED: Final = 1
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(path: str, told: list[dict[str, object]] | None) -> int:
     """told: gets the result as JSON has it; None: it is printed."""
-    line = ProgressLine(sys.stderr, printable(path))
+    line = VerifyProgress(sys.stderr, printable(path))
     try:
         findings = verify(path, line.report)
     except OffloadError as error:
@@ -71,7 +71,7 @@ def _check(path: str, told: list[dict[str, object]] | None) -> int:
     return 0 if findings.is_whole else EXIT_DAMAGED
 
 
-def as_json(findings: Findings) -> dict[str, object]:
+def as_json(findings: Verdict) -> dict[str, object]:
     """damage: the first places that are wrong; damages: how many there are."""
     manifest = findings.manifest
     return {
@@ -87,7 +87,7 @@ def as_json(findings: Findings) -> dict[str, object]:
     }
 
 
-def describe(findings: Findings) -> list[str]:
+def describe(findings: Verdict) -> list[str]:
     """The result in lines: what is wrong, what does not belong there, the verdict."""
     path = printable(findings.path)
     lines = [f"{path}: damaged: {text}" for text in findings.damage[:_SHOWN]]
@@ -106,7 +106,7 @@ def describe(findings: Findings) -> list[str]:
     return lines
 
 
-class ProgressLine:
+class VerifyProgress:
     """How far it is, written over itself; nothing where there is no terminal to write on."""
 
     def __init__(self, stream: TextIO | None, label: str) -> None:

@@ -24,11 +24,11 @@ from offload.planner import Plan, least_arena_bytes, least_spill_bytes, make_pla
 from offload.profile import Profile
 from offload.recording import param_fact
 from offload.run_file import UnitFact
-from offload.shares import DEVICE_SPARE_BYTES, Sizes, on_device_bytes, share_out_sizes
+from offload.shares import DEVICE_SPARE_BYTES, UnitSizes, on_device_bytes, share_out_sizes
 from offload.tiers.device_gradients import staging_bytes
 from offload.tiers.gradients import place_bytes
 from offload.units import Unit, enclosing
-from offload.workload import Use, Workload
+from offload.workload import Workload, WorkloadUse
 
 _PAGE = 4096
 _EXACT = 1e-3  # of the smallest budget: how near it is searched for
@@ -69,7 +69,7 @@ class Draft:
             device="device" if self.on_device else "cpu",
         )
 
-    def _use(self, cost: Cost, machine: Profile) -> Use:
+    def _use(self, cost: Cost, machine: Profile) -> WorkloadUse:
         """Products by the profile's speed of them. The rest by that of memory, on the CPU; a
         device's memory is so much faster that its published speeds leave room for it.
         """
@@ -77,7 +77,7 @@ class Draft:
         seconds = cost.flops / flops_per_s if flops_per_s else 0.0
         if not self.on_device and machine.memory_bytes_per_s:
             seconds += cost.moved_bytes / machine.memory_bytes_per_s
-        return Use(cost.phase, cost.unit, seconds)
+        return WorkloadUse(cost.phase, cost.unit, seconds)
 
     def _unit_facts(self) -> tuple[UnitFact, ...]:
         kept = enclosing(self.units)
@@ -222,8 +222,8 @@ class Draft:
         return least_spill_bytes(self.specs, itemsizes)
 
     @cached_property
-    def _sizes(self) -> Sizes:
-        return Sizes.of(self.units)
+    def _sizes(self) -> UnitSizes:
+        return UnitSizes.of(self.units)
 
     @cached_property
     def _least_state_bytes(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload.errors import ConfigError, OffloadError
 from offload.foresight.ask import OPTIMIZERS
-from offload.foresight.model_source import Source
+from offload.foresight.model_source import ModelSource
 from offload.hooks import call_in_backward, follow
 from offload.meter import Meter, metered
 from offload.metrics import Metrics
@@ -86,7 +86,7 @@ class Footprint:
         return max(counts, key=lambda name: counts[name], default="float32")
 
 
-def make_on_meta(source: Source, dtype: str | None = None) -> nn.Module:
+def make_on_meta(source: ModelSource, dtype: str | None = None) -> nn.Module:
     """The model without its values. dtype: of its parameters and buffers; None: its own."""
     with torch.device("meta"):
         model = source.make_model().train()
@@ -113,7 +113,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def measure(
-    source: Source,
+    source: ModelSource,
     batch: int,
     sequence: int,
     dtype: str | None = None,
@@ -159,7 +159,9 @@ def measure(
     )
 
 
-def _made(source: Source, batch: int, sequence: int, dtype: str | None) -> tuple[nn.Module, Any]:
+def _made(
+    source: ModelSource, batch: int, sequence: int, dtype: str | None
+) -> tuple[nn.Module, Any]:
     try:
         model = make_on_meta(source, dtype)
         with torch.device("meta"):

@@ -39,7 +39,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointCost:
     """Checkpoints. each_bytes: of one. each_s: None where speeds are not known."""
 
     count: int
@@ -94,7 +94,7 @@ class Forecast:
     to_device_bytes: int
     to_host_bytes: int
     wear: Wear
-    saving: Saving
+    saving: CheckpointCost
     least: dict[str, int]
     plain_bytes: int
     fits_without_us: bool

@@ -12,10 +12,10 @@ from offload.errors import CapacityError
 from offload.foresight.ask import Ask
 from offload.foresight.draft import Draft
 from offload.foresight.footprint import measure
-from offload.foresight.forecast import HIDDEN_SHARE, Forecast, Saving, Timing, Wear
+from offload.foresight.forecast import HIDDEN_SHARE, CheckpointCost, Forecast, Timing, Wear
 from offload.foresight.machines import (
     NOMINAL,
-    Machine,
+    TargetMachine,
     completed,
     find_machine,
     missing_speeds,
@@ -23,7 +23,7 @@ from offload.foresight.machines import (
     usual_host_bytes,
     with_drives,
 )
-from offload.foresight.model_source import Source, find_source
+from offload.foresight.model_source import ModelSource, find_source
 from offload.foresight.simulation.arrangement import Arrangement, arrange
 from offload.foresight.simulator import MODEL, STEP, Outcome, simulate
 from offload.limits import host_bytes as usual_bytes_here
@@ -46,7 +46,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Case:
+class _ForecastCase:
     """What is simulated. machine: with as many drives as are asked for."""
 
     work: Workload
@@ -89,28 +89,30 @@ def forecast(ask: Ask, tell: Tell = lambda text: None) -> Forecast:
     if tuned is not None and tuned.tuning.unit_bytes is not None:
         draft = _drafted(ask, source, on_device, tuned.tuning.unit_bytes)
     tuning = UNTUNED if tuned is None else tuned.tuning
-    case = _Case(draft.workload(profile), budgets, profile, tuning)
+    case = _ForecastCase(draft.workload(profile), budgets, profile, tuning)
     missing = missing_speeds(known, draft.footprint.dtype, drives, on_device)
     if machine.profile is not None and missing:
         machine = replace(machine, profile=None, note=_not_known(machine, missing))
     return _answer(ask, machine, draft, case, tuned, tell)
 
 
-def _not_known(machine: Machine, missing: Sequence[str]) -> str:
+def _not_known(machine: TargetMachine, missing: Sequence[str]) -> str:
     return (
         f"{machine.name} has no speed of {' and '.join(missing)}; `offload bench DIRECTORY --only "
         f"{','.join(missing)}` measures it and keeps the rest"
     )
 
 
-def _drafted(ask: Ask, source: Source, on_device: bool, unit_bytes: int | None = None) -> Draft:
+def _drafted(
+    ask: Ask, source: ModelSource, on_device: bool, unit_bytes: int | None = None
+) -> Draft:
     footprint = measure(
         source, ask.batch, ask.sequence, ask.dtype, ask.activations, unit_bytes, on_device
     )
     return Draft.of(footprint, ask.optimizer, on_device)
 
 
-def _host_bytes(ask: Ask, machine: Machine) -> int | None:
+def _host_bytes(ask: Ask, machine: TargetMachine) -> int | None:
     if ask.host_bytes is not None:
         return ask.host_bytes
     if machine.profile is not None:
@@ -135,7 +137,12 @@ def _tuned_for(draft: Draft, machine: Profile, ask: Ask, drives: int) -> Tuned |
 
 
 def _answer(
-    ask: Ask, machine: Machine, draft: Draft, case: _Case, tuned: Tuned | None, tell: Tell
+    ask: Ask,
+    machine: TargetMachine,
+    draft: Draft,
+    case: _ForecastCase,
+    tuned: Tuned | None,
+    tell: Tell,
 ) -> Forecast:
     footprint, budgets = draft.footprint, case.budgets
     tell("simulating a step")
@@ -180,7 +187,7 @@ def _answer(
     )
 
 
-def _try(draft: Draft, case: _Case, host_is_given: bool) -> tuple[Arrangement, Outcome]:
+def _try(draft: Draft, case: _ForecastCase, host_is_given: bool) -> tuple[Arrangement, Outcome]:
     """Refusals say what would work."""
     try:
         if case.budgets.device_bytes is not None:
@@ -223,7 +230,7 @@ def _tiers(draft: Draft, arrangement: Arrangement) -> dict[str, dict[str, int]]:
     }
 
 
-def _room_bytes(draft: Draft, case: _Case, machine: Profile | None) -> int:
+def _room_bytes(draft: Draft, case: _ForecastCase, machine: Profile | None) -> int:
     """That plain torch could have in the place where the model runs."""
     if draft.on_device:
         return case.budgets.device_bytes or 0
@@ -232,7 +239,7 @@ def _room_bytes(draft: Draft, case: _Case, machine: Profile | None) -> int:
 
 
 def _problems(
-    draft: Draft, case: _Case, machine: Profile | None, outcome: Outcome
+    draft: Draft, case: _ForecastCase, machine: Profile | None, outcome: Outcome
 ) -> tuple[str, ...]:
     """What the engine itself would not notice: it counts its own bytes only."""
     total = machine.memory_bytes if machine is not None else None
@@ -251,8 +258,8 @@ def _problems(
 
 
 def _saving(
-    ask: Ask, draft: Draft, case: _Case, machine: Profile | None, arrangement: Arrangement
-) -> Saving:
+    ask: Ask, draft: Draft, case: _ForecastCase, machine: Profile | None, arrangement: Arrangement
+) -> CheckpointCost:
     """All of it is written; what is on drives must be read for that, by the same drives."""
     count = ask.steps // ask.save_every if ask.save_every else 0
     written = draft.checkpoint_bytes
@@ -261,11 +268,13 @@ def _saving(
     )
     mixed, write = case.machine.disk_mixed_bytes_per_s, case.machine.disk_write_bytes_per_s
     if machine is None or not mixed or not write:
-        return Saving(count, written, None)
-    return Saving(count, written, max(written / write, (read + written) / mixed if read else 0.0))
+        return CheckpointCost(count, written, None)
+    return CheckpointCost(
+        count, written, max(written / write, (read + written) / mixed if read else 0.0)
+    )
 
 
-def _wear(ask: Ask, written_bytes: int, saving: Saving, drives: int) -> Wear:
+def _wear(ask: Ask, written_bytes: int, saving: CheckpointCost, drives: int) -> Wear:
     written_tb = (ask.steps * written_bytes + saving.count * saving.each_bytes) / 1e12
     rated = ask.endurance_tb
     share = written_tb / (rated * max(1, drives)) if rated is not None else None
@@ -275,7 +284,7 @@ def _wear(ask: Ask, written_bytes: int, saving: Saving, drives: int) -> Wear:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def _timing(ask: Ask, draft: Draft, case: _Case, outcome: Outcome, tell: Tell) -> Timing:
+def _timing(ask: Ask, draft: Draft, case: _ForecastCase, outcome: Outcome, tell: Tell) -> Timing:
     tell("simulating a step with more of each")
     return Timing(
         step_s=outcome.step_s,
@@ -293,7 +302,7 @@ def _timing(ask: Ask, draft: Draft, case: _Case, outcome: Outcome, tell: Tell) -
     )
 
 
-def _hidden_tokens(case: _Case, outcome: Outcome) -> int | None:
+def _hidden_tokens(case: _ForecastCase, outcome: Outcome) -> int | None:
     """From how many tokens a step on the drives cost less than a tenth of it. What `step()` waits
     for stays as it is; what the passes wait for is there until they compute as long as that takes.
     Found by that, then checked by simulating, and put right by what that shows.
@@ -317,7 +326,7 @@ def _hidden_tokens(case: _Case, outcome: Outcome) -> int | None:
     return max(1, round(case.work.tokens * factor))
 
 
-def _gains(case: _Case, outcome: Outcome) -> dict[str, float]:
+def _gains(case: _ForecastCase, outcome: Outcome) -> dict[str, float]:
     """Seconds by which a step gets shorter."""
     budgets, found = case.budgets, {}
     uses_disk = outcome.read_bytes or outcome.written_bytes

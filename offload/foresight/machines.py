@@ -39,7 +39,7 @@ NOMINAL = Profile(
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetMachine:
     """profile: None where no speed is known. note: what to tell about it."""
 
     profile: Profile | None
@@ -55,7 +55,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(_SHIPPED.glob("*.json"))}
 
 
-def find_machine(text: str | os.PathLike[str] | None) -> Machine:
+def find_machine(text: str | os.PathLike[str] | None) -> TargetMachine:
     """text: a file, or the name of a shipped profile; None: the machine's own, if there is one.
     Raises `ConfigError` where there is no such profile, `FormatError` where it is damaged.
     """
@@ -72,27 +72,29 @@ def find_machine(text: str | os.PathLike[str] | None) -> Machine:
     return _described(profile.load(path))
 
 
-def _own() -> Machine:
+def _own() -> TargetMachine:
     try:
         path = profile.own_path()
         found = profile.load(path) if path.exists() else None
     except (ConfigError, FormatError, StoreError) as error:
-        return Machine(None, f"speeds are unknown: this machine's own profile: {error}")
+        return TargetMachine(None, f"speeds are unknown: this machine's own profile: {error}")
     if found is None:
-        return Machine(
+        return TargetMachine(
             None,
             "speeds are unknown: run `offload bench` once, or name a machine with --on "
             f"({', '.join(shipped())})",
         )
     if not found.is_of_this_machine:
-        return Machine(None, f"speeds are unknown: {path} is of another machine ({found.cpu})")
+        return TargetMachine(
+            None, f"speeds are unknown: {path} is of another machine ({found.cpu})"
+        )
     return _described(found)
 
 
-def _described(found: Profile) -> Machine:
+def _described(found: Profile) -> TargetMachine:
     if found.is_measured:
-        return Machine(found, f"measured {found.date}: {found.cpu}, {found.cores} cores")
-    return Machine(found, "published figures, not measured by us")
+        return TargetMachine(found, f"measured {found.date}: {found.cpu}, {found.cores} cores")
+    return TargetMachine(found, "published figures, not measured by us")
 
 
 def with_drives(machine: Profile, count: int) -> Profile:

@@ -34,7 +34,7 @@ _LONGEST = 1 << 20  # tokens of a text, for a stand-in
 _SOME_TOKENS = 256  # ids below this, where the model does not say how many it knows
 
 
-class Source(ABC):
+class ModelSource(ABC):
     """Where a model comes from. Of one thread."""
 
     name: str
@@ -65,7 +65,7 @@ class Source(ABC):
         """A scalar to call backward on."""
 
 
-def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> Source:
+def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> ModelSource:
     """The source that `text` names. shape: for a size, as much of it as is known. Raises
     `ConfigError` where it names nothing.
     """
@@ -95,7 +95,7 @@ def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> Sou
 
 
 @dataclass(frozen=True)
-class SizeSource(Source):
+class SizeSource(ModelSource):
     """A stand-in of that shape, in bfloat16, as models of such sizes are trained."""
 
     name: str
@@ -127,7 +127,7 @@ class SizeSource(Source):
 
 
 @dataclass(frozen=True)
-class ConfigSource(Source):
+class ConfigSource(ModelSource):
     """A model of the `transformers` library, with values of its own making."""
 
     name: str
@@ -229,7 +229,7 @@ def _auto_class(transformers: Any, config: Any, file: Path) -> Callable[[Any], n
 
 
 @dataclass
-class FunctionSource(Source):
+class FunctionSource(ModelSource):
     """A function without arguments that returns a model. What it takes is seen from the model: its
     method `offload_example(batch, sequence)` gives the arguments of `forward`; without one it is
     given token ids.

@@ -21,7 +21,7 @@ from offload.config import format_size
 from offload.errors import CapacityError, ConfigError
 from offload.foresight.ask import Ask
 from offload.foresight.machines import (
-    Machine,
+    TargetMachine,
     find_machine,
     flops_of,
     usual_device_bytes,
@@ -41,7 +41,7 @@ _AS_GOOD = 1.02  # times the best step
 
 
 @dataclass(frozen=True)
-class Trial:
+class ReplayTrial:
     """depth: units ahead. step_s: None where it cannot work."""
 
     host_bytes: int | None
@@ -64,8 +64,8 @@ class Replay:
     factor: float
     notes: tuple[str, ...]
     device_bytes: int | None
-    trials: tuple[Trial, ...]
-    recommended: Trial
+    trials: tuple[ReplayTrial, ...]
+    recommended: ReplayTrial
     outcome: Outcome
 
     @property
@@ -195,12 +195,12 @@ def _tried(
     run: Run,
     work: Workload,
     budgets: Budgets,
-    machine: Machine,
+    machine: TargetMachine,
     factor: float,
     notes: tuple[str, ...],
 ) -> Replay:
     assert machine.profile is not None
-    bench = _Bench(work, machine.profile, budgets)
+    bench = _ReplayBench(work, machine.profile, budgets)
     depths = [bench.run(budgets, depth) for depth in _DEPTHS] if work.units else []
     depth = _least_of(depths).depth if depths else 0
     others = [bench.run(fewer, depth) for fewer in _fewer(budgets)]
@@ -222,17 +222,17 @@ def _tried(
     )
 
 
-class _Bench:
+class _ReplayBench:
     """Tries, and remembers what came out. refusal: why the last one did not work."""
 
     def __init__(self, work: Workload, machine: Profile, budgets: Budgets) -> None:
         self._work, self._machine = work, machine
-        self.outcomes: dict[Trial, Outcome] = {}
+        self.outcomes: dict[ReplayTrial, Outcome] = {}
         self._whole = budgets
 
-    def run(self, budgets: Budgets, depth: int) -> Trial:
+    def run(self, budgets: Budgets, depth: int) -> ReplayTrial:
         """With all that is allowed it must work."""
-        trial = Trial(budgets.host_bytes, budgets.directories, depth, None)
+        trial = ReplayTrial(budgets.host_bytes, budgets.directories, depth, None)
         machine = with_drives(self._machine, budgets.directories)
         try:
             outcome = simulate(self._work, budgets, machine, Tuning(prefetch_depth=depth))
@@ -251,7 +251,7 @@ def _fewer(budgets: Budgets) -> Iterator[Budgets]:
     yield from (replace(budgets, directories=n) for n in range(1, budgets.directories))
 
 
-def _least_of(trials: Sequence[Trial]) -> Trial:
+def _least_of(trials: Sequence[ReplayTrial]) -> ReplayTrial:
     """Of those about as good as the best: the least memory, the fewest drives, the least depth."""
     best_s = min(trial.step_s for trial in trials if trial.step_s is not None)
     good = [t for t in trials if t.step_s is not None and t.step_s <= _AS_GOOD * best_s]

@@ -40,10 +40,12 @@ _BEGIN_BYTES: Final = 256
 _NOBODYS: Final = "lost+found"  # of a file system; nobody may look into it
 
 
-class Directory:
+class CheckpointDirectory:
     """One directory, open until `close`; also for `with`."""
 
-    def __init__(self, path: str | os.PathLike[str], parent: Directory | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], parent: CheckpointDirectory | None = None
+    ) -> None:
         """parent: `path` is a name in it, and no link."""
         self.path: Path = Path(path) if parent is None else parent.path / path
         try:
@@ -174,7 +176,7 @@ class Directory:
         """Idempotent."""
         _close(self._fds)
 
-    def __enter__(self) -> Directory:
+    def __enter__(self) -> CheckpointDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -229,12 +231,12 @@ def list_numbers(path: str | os.PathLike[str]) -> dict[str, int]:
 
     Hidden names (they begin with ".") and links are never looked at.
     """
-    with Directory(path) as parent:
+    with CheckpointDirectory(path) as parent:
         return _numbers_below(parent)
 
 
 def _numbers_below(
-    parent: Directory, passed: MutableMapping[str, str] | None = None
+    parent: CheckpointDirectory, passed: MutableMapping[str, str] | None = None
 ) -> dict[str, int]:
     """passed: for `find_newest`, which must not miss the newest. So what the system refuses is
     raised, and what was a checkpoint is told.
@@ -244,7 +246,7 @@ def _numbers_below(
         if name.startswith(".") or name == _NOBODYS:
             continue
         try:
-            with Directory(name, parent) as directory:
+            with CheckpointDirectory(name, parent) as directory:
                 number = directory.claimed_number(strict=passed is not None)
                 if number is None and passed is not None and name not in passed:
                     directory.refuse_damaged_begin()
@@ -274,7 +276,7 @@ def find_newest(
     let us see. passed: names of those that are passed over already, and why; grows.
     """
     try:
-        with Directory(path) as directory:
+        with CheckpointDirectory(path) as directory:
             if MANIFEST in directory.names():
                 directory.check_files(directory.read_manifest())
                 return Path(path)
@@ -287,13 +289,13 @@ def find_newest(
         ) from error
 
 
-def _find_below(parent: Directory, passed: MutableMapping[str, str]) -> Path:
+def _find_below(parent: CheckpointDirectory, passed: MutableMapping[str, str]) -> Path:
     numbers = _numbers_below(parent, passed)
     for name in sorted(numbers, key=lambda name: (numbers[name], name), reverse=True):
         if name in passed:
             continue
         try:
-            with Directory(name, parent) as directory:
+            with CheckpointDirectory(name, parent) as directory:
                 directory.check_files(directory.read_manifest())
         except (FormatError, CorruptionError) as error:
             pass_over(name, error, passed)

@@ -57,7 +57,7 @@ _FINGERPRINT: Final = re.compile(rf"[0-9a-f]{{1,{MOST_FINGERPRINT_CHARS}}}")
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckedPart:
     """Some bytes of a tensor that were written, and are checked, as one."""
 
     file: str
@@ -77,7 +77,7 @@ class SavedTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[CheckedPart, ...]
 
     @cached_property
     def nbytes(self) -> int:
@@ -236,7 +236,7 @@ def _parse_tensors(found: Any, files: list[str]) -> dict[str, SavedTensor]:
     return tensors
 
 
-def _parse_part(name: str, part: Any, files: list[str]) -> Part:
+def _parse_part(name: str, part: Any, files: list[str]) -> CheckedPart:
     if type(part) is not list or len(part) != 4 or any(type(n) is not int for n in part):
         raise FormatError(
             f"{shown(name)}: expected a part of file, offset, nbytes and crc32, got {shown(part)}"
@@ -244,7 +244,7 @@ def _parse_part(name: str, part: Any, files: list[str]) -> Part:
     file, offset, nbytes, crc32 = part
     if not 0 <= file < len(files):
         raise FormatError(f"{shown(name)}: expected one of {len(files)} files, got {shown(file)}")
-    return Part(files[file], offset, nbytes, crc32)
+    return CheckedPart(files[file], offset, nbytes, crc32)
 
 
 def _check_list(what: str, found: Any, most: int) -> None:

@@ -24,7 +24,7 @@ __all__ = [
     "LENGTH_BYTES",
     "SHARD_METADATA",
     "SIZES",
-    "Place",
+    "TensorPlace",
     "TensorSpec",
     "build_header",
     "parse_header",
@@ -71,7 +71,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * SIZES[self.dtype]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor in a file. offset: of its first byte there."""
 
     dtype: str
@@ -87,7 +87,7 @@ def build_header(
     tensors: Sequence[TensorSpec],
     metadata: Mapping[str, str] = SHARD_METADATA,
     align: int = 4096,
-) -> tuple[bytes, dict[str, Place]]:
+) -> tuple[bytes, dict[str, TensorPlace]]:
     """Everything before the tensors' bytes, a multiple of `align` long, and where they come.
 
     Tensors lie in the file in the order that is given. Other readers want each to begin at a
@@ -95,7 +95,7 @@ def build_header(
     same header: `verify` builds it again and compares every byte.
     """
     found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     end = 0
     for spec in tensors:
         if spec.name in found or spec.name == METADATA:
@@ -107,7 +107,7 @@ def build_header(
             "shape": list(spec.shape),
             "data_offsets": [end, end + nbytes],
         }
-        places[spec.name] = Place(spec.dtype, spec.shape, end, nbytes)
+        places[spec.name] = TensorPlace(spec.dtype, spec.shape, end, nbytes)
         end += nbytes
     text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
     data_offset = -(-(LENGTH_BYTES + len(text)) // align) * align
@@ -150,7 +150,7 @@ def parse_length(begin: bytes | bytearray, file_bytes: int) -> int:
 
 def parse_header(
     text: bytes, data_bytes: int, data_offset: int
-) -> tuple[dict[str, Place], dict[str, str]]:
+) -> tuple[dict[str, TensorPlace], dict[str, str]]:
     """Tensors and metadata of a header, for data of this length at this place of the file.
 
     Tensors come in the order of their bytes.
@@ -180,7 +180,7 @@ def parse_header(
     return dict(places), metadata
 
 
-def _place(name: str, value: Any, data_offset: int) -> Place:
+def _place(name: str, value: Any, data_offset: int) -> TensorPlace:
     def refuse(why: str) -> NoReturn:
         raise FormatError(f"{shown(name)}: {why}")
 
@@ -196,7 +196,7 @@ def _place(name: str, value: Any, data_offset: int) -> Place:
             f"{value['dtype']} of shape {shown(shape)} has {shown(nbytes)} bytes, but its "
             f"data_offsets {offsets} have {offsets[1] - offsets[0]}"
         )
-    return Place(value["dtype"], tuple(shape), data_offset + offsets[0], nbytes)
+    return TensorPlace(value["dtype"], tuple(shape), data_offset + offsets[0], nbytes)
 
 
 def check_tensor(name: str, dtype: Any, shape: Any) -> None:

@@ -17,13 +17,13 @@ from typing import Final, NoReturn
 
 from offload.errors import ConfigError, FormatError, StoreError
 from offload.format.crc import crc32
-from offload.format.directory import Directory, list_numbers, read_into
+from offload.format.directory import CheckpointDirectory, list_numbers, read_into
 from offload.format.limits import MOST_FINDINGS, READ_BYTES
 from offload.format.manifest import MANIFEST, VERSION, Manifest, SavedTensor
 from offload.format.safetensors import (
     LENGTH_BYTES,
     SHARD_METADATA,
-    Place,
+    TensorPlace,
     TensorSpec,
     build_header,
     parse_header,
@@ -39,7 +39,7 @@ Report = Callable[[int, int], None]
 
 
 @dataclass
-class Findings:
+class Verdict:
     """What was found. damage: the first things that are wrong, in words; damages: how many in all.
     foreign: what else is in the directory. manifest: None where it is damaged itself.
     """
@@ -61,14 +61,14 @@ class Findings:
             self.damage.append(error)
 
 
-def verify(path: str | os.PathLike[str], report: Report = lambda done, total: None) -> Findings:
+def verify(path: str | os.PathLike[str], report: Report = lambda done, total: None) -> Verdict:
     """Read a checkpoint and tell what is wrong with it. report: gets bytes done and in all, often.
 
     Raises `ConfigError` where `path` is no checkpoint, or one of another version; `StoreError`
     where it may not be read.
     """
     try:
-        directory = Directory(path)
+        directory = CheckpointDirectory(path)
     except StoreError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise ConfigError(f"expected the directory of a checkpoint: {error}") from error
@@ -77,7 +77,7 @@ def verify(path: str | os.PathLike[str], report: Report = lambda done, total: No
         names = directory.names()
         if MANIFEST not in names:
             _refuse(directory)
-        findings = Findings(directory.path)
+        findings = Verdict(directory.path)
         try:
             manifest = directory.read_manifest()
         except (FormatError, StoreError) as error:
@@ -91,7 +91,7 @@ def verify(path: str | os.PathLike[str], report: Report = lambda done, total: No
     return findings
 
 
-def _refuse(directory: Directory) -> NoReturn:
+def _refuse(directory: CheckpointDirectory) -> NoReturn:
     below = list(list_numbers(directory.path))
     more = f"; checkpoints below it: {shown(below[:10])}" if below else ""
     raise ConfigError(
@@ -100,7 +100,7 @@ def _refuse(directory: Directory) -> NoReturn:
     )
 
 
-def _check_version(directory: Directory) -> None:
+def _check_version(directory: CheckpointDirectory) -> None:
     """That we cannot read another version does not mean that it is damaged."""
     version = directory.claimed_version()
     if version is not None and version != VERSION:
@@ -110,7 +110,7 @@ def _check_version(directory: Directory) -> None:
         )
 
 
-def _note(findings: Findings, error: FormatError | StoreError) -> None:
+def _note(findings: Verdict, error: FormatError | StoreError) -> None:
     """Damage; unless the trouble is ours, which is raised."""
     if isinstance(error, StoreError) and error.errno in _TROUBLE:
         raise error
@@ -121,7 +121,7 @@ class _Verifier:
     """Goes through the files of one manifest, with one buffer."""
 
     def __init__(
-        self, directory: Directory, manifest: Manifest, findings: Findings, report: Report
+        self, directory: CheckpointDirectory, manifest: Manifest, findings: Verdict, report: Report
     ) -> None:
         self._directory = directory
         self._files = manifest.files
@@ -214,9 +214,9 @@ def _check_header(
         raise FormatError(f"{printable(path)}: {error}") from error.__cause__
 
 
-def _compare(found: dict[str, Place], tensors: list[SavedTensor]) -> None:
+def _compare(found: dict[str, TensorPlace], tensors: list[SavedTensor]) -> None:
     expected = {
-        tensor.key: Place(tensor.dtype, tensor.shape, tensor.parts[0].offset, tensor.nbytes)
+        tensor.key: TensorPlace(tensor.dtype, tensor.shape, tensor.parts[0].offset, tensor.nbytes)
         for tensor in tensors
     }
     if found == expected:

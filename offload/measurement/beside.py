@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from offload.locks import Flag
-from offload.measurement.figure import Figure, Listener, Runs, Unit, repeat
-from offload.measurement.sizes import ROUNDS, Sizes
+from offload.measurement.figure import Figure, FigureUnit, Listener, Repeats, repeat
+from offload.measurement.sizes import ROUNDS, BenchSizes
 from offload.optim.traffic import Traffic
 
 _MOST_RUNS = 1000  # of one turn
 
 
 def measure_beside(
-    name: str, seconds_of: Callable[[], float], traffic: Traffic, sizes: Sizes, listener: Listener
+    name: str,
+    seconds_of: Callable[[], float],
+    traffic: Traffic,
+    sizes: BenchSizes,
+    listener: Listener,
 ) -> Figure | None:
     """The speed beside busy drives as a share of that alone, in turns, so that both see the same
     moods of the machine. seconds_of: one run, short beside a second. None: the drives were always
@@ -25,7 +29,7 @@ def measure_beside(
     """
     listener.begin(name)
     shares = []
-    runs = Runs(sizes.seconds / (2 * ROUNDS), 1, _MOST_RUNS)
+    runs = Repeats(sizes.seconds / (2 * ROUNDS), 1, _MOST_RUNS)
     for number in range(ROUNDS):
         listener.at(number / ROUNDS)
         alone_s = statistics.median(repeat(seconds_of, runs, _ignore))
@@ -34,13 +38,13 @@ def measure_beside(
             shares.append(alone_s / statistics.median(beside))
     if not shares:
         return None
-    figure = Figure.of(name, Unit.SHARE, shares)
+    figure = Figure.of(name, FigureUnit.SHARE, shares)
     listener.done(figure)
     return figure
 
 
 def _beside_s(
-    seconds_of: Callable[[], float], traffic: Traffic, runs: Runs, most_written_bytes: int
+    seconds_of: Callable[[], float], traffic: Traffic, runs: Repeats, most_written_bytes: int
 ) -> list[float]:
     """Of each run that drives were busy beside, all the time."""
     each_s: list[float] = []

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from offload.measurement.figure import Figure, Listener, Unit, repeat
-from offload.measurement.sizes import Sizes
+from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
+from offload.measurement.sizes import BenchSizes
 from offload.transfer import DeviceTransfer, Transfer
 
 DTYPES = ("float32", "bfloat16")
@@ -65,12 +65,14 @@ class Product:
             self._transfer.read(some, host, "the end of a product").wait()
 
 
-def measure_product(dtype: str, transfer: Transfer, sizes: Sizes, listener: Listener) -> Figure:
+def measure_product(
+    dtype: str, transfer: Transfer, sizes: BenchSizes, listener: Listener
+) -> Figure:
     """Floating-point operations a second."""
     name = f"products {dtype}"
     listener.begin(name)
     product = Product(dtype, transfer, sizes.product_width, sizes.seconds / 20)
     rates = repeat(lambda: product.flops / product.seconds(), sizes.runs, listener.at)
-    figure = Figure.of(name, Unit.FLOPS, rates)
+    figure = Figure.of(name, FigureUnit.FLOPS, rates)
     listener.done(figure)
     return figure

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 
 from offload.budget import Budget
-from offload.measurement.figure import Figure, Listener, Unit, repeat
-from offload.measurement.sizes import Sizes
+from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
+from offload.measurement.sizes import BenchSizes
 from offload.pool import Pool
 from offload.transfer import DeviceTransfer
 
 
 def measure_copies(
-    transfer: DeviceTransfer, sizes: Sizes, listener: Listener
+    transfer: DeviceTransfer, sizes: BenchSizes, listener: Listener
 ) -> tuple[Figure, Figure]:
     """Bytes a second to the device, and to the host, between it and a pool's memory."""
     with (
@@ -39,7 +39,7 @@ def _measure(
     name: str,
     copy: Callable[[], None],
     nbytes: int,
-    sizes: Sizes,
+    sizes: BenchSizes,
     listener: Listener,
 ) -> Figure:
     def run() -> float:
@@ -48,6 +48,6 @@ def _measure(
         return nbytes / (time.perf_counter() - begin_s)
 
     listener.begin(name)
-    figure = Figure.of(name, Unit.BYTES_PER_S, repeat(run, sizes.runs, listener.at))
+    figure = Figure.of(name, FigureUnit.BYTES_PER_S, repeat(run, sizes.runs, listener.at))
     listener.done(figure)
     return figure

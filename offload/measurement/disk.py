@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from offload.layout import Chunk
-from offload.measurement.figure import Figure, Listener, Unit, repeat
-from offload.measurement.sizes import RUNS_A_TENTH, TENTHS, Sizes
+from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
+from offload.measurement.sizes import RUNS_A_TENTH, TENTHS, BenchSizes
 from offload.optim.traffic import Moved, Traffic
 
 
@@ -43,18 +43,18 @@ class _Patience:
         return self._left >= 0 or time.perf_counter() < self._deadline_s
 
 
-def _patience(sizes: Sizes) -> _Patience:
+def _patience(sizes: BenchSizes) -> _Patience:
     return _Patience(sizes.seconds / 2, 2 * sizes.buffers + 1)
 
 
-def fill(traffic: Traffic, sizes: Sizes, label: str, listener: Listener) -> None:
+def fill(traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener) -> None:
     """Before anything else can be measured."""
     listener.begin(f"{label}: fill")
     traffic.fill(_patience(sizes))
 
 
 def measure_disk(
-    traffic: Traffic, directories: Iterable[str], sizes: Sizes, label: str, listener: Listener
+    traffic: Traffic, directories: Iterable[str], sizes: BenchSizes, label: str, listener: Listener
 ) -> DiskFigures:
     """traffic: filled, and on these directories."""
 
@@ -63,7 +63,7 @@ def measure_disk(
         listener.begin(name)
         runs = sizes.writing_runs
         rates = repeat(lambda: _rate(act(_patience(sizes))), runs, listener.at, warm_up=False)
-        figure = Figure.of(name, Unit.BYTES_PER_S, rates)
+        figure = Figure.of(name, FigureUnit.BYTES_PER_S, rates)
         listener.done(figure)
         return figure
 
@@ -80,7 +80,7 @@ def _rate(moved: Moved) -> float:
 
 
 def measure_sustained(
-    traffic: Traffic, sizes: Sizes, label: str, listener: Listener
+    traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener
 ) -> tuple[Figure, Figure]:
     """Bytes a second, read and written, in the first and in the last tenth of all that is moved
     after the filling, which fills caches, too.
@@ -106,7 +106,7 @@ def measure_sustained(
     figures = []
     for when, each in (("first", rates[0]), ("last", rates[-1])):
         name = f"{label}: sustained, {when} tenth"
-        figures.append(Figure.of(name, Unit.BYTES_PER_S, each))
+        figures.append(Figure.of(name, FigureUnit.BYTES_PER_S, each))
         listener.done(figures[-1])
     return figures[0], figures[1]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from offload.errors import StateError
 
 
-class Unit(Enum):
+class FigureUnit(Enum):
     BYTES_PER_S = "bytes/s"
     FLOPS = "flop/s"
     TOKENS_PER_S = "tokens/s"
@@ -25,13 +25,13 @@ class Figure:
     """spread: half of the middle half's width, in the same unit."""
 
     name: str
-    unit: Unit
+    unit: FigureUnit
     median: float
     spread: float
     runs: int
 
     @classmethod
-    def of(cls, name: str, unit: Unit, each: Sequence[float]) -> Figure:
+    def of(cls, name: str, unit: FigureUnit, each: Sequence[float]) -> Figure:
         """Raises `StateError` where no run has given a number."""
         if not each:
             raise StateError(f"{name}: no run has ended; give it more time with --seconds")
@@ -64,7 +64,7 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
-class Runs:
+class Repeats:
     """How often something is done: until the seconds are over, within these bounds."""
 
     seconds: float
@@ -73,7 +73,7 @@ class Runs:
 
 
 def repeat(
-    run: Callable[[], float], runs: Runs, at: Callable[[float], None], warm_up: bool = True
+    run: Callable[[], float], runs: Repeats, at: Callable[[float], None], warm_up: bool = True
 ) -> list[float]:
     """What each run has returned, but for the first one if that warms up."""
     if warm_up:

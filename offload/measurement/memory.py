@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.budget import Budget
-from offload.measurement.figure import Figure, Listener, Unit, repeat
-from offload.measurement.sizes import Sizes
+from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
+from offload.measurement.sizes import BenchSizes
 from offload.pool import Pool
 
 _PAGE = 4096
@@ -28,7 +28,7 @@ def borrowed(counts: Sequence[int]) -> Iterator[list[Tensor]]:
         yield [pool.lease(nbytes).tensor(torch.float32) for nbytes in sizes]
 
 
-def measure_memory(sizes: Sizes, listener: Listener) -> Figure:
+def measure_memory(sizes: BenchSizes, listener: Listener) -> Figure:
     """Bytes read and written a second."""
     name = "memory copy"
     listener.begin(name)
@@ -42,6 +42,6 @@ def measure_memory(sizes: Sizes, listener: Listener) -> Figure:
             target.copy_(source)
             return nbytes / (time.perf_counter() - begin_s)
 
-        figure = Figure.of(name, Unit.BYTES_PER_S, repeat(run, sizes.runs, listener.at))
+        figure = Figure.of(name, FigureUnit.BYTES_PER_S, repeat(run, sizes.runs, listener.at))
     listener.done(figure)
     return figure

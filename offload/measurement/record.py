@@ -8,14 +8,14 @@ from typing import Any
 from offload.machine import Accelerator, Memory
 from offload.measurement.disk import DiskFigures
 from offload.measurement.figure import Figure
-from offload.measurement.survey import Findings
-from offload.profile import Disk, Profile, this_machine
+from offload.measurement.survey import SurveyResult
+from offload.profile import DriveProfile, Profile, this_machine
 
 SOURCE = "offload bench"
 
 
 def make_profile(
-    found: Findings,
+    found: SurveyResult,
     before: Profile | None,
     memory: Memory,
     accelerator: Accelerator | None,
@@ -58,7 +58,7 @@ def _measured(before: Profile | None) -> Profile:
     return before if before.is_measured else replace(empty, tuned=before.tuned)
 
 
-def _changes(found: Findings, known: Profile) -> dict[str, Any]:
+def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
     """The fields that were measured."""
     figures: dict[str, Figure | None] = {
         "memory_bytes_per_s": found.memory,
@@ -86,10 +86,10 @@ def _changes(found: Findings, known: Profile) -> dict[str, Any]:
     return changes
 
 
-def _disk(disk: DiskFigures, known: Profile) -> Disk:
+def _disk(disk: DiskFigures, known: Profile) -> DriveProfile:
     (directory,) = disk.directories
     sustained = [old.sustained_bytes_per_s for old in known.disks if old.directory == directory]
-    return Disk(
+    return DriveProfile(
         directory,
         disk.read.median,
         disk.write.median,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.layout import ELEMENT_BYTES
-from offload.measurement.figure import Runs
+from offload.measurement.figure import Repeats
 from offload.optim.traffic import FIELDS, plan_traffic
 from offload.planner import BUFFERS, DISK_CHUNK_NUMEL, Plan
 
@@ -44,7 +44,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchSizes:
     """seconds: that one figure is measured for, about. Bytes on drives are those of one directory,
     but for `beside_bytes` and the model's, which all directories share.
     """
@@ -66,16 +66,16 @@ class Sizes:
     warm_up_steps: int = 2
 
     @property
-    def runs(self) -> Runs:
-        return Runs(self.seconds, self.least_runs, _MOST_RUNS)
+    def runs(self) -> Repeats:
+        return Repeats(self.seconds, self.least_runs, _MOST_RUNS)
 
     @property
-    def writing_runs(self) -> Runs:
-        return Runs(self.seconds, min(2, self.disk_runs), self.disk_runs)
+    def writing_runs(self) -> Repeats:
+        return Repeats(self.seconds, min(2, self.disk_runs), self.disk_runs)
 
     @property
-    def step_runs(self) -> Runs:
-        return Runs(_STEP_SECONDS * self.seconds, min(2, self.steps), self.steps)
+    def step_runs(self) -> Repeats:
+        return Repeats(_STEP_SECONDS * self.seconds, min(2, self.steps), self.steps)
 
     # --- what moves -------------------------------------------------------------------------------
 
@@ -142,4 +142,4 @@ class Sizes:
         return -(-nbytes // self.chunk_bytes) * self.chunk_bytes
 
 
-DEFAULT = Sizes()
+DEFAULT = BenchSizes()

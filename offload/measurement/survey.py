@@ -14,7 +14,7 @@ from offload.measurement.copies import measure_copies
 from offload.measurement.disk import DiskFigures, fill, measure_disk, measure_sustained
 from offload.measurement.figure import Figure, Listener
 from offload.measurement.memory import measure_memory
-from offload.measurement.sizes import DEFAULT, Sizes
+from offload.measurement.sizes import DEFAULT, BenchSizes
 from offload.measurement.training import StepFigures, measure_training
 from offload.measurement.update import measure_update, update_run
 from offload.optim.traffic import Traffic
@@ -24,7 +24,7 @@ from offload.transfer import DeviceTransfer, Transfer, find_device, open_transfe
 ALL = "all directories"
 
 
-class Part(Enum):
+class SurveyPart(Enum):
     """What can be measured alone."""
 
     MEMORY = "memory"
@@ -39,17 +39,20 @@ class Part(Enum):
 class Wanted:
     """directories: absolute, each once, and with room."""
 
-    parts: frozenset[Part]
+    parts: frozenset[SurveyPart]
     directories: tuple[Path, ...]
-    sizes: Sizes = DEFAULT
+    sizes: BenchSizes = DEFAULT
 
-    def __contains__(self, part: Part) -> bool:
+    def __contains__(self, part: SurveyPart) -> bool:
         return part in self.parts
 
     @property
     def needs_traffic(self) -> bool:
         """Whether bytes move beside those of training."""
-        return bool(self.directories and self.parts & {Part.DISK, Part.UPDATE, Part.COMPUTE})
+        return bool(
+            self.directories
+            and self.parts & {SurveyPart.DISK, SurveyPart.UPDATE, SurveyPart.COMPUTE}
+        )
 
     @property
     def most_written_bytes(self) -> int:
@@ -59,16 +62,16 @@ class Wanted:
             return 0
         if self.needs_traffic:
             nbytes += sizes.burst_written_bytes(count)
-        if Part.DISK in self:
+        if SurveyPart.DISK in self:
             each = sizes.burst_written_bytes(1) if count > 1 else 0
             nbytes += count * (each + sizes.sustained_written_bytes())
-        besides = len(self.parts & {Part.UPDATE, Part.COMPUTE})
+        besides = len(self.parts & {SurveyPart.UPDATE, SurveyPart.COMPUTE})
         nbytes += besides * sizes.beside_written_bytes()
-        return nbytes + (sizes.training_written_bytes() if Part.STEP in self else 0)
+        return nbytes + (sizes.training_written_bytes() if SurveyPart.STEP in self else 0)
 
 
 @dataclass
-class Findings:
+class SurveyResult:
     """What was measured; None: it was not. notes: why something was not, or not as it should be."""
 
     device: str | None = None
@@ -107,9 +110,9 @@ class Findings:
         return [figure for figure in found if figure is not None]
 
 
-def survey(wanted: Wanted, listener: Listener) -> Findings:
+def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
     """Takes a while; leaves nothing, however it ends."""
-    found = Findings()
+    found = SurveyResult()
     device = find_device("auto")
     if device.type != "cpu":
         found.device = device.type
@@ -120,45 +123,49 @@ def survey(wanted: Wanted, listener: Listener) -> Findings:
             _survey_drives(found, transfer, wanted, listener)
     finally:
         transfer.close()
-    if Part.STEP in wanted:
+    if SurveyPart.STEP in wanted:
         directories = [str(path) for path in wanted.directories]
         found.step = measure_training(directories, device, wanted.sizes, listener)
         found.written_bytes += found.step.written_bytes
-    if Part.DISK in wanted and wanted.sizes.sustained_bytes:
+    if SurveyPart.DISK in wanted and wanted.sizes.sustained_bytes:
         _survey_sustained(found, wanted, listener)  # last: drives need a rest after it
     if not wanted.directories:
         found.notes.append("no directory was named: no drive was measured")
     return found
 
 
-def _survey_alone(found: Findings, transfer: Transfer, wanted: Wanted, listener: Listener) -> None:
+def _survey_alone(
+    found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
+) -> None:
     """What needs no drive."""
     sizes = wanted.sizes
-    if Part.MEMORY in wanted:
+    if SurveyPart.MEMORY in wanted:
         found.memory = measure_memory(sizes, listener)
-    if Part.UPDATE in wanted:
+    if SurveyPart.UPDATE in wanted:
         with update_run(sizes) as update:
             found.update, found.update_ceiling = measure_update(update, sizes, listener)
-    if Part.COMPUTE in wanted:
+    if SurveyPart.COMPUTE in wanted:
         for dtype in DTYPES:
             found.products[dtype] = measure_product(dtype, transfer, sizes, listener)
-    if Part.COPIES in wanted:
+    if SurveyPart.COPIES in wanted:
         if isinstance(transfer, DeviceTransfer):
             found.to_device, found.to_host = measure_copies(transfer, sizes, listener)
         else:
             found.notes.append("torch sees no accelerator: no copies were measured")
 
 
-def _survey_drives(found: Findings, transfer: Transfer, wanted: Wanted, listener: Listener) -> None:
+def _survey_drives(
+    found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
+) -> None:
     """Each directory, all of them together, and then something else beside."""
     directories = wanted.directories
-    if Part.DISK in wanted and len(directories) > 1:
+    if SurveyPart.DISK in wanted and len(directories) > 1:
         for path in directories:
             with _traffic(found, wanted.sizes.traffic(1), [path]) as traffic:
                 found.disks.append(_measure_filled(traffic, [path], wanted, str(path), listener))
     label = str(directories[0]) if len(directories) == 1 else ALL
     with _traffic(found, wanted.sizes.traffic(len(directories)), directories) as traffic:
-        if Part.DISK in wanted:
+        if SurveyPart.DISK in wanted:
             found.together = _measure_filled(traffic, directories, wanted, label, listener)
             found.disks = found.disks or [found.together]
         else:
@@ -174,21 +181,24 @@ def _measure_filled(
 
 
 def _survey_beside(
-    found: Findings, traffic: Traffic, transfer: Transfer, wanted: Wanted, listener: Listener
+    found: SurveyResult, traffic: Traffic, transfer: Transfer, wanted: Wanted, listener: Listener
 ) -> None:
     sizes = wanted.sizes
-    if Part.UPDATE in wanted:
+    if SurveyPart.UPDATE in wanted:
         with update_run(sizes) as update:
             found.update_beside = measure_beside(
                 "AdamW beside busy drives", update.run_s, traffic, sizes, listener
             )
-    if Part.COMPUTE in wanted:
+    if SurveyPart.COMPUTE in wanted:
         fastest = max(found.products, key=lambda name: found.products[name].median)
         product = Product(fastest, transfer, sizes.product_width, sizes.seconds / 100)
         found.compute_beside = measure_beside(
             f"products {fastest} beside busy drives", product.seconds, traffic, sizes, listener
         )
-    for part, figure in ((Part.UPDATE, found.update_beside), (Part.COMPUTE, found.compute_beside)):
+    for part, figure in (
+        (SurveyPart.UPDATE, found.update_beside),
+        (SurveyPart.COMPUTE, found.compute_beside),
+    ):
         if part in wanted and figure is None:
             found.notes.append(
                 f"{part.value}: the drives were done before one run beside them was; its speed "
@@ -196,7 +206,7 @@ def _survey_beside(
             )
 
 
-def _survey_sustained(found: Findings, wanted: Wanted, listener: Listener) -> None:
+def _survey_sustained(found: SurveyResult, wanted: Wanted, listener: Listener) -> None:
     for number, path in enumerate(wanted.directories):
         with _traffic(found, wanted.sizes.sustained_traffic, [path]) as traffic:
             first, last = measure_sustained(traffic, wanted.sizes, str(path), listener)
@@ -204,7 +214,7 @@ def _survey_sustained(found: Findings, wanted: Wanted, listener: Listener) -> No
 
 
 @contextmanager
-def _traffic(found: Findings, plan: Plan, directories: Sequence[Path]) -> Iterator[Traffic]:
+def _traffic(found: SurveyResult, plan: Plan, directories: Sequence[Path]) -> Iterator[Traffic]:
     """Whose wear and fall-backs are noted."""
     with Traffic(plan, directories) as traffic:
         yield traffic

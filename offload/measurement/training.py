@@ -11,8 +11,8 @@ import torch
 
 from offload.api import prepare, report
 from offload.layout import ELEMENT_BYTES
-from offload.measurement.figure import Figure, Listener, Unit, repeat
-from offload.measurement.sizes import ModelSize, Sizes
+from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
+from offload.measurement.sizes import BenchSizes, ModelSize
 from offload.prepared import prepared_of
 from offload.standin import StandIn
 
@@ -45,7 +45,7 @@ class StepFigures:
 
 
 def measure_training(
-    directories: Sequence[str], device: torch.device, sizes: Sizes, listener: Listener
+    directories: Sequence[str], device: torch.device, sizes: BenchSizes, listener: Listener
 ) -> StepFigures:
     """With AdamW, in float32. Half of what it needs is in host memory, the rest on the directories;
     without any, all of it is in host memory.
@@ -70,8 +70,8 @@ def measure_training(
             optimizer.close()
     tokens, counts = sizes.model.tokens, made.metrics.snapshot().counts  # closing writes, too
     figures = StepFigures(
-        seconds=Figure.of(name, Unit.SECONDS, each_s),
-        tokens=Figure.of("training tokens", Unit.TOKENS_PER_S, [tokens / s for s in each_s]),
+        seconds=Figure.of(name, FigureUnit.SECONDS, each_s),
+        tokens=Figure.of("training tokens", FigureUnit.TOKENS_PER_S, [tokens / s for s in each_s]),
         stall_share=told.model.stall_share if told.model else None,
         host_bytes=host_bytes,
         read_bytes=counts.get("disk_read_bytes", 0),
@@ -89,7 +89,7 @@ def _make_model(size: ModelSize) -> StandIn:
 
 
 def _train(
-    model: Any, optimizer: Any, device: torch.device, sizes: Sizes, listener: Listener
+    model: Any, optimizer: Any, device: torch.device, sizes: BenchSizes, listener: Listener
 ) -> list[float]:
     """Seconds of each iteration that counts."""
     size = sizes.model

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload import kernels
-from offload.measurement.figure import Figure, Listener, Unit, repeat
+from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
 from offload.measurement.memory import borrowed
-from offload.measurement.sizes import Sizes
+from offload.measurement.sizes import BenchSizes
 from offload.optim.probe import TENSORS, UpdateRun
 
 NAME = "AdamW update"
 
 
 @contextmanager
-def update_run(sizes: Sizes) -> Iterator[UpdateRun]:
+def update_run(sizes: BenchSizes) -> Iterator[UpdateRun]:
     """An update to be repeated, on memory like that of the engine's."""
     with borrowed([sizes.update_numel] * TENSORS) as memory:
         yield UpdateRun(memory)
 
 
 def measure_update(
-    update: UpdateRun, sizes: Sizes, listener: Listener
+    update: UpdateRun, sizes: BenchSizes, listener: Listener
 ) -> tuple[Figure, Figure | None]:
     """Bytes read and written a second by the update, and by the pass; None where the native core,
     which has it, is not in use.
@@ -37,11 +37,11 @@ def measure_update(
             passes.append(_touch_bytes_per_s(update))
         return update.touched_bytes / update.run_s()
 
-    figure = Figure.of(NAME, Unit.BYTES_PER_S, repeat(run, sizes.runs, listener.at))
+    figure = Figure.of(NAME, FigureUnit.BYTES_PER_S, repeat(run, sizes.runs, listener.at))
     listener.done(figure)
     if not has_pass:
         return figure, None
-    ceiling = Figure.of("the same, no arithmetic", Unit.BYTES_PER_S, passes[1:])
+    ceiling = Figure.of("the same, no arithmetic", FigureUnit.BYTES_PER_S, passes[1:])
     listener.done(ceiling)
     return figure, ceiling
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from offload.optim.lion import Lion
 from offload.optim.optimizer import OffloadOptimizer, attach, is_wrapped
-from offload.optim.request import Request
+from offload.optim.request import WrapRequest
 from offload.optim.session import Session
 
-__all__ = ["Lion", "OffloadOptimizer", "Request", "Session", "attach", "is_wrapped"]
+__all__ = ["Lion", "OffloadOptimizer", "Session", "WrapRequest", "attach", "is_wrapped"]

@@ -14,7 +14,7 @@ from offload.errors import CapacityError, StoreError
 from offload.layout import ELEMENT_BYTES, Chunk
 from offload.metrics import Metrics
 from offload.optim.export import Held, Origin, Targets
-from offload.optim.source import Kept, Part, own_range
+from offload.optim.source import FieldPart, KeptField, own_range
 from offload.store import DiskStore
 from offload.store.files import BLOCK_BYTES
 from offload.store.handout import Refusal, allow_memory
@@ -68,7 +68,7 @@ class Aside:
     def __init__(
         self,
         held: Sequence[Held],
-        parts: Mapping[int, Mapping[str, Part | StoredPart]],
+        parts: Mapping[int, Mapping[str, FieldPart | StoredPart]],
         store: DiskStore | None,
     ) -> None:
         self._held, self._parts, self._store = held, parts, store
@@ -77,7 +77,7 @@ class Aside:
     def in_memory(cls, origin: Origin) -> Aside:
         held = origin.held()
         parts = {
-            h.record.number: {field: Part.empty(*own_range(h.record)) for field in h.fields}
+            h.record.number: {field: FieldPart.empty(*own_range(h.record)) for field in h.fields}
             for h in held
         }
         origin.copy_out(parts)
@@ -131,7 +131,9 @@ class Aside:
         found: dict[Tensor, dict[str, Any]] = {}
         for held in self._held:
             record, parts = held.record, self._parts[held.record.number]
-            kept = {field: Kept(part, record.shape, record.stride) for field, part in parts.items()}
+            kept = {
+                field: KeptField(part, record.shape, record.stride) for field, part in parts.items()
+            }
             found[record.param] = {**held.scalars, **kept}
         return found
 

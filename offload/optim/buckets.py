@@ -80,7 +80,7 @@ def place_of(records: Sequence[Record]) -> torch.device:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class BucketPlace:
     """Where a parameter is in its bucket: from element `begin` on. number: its record's; None: it
     is not the optimizer's any more.
     """
@@ -92,7 +92,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Span:
+class RoundSpan:
     """Elements [first, end) of a parameter, at element `at` of a round's part."""
 
     number: int
@@ -105,7 +105,7 @@ class Span:
 class Bucket:
     number: int
     dtype: torch.dtype
-    places: tuple[Place, ...]
+    places: tuple[BucketPlace, ...]
     count: int  # of ranks
 
     @cached_property
@@ -122,7 +122,7 @@ class Bucket:
     def name(self) -> str:
         return f"bucket {self.number}"
 
-    def own(self, rank: int, place: Place) -> tuple[int, int]:
+    def own(self, rank: int, place: BucketPlace) -> tuple[int, int]:
         """The elements of the parameter that are a rank's."""
         itemsize = self.dtype.itemsize
         return self.partition.own(rank, place.begin * itemsize, place.numel, itemsize)
@@ -138,13 +138,13 @@ class Bucket:
             for begin in range(0, self.slice_numel, most)
         ]
 
-    def spans(self, rank: int, begin: int, end: int) -> Iterator[Span]:
+    def spans(self, rank: int, begin: int, end: int) -> Iterator[RoundSpan]:
         """What of parameters is in elements [begin, end) of a rank's slice."""
         low, high = rank * self.slice_numel + begin, rank * self.slice_numel + end
         for place in self.places:
             first, last = max(low, place.begin), min(high, place.begin + place.numel)
             if first < last and place.number is not None:
-                yield Span(place.number, first - place.begin, last - place.begin, first - low)
+                yield RoundSpan(place.number, first - place.begin, last - place.begin, first - low)
 
 
 class Buckets:
@@ -199,7 +199,7 @@ class Buckets:
     def bucket_of(self, number: int) -> Bucket:
         return self._of[number][0]
 
-    def place_of(self, number: int) -> tuple[Bucket, Place]:
+    def place_of(self, number: int) -> tuple[Bucket, BucketPlace]:
         return self._of[number]
 
     def own(self, number: int) -> tuple[int, int] | None:
@@ -266,11 +266,11 @@ class Buckets:
         return zlib.crc32(repr(table).encode())
 
 
-def _places(records: Sequence[Record]) -> tuple[Place, ...]:
+def _places(records: Sequence[Record]) -> tuple[BucketPlace, ...]:
     places, begin = [], 0
     align = ALIGN_BYTES // records[0].dtype.itemsize
     for record in records:
-        places.append(Place(record.param, record.number, begin, record.param.numel()))
+        places.append(BucketPlace(record.param, record.number, begin, record.param.numel()))
         begin = _up(begin + record.param.numel(), align)
     return tuple(places)
 

@@ -20,12 +20,12 @@ from offload.metrics import Metrics
 from offload.optim.agreement import differing, settings_sum
 from offload.optim.buckets import Bucket, Buckets
 from offload.optim.device_exchange import DeviceExchange
-from offload.optim.exchange import Buffer, Exchange, Gathering
+from offload.optim.exchange import BucketBuffer, Exchange, Gathering
 from offload.optim.flat import flat
 from offload.optim.ground import WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
-from offload.optim.source import Part
+from offload.optim.source import FieldPart
 from offload.optim.sums import checksums
 from offload.pool import Pool
 from offload.rank_share import RankShare
@@ -77,7 +77,7 @@ class Company:
         self._left: Counter[int] = Counter()  # own elements of each bucket that are not updated
 
     def _in_host(self, memory: Sequence[Tensor]) -> Exchange:
-        buffers = [Buffer.in_host(one, self.buckets) for one in memory]
+        buffers = [BucketBuffer.in_host(one, self.buckets) for one in memory]
         return Exchange(self.ranks, self.buckets, buffers, self._metrics)
 
     # --- before a step ----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class BucketGatherer:
             found[buckets.bucket_of(number).number].append(number)
         return list(found.values())
 
-    def whole(self, field: str, own: Mapping[int, Part]) -> Mapping[int, Tensor]:
+    def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
         wholes: dict[int, Tensor] = {}
         for number, part in own.items():
             numel = self._records[number].shape.numel()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.metrics import Metrics
 from offload.optim.buckets import Buckets
-from offload.optim.exchange import Buffer, Exchange, Flight, Round, Values
+from offload.optim.exchange import BucketBuffer, Exchange, InFlightRound, Round, Values
 from offload.ticket import Ticket
 from offload.tiers.device_network import DeviceNetwork
 from offload.transfer import Mark
@@ -33,12 +33,14 @@ class DeviceExchange(Exchange):
         for buffer in made:  # what no parameter fills goes across, too: no NaN that is nobody's
             buffer.use().zero_()
             buffer.note_fill()
-        buffers = [Buffer(b.use, part, b.release) for b, part in zip(made, parts, strict=True)]
+        buffers = [
+            BucketBuffer(b.use, part, b.release) for b, part in zip(made, parts, strict=True)
+        ]
         super().__init__(network.ranks, buckets, buffers, metrics)
         self._last: Mark | None = None  # behind what has landed
         self._makers: dict[object, Mark] = {}  # behind the last gradient of each stream
 
-    def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> Flight:
+    def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> InFlightRound:
         buffer, rank = self.free.pop(), self.ranks.rank
         whole = self.whole(buffer, step, dtype)
         numbers = {place.number for place in step.bucket.places if place.number is not None}
@@ -50,7 +52,7 @@ class DeviceExchange(Exchange):
             lambda: step.take_others(whole, rank, found.__getitem__),
             what,
         )
-        return Flight(buffer, ticket, self._note)
+        return InFlightRound(buffer, ticket, self._note)
 
     def _note(self, mark: Mark) -> None:
         self._last = mark

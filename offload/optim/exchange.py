@@ -30,7 +30,7 @@ Values = Callable[[int], Tensor | None]
 
 
 @dataclass(eq=False)
-class Buffer:
+class BucketBuffer:
     """whole: gives the bytes of a round, to be used now. part: host bytes of one rank's part, for
     what is added to another. release: gives the memory back.
     """
@@ -40,7 +40,7 @@ class Buffer:
     release: Callable[[], object] = lambda: None
 
     @classmethod
-    def in_host(cls, memory: Tensor, buckets: Buckets) -> Buffer:
+    def in_host(cls, memory: Tensor, buckets: Buckets) -> BucketBuffer:
         """Bytes for a round, and a part where there are more."""
         whole = memory[: buckets.whole_bytes]
         return cls(lambda: whole, memory[-buckets.part_bytes :])
@@ -79,10 +79,10 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class InFlightRound:
     """A round that is being gathered. store: is called with what its ticket brings."""
 
-    buffer: Buffer
+    buffer: BucketBuffer
     ticket: Ticket[Any]
     store: Callable[[Any], None]
 
@@ -93,7 +93,7 @@ class Exchange:
     """
 
     def __init__(
-        self, ranks: Ranks, buckets: Buckets, buffers: Sequence[Buffer], metrics: Metrics
+        self, ranks: Ranks, buckets: Buckets, buffers: Sequence[BucketBuffer], metrics: Metrics
     ) -> None:
         self.ranks, self.buckets, self.metrics = ranks, buckets, metrics
         self.free = list(buffers)
@@ -102,13 +102,13 @@ class Exchange:
         for begin, end in bucket.rounds(self.buckets.whole_bytes, dtype.itemsize):
             yield Round(bucket, begin, end)
 
-    def whole(self, buffer: Buffer, step: Round, dtype: torch.dtype) -> Tensor:
+    def whole(self, buffer: BucketBuffer, step: Round, dtype: torch.dtype) -> Tensor:
         """As rows: one part for each rank."""
         numel = self.ranks.count * step.numel
         flat = buffer.whole()[: numel * dtype.itemsize].view(dtype)
         return flat.view(self.ranks.count, step.numel)
 
-    def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> Flight:
+    def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> InFlightRound:
         """Start a round, in a buffer that is free: own values, which are there, go to all others.
         `land` has to follow.
         """
@@ -116,9 +116,9 @@ class Exchange:
         whole = self.whole(buffer, step, dtype)
         step.put_own(whole, rank, values)
         ticket = self.ranks.gather(whole, whole[rank], what)
-        return Flight(buffer, ticket, lambda _: step.take_others(whole, rank, values))
+        return InFlightRound(buffer, ticket, lambda _: step.take_others(whole, rank, values))
 
-    def land(self, flight: Flight) -> None:
+    def land(self, flight: InFlightRound) -> None:
         """Return when the others' values are here, or may be counted on after `join`."""
         flight.store(self.wait(flight.ticket))
         self.free.append(flight.buffer)
@@ -172,7 +172,7 @@ class Gathering:
         self._left: deque[Round] = deque(
             step for bucket in buckets for step in exchange.rounds(bucket, dtype_of(bucket))
         )
-        self._flying: deque[Flight] = deque()
+        self._flying: deque[InFlightRound] = deque()
 
     def advance(self) -> None:
         """Start what is ready and land what has come. Never waits."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from offload.optim.recipe import Record
-from offload.optim.source import Part, own_range
+from offload.optim.source import FieldPart, own_range
 from offload.store.outgoing import Outgoing
 
 
@@ -20,14 +20,14 @@ class Held(NamedTuple):
     scalars: dict[str, Any]
 
 
-class Target(Protocol):
+class FieldTarget(Protocol):
     """Takes the elements of a field, from `begin` on, in the order of memory."""
 
     def write(self, begin: int, values: Tensor) -> None: ...
 
 
 # By the number of the parameter and the name of the field.
-Targets = Mapping[int, Mapping[str, Target]]
+Targets = Mapping[int, Mapping[str, FieldTarget]]
 
 
 class Origin(Protocol):
@@ -47,7 +47,7 @@ class Gatherer(Protocol):
     def groups(self) -> Sequence[Sequence[int]]:
         """Numbers of parameters that are put together at once."""
 
-    def whole(self, field: str, own: Mapping[int, Part]) -> Mapping[int, Tensor]:
+    def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
         """A field of parameters of one group, flat, in ordinary memory: ours and everybody's."""
 
 
@@ -85,7 +85,7 @@ def _complete(
 ) -> None:
     """Our own part in ordinary memory, one field after the other with everybody's, and out."""
     own = {
-        number: {field: Part.empty(*own_range(records[number])) for field in each}
+        number: {field: FieldPart.empty(*own_range(records[number])) for field in each}
         for number, each in places.items()
     }
     origin.copy_out(own)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.layout import MASTER
-from offload.optim.recipe import Group, Record, Work
+from offload.optim.recipe import Group, Record, SliceUpdate
 
 _PROBE_NUMEL = 24
 _NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr")
@@ -51,7 +51,7 @@ class GenericRecipe:
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         return None
 
-    def update(self, work: Work) -> None:
+    def update(self, work: SliceUpdate) -> None:
         record = work.record
         _adopt(work)
         param = torch.nn.Parameter(work.master, requires_grad=True)
@@ -137,7 +137,7 @@ def _bare_copy(
     return bare
 
 
-def _adopt(work: Work) -> None:
+def _adopt(work: SliceUpdate) -> None:
     """What kernels do by themselves: a 16-bit parameter that somebody has set wins."""
     if work.out is not None:
         other = work.master.to(work.out.dtype).view(torch.int16) != work.out.view(torch.int16)

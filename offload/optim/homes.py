@@ -89,7 +89,7 @@ class Home:
 
 
 @dataclass
-class _Addend:
+class _BufferAddend:
     """A part of a gradient that is to be added to what its home has already."""
 
     home: Home
@@ -122,7 +122,7 @@ class Homes:
         self._release = release
         self._desks = desks
         self._comes_early = True  # until gradients turn out to be changed after backward
-        self._addends: deque[_Addend] = deque()
+        self._addends: deque[_BufferAddend] = deque()
         self._lock = threading.Lock()  # each device has a thread of autograd's
 
     # --- during backward --------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Homes:
             staged = desk.memory.view(source.dtype)[: source.numel() - begin]
             part = source[begin : begin + staged.numel()]
             ticket = self._transfers[source.device].read(part, staged, home.record.name)
-            self._addends.append(_Addend(home, begin, ticket, desk))
+            self._addends.append(_BufferAddend(home, begin, ticket, desk))
             begin += staged.numel()
 
     def _add_oldest(self) -> None:

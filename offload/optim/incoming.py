@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.errors import ConfigError
 from offload.layout import MASTER
 from offload.optim.recipe import Recipe, Record
-from offload.optim.source import Source
+from offload.optim.source import FieldSource
 from offload.shard import local_of, part_of, placing_of
 
 
@@ -27,8 +27,8 @@ def check_states(
             value = state.get(field)
             if isinstance(value, Tensor):
                 value = own_part(record, value, field)
-            if not isinstance(value, Tensor | Source) or not _is_plain(value, record.shape):
-                got = tuple(value.shape) if isinstance(value, Tensor | Source) else value
+            if not isinstance(value, Tensor | FieldSource) or not _is_plain(value, record.shape):
+                got = tuple(value.shape) if isinstance(value, Tensor | FieldSource) else value
                 raise ConfigError(
                     f"state of {record.name}: expected {field} of shape "
                     f"{tuple(record.param.shape)}, got {got}"
@@ -79,9 +79,9 @@ def is_there(record: Record, state: Mapping[str, Any]) -> bool:
     return bool(names - {MASTER} if record.fields else names)
 
 
-def _is_plain(value: Tensor | Source, shape: torch.Size) -> bool:
+def _is_plain(value: Tensor | FieldSource, shape: torch.Size) -> bool:
     """Whether it has numbers of that shape, which can be copied."""
-    if isinstance(value, Source):
+    if isinstance(value, FieldSource):
         return value.dtype.is_floating_point and tuple(value.shape) == tuple(shape)
     dense = value.layout == torch.strided and not value.is_meta
     return dense and value.is_floating_point() and value.shape == shape

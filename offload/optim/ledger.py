@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from offload.metrics import NOTHING, Metrics, Snapshot
+from offload.metrics import NOTHING, Metrics, MetricsSnapshot
 from offload.optim.step_log import StepLog
 from offload.planner import UNKNOWN, Speeds
 from offload.run_file import StepFact
@@ -27,10 +27,12 @@ _EARLY = "device_to_host_bytes", "gradients_early_bytes"
 class Ledger:
     def __init__(self, metrics: Metrics, speeds: Speeds = UNKNOWN) -> None:
         self.metrics = metrics
-        self.last: Snapshot = NOTHING  # the last step that ended well
-        self.round: Snapshot = NOTHING  # from the step before to the last one: a whole iteration
+        self.last: MetricsSnapshot = NOTHING  # the last step that ended well
+        self.round: MetricsSnapshot = (
+            NOTHING  # from the step before to the last one: a whole iteration
+        )
         self.round_s: float | None = None  # its time; None: there was no step before
-        self._ended: Snapshot = NOTHING  # all there was when it had ended
+        self._ended: MetricsSnapshot = NOTHING  # all there was when it had ended
         self._ended_s: float | None = None
         self.speeds = speeds  # the best so far
         self.stepped: Counter[str] = Counter()  # what all steps moved; forward and backward do, too
@@ -54,20 +56,20 @@ class Ledger:
         self.steps.append(StepFact(number, begin_s, end_s, seconds, counts))
         self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.last_events()))
 
-    def _note_round(self, now: Snapshot) -> None:
+    def _note_round(self, now: MetricsSnapshot) -> None:
         now_s = time.perf_counter()
         self.round = now - self._ended
         self.round_s = None if self._ended_s is None else now_s - self._ended_s
         self._ended, self._ended_s = now, now_s
 
-    def _counts(self, before: Snapshot, now: Snapshot) -> Mapping[str, int]:
+    def _counts(self, before: MetricsSnapshot, now: MetricsSnapshot) -> Mapping[str, int]:
         """Of the step; gradients have come since the one before it."""
         since_then = (now - self._ended).counts
         early = {name: since_then[name] for name in _EARLY if name in since_then}
         return {**(now - before).counts, **early}
 
 
-def speeds_of(step: Snapshot, events: list[Event]) -> Speeds:
+def speeds_of(step: MetricsSnapshot, events: list[Event]) -> Speeds:
     """Rates of one step, from its events."""
     read, written, updated = (
         step.counts.get(f"{name}_bytes", 0) for name in ("disk_read", "disk_written", "updated")

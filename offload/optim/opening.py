@@ -13,7 +13,7 @@ from offload.limits import limited
 from offload.optim.agreement import check_alike, start_facts, together
 from offload.optim.buckets import stage_of
 from offload.optim.ground import Watch, WatchPasses
-from offload.optim.request import Request
+from offload.optim.request import WrapRequest
 from offload.optim.session import Session
 from offload.shard import DeviceLink, Ranks
 
@@ -36,7 +36,7 @@ def open_session(
     def open_here(link: DeviceLink | None = None) -> Session:
         config = configure()
         place = ranks.place if ranks is not None else None
-        request = Request.of(optimizer, config, elementwise, measured, place)
+        request = WrapRequest.of(optimizer, config, elementwise, measured, place)
         with limited(config, f"{type(optimizer).__name__}, wrapped"):
             session = Session(
                 optimizer,

@@ -18,18 +18,18 @@ from offload.layout import Chunk
 from offload.locks import check, steadfast
 from offload.metrics import Metrics
 from offload.optim.desk import Awaited, Desk, Places
-from offload.optim.tiers import Piece, Tiers
+from offload.optim.tiers import HostChunk, Tiers
 from offload.ticket import Ticket
 
 # Works on a chunk in memory, with its desk if it has one; whether the chunk has changed.
-Act = Callable[[Piece, Desk | None], bool]
+Act = Callable[[HostChunk, Desk | None], bool]
 
 
 @dataclass(eq=False)
-class _Flight:
+class _InFlightChunk:
     """A chunk on its way, in or out."""
 
-    piece: Piece
+    piece: HostChunk
     stays: bool  # in its memory, when it has been worked on
     desk: Desk | None
     disk: Ticket[None] | None
@@ -58,8 +58,8 @@ class Pipeline:
         self._metrics = metrics
         self._doing = doing
         self._only_looks = only_looks
-        self._coming: deque[_Flight] = deque()
-        self._going: deque[_Flight] = deque()
+        self._coming: deque[_InFlightChunk] = deque()
+        self._going: deque[_InFlightChunk] = deque()
         self._reads_left = 0
 
     def run(self, chunks: Sequence[Chunk], act: Act) -> None:
@@ -108,7 +108,7 @@ class Pipeline:
             piece = later.pop()  # the last one to have its turn, or one that has none
             if not self._needs_more_buffers:
                 return
-            flight = _Flight(piece, True, None, None)
+            flight = _InFlightChunk(piece, True, None, None)
             self._going.append(flight)
             flight.disk = self._tiers.write(piece)
             flight.stays = False
@@ -139,7 +139,7 @@ class Pipeline:
         # A desk that is under way elsewhere is waited for only when there is nothing to do.
         return self._desks.has_place(chunk, may_wait=not self._coming)
 
-    def _fetch(self, chunk: Chunk) -> _Flight:
+    def _fetch(self, chunk: Chunk) -> _InFlightChunk:
         is_resident = self._tiers.is_resident(chunk)
         if is_resident:
             piece, ticket = self._tiers.resident(chunk), None
@@ -149,7 +149,7 @@ class Pipeline:
         desk = None
         if self._desks is not None and self._desks.needs(chunk):
             desk = self._desks.take(chunk)
-        return _Flight(piece, is_resident, desk, ticket)
+        return _InFlightChunk(piece, is_resident, desk, ticket)
 
     def _finish_one(self, act: Act) -> None:
         """Wait for the oldest chunk to come, work on it, start its way back."""
@@ -170,7 +170,7 @@ class Pipeline:
             back(flight.desk)
             flight.desk = None  # the desks take care of it
 
-    def _work(self, act: Act, piece: Piece, desk: Desk | None) -> bool:
+    def _work(self, act: Act, piece: HostChunk, desk: Desk | None) -> bool:
         with self._metrics.span(self._doing, piece.chunk.name):
             if not self._only_looks:
                 self._tiers.before_change(piece)
@@ -183,7 +183,7 @@ class Pipeline:
         if not flight.stays:
             self._tiers.give_back(flight.piece)
 
-    def _wait(self, flight: _Flight, cause: str) -> None:
+    def _wait(self, flight: _InFlightChunk, cause: str) -> None:
         if flight.disk is not None:
             with self._metrics.span(cause, flight.piece.chunk.name):
                 flight.disk.wait()
@@ -207,7 +207,7 @@ class Pipeline:
         self._coming.clear()
         self._going.clear()
 
-    def _end(self, flight: _Flight) -> bool:
+    def _end(self, flight: _InFlightChunk) -> bool:
         """Wait for a chunk under way; whether all went well."""
         went_well = True
         under_way: list[Awaited] = [flight.disk] if flight.disk else []
@@ -219,7 +219,7 @@ class Pipeline:
                 went_well = False
         return went_well
 
-    def _let_go(self, flight: _Flight) -> None:
+    def _let_go(self, flight: _InFlightChunk) -> None:
         if flight.done:  # what never ended keeps its memory
             if not flight.stays:
                 self._tiers.give_back(flight.piece)

@@ -72,7 +72,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Work:
+class SliceUpdate:
     """A slice to update: flat tensors of its elements. `begin`: its first element's number."""
 
     record: Record
@@ -86,7 +86,7 @@ class Work:
 
 
 # Surrounds the update of a slice by a kernel: with its rule, and the scale with its sign.
-Watch = Callable[[Work, rules.Rule, float], AbstractContextManager[None]]
+Watch = Callable[[SliceUpdate, rules.Rule, float], AbstractContextManager[None]]
 
 
 class Recipe(Protocol):
@@ -105,7 +105,7 @@ class Recipe(Protocol):
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         """Refuse what `take_scalars` could not take."""
 
-    def update(self, work: Work) -> None:
+    def update(self, work: SliceUpdate) -> None:
         """One step on a slice; `work.record.step` counts this step already."""
 
     def scalar_state(self, record: Record) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class NativeRecipe:
     def rule(self, record: Record) -> rules.Rule:
         raise NotImplementedError
 
-    def update(self, work: Work) -> None:
+    def update(self, work: SliceUpdate) -> None:
         record = work.record
         rule = self._rule_of(record)
         maximize = bool(record.group.get("maximize", False))
@@ -252,6 +252,6 @@ class LionRecipe(NativeRecipe):
     def rule(self, record: Record) -> rules.Rule:
         group = record.group
         beta1, beta2 = group["betas"]
-        return rules.Lion.at(
+        return rules.LionRule.at(
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"]
         )

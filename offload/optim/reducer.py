@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.optim.buckets import Bucket
-from offload.optim.exchange import Buffer, Exchange, Round
+from offload.optim.exchange import BucketBuffer, Exchange, Round
 from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
 from offload.ticket import Ticket
@@ -34,13 +34,13 @@ REDUCED = "which gradients were reduced"
 
 
 @dataclass(frozen=True, eq=False)
-class _Flight:
+class _InFlightMean:
     """A round on the network. to_add: its mean comes to the buffer, and is added to the rest. held:
     gradients whose memory must not be used again before.
     """
 
     step: Round
-    buffer: Buffer
+    buffer: BucketBuffer
     ticket: Ticket[Any]
     to_add: bool
     held: Sequence[Tensor | None]
@@ -82,7 +82,7 @@ class Reducer:
         self._empty = [r for r in records if not r.is_frozen and not r.param.numel()]
         self._filled: set[int] = set()  # buckets whose slices have something since the last step
         self._of = _Gone()
-        self._flying: deque[_Flight] = deque()
+        self._flying: deque[_InFlightMean] = deque()
         self._lock = threading.RLock()
         self.is_syncing = True  # False: in `no_sync`
         self._begin_pass()
@@ -184,9 +184,9 @@ class Reducer:
                     there.copy_(grad[span.first : span.end])
         own = self._part(buffer, step) if to_add else self._slice(step)
         ticket = exchange.reduce(whole, own, f"the gradients of {bucket.name}")
-        self._flying.append(_Flight(step, buffer, ticket, to_add, held))
+        self._flying.append(_InFlightMean(step, buffer, ticket, to_add, held))
 
-    def _part(self, buffer: Buffer, step: Round) -> Tensor:
+    def _part(self, buffer: BucketBuffer, step: Round) -> Tensor:
         return buffer.part[: step.numel * step.bucket.dtype.itemsize].view(step.bucket.dtype)
 
     def _slice(self, step: Round) -> Tensor:

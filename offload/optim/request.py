@@ -33,7 +33,7 @@ _UNBUILT = (
 
 
 @dataclass(frozen=True)
-class Request:
+class WrapRequest:
     """One that can be met, as far as can be said without trying."""
 
     recipe: Recipe
@@ -49,7 +49,7 @@ class Request:
         elementwise: bool,
         measured: bool = False,
         place: tuple[int, int] | None = None,
-    ) -> Request:
+    ) -> WrapRequest:
         """Refuses what cannot work. Changes nothing. measured: with speeds, which takes time.
         place: rank and count of ranks that share the state.
         """
@@ -83,7 +83,7 @@ class Request:
             directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
             speeds = measure(plan, directories, isinstance(recipe, NativeRecipe))
             plan = replace(plan, speeds=speeds)
-        return Request(recipe, plan, states, allowed_bytes, chosen)
+        return WrapRequest(recipe, plan, states, allowed_bytes, chosen)
 
 
 def states_of(

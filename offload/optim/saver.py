@@ -27,7 +27,7 @@ from offload.metrics import Metrics
 from offload.optim.assembly import Assembly, is_row_major
 from offload.optim.recipe import Record
 from offload.optim.soundness import clear_frames
-from offload.optim.tiers import Piece, Tiers
+from offload.optim.tiers import HostChunk, Tiers
 from offload.ticket import Ticket
 
 READS = 2  # one comes while the other is written
@@ -41,7 +41,7 @@ _WHAT = "save of the optimizer's state"
 Sink = Callable[[int, str, int, Tensor], None]
 
 
-class Saving(Enum):
+class ChunkSnapshot(Enum):
     """Of one chunk."""
 
     WAITING = "waiting"  # still to be saved
@@ -51,18 +51,18 @@ class Saving(Enum):
 
 
 MOVES = {
-    Saving.WAITING: {Saving.HELD, Saving.READ},
-    Saving.HELD: {Saving.SAVED},
-    Saving.READ: {Saving.SAVED},
-    Saving.SAVED: set(),
+    ChunkSnapshot.WAITING: {ChunkSnapshot.HELD, ChunkSnapshot.READ},
+    ChunkSnapshot.HELD: {ChunkSnapshot.SAVED},
+    ChunkSnapshot.READ: {ChunkSnapshot.SAVED},
+    ChunkSnapshot.SAVED: set(),
 }
 
 
 @dataclass
-class _Reading:
+class _SnapshotRead:
     """A disk chunk on its way into the saver's memory."""
 
-    piece: Piece
+    piece: HostChunk
     ticket: Ticket[None]
 
 
@@ -78,10 +78,10 @@ class Saver:
         self._sink = sink
         self._assembly = Assembly(sink)
         self._parts: dict[int, list[Slice]] = {}
-        self._states: dict[int, Saving] = {}
+        self._states: dict[int, ChunkSnapshot] = {}
         self._held = 0  # how many are
         # Of those that are in memory: where, for good or until their buffer is needed.
-        self._here: dict[int, Piece] = {piece.chunk.number: piece for piece in tiers.unwritten}
+        self._here: dict[int, HostChunk] = {piece.chunk.number: piece for piece in tiers.unwritten}
         # Those that are waiting, in memory and on disk.
         self._waiting_here: dict[int, Chunk] = {}
         self._waiting_on_disk: dict[int, Chunk] = {}
@@ -99,7 +99,7 @@ class Saver:
 
     def _expect(self, chunk: Chunk, parts: list[Slice]) -> None:
         number = chunk.number
-        self._parts[number], self._states[number] = parts, Saving.WAITING
+        self._parts[number], self._states[number] = parts, ChunkSnapshot.WAITING
         if self._tiers.is_resident(chunk):
             self._here[number] = self._tiers.resident(chunk)
         else:
@@ -114,7 +114,7 @@ class Saver:
         """Save whatever is left; returns when all is with the sink. Nothing of the tiers is held
         then.
         """
-        reading: deque[_Reading] = deque()
+        reading: deque[_SnapshotRead] = deque()
         try:
             self._work_through(reading)
         except BaseException as error:
@@ -127,7 +127,7 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def _work_through(self, reading: deque[_Reading]) -> None:
+    def _work_through(self, reading: deque[_SnapshotRead]) -> None:
         memory: list[Tensor] = []
         while not self._is_ended(reading):
             self._read_ahead(reading, memory)
@@ -137,7 +137,7 @@ class Saver:
             elif reading:
                 self._write_oldest(reading, memory)
 
-    def _is_ended(self, reading: deque[_Reading]) -> bool:
+    def _is_ended(self, reading: deque[_SnapshotRead]) -> bool:
         with self._lock:
             if self._error is not None:
                 return True
@@ -146,51 +146,54 @@ class Saver:
                 return True
             return False
 
-    def _read_ahead(self, reading: deque[_Reading], memory: list[Tensor]) -> None:
+    def _read_ahead(self, reading: deque[_SnapshotRead], memory: list[Tensor]) -> None:
         while len(reading) < READS:
             with self._lock:  # nobody writes another generation before the read has begun
                 chunk = next(iter(self._waiting_on_disk.values()), None)
                 if chunk is None:
                     return
                 whole = memory.pop() if memory else self._make_memory()
-                piece = Piece(chunk, whole[: chunk.nbytes // ELEMENT_BYTES], whole)
-                reading.append(_Reading(piece, self._tiers.copy_into(piece.memory, chunk)))
-                self._move(chunk.number, Saving.READ)
+                piece = HostChunk(chunk, whole[: chunk.nbytes // ELEMENT_BYTES], whole)
+                reading.append(_SnapshotRead(piece, self._tiers.copy_into(piece.memory, chunk)))
+                self._move(chunk.number, ChunkSnapshot.READ)
 
     def _make_memory(self) -> Tensor:
         whole = torch.empty(self._buffer_bytes + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
         begin = -whole.data_ptr() % _PAGE_BYTES  # direct I/O wants it
         return whole[begin : begin + self._buffer_bytes].view(torch.float32)
 
-    def _hold_next(self) -> Piece | None:
+    def _hold_next(self) -> HostChunk | None:
         with self._lock:
             number = next(iter(self._waiting_here), None)
             if number is None:
                 return None
-            self._move(number, Saving.HELD)
+            self._move(number, ChunkSnapshot.HELD)
             return self._here[number]
 
-    def _write_oldest(self, reading: deque[_Reading], memory: list[Tensor]) -> None:
+    def _write_oldest(self, reading: deque[_SnapshotRead], memory: list[Tensor]) -> None:
         each = reading[0]
         each.ticket.wait()
         self._write(each.piece)
         reading.popleft()
         memory.append(each.piece.whole)
         with self._lock:
-            self._move(each.piece.chunk.number, Saving.SAVED)
+            self._move(each.piece.chunk.number, ChunkSnapshot.SAVED)
 
     # --- the thread that steps --------------------------------------------------------------------
 
     @uninterrupted
-    def before_change(self, piece: Piece) -> None:
+    def before_change(self, piece: HostChunk) -> None:
         """Save the chunk from the piece if it is still to be saved; wait if it is being written."""
         number = piece.chunk.number
         with self._lock:
-            if self._states.get(number, Saving.SAVED) is Saving.SAVED or self._error is not None:
+            if (
+                self._states.get(number, ChunkSnapshot.SAVED) is ChunkSnapshot.SAVED
+                or self._error is not None
+            ):
                 return
-            is_mine = self._states[number] is Saving.WAITING
+            is_mine = self._states[number] is ChunkSnapshot.WAITING
             if is_mine:
-                self._move(number, Saving.HELD)
+                self._move(number, ChunkSnapshot.HELD)
         with self._metrics.span(_CAUSE, piece.chunk.name):
             if is_mine:
                 self._save_for_a_step(piece)
@@ -198,7 +201,7 @@ class Saver:
                 self._await(number)
 
     @steadfast  # Ctrl-C ends the step, not the save: it has half of the chunk by then
-    def _save_for_a_step(self, piece: Piece) -> None:
+    def _save_for_a_step(self, piece: HostChunk) -> None:
         try:
             self._write_held(piece)
         except Exception as error:  # the step goes on; `run` tells
@@ -207,11 +210,11 @@ class Saver:
             self._give_up(error)
             raise
 
-    def before_release(self, piece: Piece) -> None:
+    def before_release(self, piece: HostChunk) -> None:
         """From now on the chunk's bytes are to be found on disk."""
         number = piece.chunk.number
         with self._lock:
-            self._wait_until(lambda: self._states.get(number) is not Saving.HELD)
+            self._wait_until(lambda: self._states.get(number) is not ChunkSnapshot.HELD)
             self._here.pop(number, None)
             if number in self._waiting_here:
                 self._waiting_on_disk[number] = self._waiting_here.pop(number)
@@ -219,7 +222,7 @@ class Saver:
     def _await(self, number: int) -> None:
         with self._lock:
             self._gate.wait_until(
-                lambda: self._states[number] is not Saving.HELD,
+                lambda: self._states[number] is not ChunkSnapshot.HELD,
                 _WHAT,
                 progress=lambda: self.progress,
             )
@@ -237,14 +240,14 @@ class Saver:
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _write_held(self, piece: Piece) -> None:
+    def _write_held(self, piece: HostChunk) -> None:
         try:
             self._write(piece)
         finally:  # it may change, well or badly
             with self._lock:
-                self._move(piece.chunk.number, Saving.SAVED)
+                self._move(piece.chunk.number, ChunkSnapshot.SAVED)
 
-    def _write(self, piece: Piece) -> None:
+    def _write(self, piece: HostChunk) -> None:
         for part in self._parts[piece.chunk.number]:
             record = self._records[part.param]
             # Where ranks share it, nobody has all of it: whoever takes it puts it together.
@@ -255,14 +258,14 @@ class Saver:
                 else:
                     self._assembly.add(record, part, field, values)
 
-    def _move(self, number: int, state: Saving) -> None:
+    def _move(self, number: int, state: ChunkSnapshot) -> None:
         before = self._states[number]
         assert state in MOVES[before], (number, before, state)
         self._states[number] = state
         self.progress += 1
         self._waiting_here.pop(number, None)
         self._waiting_on_disk.pop(number, None)
-        self._held += (state is Saving.HELD) - (before is Saving.HELD)
+        self._held += (state is ChunkSnapshot.HELD) - (before is ChunkSnapshot.HELD)
         self._gate.notify_all()
 
     def _give_up(self, error: BaseException) -> None:

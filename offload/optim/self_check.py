@@ -13,13 +13,13 @@ from torch import Tensor
 
 from offload import kernels, reference, rules
 from offload.errors import StateError
-from offload.optim.recipe import Work
+from offload.optim.recipe import SliceUpdate
 
 SAMPLE_NUMEL = 4096  # of each slice: its last elements, where torch's kernels run other code
 
 
 @contextmanager
-def checked(work: Work, rule: rules.Rule, scale: float) -> Iterator[None]:
+def checked(work: SliceUpdate, rule: rules.Rule, scale: float) -> Iterator[None]:
     """Around the update of a slice. Raises `StateError` when plain torch comes to other bits."""
     count = work.master.numel()
     last = slice(max(0, count - SAMPLE_NUMEL), count)

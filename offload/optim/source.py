@@ -17,7 +17,7 @@ _PIECE_NUMEL = 1 << 20
 
 
 @runtime_checkable
-class Source(Protocol):
+class FieldSource(Protocol):
     """A tensor in the order of its shape."""
 
     dtype: torch.dtype
@@ -28,14 +28,14 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class FieldPart:
     """A field of the elements that are ours, from `begin` on, in the order of memory; in memory."""
 
     begin: int
     values: Tensor
 
     @classmethod
-    def empty(cls, begin: int, end: int) -> Part:
+    def empty(cls, begin: int, end: int) -> FieldPart:
         return cls(begin, torch.empty(end - begin, dtype=torch.float32, device="cpu"))
 
     def write(self, begin: int, values: Tensor) -> None:
@@ -56,7 +56,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptField:
     """The same, and the order of memory that the parameter had when it was kept."""
 
     part: Readable
@@ -75,7 +75,7 @@ def own_range(record: Record) -> tuple[int, int]:
     return record.own or (0, record.shape.numel())
 
 
-class Wholes:
+class GatheredField:
     """The field that was read last of a parameter whose memory is in another order than its shape:
     it is read whole, and its slices are taken from there. Each field of one parameter at a time.
     """
@@ -84,7 +84,7 @@ class Wholes:
         self._number = -1
         self._fields: dict[int, Tensor] = {}
 
-    def of(self, source: Source | Kept, record: Record) -> Tensor:
+    def of(self, source: FieldSource | KeptField, record: Record) -> Tensor:
         """Flat, in the order of the parameter's memory."""
         if record.number != self._number:
             self._number, self._fields = record.number, {}
@@ -93,8 +93,8 @@ class Wholes:
         return self._fields[id(source)]
 
 
-def _whole(source: Source | Kept) -> Tensor:
-    if isinstance(source, Kept):
+def _whole(source: FieldSource | KeptField) -> Tensor:
+    if isinstance(source, KeptField):
         return source.whole()
     whole = torch.empty(source.shape, dtype=source.dtype, device="cpu")
     source.read_into(0, as_bytes(whole))
@@ -106,7 +106,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def read_slice(source: Source, record: Record, part: Slice, target: Tensor, wholes: Wholes) -> None:
+def read_slice(
+    source: FieldSource, record: Record, part: Slice, target: Tensor, wholes: GatheredField
+) -> None:
     """Elements of a parameter's field, in the order of the parameter's memory."""
     if not is_row_major(record.shape, record.stride):
         target.copy_(wholes.of(source, record)[part.begin : part.end])
@@ -120,7 +122,9 @@ def read_slice(source: Source, record: Record, part: Slice, target: Tensor, whol
             some.copy_(read)
 
 
-def read_kept(kept: Kept, record: Record, part: Slice, target: Tensor, wholes: Wholes) -> None:
+def read_kept(
+    kept: KeptField, record: Record, part: Slice, target: Tensor, wholes: GatheredField
+) -> None:
     """The same of what was kept; the parameter may be in another order of memory since."""
     if is_same_order(record.shape, kept.stride, record.stride):
         kept.part.read_into(part.begin, target)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 
+from offload.decoded import Decoded
 from offload.number_log import NumberLog
 from offload.run_file import StepFact
 
@@ -35,11 +36,10 @@ class StepLog:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[StepFact]:
-        """From the first that is remembered."""
+    def so_far(self) -> Sequence[StepFact]:
+        """Return those that are remembered now, the first one first."""
         with self._lock:  # a step may end meanwhile, in another thread
-            rows = list(self._rows)
-        return map(_fact, rows)
+            return Decoded(self._rows.copy(), _fact)
 
 
 def _fact(row: dict[str, float]) -> StepFact:

@@ -30,7 +30,7 @@ _KEY = "state chunk "
 
 
 @dataclass(frozen=True)
-class Piece:
+class HostChunk:
     """A chunk in host memory. `memory`: its fields, flat fp32; `whole`: the buffer it lies in;
     `sums`: what is known of the checksums of its bytes as they are, 0 where nothing is; None: they
     are of no use.
@@ -65,10 +65,10 @@ class Piece:
 class Watcher(Protocol):
     """Somebody who wants the bytes of some chunks as they are now. His errors are his own."""
 
-    def before_change(self, piece: Piece) -> None:
+    def before_change(self, piece: HostChunk) -> None:
         """The chunk's bytes, which are in the piece, are others when this has returned."""
 
-    def before_release(self, piece: Piece) -> None:
+    def before_release(self, piece: HostChunk) -> None:
         """The piece's memory is another chunk's when this has returned; its bytes are on disk."""
 
     def settle(self) -> None:
@@ -88,15 +88,15 @@ class Tiers:
         }
         self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
         self._written: set[int] = set()  # disk chunks that have bytes
-        self._unwritten: dict[int, Piece] = {}  # whose newest bytes are in a buffer only
+        self._unwritten: dict[int, HostChunk] = {}  # whose newest bytes are in a buffer only
         self.watcher: Watcher | None = None
 
     def is_resident(self, chunk: Chunk) -> bool:
         return chunk.number in self._resident
 
-    def resident(self, chunk: Chunk) -> Piece:
+    def resident(self, chunk: Chunk) -> HostChunk:
         memory = self._resident[chunk.number]
-        return Piece(chunk, memory, memory)
+        return HostChunk(chunk, memory, memory)
 
     def needs_buffer(self, chunk: Chunk) -> bool:
         """Whether `read` takes one: the chunk is on disk, and its newest bytes are there."""
@@ -106,7 +106,7 @@ class Tiers:
         return chunk.number in self._unwritten
 
     @property
-    def unwritten(self) -> Sequence[Piece]:
+    def unwritten(self) -> Sequence[HostChunk]:
         return tuple(self._unwritten.values())
 
     @property
@@ -115,7 +115,7 @@ class Tiers:
 
     def read(
         self, chunk: Chunk, priority: Priority = Priority.PREFETCH
-    ) -> tuple[Piece, Ticket[None]]:
+    ) -> tuple[HostChunk, Ticket[None]]:
         """A buffer that holds the disk chunk once the ticket is done. There must be a free one if
         it needs one.
         """
@@ -123,7 +123,7 @@ class Tiers:
             return self._unwritten[chunk.number], Ticket.of(None, f"{chunk.name} is in its buffer")
         whole = self._free.pop()
         sums: KnownSums = np.zeros(-(-chunk.nbytes // SUM_BYTES), dtype=np.uint64)
-        piece = Piece(chunk, whole[: chunk.nbytes // whole.element_size()], whole, sums)
+        piece = HostChunk(chunk, whole[: chunk.nbytes // whole.element_size()], whole, sums)
         try:
             if chunk.number in self._written:
                 return piece, self._disk().read(_key(chunk), piece.memory, priority)
@@ -139,7 +139,7 @@ class Tiers:
         """
         return self._disk().read(_key(chunk), memory, Priority.PREFETCH)
 
-    def before_change(self, piece: Piece) -> None:
+    def before_change(self, piece: HostChunk) -> None:
         """Whoever is about to change a chunk says so."""
         if piece.sums is not None:
             piece.sums.fill(0)
@@ -153,11 +153,11 @@ class Tiers:
         if watcher is not None:
             watcher.settle()
 
-    def change(self, piece: Piece) -> None:
+    def change(self, piece: HostChunk) -> None:
         """The buffer's bytes are the chunk's newest from now on, until it is given back."""
         self._unwritten[piece.chunk.number] = piece
 
-    def write(self, piece: Piece) -> Ticket[None]:
+    def write(self, piece: HostChunk) -> Ticket[None]:
         """Store a disk chunk; its buffer must not change before the ticket is done. What is not
         given back after that, because it failed, say, stays where it is.
         """
@@ -172,7 +172,7 @@ class Tiers:
         for piece in self.unwritten:
             self.give_back(piece)
 
-    def give_back(self, piece: Piece) -> None:
+    def give_back(self, piece: HostChunk) -> None:
         """The chunk's newest bytes are on disk; its buffer is free."""
         watcher = self.watcher
         if watcher is not None:

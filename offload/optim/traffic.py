@@ -21,7 +21,7 @@ from offload.layout import ELEMENT_BYTES, Chunk, ParamSpec
 from offload.metrics import Metrics
 from offload.optim.desk import Desk
 from offload.optim.pipeline import Pipeline
-from offload.optim.tiers import Piece, Tiers
+from offload.optim.tiers import HostChunk, Tiers
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
 from offload.store import DiskStore
@@ -120,7 +120,7 @@ class Traffic:
         """Noise, because drives may write zeros faster than anything else."""
         generator = torch.Generator("cpu").manual_seed(_SEED)  # torch's own must not move
 
-        def act(piece: Piece, desk: Desk | None) -> bool:
+        def act(piece: HostChunk, desk: Desk | None) -> bool:
             if not keep_going():
                 raise _Enough
             piece.memory.view(torch.int32).random_(generator=generator)
@@ -135,14 +135,16 @@ class Traffic:
     ) -> Moved:
         """Read chunks (None: all), and write each when it is there, as a step does."""
 
-        def act(piece: Piece, desk: Desk | None) -> bool:
+        def act(piece: HostChunk, desk: Desk | None) -> bool:
             if not keep_going():
                 raise _Enough
             return True
 
         return self._pass(self.chunks if chunks is None else chunks, act)
 
-    def _pass(self, chunks: Sequence[Chunk], act: Callable[[Piece, Desk | None], bool]) -> Moved:
+    def _pass(
+        self, chunks: Sequence[Chunk], act: Callable[[HostChunk, Desk | None], bool]
+    ) -> Moved:
         begin_s = time.perf_counter()
         with suppress(_Enough):  # the pipeline has waited for all that was under way
             self._pipeline.run(chunks, act)
@@ -151,7 +153,7 @@ class Traffic:
     def read(self, keep_going: Callable[[], bool] = always) -> Moved:
         """All chunks, one way."""
         self._settle()
-        coming: deque[tuple[Piece, Ticket[None]]] = deque()
+        coming: deque[tuple[HostChunk, Ticket[None]]] = deque()
 
         def land() -> None:
             piece, ticket = coming.popleft()
@@ -174,7 +176,7 @@ class Traffic:
         self._settle()
         first = self.chunks[: self._tiers.free_buffers]
         arriving = [self._tiers.read(chunk) for chunk in first]
-        going: deque[tuple[Piece, Ticket[None] | None]] = deque()
+        going: deque[tuple[HostChunk, Ticket[None] | None]] = deque()
         for piece, ticket in arriving:
             ticket.wait()
             going.append((piece, None))
@@ -186,7 +188,7 @@ class Traffic:
             if under_way is not None:
                 under_way.wait()
             memory = piece.whole[: chunk.nbytes // ELEMENT_BYTES]
-            next_one = Piece(chunk, memory, piece.whole)
+            next_one = HostChunk(chunk, memory, piece.whole)
             going.append((next_one, self._tiers.write(next_one)))
         for piece, under_way in going:
             if under_way is not None:

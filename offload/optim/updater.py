@@ -28,11 +28,11 @@ from offload.optim.gradient import gradient_of
 from offload.optim.ground import Ground
 from offload.optim.incoming import is_there, own_part
 from offload.optim.pipeline import Act, Pipeline
-from offload.optim.recipe import Recipe, Record, Work
+from offload.optim.recipe import Recipe, Record, SliceUpdate
 from offload.optim.saver import Saver, Sink
 from offload.optim.soundness import LOAD, STEP, Soundness
-from offload.optim.source import Kept, Wholes, read_kept, read_slice
-from offload.optim.tiers import Piece
+from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
+from offload.optim.tiers import HostChunk
 from offload.spilled_gradient import Gradient, in_memory
 from offload.store.contract import KnownSums
 
@@ -229,7 +229,7 @@ class Updater:
         grads: Mapping[int, Gradient],
         fresh: set[int],
         scale: float,
-        piece: Piece,
+        piece: HostChunk,
         desk: Desk | None,
     ) -> bool:
         if self.company is not None:
@@ -284,7 +284,7 @@ class Updater:
             if master is not None:
                 master.copy_(param)
         self._recipe.update(
-            Work(
+            SliceUpdate(
                 record=record,
                 begin=part.begin,
                 master=param if master is None else master,
@@ -304,7 +304,7 @@ class Updater:
         """Write what is here of these fields, slice by slice."""
         self._soundness.check()
 
-        def copy(piece: Piece, _: Desk | None) -> bool:
+        def copy(piece: HostChunk, _: Desk | None) -> bool:
             for part in piece.chunk.slices:
                 wanted = targets.get(part.param, {})
                 for field, values in piece.fields(part).items():
@@ -343,7 +343,9 @@ class Updater:
         """
         known = {n for n, state in states.items() if is_there(self.records[n], state)}
         # Not a closure: the frames of an error would hold it, and it our memory.
-        copy_in = partial(self._copy_in, {number: states[number] for number in known}, Wholes())
+        copy_in = partial(
+            self._copy_in, {number: states[number] for number in known}, GatheredField()
+        )
         self._tiers.settle()  # before the records change
         try:
             for record in self.records:
@@ -360,8 +362,8 @@ class Updater:
     def _copy_in(
         self,
         states: Mapping[int, Mapping[str, Any]],
-        wholes: Wholes,
-        piece: Piece,
+        wholes: GatheredField,
+        piece: HostChunk,
         desk: Desk | None,
     ) -> bool:
         for part in piece.chunk.slices:
@@ -370,12 +372,17 @@ class Updater:
         return True
 
     def _fill(
-        self, record: Record, part: Slice, state: Mapping[str, Any], piece: Piece, wholes: Wholes
+        self,
+        record: Record,
+        part: Slice,
+        state: Mapping[str, Any],
+        piece: HostChunk,
+        wholes: GatheredField,
     ) -> None:
         for field, target in piece.fields(part).items():
             if field == MASTER and field not in state:
                 target.copy_(self._values(record, part))
-            elif isinstance(state[field], Kept):
+            elif isinstance(state[field], KeptField):
                 read_kept(state[field], record, part, target, wholes)
             elif isinstance(state[field], Tensor):
                 own = own_part(record, state[field])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.page.markup import Html, join, tag
-from offload.page.summary import Iteration
+from offload.page.summary import IterationSummary
 from offload.page.words import show_seconds
 
 _MOST_BARS = 200
@@ -32,7 +32,7 @@ def _drawing(inner: str, width: float, height: float, name: str) -> Html:
     )
 
 
-def step_bars(iterations: Sequence[Iteration]) -> Html:
+def step_bars(iterations: Sequence[IterationSummary]) -> Html:
     """A bar for each iteration, or for several in a row where there are many: what it computed
     outside of `step()`, in it, and what it waited. Read out, it is the table beside it.
     """
@@ -42,12 +42,12 @@ def step_bars(iterations: Sequence[Iteration]) -> Html:
     return _drawing(join(bars), max(1, len(groups)), 100, "steps")
 
 
-def _groups(iterations: Sequence[Iteration]) -> list[Sequence[Iteration]]:
+def _groups(iterations: Sequence[IterationSummary]) -> list[Sequence[IterationSummary]]:
     each = max(1, -(-len(iterations) // _MOST_BARS))
     return [iterations[at : at + each] for at in range(0, len(iterations), each)]
 
 
-def _step_bar(at: int, group: Sequence[Iteration], most_s: float) -> Html:
+def _step_bar(at: int, group: Sequence[IterationSummary], most_s: float) -> Html:
     whole_s = sum(one.whole_s for one in group) / len(group)
     waited_s = sum(one.waited_s for one in group) / len(group)
     step_s = sum(_computed_in_step_s(one) for one in group) / len(group)
@@ -63,6 +63,6 @@ def _step_bar(at: int, group: Sequence[Iteration], most_s: float) -> Html:
     return tag("g", tag("title", told), *rects)
 
 
-def _computed_in_step_s(one: Iteration) -> float:
+def _computed_in_step_s(one: IterationSummary) -> float:
     waited_s = sum(s for cause, s in one.waits.items() if cause.startswith("step()"))
     return max(0.0, one.step_s - waited_s)

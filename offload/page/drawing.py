@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.format.strict_json import printable
 from offload.page.by_unit import UnitFinder, kind_of, typical_iteration
-from offload.page.memory import Tier
+from offload.page.memory import MemoryBands
 from offload.run_file import Run
 from offload.timeline import STEP, Event
 
@@ -35,7 +35,7 @@ ROWS = (
 )
 
 
-def draw(run: Run, tiers: Sequence[Tier]) -> dict[str, Any]:
+def draw(run: Run, tiers: Sequence[MemoryBands]) -> dict[str, Any]:
     """For `page.js`. Of each event: kind, lane, name, unit (-1: none), begin, duration, bytes."""
     drawn = sorted((e for e in run.events if e.row != STEP), key=lambda event: event.begin_s)
     names: dict[str, int] = {}
@@ -68,7 +68,7 @@ def draw(run: Run, tiers: Sequence[Tier]) -> dict[str, Any]:
     }
 
 
-def _memory(tier: Tier) -> dict[str, Any]:
+def _memory(tier: MemoryBands) -> dict[str, Any]:
     return {
         "tier": printable(tier.name),
         "budget": tier.budget_bytes,

@@ -21,7 +21,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Tier:
+class MemoryBands:
     """Bands lie on each other. budget_bytes: that may be held here; None: no limit is known."""
 
     name: str
@@ -38,7 +38,7 @@ class Tier:
         return max(self.totals, default=0)
 
 
-def tiers_of(run: Run) -> tuple[Tier, ...]:
+def tiers_of(run: Run) -> tuple[MemoryBands, ...]:
     """In the order of their speed; none where no memory was sampled."""
     samples = sorted(run.samples, key=lambda sample: sample[0])
     if not samples:
@@ -53,7 +53,7 @@ def tiers_of(run: Run) -> tuple[Tier, ...]:
     budgets = {HOST: run.about.host_bytes, DEVICE: run.about.device_bytes}
     known = [name for name in _ORDER if name in bands]
     return tuple(
-        Tier(name, times_s, tuple(bands[name]), budgets.get(name))
+        MemoryBands(name, times_s, tuple(bands[name]), budgets.get(name))
         for name in dict.fromkeys([*known, *bands])
     )
 

@@ -10,8 +10,8 @@ from offload.config import format_size
 from offload.page.by_unit import UnitCost, kind_of
 from offload.page.charts import bar, step_bars
 from offload.page.markup import Html, join, tag
-from offload.page.memory import Tier
-from offload.page.summary import Iteration, Summary, hit_rate, is_wait
+from offload.page.memory import MemoryBands
+from offload.page.summary import IterationSummary, Summary, hit_rate, is_wait
 from offload.page.words import (
     UNKNOWN,
     show_part,
@@ -164,7 +164,7 @@ def _rate_note(found: Summary, nbytes: float) -> str:
     return f", {show_rate(nbytes / found.typical_s)}" if nbytes and found.typical_s else ""
 
 
-def _tier_card(tier: Tier) -> tuple[str, str, str]:
+def _tier_card(tier: MemoryBands) -> tuple[str, str, str]:
     label = f"{tier.name[:1].upper()}{tier.name[1:]}, peak"
     if tier.budget_bytes is None:
         return label, format_size(tier.peak_bytes), "no budget"
@@ -278,7 +278,7 @@ def waits_by_unit(costs: Sequence[UnitCost], name: str = "") -> Html:
     )
 
 
-def memory(tiers: Sequence[Tier]) -> Html:
+def memory(tiers: Sequence[MemoryBands]) -> Html:
     rows = []
     for tier in tiers:
         budget = tier.budget_bytes
@@ -344,7 +344,7 @@ def steps(found: Summary, name: str = "", title: str = "Steps") -> Html:
     )
 
 
-def _step_row(one: Iteration) -> list[str]:
+def _step_row(one: IterationSummary) -> list[str]:
     whole = UNKNOWN if one.total_s is None else show_seconds(one.total_s)
     seconds = [whole, show_seconds(one.step_s), show_seconds(one.waited_s)]
     names = ("disk_read_bytes", "disk_written_bytes")

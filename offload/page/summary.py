@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from offload.page.memory import Tier, tiers_of
+from offload.page.memory import MemoryBands, tiers_of
 from offload.run_file import Run, StepFact
 
 # As the engine writes them: `optim/ledger.py` and `metrics.py`, which need torch.
@@ -26,7 +26,7 @@ _LONG: Final = 3  # times the median
 
 
 @dataclass(frozen=True)
-class Iteration:
+class IterationSummary:
     """total_s: None for the first step of a run, before which there is no other. waits, computed:
     seconds by place and cause, as in `StepFact`; computed are those in `step()`.
     """
@@ -66,7 +66,7 @@ class Summary:
     the best rate of this run. limit: which of the two.
     """
 
-    iterations: tuple[Iteration, ...]
+    iterations: tuple[IterationSummary, ...]
     is_whole: bool
     left_out: int  # iterations that were long
     typical_s: float | None  # median
@@ -80,7 +80,7 @@ class Summary:
     hit_rate: float | None
     device_hit_rate: float | None
     moved: Mapping[str, float]  # mean bytes by counter
-    tiers: tuple[Tier, ...]
+    tiers: tuple[MemoryBands, ...]
 
     @property
     def share_of_ceiling(self) -> float | None:
@@ -145,8 +145,8 @@ def summarize(run: Run) -> Summary:
     )
 
 
-def iterations_of(steps: Sequence[StepFact]) -> tuple[Iteration, ...]:
-    found: list[Iteration] = []
+def iterations_of(steps: Sequence[StepFact]) -> tuple[IterationSummary, ...]:
+    found: list[IterationSummary] = []
     ended_s: float | None = None
     for step in steps:
         step_s = max(0.0, step.end_s - step.begin_s)
@@ -158,7 +158,7 @@ def iterations_of(steps: Sequence[StepFact]) -> tuple[Iteration, ...]:
         }
         waits = {cause: seconds for cause, seconds in known.items() if is_wait(cause)}
         computed = {cause: seconds for cause, seconds in known.items() if cause not in waits}
-        found.append(Iteration(step.number, total_s, step_s, waits, computed, step.counts))
+        found.append(IterationSummary(step.number, total_s, step_s, waits, computed, step.counts))
         ended_s = step.end_s
     return tuple(found)
 
@@ -168,7 +168,9 @@ def is_wait(cause: str) -> bool:
     return cause != OUTSIDE and cause.removeprefix(IN_STEP) not in COMPUTED | {OTHER}
 
 
-def _least(known: Sequence[Iteration], disk_bytes_per_s: float | None) -> tuple[float | None, str]:
+def _least(
+    known: Sequence[IterationSummary], disk_bytes_per_s: float | None
+) -> tuple[float | None, str]:
     """Of a typical iteration: what it computes, or what the disk needs for its bytes. Medians, as
     its time is one: each iteration takes no less than these, so the typical one does not.
     """
@@ -182,7 +184,7 @@ def _least(known: Sequence[Iteration], disk_bytes_per_s: float | None) -> tuple[
     return (computed_s, "computing") if computed_s >= disk_s else (disk_s, "the disk")
 
 
-def _disk_bytes(one: Iteration) -> int:
+def _disk_bytes(one: IterationSummary) -> int:
     return one.counts.get("disk_read_bytes", 0) + one.counts.get("disk_written_bytes", 0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from offload import kernels
 from offload.config import format_size
 from offload.errors import OffloadError
-from offload.machine import Machine, free_memory_bytes, read_machine, usable_cores
+from offload.machine import HostFacts, free_memory_bytes, read_machine, usable_cores
 from offload.machine_disk import read_directory
 from offload.metrics import Metrics
 from offload.selftest.check import Setting
@@ -48,7 +48,7 @@ def _size(nbytes: int | None) -> str:
     return "unknown" if nbytes is None else format_size(nbytes)
 
 
-def _torch(machine: Machine) -> str:
+def _torch(machine: HostFacts) -> str:
     version = machine.torch.version
     return f"broken: {machine.torch.error}" if version is None else describe(version)
 
@@ -71,7 +71,7 @@ def _io_engine() -> str:
     return engine.name + "".join(f"; {what}: {why}" for what, why in lesser.items())
 
 
-def _device(setting: Setting, machine: Machine) -> str:
+def _device(setting: Setting, machine: HostFacts) -> str:
     found = machine.accelerator
     if setting.is_on_cpu or found is None:
         return setting.device

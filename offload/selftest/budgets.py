@@ -14,7 +14,7 @@ from offload.errors import CapacityError, OffloadError
 from offload.machine import ROOT, read_text
 from offload.pool import Pool
 from offload.prepared import prepared_of
-from offload.selftest.check import CheckFailed, Facts, NotRun, Setting, require
+from offload.selftest.check import CheckFailed, NotRun, Proved, Setting, require
 from offload.selftest.least import least_bytes
 from offload.selftest.model import make_model, make_optimizer
 
@@ -23,7 +23,7 @@ _MIB = 1 << 20
 _SLACK_BYTES = 24 * _MIB  # of an I/O engine's threads and buffers, of torch, and of Python
 
 
-def pool(setting: Setting) -> Facts:
+def pool(setting: Setting) -> Proved:
     """Leases never overlap, come to no more than the arena, and all come back."""
     pages, count = 64, 0
     budget = Budget(pages * _PAGE)
@@ -34,7 +34,7 @@ def pool(setting: Setting) -> Facts:
         _refused("a lease larger than the pool", lambda: arena.lease((pages + 1) * _PAGE))
     gc.collect()
     require(budget.used_bytes == 0, "held after close", got=budget.used_bytes, expected=0)
-    return Facts("leases, each with bytes of its own", count + 2)
+    return Proved("leases, each with bytes of its own", count + 2)
 
 
 def _fill_arena(arena: Pool, turn: int) -> int:
@@ -80,7 +80,7 @@ def _refused(what: str, act: Any) -> None:
     raise CheckFailed(what, got="no error", expected="CapacityError")
 
 
-def refusals(setting: Setting) -> Facts:
+def refusals(setting: Setting) -> Proved:
     """A budget that cannot work is refused before anything has changed, and one page more works."""
     model = make_model(setting.seed)
     optimizer = make_optimizer(model)
@@ -107,10 +107,10 @@ def refusals(setting: Setting) -> Facts:
     peak = report(optimizer).host_peak_bytes
     require(peak <= least, "peak of host bytes", got=peak, expected=f"up to {least}")
     optimizer.close()  # type: ignore[attr-defined]
-    return Facts("budgets, refused or kept", 4)
+    return Proved("budgets, refused or kept", 4)
 
 
-def memory(setting: Setting) -> Facts:
+def memory(setting: Setting) -> Proved:
     """The process grows by the budget, not by the state: by the system's own count."""
     if _resident_bytes() is None:
         raise NotRun("this system does not tell a process's memory in /proc/self/status")
@@ -129,7 +129,7 @@ def memory(setting: Setting) -> Facts:
     require(peak <= budget, "peak of the pool", got=peak, expected=f"at most {budget}")
     require(grown <= allowed, "growth of the process", got=grown, expected=f"at most {allowed}")
     optimizer.close()
-    return Facts(
+    return Proved(
         f"MiB of state, the process grew by {max(0, grown) // _MIB} MiB for a budget of "
         f"{budget // _MIB} MiB",
         state // _MIB,

@@ -1,6 +1,6 @@
 """What a check is given, what it returns or raises, and what is told of it.
 
-A check is a function of a `Setting` that returns `Facts`: what was compared, and how often. It
+A check is a function of a `Setting` that returns `Proved`: what was compared, and how often. It
 raises `CheckFailed` where something is not what it should be, and `NotRun` where this machine has
 nothing to try it on; any other exception is a failure, too. What it writes is in its own directory
 and is gone when it returns.
@@ -26,7 +26,7 @@ class NotRun(Exception):
     """There is nothing here to try it on; the message says why."""
 
 
-class Status(Enum):
+class CheckStatus(Enum):
     """What came of a check."""
 
     PASSED = "passed"
@@ -49,7 +49,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Proved:
     """count: how many of `compared` there were. 0 is a failure: nothing was proved then."""
 
     compared: str
@@ -57,11 +57,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What is told of a check. text: what was compared, what went wrong, or why it did not run."""
 
     name: str
-    status: Status
+    status: CheckStatus
     seconds: float
     text: str
     count: int = 0
@@ -70,8 +70,8 @@ class Result:
         return {**asdict(self), "status": self.status.value}
 
     @classmethod
-    def of_dict(cls, values: Mapping[str, Any]) -> Result:
-        return cls(**{**values, "status": Status(values["status"])})
+    def of_dict(cls, values: Mapping[str, Any]) -> CheckResult:
+        return cls(**{**values, "status": CheckStatus(values["status"])})
 
 
 def require(is_so: bool, what: str, *, got: object, expected: object) -> None:

@@ -18,7 +18,7 @@ from offload.api import close, load, plan, prepare, save, wrap
 from offload.errors import OffloadError
 from offload.format.verify import verify
 from offload.selftest.bits import require_same, require_same_states
-from offload.selftest.check import CheckFailed, Facts, Setting, require
+from offload.selftest.check import CheckFailed, Proved, Setting, require
 from offload.selftest.least import least_bytes
 from offload.selftest.model import make_model, make_optimizer, train
 
@@ -74,7 +74,7 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def resume(setting: Setting) -> Facts:
+def resume(setting: Setting) -> Proved:
     """Save, check every byte, load into another model, go on: the bits of one that never ended."""
     count = 0
     for way in WAYS:
@@ -94,10 +94,10 @@ def resume(setting: Setting) -> Facts:
             count += require_same(again, rest, f"{way}, resumed: what was seen,")
             count += require_same(got, values, f"{way}, resumed: value")
             count += require_same_states(got_states, states, f"{way}, resumed: state")
-    return Facts("losses, gradients, values, state after a resume", count)
+    return Proved("losses, gradients, values, state after a resume", count)
 
 
-def damage(setting: Setting) -> Facts:
+def damage(setting: Setting) -> Proved:
     """A byte changed or missing anywhere is found, and the checkpoint before it is loaded."""
     count = 0
     with _folders(setting) as (saves, swap), _trained(setting, "wrap", swap) as pair:
@@ -114,7 +114,7 @@ def damage(setting: Setting) -> Facts:
                 path.write_bytes(whole)
         extra = load(saves, *pair)
         require(extra == 2, "the checkpoint that was mended", got=extra, expected=2)
-    return Facts("places of damage, each found by verify and by load", count)
+    return Proved("places of damage, each found by verify and by load", count)
 
 
 def _spoil(path: Path, whole: bytes, how: str) -> None:
@@ -141,7 +141,7 @@ def _require_found(saves: Path, pair: tuple[Any, Any], newest: Path, what: str) 
     return 3
 
 
-def kill(setting: Setting) -> Facts:
+def kill(setting: Setting) -> Proved:
     """Loops that train and save, killed at every point of a save and in between: what was
     acknowledged is there, whole, and the next loop goes on with the same bits. On the CPU.
     """
@@ -162,7 +162,7 @@ def kill(setting: Setting) -> Facts:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckFailed("loops that were killed", got=last, expected="nothing lost")
         seen = json.loads(done.stdout)
-    return Facts(
+    return Proved(
         f"kills, {seen['in_a_save']} of them within a save; {seen['saves']} saves, bits compared",
         seen["kills"],
     )

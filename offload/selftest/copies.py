@@ -21,7 +21,7 @@ from offload.api import wrap
 from offload.budget import Budget
 from offload.pool import Pool
 from offload.selftest.bits import require_same, require_same_states
-from offload.selftest.check import Facts, Setting
+from offload.selftest.check import Proved, Setting
 from offload.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
 from offload.store.engine import Fault, FaultKind
 from offload.transfer import open_transfer
@@ -35,7 +35,7 @@ _BUFFERS = 2
 
 
 @dataclass
-class Bench:
+class CopyBench:
     """A transfer, a pool, and work to be late with. is_late: on an accelerator."""
 
     transfer: Any
@@ -80,10 +80,10 @@ class Bench:
 
 
 @contextmanager
-def _bench(setting: Setting) -> Iterator[Bench]:
+def _bench(setting: Setting) -> Iterator[CopyBench]:
     transfer: Any = open_transfer(setting.device)
     pool = Pool(1 << 20, budget=Budget(), device=transfer.device)
-    bench = Bench(transfer, pool, not setting.is_on_cpu)
+    bench = CopyBench(transfer, pool, not setting.is_on_cpu)
     if bench.is_late:
         nbytes = _BALLAST_BYTES >> (2 if setting.is_quick else 0)
         side = _BUSY_SIDE >> (1 if setting.is_quick else 0)
@@ -98,7 +98,7 @@ def _bench(setting: Setting) -> Iterator[Bench]:
         pool.close()
 
 
-def transfer(setting: Setting) -> Facts:
+def transfer(setting: Setting) -> Proved:
     """Programs on the transfer layer, each of which shows a wait that is missing."""
     count = 0
     with _bench(setting) as bench:
@@ -106,7 +106,7 @@ def transfer(setting: Setting) -> Facts:
             got, expected = program(bench)
             count += require_same(got, expected, f"{program.__name__[1:]}: result")
     where = "nothing is copied on the CPU" if setting.is_on_cpu else f"late, on {setting.device}"
-    return Facts(f"results of {len(PROGRAMS)} programs ({where})", count)
+    return Proved(f"results of {len(PROGRAMS)} programs ({where})", count)
 
 
 _Outcome = tuple[list[Tensor], list[Tensor]]  # got, expected
@@ -121,7 +121,7 @@ def _full(value: float) -> Tensor:
     return torch.full((SIDE, SIDE), float(value), dtype=torch.float32, device="cpu")
 
 
-def _used_at_once(bench: Bench) -> _Outcome:
+def _used_at_once(bench: CopyBench) -> _Outcome:
     """Bytes are used before they can have come."""
     got = []
     for number in range(4):
@@ -132,7 +132,7 @@ def _used_at_once(bench: Bench) -> _Outcome:
     return got, [_full(number + 1) for number in range(4)]
 
 
-def _refilled_while_used(bench: Bench) -> _Outcome:
+def _refilled_while_used(bench: CopyBench) -> _Outcome:
     """A block's memory is given back and filled again while its last use is still to come."""
     late = []
     for number in range(6):
@@ -143,7 +143,7 @@ def _refilled_while_used(bench: Bench) -> _Outcome:
     return [each.cpu() for each in late], [_full(2 * number) for number in range(6)]
 
 
-def _layers_through_two_buffers(bench: Bench) -> _Outcome:
+def _layers_through_two_buffers(bench: CopyBench) -> _Outcome:
     """A chain of layers, each fetched while the one before it computes."""
     weights = [bench.host(number % 3) for number in range(12)]
     expected, got = (
@@ -162,7 +162,7 @@ def _layers_through_two_buffers(bench: Bench) -> _Outcome:
     return [got.cpu()], [expected]
 
 
-def _read_while_made(bench: Bench) -> _Outcome:
+def _read_while_made(bench: CopyBench) -> _Outcome:
     """Gradients go to the host before they are made, and their memory to others at once."""
     tickets = []
     for number in range(4):
@@ -182,7 +182,7 @@ def _read_while_made(bench: Bench) -> _Outcome:
     return got, [_full(3 * number) for number in range(4)]
 
 
-def _written_while_read(bench: Bench) -> _Outcome:
+def _written_while_read(bench: CopyBench) -> _Outcome:
     """New values come for a parameter whose old ones are still to be read."""
     target = torch.zeros(SIDE, SIDE, dtype=torch.float32, device=bench.device)
     got = []
@@ -197,7 +197,7 @@ def _written_while_read(bench: Bench) -> _Outcome:
     return [each.cpu() for each in got], expected
 
 
-def _leases_of_forgotten_copies(bench: Bench) -> _Outcome:
+def _leases_of_forgotten_copies(bench: CopyBench) -> _Outcome:
     """Nobody holds the host memory of a copy any more: the pool may not reuse it yet."""
     got = []
     for number in range(6):
@@ -212,7 +212,7 @@ def _leases_of_forgotten_copies(bench: Bench) -> _Outcome:
     return got, [_full(number + 1) for number in range(6)]
 
 
-PROGRAMS: tuple[Callable[[Bench], _Outcome], ...] = (
+PROGRAMS: tuple[Callable[[CopyBench], _Outcome], ...] = (
     _used_at_once,
     _refilled_while_used,
     _layers_through_two_buffers,
@@ -222,7 +222,7 @@ PROGRAMS: tuple[Callable[[Bench], _Outcome], ...] = (
 )
 
 
-def slow_disk(setting: Setting) -> Facts:
+def slow_disk(setting: Setting) -> Proved:
     """Every read and write of state takes longer than its turn: the update waits, or is wrong."""
     start = tensors(setting.seed)
     plain = parameters(start, "cpu")
@@ -236,4 +236,4 @@ def slow_disk(setting: Setting) -> Facts:
     count = require_same(got[0], expected[0], "slow disk: parameter")
     count += require_same_states(got[1], expected[1], "slow disk: state")
     mine.close()
-    return Facts(f"tensors, each disk operation {_DELAY_MS} ms late", count)
+    return Proved(f"tensors, each disk operation {_DELAY_MS} ms late", count)

@@ -22,7 +22,7 @@ from offload.errors import (
     StoreError,
     StoreTimeout,
 )
-from offload.selftest.check import CheckFailed, Facts, NotRun, Setting, require
+from offload.selftest.check import CheckFailed, NotRun, Proved, Setting, require
 from offload.selftest.wrap import NATIVE, parameters, take_step, tensors, tight
 from offload.store import DiskStore
 from offload.store.engine import Fault, FaultKind
@@ -73,22 +73,22 @@ LOST_COMPLETION = Kind("lost completion", FaultKind.LOST_COMPLETION, 0, StoreTim
 # --- the store ------------------------------------------------------------------------------------
 
 
-def io_uring(setting: Setting) -> Facts:
+def io_uring(setting: Setting) -> Proved:
     return _engine(setting, "io_uring")
 
 
-def threads(setting: Setting) -> Facts:
+def threads(setting: Setting) -> Proved:
     return _engine(setting, "threads")
 
 
-def aiofiles(setting: Setting) -> Facts:
+def aiofiles(setting: Setting) -> Proved:
     return _engine(setting, "aiofiles")
 
 
-def _engine(setting: Setting, engine: str) -> Facts:
+def _engine(setting: Setting, engine: str) -> Proved:
     places = (1, 6) if setting.is_quick else range(1, _OPERATIONS + 1)
     count = 0
-    trial = _Trial(setting, engine, _DEADLINE_S)
+    trial = _FaultTrial(setting, engine, _DEADLINE_S)
     try:
         for kind in KINDS:
             for nth in places:
@@ -102,16 +102,16 @@ def _engine(setting: Setting, engine: str) -> Facts:
     finally:
         trial.store.close()
     for is_write in (True, False):
-        lost = _Trial(setting, engine, _SHORT_DEADLINE_S)
+        lost = _FaultTrial(setting, engine, _SHORT_DEADLINE_S)
         try:
             lost.run(LOST_COMPLETION, 3, is_write, forever=False)
             count += 1
         finally:
             lost.store.close()
-    return Facts(f"faults of {len(KINDS) + 1} kinds, in reads and writes", count)
+    return Proved(f"faults of {len(KINDS) + 1} kinds, in reads and writes", count)
 
 
-class _Trial:
+class _FaultTrial:
     """One store, with one fault after the other. right: what each chunk must read as."""
 
     def __init__(self, setting: Setting, engine: str, deadline_s: float) -> None:
@@ -210,7 +210,7 @@ class _Trial:
 # --- training -------------------------------------------------------------------------------------
 
 
-def training(setting: Setting) -> Facts:
+def training(setting: Setting) -> Proved:
     """A fault in a step comes out of it as a typed error, and no mixed state can be used."""
     count = 0
     kinds = {FaultKind.ERROR: StoreError, FaultKind.FLIP: CorruptionError}
@@ -218,7 +218,7 @@ def training(setting: Setting) -> Facts:
         for nth in (1, 5) if setting.is_quick else (1, 3, 5, 8):
             _train_with_fault(setting, Fault(kind, nth, True, errno.EIO), expected)
             count += 1
-    return Facts("steps with a failing disk", count)
+    return Proved("steps with a failing disk", count)
 
 
 def _train_with_fault(setting: Setting, fault: Fault, expected: type[StoreError]) -> None:

@@ -18,8 +18,8 @@ from offload.selftest.bits import (
     require_untouched_around,
     unaligned,
 )
-from offload.selftest.check import Facts, NotRun, Setting, require
-from offload.selftest.torch_bits import CASES, Case, require_promise, train_torch
+from offload.selftest.check import NotRun, Proved, Setting, require
+from offload.selftest.torch_bits import CASES, OptimizerCase, require_promise, train_torch
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 1003, 4097, 70_001)
 HALVES = (torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def _thinned(combinations: Sequence[_T], setting: Setting) -> Sequence[_T]:
 # --- updates --------------------------------------------------------------------------------------
 
 
-def reference(setting: Setting) -> Facts:
+def reference(setting: Setting) -> Proved:
     """Every instruction set beside plain torch: awkward sizes, numbers and addresses, 16 bits."""
     isas, count = _native_isas(), 0
     combinations = list(itertools.product(CASES, SIZES, GRADS, OUTS))
@@ -58,12 +58,12 @@ def reference(setting: Setting) -> Facts:
             got = _updated(isa, case, start, grads, out_dtype, shift, scale, threads, what)
             for ours, theirs in zip(got, expected, strict=True):
                 count += require_same_bits(ours, theirs, f"{isa}, {what}")
-    return Facts(f"elements beside plain torch, on {', '.join(isas)}", count)
+    return Proved(f"elements beside plain torch, on {', '.join(isas)}", count)
 
 
 def _updated(
     isa: str,
-    case: Case,
+    case: OptimizerCase,
     start: Tensor,
     grads: list[Tensor],
     out_dtype: torch.dtype | None,
@@ -96,7 +96,7 @@ def _updated(
     return written
 
 
-def torch_fused(setting: Setting) -> Facts:
+def torch_fused(setting: Setting) -> Proved:
     """Every instruction set, and plain torch, beside torch.optim with fused=True."""
     require_promise()
     count, isas = 0, kernels.available_isas()
@@ -112,10 +112,10 @@ def torch_fused(setting: Setting) -> Facts:
             got = _updated(isa, case, start, grads, None, 1, 1.0, 2, what)
             for ours, theirs in zip(got, expected, strict=True):
                 count += require_same_bits(ours, theirs, f"{isa}, {what}")
-    return Facts(f"elements beside torch.optim, fused, on {', '.join(isas)}", count)
+    return Proved(f"elements beside torch.optim, fused, on {', '.join(isas)}", count)
 
 
-def slices(setting: Setting) -> Facts:
+def slices(setting: Setting) -> Proved:
     """However a parameter is cut, and by however many threads it is updated."""
     count, numel = 0, 20_011
     for case in CASES[:: 3 if setting.is_quick else 1]:
@@ -135,13 +135,13 @@ def slices(setting: Setting) -> Facts:
                 )
         for ours, theirs in zip(cut, whole, strict=True):
             count += require_same_bits(ours, theirs, f"{case.name}, cut into slices")
-    return Facts("elements of parameters cut anywhere", count)
+    return Proved("elements of parameters cut anywhere", count)
 
 
 # --- statistics and casts -------------------------------------------------------------------------
 
 
-def statistics(setting: Setting) -> Facts:
+def statistics(setting: Setting) -> Proved:
     """Sums of squares: right, the same everywhere; one broken element is found anywhere."""
     count = 0
     sizes = (0, 5, 4097, 100_003)[: 3 if setting.is_quick else 4]
@@ -162,7 +162,7 @@ def statistics(setting: Setting) -> Facts:
             len(seen) == 1, f"sums of {numel} elements of {dtype}", got=len(seen), expected="one"
         )
     count += _find_broken_elements(setting)
-    return Facts("sums of squares and broken elements", count)
+    return Proved("sums of squares and broken elements", count)
 
 
 def _find_broken_elements(setting: Setting) -> int:
@@ -182,7 +182,7 @@ def _find_broken_elements(setting: Setting) -> int:
     return count
 
 
-def casts(setting: Setting) -> Facts:
+def casts(setting: Setting) -> Proved:
     """Every 16-bit number, their neighbours in fp32, and special ones, as torch casts them."""
     count = 0
     for half, isa in itertools.product(HALVES, kernels.available_isas()):
@@ -204,4 +204,4 @@ def casts(setting: Setting) -> Facts:
         count += require_same_bits(back, wide.to(half).float(), f"{half} to fp32 on {isa}")
         for tensor in (narrow, back):
             require_untouched_around(tensor, f"a cast on {isa}")
-    return Facts("casts to and from 16 bits", count)
+    return Proved("casts to and from 16 bits", count)

@@ -29,7 +29,7 @@ import torch._dynamo  # which the first optimizer imports, in seconds
 
 from offload import api
 from offload.checkpoint import writer
-from offload.checkpoint.disk import POINTS, Disk
+from offload.checkpoint.disk import POINTS, CheckpointDisk
 from offload.errors import ConfigError
 from offload.format.directory import find_newest
 from offload.format.verify import verify
@@ -59,11 +59,11 @@ class Kill:
 # --- the loop, in a process of its own ------------------------------------------------------------
 
 
-def _killer(kill: Kill) -> type[Disk]:
+def _killer(kill: Kill) -> type[CheckpointDisk]:
     """A disk that ends the process at a point of a save."""
     left = [kill.count]
 
-    class Killer(Disk):
+    class Killer(CheckpointDisk):
         def hook(self, point: str) -> None:
             left[0] -= point == kill.point
             if point == kill.point and left[0] == 0:
@@ -74,7 +74,7 @@ def _killer(kill: Kill) -> type[Disk]:
 
 def run_loop(way: str, folder: Path, seed: int, kill: Kill, tell: Callable[..., None]) -> None:
     """Until it is killed."""
-    writer.Disk = _killer(kill)  # type: ignore[attr-defined]
+    writer.CheckpointDisk = _killer(kill)  # type: ignore[attr-defined]
     model = make_model(seed)
     optimizer = make_optimizer(model)
     if way == "wrap":

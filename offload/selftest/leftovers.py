@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from offload.api import close, prepare
 from offload.budget import HOST
-from offload.selftest.check import Facts, Setting, require
+from offload.selftest.check import Proved, Setting, require
 from offload.selftest.model import make_model, make_optimizer, train
 from offload.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
 
 _SOON_S = 20.0  # threads that have been told to end need a moment
 
 
-def disk(setting: Setting) -> Facts:
+def disk(setting: Setting) -> Proved:
     """After wrap and prepare were used and closed."""
     gc.collect()
     held, threads = HOST.used_bytes, threading.active_count()
@@ -41,7 +41,7 @@ def disk(setting: Setting) -> Facts:
     require(HOST.used_bytes <= held, "host bytes", got=HOST.used_bytes, expected=held)
     more = _soon_none(lambda: [t.name for t in threading.enumerate()][threads:])
     require(not more, "threads of Python", got=more, expected="none")
-    return Facts("kinds: named files, open files, host memory, threads", 4)
+    return Proved("kinds: named files, open files, host memory, threads", 4)
 
 
 def _soon_none(look: Callable[[], list[str]]) -> list[str]:

@@ -19,7 +19,7 @@ BATCH, LENGTH = 2, 16
 DROPOUT = 0.1
 
 
-class Layer(nn.Module):
+class GPTLayer(nn.Module):
     """Attention and a small network. again: how attention is run again in backward; None: not."""
 
     def __init__(self, again: bool | None = None) -> None:
@@ -51,7 +51,7 @@ class Gpt(nn.Module):
     def __init__(self, inside: bool | None = None, around: bool | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(inside) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(GPTLayer(inside) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight

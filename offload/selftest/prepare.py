@@ -13,7 +13,7 @@ from offload.api import close, plan, prepare, report
 from offload.errors import CapacityError, OffloadError
 from offload.prepared import prepared_of
 from offload.selftest.bits import require_same
-from offload.selftest.check import CheckFailed, Facts, NotRun, Setting, require
+from offload.selftest.check import CheckFailed, NotRun, Proved, Setting, require
 from offload.selftest.least import least_bytes
 from offload.selftest.model import make_model, make_optimizer, train, train_plain
 from offload.shares import least_device_bytes, on_device_bytes
@@ -23,7 +23,7 @@ _MARGINS = (1.0, 1.5, 2.5, 4.0)
 _Plain = tuple[list[Any], list[Tensor]]
 
 
-def budgets(setting: Setting) -> Facts:
+def budgets(setting: Setting) -> Proved:
     """From all in memory down to one unit at a time, with several prefetch depths."""
     plain = _plain(setting)
     least, most = _bounds(setting)
@@ -40,10 +40,10 @@ def budgets(setting: Setting) -> Facts:
             {"host_memory": (least + middle) // 2, "prefetch_depth": 3},
         ]
     count = sum(_compare(setting, plain, each, {}) for each in tries)
-    return Facts(f"losses, gradients, values within {len(tries)} budgets", count)
+    return Proved(f"losses, gradients, values within {len(tries)} budgets", count)
 
 
-def device(setting: Setting) -> Facts:
+def device(setting: Setting) -> Proved:
     """Less device memory than the parameters take: they come and go while it computes."""
     if setting.is_on_cpu:
         raise NotRun("the CPU has no device memory of its own")
@@ -66,19 +66,19 @@ def device(setting: Setting) -> Facts:
                 got=f"none works up to {limit} bytes",
                 expected=f"about {needs}",
             )
-    return Facts("losses, gradients, values within little device memory", count)
+    return Proved("losses, gradients, values within little device memory", count)
 
 
-def half(setting: Setting) -> Facts:
+def half(setting: Setting) -> Proved:
     """A model of bf16 parameters; the update keeps an exact master."""
     kind: dict[str, Any] = {"dtype": torch.bfloat16}
     plain = _plain(setting, **kind)
     tries: list[dict[str, Any]] = [{}, {"host_memory": _bounds(setting, **kind)[0]}]
     count = sum(_compare(setting, plain, each, kind) for each in tries)
-    return Facts("losses, gradients, values of a bf16 model", count)
+    return Proved("losses, gradients, values of a bf16 model", count)
 
 
-def activations(setting: Setting) -> Facts:
+def activations(setting: Setting) -> Proved:
     """Kept, run again in backward, or moved away, on little memory."""
     plain, count = _plain(setting), 0
     policies = ("recompute", "offload")
@@ -87,17 +87,17 @@ def activations(setting: Setting) -> Facts:
         budget = most if setting.is_on_cpu and policy == "offload" else least
         options = {"activations": policy, "host_memory": budget}
         count += _compare(setting, plain, options, {})
-    return Facts(f"losses, gradients, values with activations {', '.join(policies)}", count)
+    return Proved(f"losses, gradients, values with activations {', '.join(policies)}", count)
 
 
-def checkpointing(setting: Setting) -> Facts:
+def checkpointing(setting: Setting) -> Proved:
     """torch.utils.checkpoint inside and around units, reentrant and not."""
     count, ways = 0, [{place: how} for place in ("around", "inside") for how in (False, True)]
     for kind in ways[:: 3 if setting.is_quick else 1]:
         plain = _plain(setting, **kind)
         least, _ = _bounds(setting)
         count += _compare(setting, plain, {"host_memory": least}, kind)
-    return Facts("losses, gradients, values with torch.utils.checkpoint", count)
+    return Proved("losses, gradients, values with torch.utils.checkpoint", count)
 
 
 # --- one of them beside the other -----------------------------------------------------------------

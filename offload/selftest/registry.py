@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offload.errors import ConfigError
-from offload.selftest.check import Facts, Setting
+from offload.selftest.check import Proved, Setting
 
 CHECKS: Final[tuple[str, ...]] = (
     "kernels.reference",
@@ -69,9 +69,9 @@ def choose(only: str | None) -> tuple[str, ...]:
     return tuple(name for name in CHECKS if name in wanted or group_of(name) in wanted)
 
 
-def find(name: str) -> Callable[[Setting], Facts]:
+def find(name: str) -> Callable[[Setting], Proved]:
     """The function of a check. Imports torch."""
     group, own = name.split(".")
     found: Any = getattr(importlib.import_module(f"offload.selftest.{group}"), own)
-    check: Callable[[Setting], Facts] = found
+    check: Callable[[Setting], Proved] = found
     return check

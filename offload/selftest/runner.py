@@ -1,4 +1,4 @@
-"""One check, run in this process: what it returns or raises becomes a `Result`."""
+"""One check, run in this process: what it returns or raises becomes a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import numpy as np
 import torch
 
 from offload.errors import StoreError
-from offload.selftest.check import CheckFailed, Facts, NotRun, Result, Setting, Status
+from offload.selftest.check import CheckFailed, CheckResult, CheckStatus, NotRun, Proved, Setting
 from offload.selftest.registry import find
 
 _MOST_CHARACTERS = 2000  # of an error in the table
 _FRAMES = 4
 
 
-def run_check(name: str, setting: Setting) -> Result:
+def run_check(name: str, setting: Setting) -> CheckResult:
     """Run one check in a new directory below `setting.directory`, which is gone afterwards. Never
     raises but for what ends the process.
     """
     begin_s = time.perf_counter()
-    status, text, count = Status.FAILED, "", 0
+    status, text, count = CheckStatus.FAILED, "", 0
     try:
         facts = _run(find(name), replace(setting, directory=_make_directory(setting, name)))
-        status, text, count = Status.PASSED, facts.compared, facts.count
+        status, text, count = CheckStatus.PASSED, facts.compared, facts.count
     except NotRun as reason:
-        status, text = Status.NOT_RUN, str(reason)
+        status, text = CheckStatus.NOT_RUN, str(reason)
     except CheckFailed as failure:
         text = str(failure)
     except Exception as error:  # whatever it is, this check has failed and the others go on
@@ -42,7 +42,7 @@ def run_check(name: str, setting: Setting) -> Result:
     finally:
         shutil.rmtree(setting.directory / name, ignore_errors=True)
     gc.collect()
-    return Result(name, status, time.perf_counter() - begin_s, text[:_MOST_CHARACTERS], count)
+    return CheckResult(name, status, time.perf_counter() - begin_s, text[:_MOST_CHARACTERS], count)
 
 
 def _make_directory(setting: Setting, name: str) -> Path:
@@ -59,7 +59,7 @@ def _make_directory(setting: Setting, name: str) -> Path:
     return directory
 
 
-def _run(check: Callable[[Setting], Facts], setting: Setting) -> Facts:
+def _run(check: Callable[[Setting], Proved], setting: Setting) -> Proved:
     """With the same random numbers whatever ran before, and nothing left in the directory."""
     random.seed(setting.seed)
     np.random.seed(setting.seed % 2**32)

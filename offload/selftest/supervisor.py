@@ -24,7 +24,7 @@ from types import FrameType
 from typing import IO, Any
 
 from offload.errors import ConfigError, StateError, StoreError
-from offload.selftest.check import Result, Status
+from offload.selftest.check import CheckResult, CheckStatus
 
 LIMIT_S = 240.0  # of one check
 START_LIMIT_S = 240.0  # until the first begins: torch is imported
@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class SelftestRequest:
     """What is to be done. parent: a directory in which one is made for the checks."""
 
     names: Sequence[str]
@@ -46,35 +46,41 @@ class Request:
 
 
 @dataclass
-class Findings:
+class CheckResults:
     """about: of the machine, by name. results: in the order of the request."""
 
     about: dict[str, str] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
+    results: list[CheckResult] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
-        return any(result.status is Status.FAILED for result in self.results)
+        return any(result.status is CheckStatus.FAILED for result in self.results)
 
 
-def supervise(request: Request, progress: Progress, limit_s: float = LIMIT_S) -> Findings:
+def supervise(
+    request: SelftestRequest, progress: Progress, limit_s: float = LIMIT_S
+) -> CheckResults:
     """Run all checks. Raises `ConfigError` where the device or the directory cannot be used, and
     `StateError` where no process can be started that does it.
     """
-    findings = Findings()
+    findings = CheckResults()
     with _ended_by_signals(), _scratch(request.parent) as directory:
         while left := [*request.names][len(findings.results) :]:
             before = len(findings.results)
-            with _Worker(request, left, directory) as worker:
+            with _CheckProcess(request, left, directory) as worker:
                 fate = _follow(worker, request, findings, progress, limit_s)
             if fate is not None:
                 name = left[len(findings.results) - before]
-                findings.results.append(Result(name, Status.FAILED, worker.since_s, fate))
+                findings.results.append(CheckResult(name, CheckStatus.FAILED, worker.since_s, fate))
     return findings
 
 
 def _follow(
-    worker: _Worker, request: Request, findings: Findings, progress: Progress, limit_s: float
+    worker: _CheckProcess,
+    request: SelftestRequest,
+    findings: CheckResults,
+    progress: Progress,
+    limit_s: float,
 ) -> str | None:
     """Hear what it tells until it ends. Returns what went wrong with the check that had begun;
     None: nothing.
@@ -89,7 +95,7 @@ def _follow(
             begun = message["begin"]
             progress(begun, len(findings.results) + 1, len(request.names))
         if "result" in message:
-            findings.results.append(Result.of_dict(message["result"]))
+            findings.results.append(CheckResult.of_dict(message["result"]))
             begun = ""
     if len(findings.results) == len(request.names):
         return None
@@ -99,10 +105,10 @@ def _follow(
     return f"its process {fate}"
 
 
-class _Worker:
+class _CheckProcess:
     """The process, in a group of its own. Leaving the block kills the whole group."""
 
-    def __init__(self, request: Request, names: Sequence[str], directory: Path) -> None:
+    def __init__(self, request: SelftestRequest, names: Sequence[str], directory: Path) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         self._fd, out = os.pipe()
         self._rest = b""
@@ -125,7 +131,7 @@ class _Worker:
             os.close(out)
         self._ask(request, names, directory)
 
-    def _ask(self, request: Request, names: Sequence[str], directory: Path) -> None:
+    def _ask(self, request: SelftestRequest, names: Sequence[str], directory: Path) -> None:
         asked = {
             "names": list(names),
             "device": request.device,
@@ -181,7 +187,7 @@ class _Worker:
             return f"exit code {end.si_status}"
         return signal.Signals(end.si_status).name
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> _CheckProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from offload.selftest.check import Result, Status
+from offload.selftest.check import CheckResult, CheckStatus
 
 WIDTH: Final = 100
 
 
-def format_table(about: Mapping[str, str], results: Sequence[Result]) -> str:
+def format_table(about: Mapping[str, str], results: Sequence[CheckResult]) -> str:
     """The machine, each check with what came of it, and the verdict; plain text."""
     lines = ["offload selftest", ""]
     name_width = max(map(len, about), default=0)
@@ -26,8 +26,8 @@ def format_table(about: Mapping[str, str], results: Sequence[Result]) -> str:
     return "\n".join([*lines, "", summarize(results)])
 
 
-def _told(result: Result) -> str:
-    return f"{result.count:,} {result.text}" if result.status is Status.PASSED else result.text
+def _told(result: CheckResult) -> str:
+    return f"{result.count:,} {result.text}" if result.status is CheckStatus.PASSED else result.text
 
 
 def _row(head: str, text: str) -> list[str]:
@@ -40,19 +40,19 @@ def _row(head: str, text: str) -> list[str]:
     ) or [head.rstrip()]
 
 
-def count_statuses(results: Sequence[Result]) -> dict[str, int]:
+def count_statuses(results: Sequence[CheckResult]) -> dict[str, int]:
     """How many checks have each status, zeros included."""
     counts = Counter(result.status for result in results)
-    return {status.value: counts[status] for status in Status}
+    return {status.value: counts[status] for status in CheckStatus}
 
 
-def summarize(results: Sequence[Result]) -> str:
+def summarize(results: Sequence[CheckResult]) -> str:
     """The last line."""
     numbers = ", ".join(f"{count} {status}" for status, count in count_statuses(results).items())
     seconds = sum(result.seconds for result in results)
     text = f"{numbers}, in {seconds:.0f} s"
-    if any(result.status is Status.FAILED for result in results):
+    if any(result.status is CheckStatus.FAILED for result in results):
         return f"{text}: do not trust results here; please report this table."
-    if all(result.status is Status.NOT_RUN for result in results):
+    if all(result.status is CheckStatus.NOT_RUN for result in results):
         return f"{text}: nothing was proved."
     return f"{text}: all that ran is right."

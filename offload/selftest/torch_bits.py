@@ -34,7 +34,7 @@ def require_promise() -> None:
 
 
 @dataclass(frozen=True)
-class Case:
+class OptimizerCase:
     """One optimizer with settings. optimizer: None where torch has none like it."""
 
     name: str
@@ -44,13 +44,13 @@ class Case:
     maximize: bool = False
 
 
-def adam_case(name: str, decoupled: bool, maximize: bool = False, **options: Any) -> Case:
+def adam_case(name: str, decoupled: bool, maximize: bool = False, **options: Any) -> OptimizerCase:
     """AdamW if the decay is decoupled, else Adam."""
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     values = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **options}
     beta1, beta2 = values["betas"]
     named = {key: values[key] for key in ("lr", "eps", "weight_decay")}
-    return Case(
+    return OptimizerCase(
         f"{kind.__name__} {name}",
         lambda params: kind(params, **values, maximize=maximize, fused=True),
         lambda step: rules.Adam.at(step, beta1=beta1, beta2=beta2, decoupled=decoupled, **named),
@@ -59,7 +59,7 @@ def adam_case(name: str, decoupled: bool, maximize: bool = False, **options: Any
     )
 
 
-def sgd_case(name: str, maximize: bool = False, **options: Any) -> Case:
+def sgd_case(name: str, maximize: bool = False, **options: Any) -> OptimizerCase:
     values = {
         "lr": 0.03,
         "momentum": 0.0,
@@ -68,7 +68,7 @@ def sgd_case(name: str, maximize: bool = False, **options: Any) -> Case:
         "nesterov": False,
         **options,
     }
-    return Case(
+    return OptimizerCase(
         f"SGD {name}",
         lambda params: torch.optim.SGD(params, **values, maximize=maximize, fused=True),
         lambda step: rules.Sgd.at(first=step == 1, **values),
@@ -77,9 +77,9 @@ def sgd_case(name: str, maximize: bool = False, **options: Any) -> Case:
     )
 
 
-def adagrad_case(name: str, maximize: bool = False, **options: Any) -> Case:
+def adagrad_case(name: str, maximize: bool = False, **options: Any) -> OptimizerCase:
     values = {"lr": 0.02, "lr_decay": 0.0, "eps": 1e-10, "weight_decay": 0.0, **options}
-    return Case(
+    return OptimizerCase(
         f"Adagrad {name}",
         lambda params: torch.optim.Adagrad(params, **values, maximize=maximize, fused=True),
         lambda step: rules.Adagrad.at(step, **values),
@@ -89,7 +89,7 @@ def adagrad_case(name: str, maximize: bool = False, **options: Any) -> Case:
 
 
 LION = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
-LION_CASE = Case("Lion", None, lambda step: rules.Lion.at(**LION), ("exp_avg",))
+LION_CASE = OptimizerCase("Lion", None, lambda step: rules.LionRule.at(**LION), ("exp_avg",))
 
 
 CASES = (
@@ -107,7 +107,7 @@ CASES = (
 )
 
 
-def train_torch(case: Case, start: Tensor, grads: list[Tensor]) -> list[Tensor]:
+def train_torch(case: OptimizerCase, start: Tensor, grads: list[Tensor]) -> list[Tensor]:
     """Parameter and states after torch's own fused optimizer."""
     assert case.optimizer is not None
     param = torch.nn.Parameter(start.clone())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.api import plan, report, wrap
 from offload.optim import Lion
 from offload.selftest.bits import require_same, require_same_states
-from offload.selftest.check import Facts, Setting, require
+from offload.selftest.check import Proved, Setting, require
 from offload.selftest.least import least_bytes
 from offload.selftest.torch_bits import require_promise, without_promise
 
@@ -53,14 +53,14 @@ GENERIC: dict[str, _Make] = {
 }
 
 
-def memory(setting: Setting) -> Facts:
+def memory(setting: Setting) -> Proved:
     """All state in host memory."""
     require_promise()
     count = sum(_compare(setting, name, make, on_disk=False) for name, make in NATIVE.items())
-    return Facts(f"tensors beside torch, fused: {', '.join(NATIVE)}", count)
+    return Proved(f"tensors beside torch, fused: {', '.join(NATIVE)}", count)
 
 
-def disk(setting: Setting) -> Facts:
+def disk(setting: Setting) -> Proved:
     """In the least host memory that works, so that most of the state is on disk.
 
     The judge is torch's own update where it has our bits, else ours with all state in memory.
@@ -70,14 +70,14 @@ def disk(setting: Setting) -> Facts:
         judge = None if has_promise else partial(_wrapped_in_memory, make)
         count += _compare(setting, name, make, on_disk=True, judge=judge)
     beside = "torch" if has_promise else "the same in memory"
-    return Facts(f"tensors beside {beside}, state on disk: {', '.join(NATIVE)}", count)
+    return Proved(f"tensors beside {beside}, state on disk: {', '.join(NATIVE)}", count)
 
 
 def _wrapped_in_memory(make: _Make, params: list[Any]) -> Any:
     return wrap(make(params))
 
 
-def optimizers(setting: Setting) -> Facts:
+def optimizers(setting: Setting) -> Proved:
     """Torch's other optimizers, block by block, and Lion: on disk as in memory.
 
     The judge is torch's own class on the CPU; for Lion, ours with all state in memory.
@@ -91,10 +91,10 @@ def optimizers(setting: Setting) -> Facts:
         on_disk=True,
         judge=lambda params: wrap(Lion(params, lr=1e-3, weight_decay=0.1)),
     )
-    return Facts(f"tensors: {', '.join(chosen)}, Lion", count)
+    return Proved(f"tensors: {', '.join(chosen)}, Lion", count)
 
 
-def half(setting: Setting) -> Facts:
+def half(setting: Setting) -> Proved:
     """16-bit parameters follow an exact fp32 master, which torch updates beside ours."""
     require_promise()
     count = 0
@@ -117,7 +117,7 @@ def half(setting: Setting) -> Facts:
             mine.state_dict()["state"], expected, f"{dtype}: master and moments"
         )
         mine.close()
-    return Facts("16-bit parameters, fp32 masters and moments", count)
+    return Proved("16-bit parameters, fp32 masters and moments", count)
 
 
 # --- one of them beside the other -----------------------------------------------------------------

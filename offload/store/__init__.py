@@ -6,7 +6,7 @@ disk, space, files, engine, native_engine, python_engine.
 
 from __future__ import annotations
 
-from offload.store.contract import DirectoryStats, Snapshot, Store, StoreStats
+from offload.store.contract import DirectoryStats, Store, StoreSnapshot, StoreStats
 from offload.store.disk import DiskStore
 from offload.store.engine import Priority
 from offload.store.memory import MemoryStore
@@ -16,7 +16,7 @@ __all__ = [
     "DiskStore",
     "MemoryStore",
     "Priority",
-    "Snapshot",
     "Store",
+    "StoreSnapshot",
     "StoreStats",
 ]

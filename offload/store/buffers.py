@@ -15,7 +15,7 @@ _STRIDED = torch.strided
 _mode_is_on = torch._C._is_torch_function_mode_enabled
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes [begin, end) of memory."""
 
     begin: int
@@ -30,7 +30,9 @@ class Buffer(NamedTuple):
     owner: object
 
     @classmethod
-    def of(cls, name: str, memory: Any, writable: bool, anonymous: tuple[Span, ...] = ()) -> Buffer:
+    def of(
+        cls, name: str, memory: Any, writable: bool, anonymous: tuple[ByteRange, ...] = ()
+    ) -> Buffer:
         """The memory of a contiguous host tensor, or of anything that shows its bytes (a lease's
         `buffer()`, an array). anonymous: spans in which every page can be touched, see
         `find_anonymous`; elsewhere the first and the last page are tried.
@@ -102,7 +104,7 @@ def _of_plain_tensor(tensor: torch.Tensor) -> Buffer | None:
     return Buffer(begin, end - begin, storage)
 
 
-def find_anonymous(memory: Iterable[Buffer]) -> tuple[Span, ...]:
+def find_anonymous(memory: Iterable[Buffer]) -> tuple[ByteRange, ...]:
     """Those of `memory` that are private, writable and of no file: as long as their owner lives
     nobody can cut them short, and they need not be tried again for each request.
     """
@@ -113,21 +115,21 @@ def find_anonymous(memory: Iterable[Buffer]) -> tuple[Span, ...]:
         return ()
     anonymous = [span for span, is_anonymous in maps if is_anonymous]
     return tuple(
-        Span(each.address, each.address + each.nbytes)
+        ByteRange(each.address, each.address + each.nbytes)
         for each in memory
         if _is_covered(each.address, each.address + each.nbytes, anonymous)
     )
 
 
-def _parse_map(line: str) -> tuple[Span, bool]:
+def _parse_map(line: str) -> tuple[ByteRange, bool]:
     span, permissions, _, _, inode, *_ = line.split()
     begin, end = span.split("-")
-    return Span(int(begin, 16), int(end, 16)), permissions.startswith("rw") and (
+    return ByteRange(int(begin, 16), int(end, 16)), permissions.startswith("rw") and (
         permissions.endswith("p") and inode == "0"
     )
 
 
-def _is_covered(begin: int, end: int, spans: Iterable[Span]) -> bool:
+def _is_covered(begin: int, end: int, spans: Iterable[ByteRange]) -> bool:
     """Whether `spans`, in order of memory, have every byte of [begin, end)."""
     for span in spans:
         if span.begin <= begin < span.end:

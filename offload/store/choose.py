@@ -11,7 +11,7 @@ from offload.errors import ConfigError
 from offload.metrics import Metrics
 from offload.neighbours import current
 from offload.store.buffers import Buffer
-from offload.store.engine import DEPTH, MOST_DEPTH, PIECE_BYTES, TIMEOUT_S, Engine
+from offload.store.engine import DEPTH, MOST_DEPTH, PIECE_BYTES, TIMEOUT_S, IOEngine
 from offload.store.files import BLOCK_BYTES
 from offload.store.native_engine import open_io_uring, open_threads
 from offload.store.python_engine import PythonEngine
@@ -41,7 +41,7 @@ def open_engine(
     timeout_s: float = TIMEOUT_S,
     depth: int | None = None,
     piece_bytes: int = PIECE_BYTES,
-) -> Engine:
+) -> IOEngine:
     """The best engine that this system has, or the one of `name` or `OFFLOAD_IO`.
 
     Whatever is lesser than asked for is a fall-back in `metrics`. A forced engine that is not to be
@@ -52,7 +52,7 @@ def open_engine(
     forced = name or os.environ.get("OFFLOAD_IO")
     if forced and forced not in ENGINES:
         raise ConfigError(f"OFFLOAD_IO: expected {' or '.join(ENGINES)}, got {forced!r}")
-    openers: dict[str, Callable[[], Engine]] = {
+    openers: dict[str, Callable[[], IOEngine]] = {
         "io_uring": lambda: open_io_uring(files, memory, timeout_s, in_flight, piece_bytes),
         "threads": lambda: open_threads(timeout_s, in_flight, piece_bytes),
         "aiofiles": lambda: PythonEngine(timeout_s, in_flight, piece_bytes),

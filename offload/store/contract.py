@@ -55,7 +55,7 @@ class StoreStats:
         return sum(directory.written_bytes for directory in self.directories)
 
 
-class Snapshot(Protocol):
+class StoreSnapshot(Protocol):
     """Chunks as they were when it was taken, whatever is written to the store later."""
 
     generations: Mapping[str, int]
@@ -67,7 +67,7 @@ class Snapshot(Protocol):
     def release(self) -> None:
         """Let the old generations go. Idempotent; also done by `with` and when forgotten."""
 
-    def __enter__(self) -> Snapshot: ...
+    def __enter__(self) -> StoreSnapshot: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
@@ -95,7 +95,7 @@ class Store(Protocol):
     def free(self, name: str) -> None:
         """Forget the chunk, and every write of it that is under way."""
 
-    def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
+    def snapshot(self, names: Iterable[str] | None = None) -> StoreSnapshot:
         """Pin the current generation of `names` (all) until the snapshot is released."""
 
     def names(self) -> list[str]: ...

@@ -34,8 +34,8 @@ from offload.store.engine import (
     PIECE_BYTES,
     SUM_BYTES,
     TIMEOUT_S,
-    Engine,
     Group,
+    IOEngine,
     Priority,
     Sums,
     Transfer,
@@ -43,7 +43,7 @@ from offload.store.engine import (
 )
 from offload.store.files import SwapFile, System, close_swap_files, open_swap_files
 from offload.store.space import Extent, Space
-from offload.store.table import Table, Version
+from offload.store.table import ChunkTable, Version
 from offload.ticket import Ticket, in_follow_up
 from offload.timeline import DISK_READS, DISK_WRITES, Event
 
@@ -119,7 +119,7 @@ class DiskStore:
                     )
                 for note in file.notes:
                     self.metrics.fall_back(f"disk store {file.directory}", note)
-            self.engine: Engine = open_engine(
+            self.engine: IOEngine = open_engine(
                 [file.fd for file in self._files],
                 arenas,
                 metrics=self.metrics,
@@ -134,7 +134,7 @@ class DiskStore:
         self._describe = self.engine.describe  # for every ticket the same
         self._anonymous = anonymous if self.engine.held else ()  # the engine keeps it alive
         self._space = Space(self._files)
-        self._table = Table(self._space)
+        self._table = ChunkTable(self._space)
         self._read_bytes = [0] * len(self._files)
         self._written_bytes = [0] * len(self._files)
         self._lock = threading.Lock()
@@ -455,7 +455,7 @@ class DiskSnapshot:
         self.release()
 
 
-def _shut(engine: Engine, files: list[SwapFile]) -> None:
+def _shut(engine: IOEngine, files: list[SwapFile]) -> None:
     """Close what a store had. In a forked child it is the parent's, and stays."""
     if not engine.is_ours():
         return

@@ -36,7 +36,7 @@ DEPTH = 16
 MOST_DEPTH = 4096  # a ring has twice as many places, and no more than 32768
 TIMEOUT_S = 30.0
 # Engines with an operation that never ended: what it may still touch must outlive everything.
-_STUCK: list[Engine] = []
+_STUCK: list[IOEngine] = []
 Sums: TypeAlias = "array[int]"
 
 
@@ -48,7 +48,7 @@ class Priority(IntEnum):
     WRITE_BACK = 2
 
 
-class File(Protocol):
+class IOFile(Protocol):
     """An open file. align: of addresses, offsets and lengths; 1 behind the page cache."""
 
     @property
@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
 
     name: str  # of the tensor or chunk, for messages
     is_write: bool
-    file: File
+    file: IOFile
     offset: int
     memory: Buffer
     sums: Sums
@@ -121,7 +121,7 @@ class Group:
     def __init__(self, ticket: Ticket[None], priority: Priority) -> None:
         self.ticket = ticket
         self.priority = priority
-        self.engine: Engine | None = None
+        self.engine: IOEngine | None = None
         self.begun = False  # the engine has it: `end` will be called
         self.is_dropped = False  # nobody has the ticket: its start was interrupted
         self.ids: Sequence[int] = ()
@@ -143,7 +143,7 @@ class Group:
                 self.engine._promote(number)
 
 
-class Engine(ABC):
+class IOEngine(ABC):
     """One engine. Any thread; `close` ends it, and forked children may not use it."""
 
     name: str

@@ -68,7 +68,7 @@ class Handout:
         self._expected_bytes = expected_bytes
         self._defers = defers
         self._error: StoreError | None = None
-        self._files: list[_File] = []
+        self._files: list[_HandoutFile] = []
         self._system = System()
 
     def __enter__(self) -> Handout:
@@ -100,7 +100,7 @@ class Handout:
         # Touched at once, so that the next one sees it gone.
         return InMemory(torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_())
 
-    def _take(self, directory: Path, nbytes: int) -> tuple[_File, int]:
+    def _take(self, directory: Path, nbytes: int) -> tuple[_HandoutFile, int]:
         """Room in the newest file there, or in a new one."""
         file = next((f for f in reversed(self._files) if f.directory == directory), None)
         if file is not None and file.can_grow(nbytes):
@@ -109,7 +109,7 @@ class Handout:
             except StoreError as error:
                 if error.errno != errno.EFBIG:
                     raise  # another one has no more room
-        file = _File(directory, self._system, self._expected_bytes)
+        file = _HandoutFile(directory, self._system, self._expected_bytes)
         try:
             begin = file.take(nbytes, self._is_written_first)
         except BaseException:
@@ -154,7 +154,7 @@ class Handout:
             file.close()
 
 
-class _File:
+class _HandoutFile:
     """One without a name, 0600, which grows from room to room until it is mapped."""
 
     def __init__(self, directory: Path, system: System, expected_bytes: int) -> None:
@@ -231,7 +231,7 @@ class _OnFile:
     def __init__(
         self,
         whole: Handout,
-        file: _File,
+        file: _HandoutFile,
         begin: int,
         shape: torch.Size,
         stride: tuple[int, ...],

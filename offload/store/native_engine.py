@@ -18,8 +18,8 @@ from offload.store.engine import (
     PIECE_BYTES,
     SUM_BYTES,
     TIMEOUT_S,
-    Engine,
     Fault,
+    IOEngine,
     Priority,
     Transfer,
 )
@@ -29,7 +29,7 @@ _POLL_S = 0.25  # how often overdue operations are looked for, at least
 _OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
 
 
-class NativeEngine(Engine):
+class NativeEngine(IOEngine):
     """An `IoEngine` of the native core, and the thread that finishes its tickets."""
 
     def __init__(

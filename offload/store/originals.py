@@ -19,7 +19,7 @@ from offload.errors import CorruptionError, OffloadError, StoreError
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer
 from offload.store.choose import open_engine
-from offload.store.engine import Engine, Group, Priority, Sums, Transfer, make_sums
+from offload.store.engine import Group, IOEngine, Priority, Sums, Transfer, make_sums
 from offload.store.safetensors_file import OpenedFile, SafetensorsFile
 from offload.store.weights import Weights
 from offload.ticket import Ticket
@@ -28,7 +28,7 @@ from offload.timeline import DISK_READS, Event
 _DIRECT_BYTES = 256 << 10  # of a piece that is worth more than one read
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes [offset, offset + nbytes) of a file, at byte `begin` of a block."""
 
     file: SafetensorsFile
@@ -56,7 +56,7 @@ class Original:
     """A block in its files. Reads may overlap; any thread."""
 
     def __init__(
-        self, name: str, pieces: Sequence[Piece], engine: Engine, metrics: Metrics
+        self, name: str, pieces: Sequence[FileRange], engine: IOEngine, metrics: Metrics
     ) -> None:
         self.name, self.engine = name, engine
         self.nbytes = sum(piece.nbytes for piece in pieces)
@@ -123,11 +123,11 @@ class Original:
 class Originals:
     """The files that weights came in, and an engine to read them: `engine`, or one of its own."""
 
-    def __init__(self, weights: Weights, metrics: Metrics, engine: Engine | None = None) -> None:
+    def __init__(self, weights: Weights, metrics: Metrics, engine: IOEngine | None = None) -> None:
         self.weights = weights
         self._metrics = metrics
         self._own_engine = open_engine([], metrics=metrics) if engine is None else None
-        self.engine: Engine = engine or self._own_engine  # type: ignore[assignment]
+        self.engine: IOEngine = engine or self._own_engine  # type: ignore[assignment]
         if self._own_engine is not None:
             weakref.finalize(self, self._own_engine.close).atexit = False  # engines have their own
         try:
@@ -140,7 +140,7 @@ class Originals:
             self.close()
             raise
 
-    def original(self, name: str, pieces: Sequence[Piece]) -> Original:
+    def original(self, name: str, pieces: Sequence[FileRange]) -> Original:
         return Original(name, pieces, self.engine, self._metrics)
 
     def close(self) -> None:
@@ -152,14 +152,14 @@ class Originals:
             self.weights.close()
 
 
-class _Extent(NamedTuple):
+class _FileExtent(NamedTuple):
     file: OpenedFile
     offset: int
     begin: int
     nbytes: int
 
 
-def _cut(piece: Piece) -> Iterator[_Extent]:
+def _cut(piece: FileRange) -> Iterator[_FileExtent]:
     """A piece as whole blocks of the drive, and what is before and behind them."""
     end = piece.offset + piece.nbytes
     first = last = end
@@ -171,4 +171,4 @@ def _cut(piece: Piece) -> Iterator[_Extent]:
     for begin, stop, is_direct in bounds:
         if stop > begin:
             file = direct if is_direct and direct is not None else piece.file.buffered
-            yield _Extent(file, begin, piece.begin + begin - piece.offset, stop - begin)
+            yield _FileExtent(file, begin, piece.begin + begin - piece.offset, stop - begin)

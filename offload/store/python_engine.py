@@ -33,9 +33,9 @@ from offload.store.engine import (
     DEPTH,
     PIECE_BYTES,
     TIMEOUT_S,
-    Engine,
     Fault,
     FaultKind,
+    IOEngine,
     Priority,
     Transfer,
 )
@@ -50,7 +50,7 @@ _write = aiofiles.os.wrap(os.pwritev)
 
 
 @dataclass
-class _Work:
+class _QueuedTransfer:
     """A transfer on its way; pieces are cut from it one by one."""
 
     number: int
@@ -64,8 +64,8 @@ class _Work:
 
 
 @dataclass(eq=False)
-class _Piece:
-    work: _Work
+class _TransferPiece:
+    work: _QueuedTransfer
     begin: int
     nbytes: int
     memory: memoryview  # where the I/O goes, rounded up to whole blocks
@@ -77,7 +77,7 @@ class _Piece:
     given_up: bool = False
 
 
-class PythonEngine(Engine):
+class PythonEngine(IOEngine):
     """One event loop in a thread of its own, `depth` workers on it."""
 
     def __init__(
@@ -86,8 +86,8 @@ class PythonEngine(Engine):
         super().__init__("aiofiles", piece_bytes, timeout_s)
         self._fault: Fault | None = None
         self._attempts = 0
-        self._works: dict[int, _Work] = {}
-        self._pieces: set[_Piece] = set()
+        self._works: dict[int, _QueuedTransfer] = {}
+        self._pieces: set[_TransferPiece] = set()
         self._order = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._threads = _Threads(depth, "offload-aiofiles")
@@ -119,10 +119,10 @@ class PythonEngine(Engine):
     def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
         # `_flying` keeps the memory until the ticket ends; tasks and threads let go later.
         memory = transfer.memory._replace(owner=None)
-        work = _Work(number, transfer._replace(memory=memory), priority)
+        work = _QueuedTransfer(number, transfer._replace(memory=memory), priority)
         self._loop.call_soon_threadsafe(self._enqueue, work)
 
-    def _enqueue(self, work: _Work) -> None:
+    def _enqueue(self, work: _QueuedTransfer) -> None:
         if work.transfer.memory.nbytes == 0:
             self._end(work.number, 0)
             return
@@ -132,7 +132,7 @@ class PythonEngine(Engine):
             return
         self._announce(work)
 
-    def _announce(self, work: _Work) -> None:
+    def _announce(self, work: _QueuedTransfer) -> None:
         """One entry for each piece that is still to be cut, at the work's priority."""
         left = work.transfer.memory.nbytes - work.next_begin
         for _ in range(-(-left // self.piece_bytes)):
@@ -223,7 +223,7 @@ class PythonEngine(Engine):
             self._report(work)
             moving.add_done_callback(partial(self._settle_late, piece))
 
-    def _cut(self, work: _Work) -> _Piece:
+    def _cut(self, work: _QueuedTransfer) -> _TransferPiece:
         transfer, align = work.transfer, work.transfer.file.align
         begin = work.next_begin
         nbytes = min(self.piece_bytes, transfer.memory.nbytes - begin)
@@ -239,9 +239,9 @@ class PythonEngine(Engine):
             memory = own
         if transfer.is_write:
             transfer.sums[begin // self.piece_bytes] = zlib.crc32(memory[:nbytes])
-        return _Piece(work, begin, nbytes, memory, is_copy)
+        return _TransferPiece(work, begin, nbytes, memory, is_copy)
 
-    async def _move(self, piece: _Piece) -> int:
+    async def _move(self, piece: _TransferPiece) -> int:
         """All of the piece; returns 0 or the errno."""
         align = piece.work.transfer.file.align
         while True:
@@ -266,7 +266,7 @@ class PythonEngine(Engine):
             if code == errno.EAGAIN:
                 await asyncio.sleep(min(piece.tries, 10) / 1000)
 
-    async def _attempt(self, piece: _Piece) -> int:
+    async def _attempt(self, piece: _TransferPiece) -> int:
         """One call. Bytes that were moved, or minus the errno."""
         transfer, align = piece.work.transfer, piece.work.transfer.file.align
         fault = self._next_fault()
@@ -311,7 +311,7 @@ class PythonEngine(Engine):
         hit = self._attempts >= fault.nth if fault.forever else self._attempts == fault.nth
         return fault if hit else None
 
-    def _verify(self, piece: _Piece) -> int:
+    def _verify(self, piece: _TransferPiece) -> int:
         transfer = piece.work.transfer
         if transfer.is_write or piece.given_up:
             return 0
@@ -323,11 +323,11 @@ class PythonEngine(Engine):
             _memory_at(transfer.memory.address + piece.begin, piece.nbytes)[:] = data
         return 0
 
-    def _settle_late(self, piece: _Piece, moving: asyncio.Future[int]) -> None:
+    def _settle_late(self, piece: _TransferPiece, moving: asyncio.Future[int]) -> None:
         if not moving.cancelled():
             self._settle(piece, moving.result())
 
-    def _settle(self, piece: _Piece, code: int) -> None:
+    def _settle(self, piece: _TransferPiece, code: int) -> None:
         work = piece.work
         self._pieces.discard(piece)
         work.out -= 1
@@ -336,19 +336,19 @@ class PythonEngine(Engine):
         elif work.out == 0 and work.next_begin >= work.transfer.memory.nbytes:
             self._finish(work)
 
-    def _fail(self, work: _Work, code: int, at: int) -> None:
+    def _fail(self, work: _QueuedTransfer, code: int, at: int) -> None:
         if work.code == 0 or (code == errno.ETIMEDOUT and not work.reported):
             work.code, work.at = code, at
         work.next_begin = work.transfer.memory.nbytes
         if work.out == 0:
             self._finish(work)
 
-    def _report(self, work: _Work) -> None:
+    def _report(self, work: _QueuedTransfer) -> None:
         if not work.reported:
             work.reported = True
             self._end(work.number, work.code, work.at)
 
-    def _finish(self, work: _Work) -> None:
+    def _finish(self, work: _QueuedTransfer) -> None:
         if self._works.pop(work.number, None) is None:
             return
         if work.reported:

@@ -31,7 +31,7 @@ class Version:
         self.is_stuck = False  # an operation on it may never end
 
 
-class Table:
+class ChunkTable:
     """Chunks by name, in `space`."""
 
     def __init__(self, space: Space) -> None:

@@ -51,7 +51,7 @@ def _place_bytes(params: Sequence[Tensor]) -> int:
 
 
 @dataclass
-class _Addend:
+class _DownloadAddend:
     """A part of a gradient, from element `begin` on, on its way to a staging place, that is to be
     added to `target`. is_first: there is nothing yet to add it to.
     """
@@ -105,7 +105,7 @@ class DeviceGradients:
         self._metrics = metrics
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
         self._arriving: dict[Tensor, Ticket[Tensor]] = {}  # copies to where the gradient is
-        self._addends: deque[_Addend] = deque()
+        self._addends: deque[_DownloadAddend] = deque()
         self._lent: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
         self._slot_bytes = _place_bytes([*self._places, *spilled])
@@ -193,7 +193,9 @@ class DeviceGradients:
             slot = self._slots.pop()
             values = slot.view(grad.dtype)[: end - begin]
             ticket = self._read(source[begin:end], values)
-            self._addends.append(_Addend(param, target, begin, values, slot, ticket, is_first))
+            self._addends.append(
+                _DownloadAddend(param, target, begin, values, slot, ticket, is_first)
+            )
 
     def _read(self, source: Tensor, host: Tensor) -> Ticket[Tensor]:
         return self._transfer.read(source, host, "a gradient")

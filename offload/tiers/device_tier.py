@@ -22,7 +22,7 @@ from offload.errors import CapacityError
 from offload.guard import Owner, unguard
 from offload.locks import attempt
 from offload.metrics import Metrics
-from offload.scheduler import Tier, look_ahead, make_room
+from offload.scheduler import TierState, look_ahead, make_room
 from offload.shares import on_device_bytes
 from offload.ticket import Ticket
 from offload.tiers.allowance import Allowance
@@ -160,12 +160,12 @@ class DeviceTier(Copies):
                 return
             self.fill(self._blocks[number])
 
-    def _tier(self) -> Tier:
+    def _tier(self) -> TierState:
         held = {b.number for b in self._blocks if b.on_device is not Presence.AWAY}
         pinned = {n for n in held if not self._may_go(self._blocks[n])}
         escaped = self.transfer.memory.used_bytes - sum(self._sizes[n] for n in held)
         budget = self.allowance.blocks_bytes - max(0, escaped)
-        return Tier(self._sizes, budget, held, pinned)
+        return TierState(self._sizes, budget, held, pinned)
 
     def _may_go(self, block: Block) -> bool:
         if block.device_pins or block.number in self._current or block.number in self.kept:

@@ -81,7 +81,7 @@ class DeviceWholes:
             left = self._left_bytes
             if nbytes <= left:
                 self._left_bytes -= nbytes
-                return _Claim(self, nbytes)
+                return _DeviceClaim(self, nbytes)
         raise CapacityError(
             f"{self.device}: {what} need {format_size(nbytes)} ({nbytes} bytes); beside units that "
             f"are gathered one by one and their gradients {format_size(left)} of device_memory are "
@@ -96,7 +96,7 @@ class DeviceWholes:
         self._transfer.poll()
 
 
-class _Claim:
+class _DeviceClaim:
     def __init__(self, wholes: DeviceWholes, nbytes: int) -> None:
         self._wholes, self._nbytes = wholes, nbytes
 

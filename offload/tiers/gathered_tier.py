@@ -20,7 +20,7 @@ from offload.config import format_size
 from offload.errors import CapacityError, OffloadError
 from offload.guard import Owner
 from offload.metrics import Metrics
-from offload.scheduler import Moves, Tier, look_ahead, make_room
+from offload.scheduler import Moves, TierState, look_ahead, make_room
 from offload.ticket import Ticket
 from offload.tiers.copies import Copies
 from offload.tiers.wholes import Whole, Wholes
@@ -161,10 +161,10 @@ class GatheredTier(Copies):
             self.drop(self._blocks[number])
         return [self._blocks[number] for number in moves.fetch]
 
-    def _tier(self) -> Tier:
+    def _tier(self) -> TierState:
         held = set(self._wholes)
         pinned = {number for number in held if not self._may_go(self._blocks[number])}
-        return Tier(self._sizes, self.budget_bytes, held, pinned)
+        return TierState(self._sizes, self.budget_bytes, held, pinned)
 
     def _may_go(self, block: Block) -> bool:
         busy = block.device_pins or block.number in self._current

@@ -91,7 +91,7 @@ class UnitSum:
 
 
 @dataclass(eq=False)
-class _Flight:
+class _InFlightReduce:
     """A reduction under way. target: the place itself, or memory for what is added to it; slot: the
     staging place that it is in, if there are some.
     """
@@ -146,7 +146,7 @@ class MeanGradients:
         self._sum_of = {param: one for one in self._sums.values() for param in one.members}
         self._touched: dict[int, None] = {}  # units that backward has reached, in order
         self._arrived: set[int] = set()  # numbers of parameters, since the ranks last told
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_InFlightReduce] = deque()
         self._is_open = False  # a backward pass has begun, and not ended
         self._is_begun = False  # there has been one
         self._early: set[int] = set()  # units that were reduced before the end of this pass
@@ -271,7 +271,7 @@ class MeanGradients:
             slot = self._take_slot()
             target = _like(one.like, slot)
         ticket = self._wholes.reduce(whole, target, one.name)
-        self._flights.append(_Flight(one, whole, target, slot, ticket, one.is_empty))
+        self._flights.append(_InFlightReduce(one, whole, target, slot, ticket, one.is_empty))
         one.is_empty = False
         self._metrics.count("reduced_bytes", self._sharding.slices(one.unit).padded_bytes)
 
@@ -304,7 +304,7 @@ class MeanGradients:
             if flight.slot is not None:
                 self._slots.append(flight.slot)
 
-    def _take_in_mean(self, flight: _Flight) -> None:
+    def _take_in_mean(self, flight: _InFlightReduce) -> None:
         place, one = flight.sum.place, flight.sum
         if flight.target is place:
             return

@@ -26,7 +26,7 @@ from offload.holders import holders
 from offload.locks import nap
 from offload.metrics import Metrics
 from offload.pool import Pool
-from offload.scheduler import Moves, Tier, look_ahead, make_room, next_uses
+from offload.scheduler import Moves, TierState, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
 from offload.store.originals import Original
@@ -310,13 +310,13 @@ class Residency:
                 self._metrics.count("prefetches_without_room")
                 return
 
-    def _tier(self) -> Tier:
+    def _tier(self) -> TierState:
         held = {b.number for b in self.blocks if b.in_host is not Presence.AWAY}
         pinned = {n for n in held if not self._may_go(self.blocks[n])}
         stats = self._pool.stats()
         free = stats.capacity_bytes - stats.used_bytes
         budget = free + sum(self._sizes[number] for number in held)
-        return Tier(self._sizes, budget, held, pinned)
+        return TierState(self._sizes, budget, held, pinned)
 
     def _may_go(self, block: Block) -> bool:
         if block.pins or block.number in self._current or block.in_host is not Presence.HERE:

@@ -61,7 +61,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class _Piece:
+class _SpilledRange:
     """Elements [begin, end) of a gradient. made: how many edits are in what is stored."""
 
     begin: int
@@ -73,7 +73,7 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Writing:
-    piece: _Piece
+    piece: _SpilledRange
     slot: Slot
     ticket: Ticket[None]
     whose: weakref.ref[Spilled]
@@ -82,7 +82,9 @@ class _Writing:
 class Staged:
     """A piece on its way into memory; its values count when `wait` has returned."""
 
-    def __init__(self, whose: Spilled, piece: _Piece, values: Tensor, slot: Slot | None) -> None:
+    def __init__(
+        self, whose: Spilled, piece: _SpilledRange, values: Tensor, slot: Slot | None
+    ) -> None:
         self._whose, self.piece, self.values, self._slot = whose, piece, values, slot
         self._ticket = whose._read(piece, values, slot)
 
@@ -226,7 +228,7 @@ class SpillArea:
 
     # --- writes under way -------------------------------------------------------------------------
 
-    def write(self, whose: Spilled, piece: _Piece, values: Tensor, slot: Slot) -> None:
+    def write(self, whose: Spilled, piece: _SpilledRange, values: Tensor, slot: Slot) -> None:
         """Start to store what is in a slot, which comes back by itself."""
         with self.lock:
             ticket = slot.start(self.store.write(piece.key, values))
@@ -246,7 +248,7 @@ class SpillArea:
             while self._writing:
                 self._end_oldest()
 
-    def finish(self, piece: _Piece) -> None:
+    def finish(self, piece: _SpilledRange) -> None:
         """Wait for a piece that is being written."""
         with self.lock:
             while piece.writing is not None:
@@ -393,7 +395,7 @@ class Spilled:
     def _cut_at(self, cuts: Sequence[int]) -> None:
         self.cuts = cuts
         self.pieces = [
-            _Piece(begin, end, f"gradient {self._number} of {self.name}[{begin}:{end}]")
+            _SpilledRange(begin, end, f"gradient {self._number} of {self.name}[{begin}:{end}]")
             for begin, end in pairwise(cuts)
             if begin < end
         ]
@@ -515,7 +517,7 @@ class Spilled:
                 )
             raise
 
-    def _store(self, piece: _Piece, values: Tensor, slot: Slot) -> None:
+    def _store(self, piece: _SpilledRange, values: Tensor, slot: Slot) -> None:
         piece.made = len(self._edits)
         self.area.write(self, piece, values, slot)
 
@@ -529,7 +531,7 @@ class Spilled:
             if edit.is_blank and all(map(self._is_blank, self.pieces)):
                 self.error = None
 
-    def _make_edits(self, piece: _Piece, values: Tensor) -> None:
+    def _make_edits(self, piece: _SpilledRange, values: Tensor) -> None:
         """Those that what is stored lacks."""
         with torch.no_grad():
             for begin, end, edit in self._edits[piece.made :]:
@@ -565,7 +567,7 @@ class Spilled:
             self._fill(memory, pieces)
             return memory[begin - first : end - first]
 
-    def _fill(self, memory: Tensor, pieces: Sequence[_Piece]) -> None:
+    def _fill(self, memory: Tensor, pieces: Sequence[_SpilledRange]) -> None:
         """Read these, one behind the other."""
         first = pieces[0].begin if pieces else 0
         each: list[Staged] = []
@@ -611,7 +613,7 @@ class Spilled:
             at < len(self.pieces) and self.pieces[at].begin == begin and self.pieces[at].end == end
         )
 
-    def _read(self, piece: _Piece, values: Tensor, slot: Slot | None) -> Ticket[None] | None:
+    def _read(self, piece: _SpilledRange, values: Tensor, slot: Slot | None) -> Ticket[None] | None:
         """Start to read a piece as it is stored; None: what is there does not matter."""
         if self.error is not None:
             raise self.error
@@ -623,22 +625,22 @@ class Spilled:
         self.area.metrics.count("spilled_read_bytes", values.nbytes)
         return slot.start(ticket) if slot is not None else ticket
 
-    def _is_blank(self, piece: _Piece) -> bool:
+    def _is_blank(self, piece: _SpilledRange) -> bool:
         """Whether what is stored does not matter."""
         return any(
             edit.is_blank and begin <= piece.begin and piece.end <= end
             for begin, end, edit in self._edits[piece.made :]
         )
 
-    def _in(self, slot: Slot, piece: _Piece) -> Tensor:
+    def _in(self, slot: Slot, piece: _SpilledRange) -> Tensor:
         return slot.memory.view(self.dtype)[: piece.end - piece.begin]
 
-    def _within(self, begin: int, end: int) -> list[_Piece]:
+    def _within(self, begin: int, end: int) -> list[_SpilledRange]:
         found = self._around(begin, end)
         assert not found or (found[0].begin >= begin and found[-1].end <= end), "whole pieces"
         return found
 
-    def _around(self, begin: int, end: int) -> list[_Piece]:
+    def _around(self, begin: int, end: int) -> list[_SpilledRange]:
         return [piece for piece in self.pieces if piece.begin < end and begin < piece.end]
 
     @property

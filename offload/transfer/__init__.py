@@ -26,7 +26,7 @@ from offload.transfer.buffer import HOLDERS, DeviceBuffer, DeviceFullError
 from offload.transfer.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, Mark
 from offload.transfer.gauge import (
     DeviceGauge,
-    Reading,
+    DeviceReading,
     available_bytes,
     find_device,
     usable_bytes,
@@ -41,12 +41,12 @@ __all__ = [
     "DeviceBuffer",
     "DeviceFullError",
     "DeviceGauge",
+    "DeviceReading",
     "DeviceTransfer",
     "HostBuffer",
     "HostTransfer",
     "Mark",
     "Moment",
-    "Reading",
     "Transfer",
     "available_bytes",
     "device_random_states",

@@ -25,14 +25,14 @@ class DeviceFullError(CapacityError):
     """The device itself has no memory left, whatever the budget says."""
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """Has memory of a device that it can do without."""
 
     def make_way(self, device: torch.device, nbytes: int) -> None:
         """Give up so much of it, as far as it can. Any thread; never waits for another."""
 
 
-HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()  # are asked when a device is full
+HOLDERS: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()  # are asked when a device is full
 
 # Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these events;
 # calls back, before any later copy, with the event that ends it.

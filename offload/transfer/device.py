@@ -37,7 +37,7 @@ class Mark:
 
 
 @dataclass(eq=False)
-class _Flight:
+class _InFlightCopy:
     """One copy under way, and what must stay where it is until the copy is over."""
 
     event: torch.Event
@@ -53,7 +53,7 @@ class _Flight:
 
 
 @dataclass(eq=False)
-class _Reading(_Flight):
+class _Download(_InFlightCopy):
     """A copy to the host. owner: the stream in whose order `source` may be dropped before the copy
     is over; None: it may not.
     """
@@ -87,12 +87,12 @@ class _Flights:
             flight.let_go()
             flight.ticket.finish(flight.result)
 
-    def _tell(self, flight: _Flight) -> None:
+    def _tell(self, flight: _InFlightCopy) -> None:
         # Until somebody noticed that it is over, which may be later than it was.
         what, end_s = flight.ticket.what, time.perf_counter()
         self.metrics.event(Event(self.row, what, flight.begin_s, end_s, flight.nbytes))
 
-    def fail(self, flight: _Flight, error: Exception) -> None:
+    def fail(self, flight: _InFlightCopy, error: Exception) -> None:
         """End one ticket with the device's error, unless somebody else has ended it."""
         with self.lock:
             if flight not in self.queue:
@@ -208,7 +208,7 @@ class DeviceTransfer:
             with on(self._up):
                 target.copy_(host, non_blocking=asynchronous)
             event, nbytes = self._up.record_event(), host.nbytes
-            flight = _Flight(event, Ticket(what), result, held, nbytes=nbytes)
+            flight = _InFlightCopy(event, Ticket(what), result, held, nbytes=nbytes)
             note(flight.event)
             self._follow(flights, flight)
         self.metrics.count("host_to_device_bytes", host.nbytes)
@@ -322,7 +322,7 @@ class DeviceTransfer:
         with on(self._down):
             host.detach().copy_(source, non_blocking=asynchronous)
         event = self._down.record_event()
-        flight = _Reading(event, Ticket(what), host, (host,), source, owner, nbytes=host.nbytes)
+        flight = _Download(event, Ticket(what), host, (host,), source, owner, nbytes=host.nbytes)
         self._follow(self._downward, flight)
         return flight.ticket
 
@@ -347,7 +347,7 @@ class DeviceTransfer:
 
     # --- what is under way ------------------------------------------------------------------------
 
-    def _follow(self, flights: _Flights, flight: _Flight) -> None:
+    def _follow(self, flights: _Flights, flight: _InFlightCopy) -> None:
         """Have the flight's ticket end when the flight is over. Under the lock of the flights."""
         spent, lander = _Waiting(flights, flight, self.metrics), self._lander
         flight.ticket.land = spent.land
@@ -397,7 +397,7 @@ class _Waiting:
     """The wait for one flight."""
 
     flights: _Flights
-    flight: _Flight
+    flight: _InFlightCopy
     metrics: Metrics
 
     def land(self, timeout_s: float | None) -> None:

@@ -17,14 +17,14 @@ _LEAVE_SHARE = 0.1  # of what is free, where nobody says how much is to be used
 
 
 @dataclass(frozen=True)
-class Reading:
+class DeviceReading:
     """Bytes of this process on the device: now, at most so far, and of all allocations ever."""
 
     now: int
     peak: int
     ever: int
 
-    def growth_until(self, later: Reading) -> int:
+    def growth_until(self, later: DeviceReading) -> int:
         """How far above `now` it was at most before `later`: exactly, or an upper bound."""
         allocated = later.ever - self.ever
         if later.peak > self.peak:
@@ -41,11 +41,11 @@ class DeviceGauge:
         self._memory = memory
         self._index = memory.device.index
 
-    def read(self) -> Reading:
+    def read(self) -> DeviceReading:
         stats = _stats(self._index)
-        return Reading(stats["current"], stats["peak"], stats["allocated"])
+        return DeviceReading(stats["current"], stats["peak"], stats["allocated"])
 
-    def others_bytes(self, reading: Reading) -> int:
+    def others_bytes(self, reading: DeviceReading) -> int:
         """What is in use beside our memory: activations, gradients, other models."""
         return max(0, reading.now - self._memory.used_bytes)
 

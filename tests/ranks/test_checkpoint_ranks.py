@@ -24,7 +24,7 @@ from support.ranks.launch import outcomes, run
 
 import offload
 from offload.checkpoint.disk import GUEST_POINTS, POINTS
-from offload.format.directory import Directory, find_newest
+from offload.format.directory import CheckpointDirectory, find_newest
 from offload.format.limits import MOST_PART_BYTES
 from offload.format.verify import verify
 
@@ -43,7 +43,10 @@ def test_the_bytes_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
     assert {each["path"] for each in found} == {str(tmp_path / "all")}
     assert len({each["digest"] for each in found}) == 3  # a buffer differs
     assert same(read(tmp_path / "all"), read(tmp_path / "one"))
-    with Directory(tmp_path / "all") as all_, Directory(tmp_path / "one") as one:
+    with (
+        CheckpointDirectory(tmp_path / "all") as all_,
+        CheckpointDirectory(tmp_path / "one") as one,
+    ):
         together, by_one = all_.read_manifest(), one.read_manifest()
     assert together.files == by_one.files
     assert together.fingerprint == by_one.fingerprint

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from offload.tiers.allowance import Allowance
-from offload.transfer import Reading
+from offload.transfer import DeviceReading
 
 LIMIT, LEAST, UNITS = 1000, 100, 4
 
@@ -26,10 +26,10 @@ class Gauge:
         self._ever += max(0, others) + max(0, blocks)
         self._peak = max(self._peak, self.others + self.blocks)
 
-    def read(self) -> Reading:
-        return Reading(self.others + self.blocks, self._peak, self._ever)
+    def read(self) -> DeviceReading:
+        return DeviceReading(self.others + self.blocks, self._peak, self._ever)
 
-    def others_bytes(self, reading: Reading) -> int:
+    def others_bytes(self, reading: DeviceReading) -> int:
         return reading.now - self.blocks
 
 

@@ -1,5 +1,5 @@
-"""Stand-ins for `Disk`: one that records, one that fails. Their engine does everything at once, in
-the caller's thread, through the disk, so that the order of all operations is known.
+"""Stand-ins for `CheckpointDisk`: one that records, one that fails. Their engine does everything at
+once, in the caller's thread, through the disk, so that the order of all operations is known.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.checkpoint.disk import Disk
+from offload.checkpoint.disk import CheckpointDisk
 from offload.metrics import Metrics
 from offload.store.buffers import Buffer
-from offload.store.engine import Engine, Fault, Priority, Transfer
+from offload.store.engine import Fault, IOEngine, Priority, Transfer
 
 SECTOR = 512
 
 
-class StraightEngine(Engine):
+class StraightEngine(IOEngine):
     """Reads and writes at once."""
 
     def __init__(self, disk: StraightDisk) -> None:
@@ -57,13 +57,13 @@ class StraightEngine(Engine):
     def _stop(self) -> None: ...
 
 
-class StraightDisk(Disk):
+class StraightDisk(CheckpointDisk):
     """Claims that files are written past the page cache, in whole blocks, without doing so."""
 
     def go_direct(self, fd: int) -> int:
         return 4096
 
-    def open_engine(self, metrics: Metrics) -> Engine:
+    def open_engine(self, metrics: Metrics) -> IOEngine:
         return StraightEngine(self)
 
     def write_data(self, fd: int, data: Any, offset: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.format.manifest import MANIFEST, Manifest, Part, SavedTensor
+from offload.format.manifest import MANIFEST, CheckedPart, Manifest, SavedTensor
 from offload.format.safetensors import TensorSpec, build_header
 
 PART_BYTES = 100  # small, so that most tensors have several parts
@@ -53,7 +53,7 @@ def write_shard(
         raw = draw.randbytes(place.nbytes)
         data += raw
         parts = tuple(
-            Part(name, place.offset + i, len(piece), zlib.crc32(piece))
+            CheckedPart(name, place.offset + i, len(piece), zlib.crc32(piece))
             for i in range(0, max(place.nbytes, 1), PART_BYTES)
             for piece in (raw[i : i + PART_BYTES],)
         )

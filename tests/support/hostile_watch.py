@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, CorruptionError, FormatError
-from offload.format.directory import Directory, check_name, find_newest
+from offload.format.directory import CheckpointDirectory, check_name, find_newest
 from offload.format.manifest import MANIFEST
 from offload.format.values import decode
 from offload.format.verify import verify
@@ -97,7 +97,7 @@ def outcome(act: Callable[[], object]) -> str:
 
 def read_all(path: Path) -> None:
     """As a reader does it: the manifest, its values, and the first bytes of every part."""
-    with Directory(path) as directory:
+    with CheckpointDirectory(path) as directory:
         manifest = directory.read_manifest()
         directory.check_files(manifest)
         for tree in manifest.values.values():

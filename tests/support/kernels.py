@@ -16,7 +16,7 @@ from offload.selftest.check import CheckFailed
 from offload.selftest.torch_bits import (
     LION,
     LION_CASE,
-    Case,
+    OptimizerCase,
     adagrad_case,
     adam_case,
     sgd_case,
@@ -105,7 +105,7 @@ JUDGED = [
 
 
 def train_ours(
-    case: Case,
+    case: OptimizerCase,
     start: Tensor,
     grads: list[Tensor],
     slices: list[tuple[int, int]] | None = None,
@@ -136,6 +136,8 @@ def train_ours(
     return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
 
-def compare(case: Case, got: list[Tensor], expected: list[Tensor], where: str = "") -> None:
+def compare(
+    case: OptimizerCase, got: list[Tensor], expected: list[Tensor], where: str = ""
+) -> None:
     for name, ours, theirs in zip(("param", *case.states), got, expected, strict=True):
         assert_same_bits(ours, theirs, f"{case.name} {where}: {name}")

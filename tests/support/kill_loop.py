@@ -31,7 +31,7 @@ import torch._dynamo  # which the first optimizer imports, in seconds
 import offload
 from offload import api, planner, units
 from offload.checkpoint import writer
-from offload.checkpoint.disk import POINTS, Disk
+from offload.checkpoint.disk import POINTS, CheckpointDisk
 from offload.errors import ConfigError
 from offload.format.directory import find_newest
 from offload.format.verify import verify
@@ -56,7 +56,7 @@ WAYS = [Way(kind, background) for kind in ("wrap", "prepare") for background in 
 # --- the loop, in a process of its own ------------------------------------------------------------
 
 
-class Killer(Disk):
+class Killer(CheckpointDisk):
     """Ends the process when it comes to `point` for the `count`-th time."""
 
     point, count = "", 0
@@ -109,7 +109,7 @@ def digest(model: Any, optimizer: Any) -> str:
 def run_loop(way: Way, folder: Path, early: bool, tell: Callable[..., None]) -> None:
     """Until it is killed. early: a mutant, which acknowledges what it has only begun."""
     make_small()
-    writer.Disk = Killer  # type: ignore[misc]
+    writer.CheckpointDisk = Killer  # type: ignore[misc]
     Killer.tell = staticmethod(tell)
     model, optimizer = build(way.kind, folder / "swap")
     saves, step = folder / "saves", 0

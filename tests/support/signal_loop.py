@@ -21,14 +21,14 @@ import torch
 
 import offload
 from offload.checkpoint import writer
-from offload.checkpoint.disk import Disk
+from offload.checkpoint.disk import CheckpointDisk
 from offload.format.directory import find_newest
 from offload.format.verify import verify
 from support.kill_loop import digest, make_small
 from support.models import Gpt, batch, loss_of
 
 
-class Slow(Disk):
+class Slow(CheckpointDisk):
     """Comes to no end within any limit of a test."""
 
     def hook(self, point: str) -> None:
@@ -52,7 +52,7 @@ def main(folder: Path, how: str) -> None:
     stateful = {"scheduler": scheduler} if how in ("point", "forgotten") else {}
     limit_s = 1.0 if how in ("slow", "idle", "slow background") else 10.0
     if how.startswith("slow"):
-        writer.Disk = Slow  # type: ignore[misc]
+        writer.CheckpointDisk = Slow  # type: ignore[misc]
     with offload.save_on_signal(
         folder / "saves" / "at",
         model,

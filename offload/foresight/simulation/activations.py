@@ -17,7 +17,7 @@ _STAYS = 3 / 4  # of the limit; the rest is for what is on its way out
 
 
 @dataclass(eq=False)
-class _Kept:
+class _KeptActivation:
     """What one use keeps. ticket: of its way back; None: it is not under way."""
 
     nbytes: int
@@ -31,13 +31,13 @@ class VirtualActivations:
     def __init__(self, clock: Clock, store: VirtualStore, limit_bytes: int) -> None:
         self._clock, self._store = clock, store
         self._limit_bytes = limit_bytes
-        self._of_unit: dict[int, list[_Kept]] = {}
-        self._all: list[_Kept] = []  # in the order of forward
-        self._going: deque[tuple[_Kept, VirtualTicket]] = deque()
+        self._of_unit: dict[int, list[_KeptActivation]] = {}
+        self._all: list[_KeptActivation] = []  # in the order of forward
+        self._going: deque[tuple[_KeptActivation, VirtualTicket]] = deque()
 
     def keep(self, unit: int, nbytes: int) -> None:
         """A use has made so many."""
-        kept = _Kept(nbytes)
+        kept = _KeptActivation(nbytes)
         self._of_unit.setdefault(unit, []).append(kept)
         self._all.append(kept)
         staying = sum(one.nbytes for one in self._all if not one.is_away)
@@ -81,7 +81,7 @@ class VirtualActivations:
         self._all.clear()
 
     def _move(
-        self, name: str, one: _Kept, is_write: bool, is_wanted: bool = False
+        self, name: str, one: _KeptActivation, is_write: bool, is_wanted: bool = False
     ) -> VirtualTicket:
         priority = Priority.WAITED_FOR if is_wanted else Priority.PREFETCH
         return self._store.start(

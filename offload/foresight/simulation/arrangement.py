@@ -11,7 +11,7 @@ from offload.planner import Plan, least_arena_bytes, least_spill_bytes, make_pla
 from offload.run_file import ParamFact
 from offload.shares import (
     Shares,
-    Sizes,
+    UnitSizes,
     check_device_bytes,
     share_out_sizes,
     spill_room_bytes,
@@ -31,7 +31,7 @@ class Arrangement:
     """
 
     specs: tuple[ParamSpec, ...]
-    sizes: Sizes
+    sizes: UnitSizes
     shares: Shares | None
     plan: Plan
     spilled: frozenset[int]
@@ -85,7 +85,7 @@ def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrang
     `wrap` do. chunk_numel: of state that goes to disk; None: derived.
     """
     specs = tuple(map(_spec, work.params))
-    sizes = Sizes(
+    sizes = UnitSizes(
         tuple(unit.nbytes for unit in work.units),
         tuple(unit.needs for unit in work.units),
         frozenset(n for n, unit in enumerate(work.units) if unit.is_kept),

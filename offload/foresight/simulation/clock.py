@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 
-from offload.foresight.simulation.drives import Drives, Request
+from offload.foresight.simulation.drives import DriveRequest, Drives
 from offload.metrics import OTHER, Metrics
 from offload.timeline import DISK_READS, DISK_WRITES, Event
 
@@ -47,14 +47,14 @@ class Clock:
     def wait_until(self, moment_s: float) -> None:
         self._go_to(max(self.now_s, moment_s))
 
-    def wait_for(self, request: Request) -> None:
+    def wait_for(self, request: DriveRequest) -> None:
         assert self.drives is not None, "who has given us a request?"
         self.drives.advance(self.now_s)
         if request.end_s is None:
             self.drives.urge(request)
         self._go_to(max(self.now_s, self.drives.finish(request)))
 
-    def has_ended(self, request: Request) -> bool:
+    def has_ended(self, request: DriveRequest) -> bool:
         if request.end_s is None and self.drives is not None:
             self.drives.advance(self.now_s)
         return request.end_s is not None and request.end_s <= self.now_s
@@ -91,11 +91,11 @@ class VirtualMetrics(Metrics):
         return self._counts
 
 
-def _event(request: Request) -> Event:
+def _event(request: DriveRequest) -> Event:
     row = DISK_WRITES if request.is_write else DISK_READS
     return Event(row, request.name, request.begin_s, _end_s(request), request.nbytes)
 
 
-def _end_s(request: Request) -> float:
+def _end_s(request: DriveRequest) -> float:
     assert request.end_s is not None, "it is done"
     return request.end_s

@@ -20,7 +20,7 @@ from offload.foresight.simulation.clock import Clock
 from offload.metrics import Metrics
 from offload.profile import Profile
 from offload.shares import on_device_bytes
-from offload.transfer.gauge import Reading
+from offload.transfer.gauge import DeviceReading
 
 COMPUTING = "device"  # the thread waits until the device has computed
 DEVICE_COPY = "device copy"
@@ -166,12 +166,12 @@ class VirtualGauge:
     def __init__(self, memory: VirtualDeviceMemory) -> None:
         self._memory = memory
 
-    def read(self) -> Reading:
+    def read(self) -> DeviceReading:
         memory = self._memory
         now = memory.used_bytes + memory.others_bytes
-        return Reading(now, memory.peak_bytes, memory.ever_bytes)
+        return DeviceReading(now, memory.peak_bytes, memory.ever_bytes)
 
-    def others_bytes(self, reading: Reading) -> int:
+    def others_bytes(self, reading: DeviceReading) -> int:
         return max(0, reading.now - self._memory.used_bytes)
 
 

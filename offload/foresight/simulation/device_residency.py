@@ -6,7 +6,7 @@ from typing import cast
 
 from offload.foresight.simulation.device import VirtualGauge, VirtualTransfer
 from offload.foresight.simulation.residency import Weightless
-from offload.shares import Sizes, on_device_bytes
+from offload.shares import UnitSizes, on_device_bytes
 from offload.tiers.allowance import Allowance
 from offload.tiers.copies import Copies
 from offload.tiers.device_residency import _DEPTH, DeviceResidency
@@ -45,7 +45,7 @@ class VirtualDeviceResidency(Weightless, DeviceResidency):
     """Of a model on a device. depth: units ahead; None: derived for host memory."""
 
     def __init__(
-        self, parts: Parts, transfer: VirtualTransfer, limit_bytes: int, sizes: Sizes
+        self, parts: Parts, transfer: VirtualTransfer, limit_bytes: int, sizes: UnitSizes
     ) -> None:
         Residency.__init__(self, parts)
         depth = _DEPTH if parts.depth is None else parts.depth

@@ -55,7 +55,7 @@ class Rates:
 
 
 @dataclass(eq=False)
-class Request:
+class DriveRequest:
     """A read or a write. end_s: when it is done; None: not yet."""
 
     name: str
@@ -77,18 +77,18 @@ class Drives:
     """
 
     def __init__(self, rates: Rates, depth: int | None = None) -> None:
-        self.done: list[Request] = []  # in the order of their ends
+        self.done: list[DriveRequest] = []  # in the order of their ends
         self.busy_s = 0.0
         self._rates = rates
         self._window_bytes = (depth or DEPTH) * PIECE_BYTES
         self._at_s = 0.0  # until here everything is known
         self._order = count()
-        self._queue: list[tuple[int, int, Request]] = []
-        self._with: deque[tuple[Request, int]] = deque()  # pieces
+        self._queue: list[tuple[int, int, DriveRequest]] = []
+        self._with: deque[tuple[DriveRequest, int]] = deque()  # pieces
         self._reads_bytes = self._writes_bytes = 0  # of them
         self._head_end_s: float | None = None  # of the piece that is served; None: nothing is
 
-    def submit(self, request: Request) -> Request:
+    def submit(self, request: DriveRequest) -> DriveRequest:
         """It begins at a moment that `advance` has reached."""
         if not request.nbytes:
             request.end_s = request.begin_s
@@ -98,7 +98,7 @@ class Drives:
         self._hand_over()
         return request
 
-    def urge(self, request: Request) -> None:
+    def urge(self, request: DriveRequest) -> None:
         """Somebody waits for it now."""
         if request.waiting and request.priority > Priority.WAITED_FOR:
             request.priority = Priority.WAITED_FOR
@@ -115,7 +115,7 @@ class Drives:
             self._end_piece(self._head_end_s)
         self._at_s = max(self._at_s, to_s)
 
-    def finish(self, request: Request) -> float:
+    def finish(self, request: DriveRequest) -> float:
         """Go on until it is done."""
         while request.end_s is None:
             assert self._head_end_s is not None, f"{request.name}: nobody serves it"
@@ -147,7 +147,7 @@ class Drives:
             self.busy_s += seconds
             self._head_end_s = self._at_s + seconds
 
-    def _count(self, request: Request, nbytes: int) -> None:
+    def _count(self, request: DriveRequest, nbytes: int) -> None:
         if request.is_write:
             self._writes_bytes += nbytes
         else:

@@ -12,7 +12,7 @@ import torch
 
 from offload.foresight.simulation.clock import Clock
 from offload.foresight.simulation.device import VirtualDevice
-from offload.foresight.simulation.drives import Request
+from offload.foresight.simulation.drives import DriveRequest
 from offload.layout import Chunk, Slice
 from offload.metrics import Metrics
 from offload.spilled_gradient import Gradient
@@ -65,7 +65,7 @@ class VirtualGradients:
         if self._memory_bytes_per_s is not None:
             with self._clock.cause(COPY):
                 self._clock.spend(2 * nbytes / self._memory_bytes_per_s)
-        request = Request("gradients", nbytes, True, Priority.WRITE_BACK, self._clock.now_s)
+        request = DriveRequest("gradients", nbytes, True, Priority.WRITE_BACK, self._clock.now_s)
         drives.submit(request)
         self._metrics.count("spilled_bytes", nbytes)
         self._metrics.count("disk_written_bytes", nbytes)
@@ -78,15 +78,15 @@ class VirtualGradients:
     def has_place(self, chunk: Chunk) -> bool:
         return len(self._taken) < self._slots or not self._bytes_of(chunk)
 
-    def take(self, chunk: Chunk) -> Mapping[Slice, _Coming]:
+    def take(self, chunk: Chunk) -> Mapping[Slice, _VirtualArrival]:
         """Start to read those of a chunk."""
         nbytes, drives = self._bytes_of(chunk), self._clock.drives
         if not nbytes or drives is None:
             return {}
         self._taken.add(chunk.number)
         self._metrics.count("disk_read_bytes", nbytes)
-        request = Request("gradients", nbytes, False, Priority.PREFETCH, self._clock.now_s)
-        return {chunk.slices[0]: _Coming(self._clock, drives.submit(request))}
+        request = DriveRequest("gradients", nbytes, False, Priority.PREFETCH, self._clock.now_s)
+        return {chunk.slices[0]: _VirtualArrival(self._clock, drives.submit(request))}
 
     def give_back(self, chunk: Chunk) -> None:
         self._taken.discard(chunk.number)
@@ -103,12 +103,12 @@ class VirtualGradients:
         )
 
 
-class _Coming:
+class _VirtualArrival:
     """Gradients of one chunk on their way; they have no bytes."""
 
     values = torch.empty(0, device="meta")
 
-    def __init__(self, clock: Clock, request: Request) -> None:
+    def __init__(self, clock: Clock, request: DriveRequest) -> None:
         self._clock, self._request = clock, request
 
     @property

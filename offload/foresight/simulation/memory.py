@@ -15,7 +15,7 @@ from offload.config import format_size
 from offload.errors import CapacityError
 from offload.extents import Extents
 from offload.foresight.simulation.clock import Clock
-from offload.foresight.simulation.drives import Request
+from offload.foresight.simulation.drives import DriveRequest
 from offload.metrics import Metrics
 from offload.pool import PIECE_ALIGN, PoolStats
 from offload.run_file import UnitFact
@@ -45,7 +45,7 @@ def units_of(facts: Iterable[UnitFact]) -> list[FactUnit]:
 class VirtualTicket:
     """What a store's ticket is, in virtual time."""
 
-    def __init__(self, clock: Clock, request: Request) -> None:
+    def __init__(self, clock: Clock, request: DriveRequest) -> None:
         self._clock = clock
         self._request = request
 
@@ -82,7 +82,7 @@ class VirtualStore:
         """A transfer of so many bytes."""
         assert self._clock.drives is not None, "there is a store only where there are drives"
         self._metrics.count("disk_written_bytes" if is_write else "disk_read_bytes", nbytes)
-        request = Request(name, nbytes, is_write, priority, self._clock.now_s)
+        request = DriveRequest(name, nbytes, is_write, priority, self._clock.now_s)
         return VirtualTicket(self._clock, self._clock.drives.submit(request))
 
 

@@ -15,17 +15,17 @@ from offload.foresight.simulation.arrangement import Arrangement
 from offload.foresight.simulation.desks import VirtualDesks
 from offload.foresight.simulation.gradients import VirtualGradients
 from offload.foresight.simulation.memory import VirtualOriginal, VirtualPool, units_of
-from offload.foresight.simulation.world import Speeds, World
+from offload.foresight.simulation.world import VirtualSpeeds, World
 from offload.layout import Chunk
 from offload.optim.desk import Desk, Places
 from offload.optim.pipeline import Pipeline
-from offload.optim.tiers import Piece, Tiers
+from offload.optim.tiers import HostChunk, Tiers
 from offload.pool import PIECE_ALIGN, Pool
 from offload.store import DiskStore
 from offload.store.originals import Original
 from offload.trace import Phase
 from offload.workbench import Workbench
-from offload.workload import BACKWARD, FORWARD, Use, Workload
+from offload.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
 COMPUTE, UPDATE, BETWEEN = "compute", "update", "between"
 _PHASES = list(Phase)
@@ -163,7 +163,7 @@ class Training:
         if self._activations is not None:
             self._activations.forget()
 
-    def _use(self, number: int, use: Use) -> None:
+    def _use(self, number: int, use: WorkloadUse) -> None:
         residency, device = self._world.residency, self._world.device
         assert residency is not None, "what is not prepared has no uses"
         if use.phase == BACKWARD:
@@ -235,11 +235,11 @@ class Training:
         if self._desks is not None:
             self._desks.end_step()
 
-    def _update(self, piece: Piece, desk: Desk | None) -> bool:
+    def _update(self, piece: HostChunk, desk: Desk | None) -> bool:
         self._clock.spend(self._update_s[piece.chunk.number], self._speeds.update_beside_disk)
         return True
 
-    def _seconds_of(self, chunk: Chunk, speeds: Speeds) -> float:
+    def _seconds_of(self, chunk: Chunk, speeds: VirtualSpeeds) -> float:
         """Of a chunk's update, over all memory that it reads and writes."""
         specs = self._arrangement.specs
         touched = (

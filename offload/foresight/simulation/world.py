@@ -29,7 +29,7 @@ _ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
-class Speeds:
+class VirtualSpeeds:
     """Of a machine. beside: shares of a speed that are left while the drives work. None: what it
     takes is not counted.
     """
@@ -40,7 +40,7 @@ class Speeds:
     update_beside_disk: float
 
     @classmethod
-    def of(cls, machine: Profile) -> Speeds:
+    def of(cls, machine: Profile) -> VirtualSpeeds:
         if not machine.update_bytes_per_s:
             raise ConfigError(
                 f"profile {machine.name}: expected update_bytes_per_s, the speed of the update; "
@@ -60,7 +60,7 @@ class World:
 
     clock: Clock
     metrics: VirtualMetrics
-    speeds: Speeds
+    speeds: VirtualSpeeds
     store: VirtualStore | None
     residency: Weightless | None
     device: VirtualDevice | None
@@ -80,7 +80,7 @@ class World:
 def make_world(
     work: Workload, budgets: Budgets, machine: Profile, tuning: Tuning, arrangement: Arrangement
 ) -> World:
-    speeds = Speeds.of(machine)
+    speeds = VirtualSpeeds.of(machine)
     drives = None
     if arrangement.moves and (budgets.directories or arrangement.has_originals):
         drives = Drives(Rates.of(machine, max(1, budgets.directories)), tuning.queue_depth)

@@ -34,7 +34,7 @@ BY_HAND = [
     Fault(
         "a read's source free",
         becomes(
-            at("transfer.device", "DeviceTransfer._lower").call("_Reading").argument(5), "None"
+            at("transfer.device", "DeviceTransfer._lower").call("_Download").argument(5), "None"
         ),
     ),
     Fault(
@@ -106,7 +106,9 @@ OF_MODELS = [
     ),
     Fault(
         "added to what was there before",
-        becomes(at("tiers.device_gradients", "_Addend._hand_on").condition("is_first"), "True"),
+        becomes(
+            at("tiers.device_gradients", "_DownloadAddend._hand_on").condition("is_first"), "True"
+        ),
     ),
     Fault(
         "a gradient that is held is overwritten",
@@ -115,7 +117,10 @@ OF_MODELS = [
     Fault(
         "a wrong part",
         becomes(
-            at("tiers.device_gradients", "DeviceGradients._stage").call("_Addend").argument(3), "0"
+            at("tiers.device_gradients", "DeviceGradients._stage")
+            .call("_DownloadAddend")
+            .argument(3),
+            "0",
         ),
     ),
     Fault(

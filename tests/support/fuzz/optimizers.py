@@ -202,7 +202,7 @@ def _lion(inner: torch.optim.Optimizer) -> None:
     """Chen et al., 2023, rounded as `docs/design.md` has it."""
     for group in inner.param_groups:
         beta1, beta2 = group["betas"]
-        rule = rules.Lion.at(
+        rule = rules.LionRule.at(
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"]
         )
         for p in group["params"]:

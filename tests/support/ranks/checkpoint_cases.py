@@ -18,7 +18,7 @@ from torch import nn
 
 import offload
 from offload.checkpoint import guest, team, writer
-from offload.checkpoint.disk import Disk
+from offload.checkpoint.disk import CheckpointDisk
 from offload.format.verify import verify
 from offload.metrics import Metrics
 from support.disk_doubles import FaultyDisk
@@ -220,11 +220,11 @@ def faults(rank: int, folder: Path, victim: int, stride: int) -> dict[str, int]:
     disks: list[FaultyDisk] = []
     nth = 0
 
-    def make() -> Disk:
+    def make() -> CheckpointDisk:
         disks.append(FaultyDisk(nth=nth if rank == victim else 0))
         return disks[-1]
 
-    writer.Disk = guest.Disk = make  # type: ignore[assignment,misc]
+    writer.CheckpointDisk = guest.CheckpointDisk = make  # type: ignore[assignment,misc]
     seen: dict[str, int] = {}
     offload.save(folder / "second", model, optimizer)
     calls = [len(disks[-1].calls)]
@@ -253,7 +253,7 @@ def faults(rank: int, folder: Path, victim: int, stride: int) -> dict[str, int]:
     return seen
 
 
-class _Killer(Disk):
+class _Killer(CheckpointDisk):
     point = ""
 
     def hook(self, point: str) -> None:
@@ -265,7 +265,7 @@ def kill(
     rank: int, folder: Path, victim: int, point: str, delay_s: float, background: bool
 ) -> dict[str, Any]:
     """One rank is killed while all save, at a point or after a while; what the others see."""
-    writer.Disk = guest.Disk = _Killer  # type: ignore[misc]
+    writer.CheckpointDisk = guest.CheckpointDisk = _Killer  # type: ignore[misc]
     team.ARRIVAL_S = 5.0  # for one that is killed before it has come
     model, optimizer = build()
     train(model, optimizer, range(2))
@@ -295,7 +295,7 @@ def kill(
     return {"saved": saved, "error": error, "took_s": took_s}
 
 
-class _Stopper(Disk):
+class _Stopper(CheckpointDisk):
     point = ""
 
     def hook(self, point: str) -> None:
@@ -306,7 +306,7 @@ class _Stopper(Disk):
 
 def stop(rank: int, folder: Path, victim: int, limit_s: float) -> dict[str, Any]:
     """One rank is stopped while all save, and goes on when the others have said what they see."""
-    writer.Disk = guest.Disk = _Stopper  # type: ignore[misc]
+    writer.CheckpointDisk = guest.CheckpointDisk = _Stopper  # type: ignore[misc]
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
