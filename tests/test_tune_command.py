@@ -389,7 +389,7 @@ WRITES = """
 import dataclasses, json, os, sys, time
 from pathlib import Path
 from offload.private_file import write_private
-from offload.trial import Result, load_order
+from offload.trial import TrialResult, load_order
 order = load_order(Path(os.environ["OFFLOAD_TRIAL"]))
 def write(steps, **changes):
     result = TrialResult(steps_done=steps, is_whole=steps >= order.steps_needed, **changes)
