@@ -24,9 +24,9 @@ from offload.shard import Ranks, ranks_of
 T = TypeVar("T")
 
 
-def together(ranks: Ranks | None, what: str, act: Callable[[], T]) -> T:
+def by_consensus(ranks: Ranks | None, what: str, act: Callable[[], T]) -> T:
     """The result of something that each rank does by itself; an error on one is one on all."""
-    return act() if ranks is None else ranks.together(what, act)
+    return act() if ranks is None else ranks.by_consensus(what, act)
 
 
 def agreed(
@@ -91,7 +91,7 @@ def draw_up(
     allowed = [
         n for n in ranks.exchange(host_bytes, "host memory that is allowed") if n is not None
     ]
-    outline = together(ranks, "prepare", lambda: make(min(allowed, default=None)))
+    outline = by_consensus(ranks, "prepare", lambda: make(min(allowed, default=None)))
     try:
         _check_same(ranks, outline)
         left = [max(0, n) for n in ranks.exchange(outline.left_bytes, "host memory that is left")]
@@ -112,7 +112,9 @@ def _check_same(ranks: Ranks, outline: Outline) -> None:
     ranks.check_equal("config", _facts(outline), "give every rank the same, apart from the budgets")
     names = [m.name for unit in outline.units for m in unit.members]
     params = [m.param for unit in outline.units for m in unit.members]
-    sums = together(ranks, "the first values", lambda: [_sum(outline, param) for param in params])
+    sums = by_consensus(
+        ranks, "the first values", lambda: [_sum(outline, param) for param in params]
+    )
     each = ranks.exchange(sums, "checksums of the first values")
     other = [name for name, *got in zip(names, *each, strict=True) if len(set(got)) > 1]
     if other:

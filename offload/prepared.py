@@ -11,7 +11,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from offload.accord import agreed, same_random, together
+from offload.accord import agreed, by_consensus, same_random
 from offload.budget import HOST, Share
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, OffloadError, StateError
@@ -113,16 +113,20 @@ class Prepared:
         try:
             if self._start is not None:
                 self._start.begin()
-            together(ranks, "memory and disk", self._open_memory)
+            by_consensus(ranks, "memory and disk", self._open_memory)
             self._watch_memory()
-            together(ranks, "device", self._open_device)
+            by_consensus(ranks, "device", self._open_device)
             among = self._among()
             with same_random(ranks):
-                together(ranks, "the start of the model", lambda: self._open_model(model, among))
+                by_consensus(
+                    ranks, "the start of the model", lambda: self._open_model(model, among)
+                )
             self._open_activations(model)
             if optimizer is not None and outline.recipe is not None:
                 recipe = outline.recipe
-                together(ranks, "optimizer state", lambda: self._open_optimizer(optimizer, recipe))
+                by_consensus(
+                    ranks, "optimizer state", lambda: self._open_optimizer(optimizer, recipe)
+                )
             assert self.engine is not None
             self.engine.residency.commit()
         except BaseException:
@@ -326,7 +330,7 @@ class Prepared:
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
         return self.outline.own_of(param)
 
-    def together(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
+    def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
         return agreed(self.ranks, "step", look, tell)
 
     def sum_over_ranks(self, value: float) -> float:

@@ -203,7 +203,7 @@ class save_on_signal:
         # Loops that never wait for one another may be at different points: on to the last one.
         team = Team.gather("save_on_signal", self._group)
         try:
-            last = int(max(team.together("points", lambda: self._points)))
+            last = int(max(team.by_consensus("points", lambda: self._points)))
         finally:
             team.leave()
         bell.next_round()

@@ -190,11 +190,11 @@ class GuestWriter:
             self._move_to(WriterState.COMMITTING)
         team = self._team
         try:
-            team.together(WRITTEN, self._flush)
-            team.together(DESCRIBED, lambda: None)
+            team.by_consensus(WRITTEN, self._flush)
+            team.by_consensus(DESCRIBED, lambda: None)
             if keep is not None:
-                team.together(VERIFIED, self._verify)
-            team.together(PUBLISHED, self._output.check)
+                team.by_consensus(VERIFIED, self._verify)
+            team.by_consensus(PUBLISHED, self._output.check)
             self._move_to(WriterState.DONE)
         except BaseException:
             self.abandon()

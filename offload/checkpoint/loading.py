@@ -146,9 +146,9 @@ class Load:
         before: dict[str, Any] = {}
         extra: list[Any] = []
         try:
-            self._team.together("named", lambda: before.update(self._load_stateful()))
+            self._team.by_consensus("named", lambda: before.update(self._load_stateful()))
             try:
-                self._team.together("reading", lambda: extra.append(self._read()))
+                self._team.by_consensus("reading", lambda: extra.append(self._read()))
             except BaseException as error:
                 self._lose(error)
                 raise
@@ -240,7 +240,7 @@ def load(
 
     try:
         while True:
-            found = Path(team.together("arguments", find)[0])
+            found = Path(team.by_consensus("arguments", find)[0])
             try:
                 return _load_one(found, model, optimizer, keeper, stateful, team)
             except _NotWhole as error:
@@ -272,11 +272,11 @@ def _load_one(
         def look() -> None:
             made.append(Load(reader, model, optimizer, keeper, stateful, team))
 
-        team.together("a look at everything", look)
+        team.by_consensus("a look at everything", look)
         task = made[0]
         with task.turn():
             with _whole_or_not():
-                team.together("every byte", task.check)
+                team.by_consensus("every byte", task.check)
             return task.read_together()
 
 
@@ -314,7 +314,7 @@ def _open(path: Path, team: Team) -> CheckpointReader:
         return _digest(readers[0].manifest) if team.count > 1 else ""
 
     try:
-        digests = team.together("the manifest", open_one)
+        digests = team.by_consensus("the manifest", open_one)
         if len(set(digests)) > 1:
             raise StateError(
                 f"{path}: is not the same one on all ranks; all must be on one node, or see one "

@@ -96,12 +96,12 @@ class Save:
         """Write all that may change when this has returned. In the turn."""
         team = self._team
         try:
-            states = team.together("a look at everything", self._look)
+            states = team.by_consensus("a look at everything", self._look)
             if team.count > 1:
                 self._settle_differences()
                 self._values[RNG_RANKS] = states[1:]
-            invitation = team.together("files", self._make)[0]
-            team.together("what may change", lambda: self._write(invitation))
+            invitation = team.by_consensus("files", self._make)[0]
+            team.by_consensus("what may change", lambda: self._write(invitation))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -143,7 +143,9 @@ class Save:
         found |= {f"buffer {name}": crc for name, crc in buffers.items()}
         differing = [
             (name, rank)
-            for rank, theirs in enumerate(team.together("values of the first rank", lambda: found))
+            for rank, theirs in enumerate(
+                team.by_consensus("values of the first rank", lambda: found)
+            )
             for name in found
             if theirs.get(name) != found[name]
         ]
@@ -218,7 +220,7 @@ class Save:
         """Write the rest, and make it a checkpoint. Any thread."""
         assert self._writer is not None
         try:
-            self._team.together("the optimizer's state", self._run_saver)
+            self._team.by_consensus("the optimizer's state", self._run_saver)
             self._write_scattered()
             path = self._writer.commit(self._values, self._model.fingerprint, keep=self._keep)
         except BaseException as error:
@@ -315,7 +317,7 @@ def save(
         made.append(task)
 
     try:
-        team.together("arguments", prepare)
+        team.by_consensus("arguments", prepare)
     except BaseException:
         team.leave()
         raise

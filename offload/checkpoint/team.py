@@ -40,7 +40,7 @@ class Team:
         """
         return cls(what, meet(what, process_group, ARRIVAL_S))
 
-    def together(self, phase: str, act: Callable[[], Any]) -> list[Any]:
+    def by_consensus(self, phase: str, act: Callable[[], Any]) -> list[Any]:
         """Run `act` on every rank; returns what each has returned (JSON), by rank, when all have.
         Where one fails, all raise. It may take any time, as long as every rank is heard.
         """
@@ -90,10 +90,10 @@ class Team:
         if self.count == 1:
             return
         text = json.dumps(sorted(entries.items()))
-        digests = self.together(phase, lambda: hashlib.sha256(text.encode()).hexdigest())
+        digests = self.by_consensus(phase, lambda: hashlib.sha256(text.encode()).hexdigest())
         if len(set(digests)) == 1:
             return
-        each = self.together(f"{phase}, one by one,", lambda: dict(entries))
+        each = self.by_consensus(f"{phase}, one by one,", lambda: dict(entries))
         for rank, theirs in enumerate(each):
             for name in sorted({*theirs, *each[0]}):
                 if theirs.get(name) != each[0].get(name):

@@ -226,13 +226,13 @@ class CheckpointWriter:
             self._move_to(WriterState.COMMITTING)
         team = self._team
         try:
-            self._take_in(team.together(WRITTEN, self._flush))
-            team.together(DESCRIBED, lambda: self._write_all(values, fingerprint))
+            self._take_in(team.by_consensus(WRITTEN, self._flush))
+            team.by_consensus(DESCRIBED, lambda: self._write_all(values, fingerprint))
             if keep is not None:
-                team.together(VERIFIED, self._verify)
+                team.by_consensus(VERIFIED, self._verify)
                 self._disk.hook("verified")
             self._work.output.check()
-            team.together(PUBLISHED, lambda: self._publish(keep))
+            team.by_consensus(PUBLISHED, lambda: self._publish(keep))
         except BaseException as error:
             self.abandon()
             is_about_others = isinstance(error, OffloadError) and team.count > 1

@@ -18,7 +18,7 @@ from offload.shard import Ranks
 _VALUES = "the values of"
 
 
-def together(
+def by_consensus(
     ranks: Ranks,
     what: str,
     act: Callable[[], Any],

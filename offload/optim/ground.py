@@ -68,7 +68,7 @@ class Host(Protocol):
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
         """The elements of it that are this rank's; None: all."""
 
-    def together(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
+    def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
         """What `look` returns, if it raises on no rank, and what `tell` says of it is the same on
         all.
         """

@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.config import Config
 from offload.errors import ConfigError, StateError
 from offload.metrics import Metrics
-from offload.optim.agreement import check_alike, start_facts, together
+from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.begun import Begun
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
 from offload.optim.company import Company
@@ -125,9 +125,9 @@ class Joint:
             return begun[0].squares_text
 
         try:
-            said = together(self.ranks, "step", say_what_is_here, self._metrics)
+            said = by_consensus(self.ranks, "step", say_what_is_here, self._metrics)
             grads = self._open_company.settle(looked[0], said)
-            squares = together(self.ranks, "step and norm", say_squares, self._metrics)
+            squares = by_consensus(self.ranks, "step and norm", say_squares, self._metrics)
         except BaseException:
             for one in begun:
                 one.undo()
@@ -183,7 +183,7 @@ class Joint:
 
     def _meet(self, what: str, act: Callable[[], Any]) -> list[Any]:
         deadline_s = min(MEETING_S, self.ranks.deadline_s)
-        return together(self.ranks, what, act, self._metrics, _CALL_ON_ALL, deadline_s)
+        return by_consensus(self.ranks, what, act, self._metrics, _CALL_ON_ALL, deadline_s)
 
     def add(
         self, group: Mapping[str, Any], add: Callable[[], None], records: Callable[[], Any]
@@ -197,7 +197,7 @@ class Joint:
             return start_facts([record for record in records() if id(record.param) in new])
 
         try:
-            said = together(self.ranks, "add_param_group", say_what_is_new, self._metrics)
+            said = by_consensus(self.ranks, "add_param_group", say_what_is_new, self._metrics)
             check_alike("add_param_group", said)
         except BaseException:
             self.buckets = before  # of which all ranks make the same again

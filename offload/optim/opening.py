@@ -10,7 +10,7 @@ import torch
 from offload.budget import HOST
 from offload.config import Config
 from offload.limits import limited
-from offload.optim.agreement import check_alike, start_facts, together
+from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.buckets import stage_of
 from offload.optim.ground import Watch, WatchPasses
 from offload.optim.request import WrapRequest
@@ -93,5 +93,5 @@ def _open_together(open_here: Callable[[], Session], ranks: Ranks) -> Session:
             **start_facts(opened[0].updater.records),
         }
 
-    check_alike("wrap", together(ranks, "wrap", act))
+    check_alike("wrap", by_consensus(ranks, "wrap", act))
     return opened[0]

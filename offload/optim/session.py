@@ -236,7 +236,7 @@ class Session:
         if self.joint is not None:
             return self.joint.begin_step(self._look, self._begin, self._steps_done)
         if self.host is not None:
-            begun = self._begin(self.host.together(self._look, self._facts))
+            begun = self._begin(self.host.by_consensus(self._look, self._facts))
             begun.complete(self.host.sum_over_ranks)
             return begun
         norm = GlobalNorm(self.optimizer, self.config.max_grad_norm)
@@ -501,7 +501,7 @@ class Session:
         """Ranks that share a model have plans of their own, and one may have no room for its."""
         if self.host is None:
             return self._draw_up(having)
-        return self.host.together(lambda: self._draw_up(having), lambda drawn: {})
+        return self.host.by_consensus(lambda: self._draw_up(having), lambda drawn: {})
 
     def _keep_aside(self, plan: Plan) -> Aside:
         """A copy of the state for the time between the plan that stands and `plan`. Where it does

@@ -169,10 +169,10 @@ class Ranks:
         """Collectives between the devices of all ranks, who all call it. Refused on all where one
         has none.
         """
-        backend = self.together("device", lambda: backend_of(device))
+        backend = self.by_consensus("device", lambda: backend_of(device))
         self.check_equal("device", [device.type, backend], "give all ranks devices of one kind")
         make = partial(DeviceLink, self._members, backend, device, self.deadline_s)
-        link = self.together("device", make)
+        link = self.by_consensus("device", make)
         with self._lock:
             self._links.append(link)
         return link
@@ -216,7 +216,7 @@ class Ranks:
             if text is not None:
                 raise StateError(f"{what}: rank {rank} cannot go on, and so no rank does: {text}")
 
-    def together(self, what: str, act: Callable[[], T]) -> T:
+    def by_consensus(self, what: str, act: Callable[[], T]) -> T:
         """The result of something that each rank does by itself; an error on one is one on all."""
         found: list[T] = []
         error: BaseException | None = None
