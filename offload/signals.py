@@ -5,10 +5,10 @@ or `point()` where other objects are saved, too, whose turn comes after the step
 there from the beginning sees to the limit, whatever the main thread is doing.
 
 Among ranks a signal that one of them gets is for all. At its next safe point that rank rings a bell
-(`circle.py`), and goes on; all save at the safe point behind that one. Nobody can be past it: it
-takes all ranks to come there. What it costs each time is one look at the bell.
-A forked child (a loader's worker) is no training: it has none of this, and signals to it are its
-own. What goes wrong is a line on stderr, whatever becomes of the log: the process may end with it.
+(`side_channel.py`), and goes on; all save at the safe point behind that one. Nobody can be past it:
+it takes all ranks to come there. What it costs each time is one look at the bell. A forked child (a
+loader's worker) is no training: it has none of this, and signals to it are its own. What goes wrong
+is a line on stderr, whatever becomes of the log: the process may end with it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from offload.api import save
 from offload.checkpoint import background
 from offload.checkpoint.draft import check_path
 from offload.checkpoint.optimizer import innermost
+from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.saving import cancel_all, check_arguments, process_group_of
-from offload.checkpoint.team import Team
 from offload.checkpoint.trees import Leaves
-from offload.circle import Bell
 from offload.errors import ConfigError, StateError
 from offload.log import LOG
 from offload.optim import is_wrapped
 from offload.optim.optimizer import session_of
 from offload.prepared import prepared_of
+from offload.side_channel import SharedFlag
 
 GOES_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})  # after these training goes on
 _GRACE = 0.2  # share of the limit that is left for removing a save that was cancelled
@@ -108,7 +108,7 @@ class save_on_signal:
         self._points = 0  # safe points so far
         self._goal = 0  # the one at which all ranks save, or have saved
         self._group = process_group_of(optimizer, prepared_of(model))
-        self._bell = Bell.of(self._group)
+        self._flag = SharedFlag.of(self._group)
         self._pid = os.getpid()
         self._is_closed = False
         self._inner = innermost(optimizer)  # accelerate's own has no hooks
@@ -166,7 +166,7 @@ class save_on_signal:
         self._act()
 
     def _act(self) -> None:
-        if self._is_closed or (self._bell is not None and not self._is_heard(self._bell)):
+        if self._is_closed or (self._flag is not None and not self._is_heard(self._flag)):
             return
         if self._ask not in (SaveRequest.SAVE, SaveRequest.END):
             return
@@ -187,26 +187,26 @@ class save_on_signal:
         if asked is SaveRequest.END:
             raise SystemExit(128 + number)
 
-    def _is_heard(self, bell: Bell) -> bool:
+    def _is_heard(self, flag: SharedFlag) -> bool:
         """Whether all ranks are to save now."""
         self._points += 1
         if self._points <= self._goal:
             return self._points == self._goal
         if self._ask in (SaveRequest.SAVE, SaveRequest.END):
-            bell.ring({"signal": self._signal, "point": self._points + 1})
-        said = bell.heard()
+            flag.ring({"signal": self._signal, "point": self._points + 1})
+        said = flag.heard()
         if said is None or self._ask is SaveRequest.ENDING:
             return False
         self._take_over(int(said["signal"]))
         if self._points < int(said["point"]):
             return False
         # Loops that never wait for one another may be at different points: on to the last one.
-        team = Team.gather("save_on_signal", self._group)
+        rank_group = RankGroup.gather("save_on_signal", self._group)
         try:
-            last = int(max(team.by_consensus("points", lambda: self._points)))
+            last = int(max(rank_group.by_consensus("points", lambda: self._points)))
         finally:
-            team.leave()
-        bell.next_round()
+            rank_group.leave()
+        flag.next_round()
         self._goal = last
         return self._points == last
 

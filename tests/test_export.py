@@ -120,8 +120,8 @@ def test_an_old_checkpoint_without_orders_is_told(
     offload.save(tmp_path / "new", model, optimizer)
     own = OptimizerContents.look
 
-    def look(self: OptimizerContents, team: Any) -> Any:
-        fields, values = own(self, team)
+    def look(self: OptimizerContents, rank_group: Any) -> Any:
+        fields, values = own(self, rank_group)
         del values["orders"]
         return fields, values
 

@@ -25,9 +25,9 @@ from offload.checkpoint.division import Range
 from offload.checkpoint.draft import remove_leftovers
 from offload.checkpoint.hidden import is_ours, leads_to, name_within, remove, try_lock
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
+from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.shard import Shard, ShardHeader
-from offload.checkpoint.team import Team
 from offload.checkpoint.writer import (
     DESCRIBED,
     MOVES,
@@ -142,13 +142,13 @@ class GuestWriter:
         self,
         path: Path,
         invitation: Mapping[str, Any],
-        team: Team,
+        rank_group: RankGroup,
         *,
         disk: CheckpointDisk | None = None,
         metrics: Metrics | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        self.path, self._team = path, team
+        self.path, self._rank_group = path, rank_group
         self._disk, self._metrics = disk or CheckpointDisk(), metrics or Metrics()
         self._files: Mapping[str, Sequence[int]] = invitation["files"]
         self._lock = threading.RLock()
@@ -178,7 +178,7 @@ class GuestWriter:
             with told("open past the page cache", path):
                 self._disk.join_direct(fd)
         file = OutputFile(fd, align, path, self._berth.open(name, identity, header.nbytes))
-        bytes_of = share(header, own, self._team)
+        bytes_of = share(header, own, self._rank_group)
         self._shards.append(Shard(self._output, file, name, header, bytes_of, is_first=False))
         return self._shards[-1]
 
@@ -188,13 +188,13 @@ class GuestWriter:
         """Our bytes are durable, then the whole. values, fingerprint: are the first rank's."""
         with self._lock:
             self._move_to(WriterState.COMMITTING)
-        team = self._team
+        rank_group = self._rank_group
         try:
-            team.by_consensus(WRITTEN, self._flush)
-            team.by_consensus(DESCRIBED, lambda: None)
+            rank_group.by_consensus(WRITTEN, self._flush)
+            rank_group.by_consensus(DESCRIBED, lambda: None)
             if keep is not None:
-                team.by_consensus(VERIFIED, self._verify)
-            team.by_consensus(PUBLISHED, self._output.check)
+                rank_group.by_consensus(VERIFIED, self._verify)
+            rank_group.by_consensus(PUBLISHED, self._output.check)
             self._move_to(WriterState.DONE)
         except BaseException:
             self.abandon()
@@ -218,7 +218,7 @@ class GuestWriter:
 
     def _verify(self) -> None:
         """Read our share back from the disk."""
-        output, share_of = self._output, (self._team.rank, self._team.count)
+        output, share_of = self._output, (self._rank_group.rank, self._rank_group.count)
         hidden = self._berth.directory
         try:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
@@ -241,7 +241,7 @@ class GuestWriter:
             if self._state in (WriterState.DONE, WriterState.GONE):
                 return
             self._move_to(WriterState.GONE)
-        self._team.leave()  # before we look whether the first rank is still there
+        self._rank_group.leave()  # before we look whether the first rank is still there
         self._discard()
 
     def _move_to(self, state: WriterState) -> None:

@@ -21,6 +21,7 @@ from offload.checkpoint import background
 from offload.checkpoint.differences import Differences
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, innermost
+from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.rng import check_random_states, set_random_states
 from offload.checkpoint.saving import (
@@ -32,7 +33,6 @@ from offload.checkpoint.saving import (
     check_arguments,
     process_group_of,
 )
-from offload.checkpoint.team import Team
 from offload.checkpoint.tensors import whole
 from offload.checkpoint.trees import decoded
 from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
@@ -68,10 +68,10 @@ class Load:
         optimizer: torch.optim.Optimizer | None,
         keeper: PreparedModel | None,
         stateful: Mapping[str, Any],
-        team: Team | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
         self._reader = reader
-        self._team = team or Team(f"load of {reader.path}", None)
+        self._rank_group = rank_group or RankGroup(f"load of {reader.path}", None)
         self._model = ModelContents(model, keeper)
         self._optimizer: OptimizerContents | None = None
         if optimizer is not None:
@@ -91,7 +91,7 @@ class Load:
     def check(self) -> None:
         """Refuse what does not fit, and what is damaged."""
         self._check_sections()
-        self._reader.check(share=(self._team.rank, self._team.count))
+        self._reader.check(share=(self._rank_group.rank, self._rank_group.count))
         values = self._reader.manifest.values
         self._trees = {name: decoded(tree, self._read_whole) for name, tree in values.items()}
         differences = Differences(f"{self._reader.path} and what it is loaded into")
@@ -146,9 +146,9 @@ class Load:
         before: dict[str, Any] = {}
         extra: list[Any] = []
         try:
-            self._team.by_consensus("named", lambda: before.update(self._load_stateful()))
+            self._rank_group.by_consensus("named", lambda: before.update(self._load_stateful()))
             try:
-                self._team.by_consensus("reading", lambda: extra.append(self._read()))
+                self._rank_group.by_consensus("reading", lambda: extra.append(self._read()))
             except BaseException as error:
                 self._lose(error)
                 raise
@@ -168,7 +168,7 @@ class Load:
     def _set_random_states(self) -> None:
         """Each rank gets its own, if as many have saved. Otherwise the first alone gets its own."""
         saved = [self._trees[RNG], *self._trees.get(RNG_RANKS, ())]
-        rank, count = self._team.rank, self._team.count
+        rank, count = self._rank_group.rank, self._rank_group.count
         if rank == 0 or len(saved) == count:
             set_random_states(saved[rank])
         if len(saved) != count:
@@ -232,24 +232,24 @@ def load(
     stateful: Mapping[str, Any],
 ) -> Any:
     """See `offload.load`."""
-    team = Team.gather(f"load of {path}", process_group_of(optimizer, keeper))
+    rank_group = RankGroup.gather(f"load of {path}", process_group_of(optimizer, keeper))
     passed: dict[str, str] = {}
 
     def find() -> str | None:
-        return _find(path, model, optimizer, stateful, team, passed)
+        return _find(path, model, optimizer, stateful, rank_group, passed)
 
     try:
         while True:
-            found = Path(team.by_consensus("arguments", find)[0])
+            found = Path(rank_group.by_consensus("arguments", find)[0])
             try:
-                return _load_one(found, model, optimizer, keeper, stateful, team)
+                return _load_one(found, model, optimizer, keeper, stateful, rank_group)
             except _NotWhole as error:
                 assert error.__cause__ is not None
                 if found in (Path(path), Path.cwd() / path):
                     raise error.__cause__ from None
                 pass_over(found.name, error.__cause__, passed)
     finally:
-        team.leave()
+        rank_group.leave()
 
 
 class _NotWhole(Exception):
@@ -262,21 +262,21 @@ def _load_one(
     optimizer: torch.optim.Optimizer | None,
     keeper: PreparedModel | None,
     stateful: Mapping[str, Any],
-    team: Team,
+    rank_group: RankGroup,
 ) -> Any:
     with _whole_or_not():
-        reader = _open(path, team)
+        reader = _open(path, rank_group)
     with reader:
         made: list[Load] = []
 
         def look() -> None:
-            made.append(Load(reader, model, optimizer, keeper, stateful, team))
+            made.append(Load(reader, model, optimizer, keeper, stateful, rank_group))
 
-        team.by_consensus("a look at everything", look)
+        rank_group.by_consensus("a look at everything", look)
         task = made[0]
         with task.turn():
             with _whole_or_not():
-                team.by_consensus("every byte", task.check)
+                rank_group.by_consensus("every byte", task.check)
             return task.read_together()
 
 
@@ -293,28 +293,28 @@ def _find(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     stateful: Mapping[str, Any],
-    team: Team,
+    rank_group: RankGroup,
     passed: MutableMapping[str, str],
 ) -> str | None:
     """The first rank says which one it is."""
     check_arguments(path, model, None, stateful)
     background.settle([model] if optimizer is None else [model, innermost(optimizer)])
-    if not team.is_first:
+    if not rank_group.is_first:
         return None
     found = find_newest(path, passed)
-    return str(found if team.count == 1 else Path.cwd() / found)
+    return str(found if rank_group.count == 1 else Path.cwd() / found)
 
 
-def _open(path: Path, team: Team) -> CheckpointReader:
+def _open(path: Path, rank_group: RankGroup) -> CheckpointReader:
     """The same one on all ranks."""
     readers: list[CheckpointReader] = []
 
     def open_one() -> str:
         readers.append(CheckpointReader(path))
-        return _digest(readers[0].manifest) if team.count > 1 else ""
+        return _digest(readers[0].manifest) if rank_group.count > 1 else ""
 
     try:
-        digests = team.by_consensus("the manifest", open_one)
+        digests = rank_group.by_consensus("the manifest", open_one)
         if len(set(digests)) > 1:
             raise StateError(
                 f"{path}: is not the same one on all ranks; all must be on one node, or see one "

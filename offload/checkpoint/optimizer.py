@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from offload.checkpoint.differences import Differences
 from offload.checkpoint.division import Holding, Range
 from offload.checkpoint.orders import order_of
+from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.scattered import is_scattered
-from offload.checkpoint.team import Team
 from offload.checkpoint.tensors import Sink, holding_of, local_part, sample, whole, write
 from offload.checkpoint.trees import packed, unpacked
 from offload.errors import ConfigError, FormatError
@@ -71,7 +71,7 @@ class OptimizerContents:
 
     # --- saving -----------------------------------------------------------------------------------
 
-    def look(self, team: Team) -> tuple[list[Holding], dict[str, Any]]:
+    def look(self, rank_group: RankGroup) -> tuple[list[Holding], dict[str, Any]]:
         """The fields that will come, and all the rest. Nothing may step before `Session` has begun
         to save them.
         """
@@ -83,7 +83,7 @@ class OptimizerContents:
                 name = self.names[held.record.number]
                 shape = tuple(held.record.param.shape)  # of all of it, where ranks share it
                 specs = [TensorSpec(f"{name}/{field}", "F32", shape) for field in held.fields]
-                found += [Holding(spec, own_bytes(held.record, spec, team)) for spec in specs]
+                found += [Holding(spec, own_bytes(held.record, spec, rank_group)) for spec in specs]
                 states[name] = {key: packed(value) for key, value in held.scalars.items()}
         else:
             states = self._look_at_plain()
@@ -342,7 +342,7 @@ def _names(
     return found
 
 
-def own_bytes(record: Record, spec: TensorSpec, team: Team) -> tuple[Range, ...] | None:
+def own_bytes(record: Record, spec: TensorSpec, rank_group: RankGroup) -> tuple[Range, ...] | None:
     """Of each field of a parameter's state: those that this rank writes. None: all ranks have all.
     Fields have elements of 4 bytes, whatever the parameter has.
     """
@@ -354,7 +354,7 @@ def own_bytes(record: Record, spec: TensorSpec, team: Team) -> tuple[Range, ...]
     if own is None:
         return None
     if is_scattered(record):
-        return ((0, spec.nbytes),) if record.number % team.count == team.rank else ()
+        return ((0, spec.nbytes),) if record.number % rank_group.count == rank_group.rank else ()
     return ((own[0] * ELEMENT_BYTES, own[1] * ELEMENT_BYTES),)
 
 

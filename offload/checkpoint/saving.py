@@ -25,10 +25,10 @@ from offload.checkpoint.division import Holding, within
 from offload.checkpoint.guest import GuestWriter, sweep
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
+from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.rng import random_states
 from offload.checkpoint.scattered import Scattered
 from offload.checkpoint.shard import Shard
-from offload.checkpoint.team import Team
 from offload.checkpoint.trees import OTHER, Leaves
 from offload.checkpoint.writer import CheckpointWriter
 from offload.errors import ConfigError, reason
@@ -61,12 +61,12 @@ class Save:
         extra: Any,
         keep: int | None,
         stateful: Mapping[str, Any],
-        team: Team | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
         check_arguments(path, model, keep, stateful)
         self.path = Path(path)
         self.owners: list[Any] = [model]
-        self._team = team or Team(f"save of {self.path}", None)
+        self._rank_group = rank_group or RankGroup(f"save of {self.path}", None)
         self._keep = keep
         self._model = ModelContents(model, keeper)
         self._optimizer: OptimizerContents | None = None
@@ -94,14 +94,14 @@ class Save:
 
     def begin(self) -> None:
         """Write all that may change when this has returned. In the turn."""
-        team = self._team
+        rank_group = self._rank_group
         try:
-            states = team.by_consensus("a look at everything", self._look)
-            if team.count > 1:
+            states = rank_group.by_consensus("a look at everything", self._look)
+            if rank_group.count > 1:
                 self._settle_differences()
                 self._values[RNG_RANKS] = states[1:]
-            invitation = team.by_consensus("files", self._make)[0]
-            team.by_consensus("what may change", lambda: self._write(invitation))
+            invitation = rank_group.by_consensus("files", self._make)[0]
+            rank_group.by_consensus("what may change", lambda: self._write(invitation))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -110,11 +110,11 @@ class Save:
         """Everything that is no tensor of the model or field of the optimizer goes to the values.
         Refuses what cannot be saved. Returns this rank's random state.
         """
-        is_first = self._team.is_first
+        is_first = self._rank_group.is_first
         trees: dict[str, Any] = {MODEL: self._model.values()}
         fields: list[Holding] = []
         if self._optimizer is not None:
-            fields, trees[OPTIMIZER] = self._optimizer.look(self._team)
+            fields, trees[OPTIMIZER] = self._optimizer.look(self._rank_group)
         trees |= {RNG: random_states(), "extra": self._extra}
         trees |= {name: each.state_dict() for name, each in self._stateful.items()}
         self._values = {name: self._leaves.encode(name, tree) for name, tree in trees.items()}
@@ -127,12 +127,12 @@ class Save:
 
     def _settle_differences(self) -> None:
         """What all ranks must have the same of; what the first rank alone decides is told."""
-        team = self._team
-        team.agree("what is saved", self._described(), "save the same things on every rank")
+        rank_group = self._rank_group
+        rank_group.agree("what is saved", self._described(), "save the same things on every rank")
         params, buffers = self._model.samples()
         if self._optimizer is not None:
             params |= self._optimizer.samples()
-        team.agree(
+        rank_group.agree(
             "values that all ranks have",
             params,
             "all ranks train one model, so that its values are the same on all: give them the same "
@@ -144,15 +144,15 @@ class Save:
         differing = [
             (name, rank)
             for rank, theirs in enumerate(
-                team.by_consensus("values of the first rank", lambda: found)
+                rank_group.by_consensus("values of the first rank", lambda: found)
             )
             for name in found
             if theirs.get(name) != found[name]
         ]
-        if differing and team.is_first:
+        if differing and rank_group.is_first:
             LOG.warning(
                 "%s: rank 0's is saved, others have another: %s",
-                team.what,
+                rank_group.what,
                 ", ".join(f"{name} (rank {rank})" for name, rank in differing[:20]),
             )
 
@@ -172,11 +172,11 @@ class Save:
 
     def _make(self) -> dict[str, Any] | None:
         """The first rank makes directory and files."""
-        if not self._team.is_first:
+        if not self._rank_group.is_first:
             _UNDER_WAY.add(self)
             return None
         metrics = self._session.metrics if self._session is not None else None
-        self._writer = CheckpointWriter(self.path, metrics=metrics, team=self._team)
+        self._writer = CheckpointWriter(self.path, metrics=metrics, rank_group=self._rank_group)
         _UNDER_WAY.add(self)
         if self._cancelled is not None:
             raise self._cancelled
@@ -189,10 +189,10 @@ class Save:
             self._shards[section] = _Shards(self._writer, section, holdings)
 
     def _write(self, invitation: Mapping[str, Any]) -> None:
-        if not self._team.is_first:
+        if not self._rank_group.is_first:
             metrics = self._session.metrics if self._session is not None else None
             path = Path.cwd() / self.path
-            self._writer = GuestWriter(path, invitation, self._team, metrics=metrics)
+            self._writer = GuestWriter(path, invitation, self._rank_group, metrics=metrics)
             if self._cancelled is not None:
                 raise self._cancelled
             self._open_shards()
@@ -210,7 +210,7 @@ class Save:
 
             self._saver = self._session.begin_saving(sink)
         self._model.write(self._shards[MODEL])
-        if self._team.is_first:
+        if self._rank_group.is_first:
             self._leaves.write(self._shards[OTHER])
         self._leaves.tensors.clear()
         if self._optimizer is not None and self._session is None:
@@ -220,13 +220,13 @@ class Save:
         """Write the rest, and make it a checkpoint. Any thread."""
         assert self._writer is not None
         try:
-            self._team.by_consensus("the optimizer's state", self._run_saver)
+            self._rank_group.by_consensus("the optimizer's state", self._run_saver)
             self._write_scattered()
             path = self._writer.commit(self._values, self._model.fingerprint, keep=self._keep)
         except BaseException as error:
             self.give_up(error)
             raise
-        self._team.leave()
+        self._rank_group.leave()
         if self._session is not None:
             self._session.soundness.last_checkpoint = str(path)
         return path
@@ -243,7 +243,7 @@ class Save:
         def put(number: int, field: str, values: Tensor) -> None:
             state.write(f"{names[number]}/{field}", 0, values)
 
-        self._scattered.write(self._team, put)
+        self._scattered.write(self._rank_group, put)
 
     @steadfast
     def give_up(self, error: BaseException) -> None:
@@ -252,8 +252,8 @@ class Save:
             self._saver.give_up(error)
         if self._writer is not None:
             self._writer.abandon()
-        self._team.leave()
-        if self._writer is None and not self._team.is_first and self._holdings:
+        self._rank_group.leave()
+        if self._writer is None and not self._rank_group.is_first and self._holdings:
             sweep(Path.cwd() / self.path)  # the first rank may have been lost
 
     def cancel(self, error: BaseException) -> None:
@@ -265,7 +265,7 @@ class Save:
             self._saver.cancel(error)
         if self._writer is not None:
             self._writer.cancel(error)
-        self._team.cancel(error)
+        self._rank_group.cancel(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """In the report, in case nobody asks."""
@@ -306,20 +306,20 @@ def save(
     stateful: Mapping[str, Any],
 ) -> Path | Ticket[Path]:
     """See `offload.save`."""
-    team = Team.gather(f"save of {path}", process_group_of(optimizer, keeper))
+    rank_group = RankGroup.gather(f"save of {path}", process_group_of(optimizer, keeper))
     made: list[Save] = []
 
     def prepare() -> None:
         if keeper is not None:
             keeper.check_age()
-        task = Save(path, model, optimizer, keeper, extra, keep, stateful, team)
+        task = Save(path, model, optimizer, keeper, extra, keep, stateful, rank_group)
         background.settle(task.owners)
         made.append(task)
 
     try:
-        team.by_consensus("arguments", prepare)
+        rank_group.by_consensus("arguments", prepare)
     except BaseException:
-        team.leave()
+        rank_group.leave()
         raise
     (task,) = made
     with task.turn():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from offload.checkpoint.team import Team
+from offload.checkpoint.rank_group import RankGroup
 from offload.layout import ELEMENT_BYTES
 from offload.optim.assembly import is_row_major
 from offload.optim.export import Held
@@ -56,11 +56,11 @@ class Scattered:
         begin = begin_bytes // ELEMENT_BYTES - first
         part[begin : begin + values.numel()].copy_(values)
 
-    def write(self, team: Team, put: Callable[[int, str, Tensor], None]) -> None:
+    def write(self, rank_group: RankGroup, put: Callable[[int, str, Tensor], None]) -> None:
         """Bring them together. put: for each field that this rank writes."""
         for (number, field), record in self._fields.items():
-            parts = team.bring_together(as_bytes(self._parts.pop((number, field))))
-            if number % team.count == team.rank:
+            parts = rank_group.bring_together(as_bytes(self._parts.pop((number, field))))
+            if number % rank_group.count == rank_group.rank:
                 whole = torch.empty_strided(
                     record.shape, record.stride, dtype=torch.float32, device="cpu"
                 )

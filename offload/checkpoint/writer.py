@@ -10,9 +10,9 @@ the manifest behind them, then the directory, and then gives it its name, which 
 everybody else. Whatever fails before that, or with it, removes everything. A failed fsync is final:
 the system may have dropped the bytes, and a second one would not say so.
 
-Several ranks save together (`team`): the first has this writer, the others a `GuestWriter` each, by
-an `invitation`. All write their own bytes; the first alone writes the manifest and gives the name,
-when it has heard from all that their bytes are durable.
+Several ranks save together (`rank_group`): the first has this writer, the others a `GuestWriter`
+each, by an `invitation`. All write their own bytes; the first alone writes the manifest and gives
+the name, when it has heard from all that their bytes are durable.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from offload.checkpoint.division import Range, divide
 from offload.checkpoint.draft import UnfinishedCheckpoint, check_path
 from offload.checkpoint.older import Older, next_number
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
+from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.shard import Shard, ShardHeader
-from offload.checkpoint.team import Team
 from offload.config import format_size
 from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.format.manifest import MANIFEST, SHARD_NAME, Manifest
@@ -100,13 +100,13 @@ class CheckpointWriter:
         disk: CheckpointDisk | None = None,
         metrics: Metrics | None = None,
         buffer_bytes: int = BUFFER_BYTES,
-        team: Team | None = None,
+        rank_group: RankGroup | None = None,
     ) -> None:
         """Missing parents are made. buffer_bytes: of all shards together. team: whose first rank
         this is.
         """
         self.path = check_path(path)
-        self._team = team or Team(f"save of {path}", None)
+        self._rank_group = rank_group or RankGroup(f"save of {path}", None)
         self._disk, self._metrics = disk or CheckpointDisk(), metrics or Metrics()
         self._lock = threading.RLock()
         self._state = WriterState.OPEN
@@ -141,7 +141,7 @@ class CheckpointWriter:
             header = self._header(section, tensors)
             try:
                 file = self._open_file(name, header.nbytes)
-                bytes_of = share(header, own, self._team)
+                bytes_of = share(header, own, self._rank_group)
                 shard = Shard(self._work.output, file, name, header, bytes_of)
             except BaseException as error:
                 self._work.output.fail(error)
@@ -188,7 +188,7 @@ class CheckpointWriter:
 
     def _open_again(self, name: str) -> int:
         """For blocks in which other ranks have bytes, too."""
-        if self._team.count == 1:
+        if self._rank_group.count == 1:
             return -1
         with told("open", self.path / name):
             self._work.fds.append(self._disk.open_again(self._work.draft.fd, name))
@@ -224,18 +224,18 @@ class CheckpointWriter:
         with self._lock:
             self._check_open()
             self._move_to(WriterState.COMMITTING)
-        team = self._team
+        rank_group = self._rank_group
         try:
-            self._take_in(team.by_consensus(WRITTEN, self._flush))
-            team.by_consensus(DESCRIBED, lambda: self._write_all(values, fingerprint))
+            self._take_in(rank_group.by_consensus(WRITTEN, self._flush))
+            rank_group.by_consensus(DESCRIBED, lambda: self._write_all(values, fingerprint))
             if keep is not None:
-                team.by_consensus(VERIFIED, self._verify)
+                rank_group.by_consensus(VERIFIED, self._verify)
                 self._disk.hook("verified")
             self._work.output.check()
-            team.by_consensus(PUBLISHED, lambda: self._publish(keep))
+            rank_group.by_consensus(PUBLISHED, lambda: self._publish(keep))
         except BaseException as error:
             self.abandon()
-            is_about_others = isinstance(error, OffloadError) and team.count > 1
+            is_about_others = isinstance(error, OffloadError) and rank_group.count > 1
             if self._state is WriterState.DONE and is_about_others:
                 raise StateError(f"checkpoint {self.path}: is saved, but then: {error}") from error
             raise
@@ -243,7 +243,7 @@ class CheckpointWriter:
 
     def _flush(self) -> dict[str, Any]:
         """All that is written here is with the disk."""
-        if self._team.count == 1:
+        if self._rank_group.count == 1:
             for shard in self._shards:
                 shard.saved()  # before we wait for anything
         self._work.output.flush()
@@ -306,7 +306,7 @@ class CheckpointWriter:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
                 if reader.manifest != self._manifest:
                     raise FormatError(f"{hidden / MANIFEST}: it is another one")
-                reader.check(output.rooms, output.check, (0, self._team.count))
+                reader.check(output.rooms, output.check, (0, self._rank_group.count))
         except FormatError as error:  # it was right when it was written
             raise not_what_was_written(self.path, error) from error
 
@@ -367,13 +367,13 @@ class CheckpointWriter:
 
 
 def share(
-    header: ShardHeader, own: Mapping[str, Sequence[Range] | None] | None, team: Team
+    header: ShardHeader, own: Mapping[str, Sequence[Range] | None] | None, rank_group: RankGroup
 ) -> dict[str, list[Range]] | None:
     """The bytes of a file's tensors that this rank writes; None: all."""
-    if team.count == 1:
+    if rank_group.count == 1:
         return None
     assert own is not None
-    return divide(header.places, own, team.rank, team.count)
+    return divide(header.places, own, rank_group.rank, rank_group.count)
 
 
 def identity_of(fd: int) -> list[int]:

@@ -1,8 +1,9 @@
 """Ranks, by `torch.distributed`, which nothing outside of this package imports."""
 
 from offload.shard.group import (
+    Connections,
     Members,
-    Speakers,
+    connections_of,
     deadline_of,
     default_store,
     is_connected,
@@ -10,7 +11,6 @@ from offload.shard.group import (
     members_of,
     name_for,
     place_of,
-    speakers_of,
 )
 from offload.shard.link import DeviceLink
 from offload.shard.placing import (
@@ -28,13 +28,14 @@ from offload.shard.ranks import Ranks, ranks_of
 from offload.shard.worker import Worker
 
 __all__ = [
+    "Connections",
     "DeviceLink",
     "Members",
     "Placing",
     "Ranks",
     "Rows",
-    "Speakers",
     "Worker",
+    "connections_of",
     "deadline_of",
     "default_store",
     "is_connected",
@@ -49,6 +50,5 @@ __all__ = [
     "placing_of",
     "ranks_of",
     "rows_of",
-    "speakers_of",
     "sum_over_meshes",
 ]

@@ -92,14 +92,14 @@ def name_for(what: str, ranks: Sequence[int]) -> str:
     return f"offload/{what}/{start}/{'.'.join(map(str, ranks))}"
 
 
-def speakers_of(name: str, members: Members, deadline_s: float) -> Speakers:
+def connections_of(name: str, members: Members, deadline_s: float) -> Connections:
     """New connections between members, who all call it with the same `name`, used once."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=deadline_s)
-    return Speakers(dist.ProcessGroupGloo(store, members.rank, len(members.ranks), limit))
+    return Connections(dist.ProcessGroupGloo(store, members.rank, len(members.ranks), limit))
 
 
-class Speakers:
+class Connections:
     """Connections in host memory, outside of the groups that `torch.distributed` counts: it names a
     new one by the number of those that a process has, in which ranks may differ.
     """

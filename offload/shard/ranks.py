@@ -30,7 +30,14 @@ from offload.errors import ConfigError, OffloadError, StateError
 from offload.log import LOG
 from offload.machine import ROOT, read_text
 from offload.neighbours import settle
-from offload.shard.group import Members, Speakers, deadline_of, name_for, place_of, speakers_of
+from offload.shard.group import (
+    Connections,
+    Members,
+    connections_of,
+    deadline_of,
+    name_for,
+    place_of,
+)
 from offload.shard.header import (
     DOING,
     EXCHANGE,
@@ -64,10 +71,10 @@ def ranks_of(process_group: Any, deadline_s: float | None = None) -> Ranks | Non
 _MADE: Counter[str] = Counter()  # connections of the same ranks so far
 
 
-def _connect(members: Members, deadline_s: float) -> Speakers:
+def _connect(members: Members, deadline_s: float) -> Connections:
     name = name_for("ranks", members.ranks)
     try:
-        speakers = speakers_of(f"{name}/{_MADE[name]}", members, deadline_s)
+        connections = connections_of(f"{name}/{_MADE[name]}", members, deadline_s)
     except RuntimeError as error:
         raise StateError(
             f"process_group: the ranks {members.ranks} could not be connected within "
@@ -75,7 +82,7 @@ def _connect(members: Members, deadline_s: float) -> Speakers:
             f"said ({_first_line(error)})"
         ) from error
     _MADE[name] += 1
-    return speakers
+    return connections
 
 
 class Ranks:
@@ -87,7 +94,7 @@ class Ranks:
         self.count = len(self._members)
         self.deadline_s = deadline_s
         self.sent_bytes: Counter[str] = Counter()  # by kind, what this rank has put on the network
-        self._speakers = _connect(Members(self.rank, self._members), deadline_s)
+        self._connections = _connect(Members(self.rank, self._members), deadline_s)
         self._number = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -95,7 +102,7 @@ class Ranks:
         self._unsettled: list[object] = []  # what the network may still write to, after an error
         self._scratch: list[Tensor] = []
         self._links: list[DeviceLink] = []
-        self._worker = Worker("ranks", partial(_hang_up, self._speakers, self._unsettled))
+        self._worker = Worker("ranks", partial(_hang_up, self._connections, self._unsettled))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -315,7 +322,7 @@ class Ranks:
         found = [
             torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for _ in range(self.count)
         ]
-        work = self._speakers.gather(found, header.packed(), self.deadline_s)
+        work = self._connections.gather(found, header.packed(), self.deadline_s)
         self._finish([work], found, deadline_s)
         self.sent_bytes["control"] += (self.count - 1) * HEADER_BYTES
         return [Header.of(one) for one in found]
@@ -416,21 +423,21 @@ class Ranks:
         most = max(1, *lengths)
         mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
         found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(self.count)]
-        self._finish([self._speakers.gather(found, mine, self.deadline_s)], found)
+        self._finish([self._connections.gather(found, mine, self.deadline_s)], found)
         self.sent_bytes["control"] += (self.count - 1) * most
         return [one.numpy().tobytes()[:n] for one, n in zip(found, lengths, strict=True)]
 
     def _send(self, part: Tensor, rank: int, kind: str) -> Any:
         self.sent_bytes[kind] += part.nbytes
-        return self._speakers.send(part, rank)
+        return self._connections.send(part, rank)
 
     def _receive(self, part: Tensor, rank: int) -> Any:
-        return self._speakers.receive(part, rank)
+        return self._connections.receive(part, rank)
 
 
-def _hang_up(speakers: Speakers, unsettled: Sequence[object]) -> None:
+def _hang_up(connections: Connections, unsettled: Sequence[object]) -> None:
     if not unsettled:  # to close connections is to wait for what is under way on them
-        speakers.close()
+        connections.close()
 
 
 def _close_links(links: Sequence[DeviceLink]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.loops import SEED, chosen
 from support.ranks.launch import outcomes, run
 
-from offload import circle, kernels, neighbours, shard
+from offload import kernels, neighbours, shard, side_channel
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, StateError, StoreError
 from offload.limits import host_bytes
@@ -315,18 +315,18 @@ class PressedWhenAllAreThere:
 def meet_with_ctrl_c(rank: int) -> list[tuple[str, float]]:
     """How each meeting ended, the last of which nobody has disturbed, and after how long."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    plain, found = circle.default_store, []
+    plain, found = side_channel.default_store, []
     for sees in (False, True, None):
         if rank == 0 and sees is not None:
             store = PressedWhenAllAreThere(plain(), sees)
-            circle.default_store = lambda store=store: store
+            side_channel.default_store = lambda store=store: store
         else:
-            circle.default_store = plain
+            side_channel.default_store = plain
         if rank == 1:  # is the last one
             time.sleep(0.3)
         begin_s = time.monotonic()
         try:
-            met = circle.meet("a test", None, 60.0)
+            met = side_channel.meet("a test", None, 60.0)
             assert met is not None
             met.begin("a test")
             said = str(met.exchange(rank))

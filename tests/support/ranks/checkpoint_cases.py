@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offload
-from offload.checkpoint import guest, team, writer
+from offload.checkpoint import guest, rank_group, writer
 from offload.checkpoint.disk import CheckpointDisk
 from offload.format.verify import verify
 from offload.metrics import Metrics
@@ -146,7 +146,7 @@ def resume(
 
 def arguments_that_differ(rank: int, folder: Path) -> None:
     """Every refusal is one on all ranks, nothing is made, and the next save is a good one."""
-    team.ARRIVAL_S = 1.0
+    rank_group.ARRIVAL_S = 1.0
     model, optimizer = build()
     train(model, optimizer, range(2))
 
@@ -266,7 +266,7 @@ def kill(
 ) -> dict[str, Any]:
     """One rank is killed while all save, at a point or after a while; what the others see."""
     writer.CheckpointDisk = guest.CheckpointDisk = _Killer  # type: ignore[misc]
-    team.ARRIVAL_S = 5.0  # for one that is killed before it has come
+    rank_group.ARRIVAL_S = 5.0  # for one that is killed before it has come
     model, optimizer = build()
     train(model, optimizer, range(2))
     offload.save(folder / "1", model, optimizer, keep=2)

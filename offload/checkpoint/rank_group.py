@@ -16,25 +16,25 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.circle import Circle, meet
 from offload.errors import ConfigError, OffloadError, StateError, kind_of
+from offload.side_channel import SideChannel, meet
 
 ARRIVAL_S = 60.0  # until all ranks have come to the same save or load
 
 
-class Team:
+class RankGroup:
     """what: the save or load, for messages. circle: None for one process. One thread at a time;
     `cancel` and `leave` in any.
     """
 
-    def __init__(self, what: str, circle: Circle | None) -> None:
-        self.what, self._circle = what, circle
-        self.rank = circle.rank if circle is not None else 0
-        self.count = circle.count if circle is not None else 1
+    def __init__(self, what: str, side_channel: SideChannel | None) -> None:
+        self.what, self._side_channel = what, side_channel
+        self.rank = side_channel.rank if side_channel is not None else 0
+        self.count = side_channel.count if side_channel is not None else 1
         self.is_first = self.rank == 0
 
     @classmethod
-    def gather(cls, what: str, process_group: Any) -> Team:
+    def gather(cls, what: str, process_group: Any) -> RankGroup:
         """Every rank comes here at the same point of its program, or a `StateError` says who has
         not. process_group: as in a `Config`.
         """
@@ -44,10 +44,10 @@ class Team:
         """Run `act` on every rank; returns what each has returned (JSON), by rank, when all have.
         Where one fails, all raise. It may take any time, as long as every rank is heard.
         """
-        if self._circle is None:
+        if self._side_channel is None:
             return [act()]
         here = f"{phase} of {self.what}"
-        self._circle.begin(self.what)
+        self._side_channel.begin(self.what)
         mine, error = None, None
         try:
             mine = act()
@@ -59,7 +59,7 @@ class Team:
             "error": None if error is None else [type(error).__name__, str(error)],
         }
         try:
-            heard = self._circle.exchange(said)
+            heard = self._side_channel.exchange(said)
         except BaseException as lost:
             if error is None:
                 raise
@@ -104,17 +104,17 @@ class Team:
 
     def bring_together(self, mine: Tensor) -> list[Tensor]:
         """The bytes that each rank has, by rank. All ranks come with theirs."""
-        if self._circle is None:
+        if self._side_channel is None:
             return [mine]
-        self._circle.begin(self.what)
-        return self._circle.gather(mine)
+        self._side_channel.begin(self.what)
+        return self._side_channel.gather(mine)
 
     def cancel(self, error: BaseException) -> None:
         """Whoever waits for other ranks here gets `error`."""
-        if self._circle is not None:
-            self._circle.leave(error)
+        if self._side_channel is not None:
+            self._side_channel.leave(error)
 
     def leave(self) -> None:
         """It is over for this rank. Idempotent. Who still waits for it hears that it has gone."""
-        if self._circle is not None:
-            self._circle.leave()
+        if self._side_channel is not None:
+            self._side_channel.leave()

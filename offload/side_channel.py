@@ -23,14 +23,14 @@ from torch import Tensor
 from offload.errors import StateError
 from offload.locks import acquire, nap, uninterrupted
 from offload.shard import (
+    Connections,
     Members,
-    Speakers,
     Worker,
+    connections_of,
     deadline_of,
     default_store,
     members_of,
     name_for,
-    speakers_of,
 )
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
@@ -40,7 +40,7 @@ _MEETINGS: Counter[str] = Counter()  # how many there have been, by name
 _LOCK = threading.Lock()
 
 
-def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
+def meet(what: str, process_group: Any, deadline_s: float) -> SideChannel | None:
     """A meeting of the ranks of `process_group` (None: all; False: none). None where this process
     is alone. All ranks come to it in the same order.
     """
@@ -48,7 +48,7 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
     if members is None:
         return None
     name, limit_s = name_for("meeting", members.ranks), deadline_of(process_group)
-    deadline_s, circle = min(deadline_s, limit_s), None
+    deadline_s, side_channel = min(deadline_s, limit_s), None
     try:
         with uninterrupted:
             with _LOCK:
@@ -56,14 +56,18 @@ def meet(what: str, process_group: Any, deadline_s: float) -> Circle | None:
                 count = len(members.ranks)
                 late = _arrive(default_store(), key, members.rank, count, what, deadline_s)
                 _MEETINGS[name] += 1
-            circle = Circle(members.rank, count, _connect(key, members, what, deadline_s), limit_s)
+            side_channel = SideChannel(
+                members.rank, count, _connect(key, members, what, deadline_s), limit_s
+            )
             if late is not None:
                 raise late
     except BaseException as error:
-        if circle is not None:  # Ctrl-C; the others are in it, and hear at once that we have gone
-            circle.leave(error)
+        if (
+            side_channel is not None
+        ):  # Ctrl-C; the others are in it, and hear at once that we have gone
+            side_channel.leave(error)
         raise
-    return circle
+    return side_channel
 
 
 @uninterrupted  # but for its naps
@@ -95,9 +99,9 @@ def _arrive(
     return None
 
 
-def _connect(key: str, members: Members, what: str, deadline_s: float) -> Speakers:
+def _connect(key: str, members: Members, what: str, deadline_s: float) -> Connections:
     try:
-        return speakers_of(key, members, deadline_s)
+        return connections_of(key, members, deadline_s)
     except RuntimeError as error:
         raise StateError(
             f"{what}: the ranks cannot be connected, or one has gone in this moment; look at what "
@@ -113,7 +117,7 @@ def _missing(store: Any, key: str, rank: int, count: int, what: str, deadline_s:
     )
 
 
-class Circle:
+class SideChannel:
     """Of `count` ranks, this being `rank`. One thread speaks at a time; any may `leave`.
 
     While a rank works on what it will say, a thread of its own tells the others every moment that
@@ -121,14 +125,14 @@ class Circle:
     by name, however long the work of the others takes.
     """
 
-    def __init__(self, rank: int, count: int, speakers: Speakers, limit_s: float) -> None:
+    def __init__(self, rank: int, count: int, connections: Connections, limit_s: float) -> None:
         self.rank, self.count = rank, count
-        self._speakers, self._limit_s = speakers, limit_s
+        self._connections, self._limit_s = connections, limit_s
         self._why: BaseException | None = None
         self._is_over = False
         self._talk: _Talk | None = None
         self._lock = threading.Lock()
-        self._thread = Worker("offload speaks", at_end=speakers.close)
+        self._thread = Worker("offload speaks", at_end=connections.close)
 
     def begin(self, what: str) -> None:
         """Be heard from now on, until what there is to say is said by `exchange` or `gather`."""
@@ -214,8 +218,8 @@ class Circle:
         is known.
         """
         others = [rank for rank in range(self.count) if rank != self.rank]
-        coming = {r: self._speakers.receive(parts[r], r) for r in others if parts[r].numel()}
-        going = [self._speakers.send(mine, rank) for rank in others if mine.numel()]
+        coming = {r: self._connections.receive(parts[r], r) for r in others if parts[r].numel()}
+        going = [self._connections.send(mine, rank) for rank in others if mine.numel()]
         most = max((part.nbytes for part in parts), default=0)
         limit = timedelta(seconds=self._limit_s + most / _LEAST_BYTES_S)
         for rank, work in coming.items():
@@ -262,20 +266,20 @@ class _Talk:
             acquire(self._news, timeout_s)
 
 
-class Bell:
+class SharedFlag:
     """One that any rank may ring and all can hear, without waiting for one another: what is asked
     of it each time is one question to the store that all ranks share. All ranks make their bells in
     the same order.
     """
 
     def __init__(self, members: Members) -> None:
-        self._store, name = default_store(), name_for("bell", members.ranks)
+        self._store, name = default_store(), name_for("flag", members.ranks)
         with _LOCK:
             _MEETINGS[name] += 1
         self._key, self._round = f"{name}/{_MEETINGS[name]}", 0
 
     @classmethod
-    def of(cls, process_group: Any) -> Bell | None:
+    def of(cls, process_group: Any) -> SharedFlag | None:
         """None where this process is alone."""
         members = members_of(process_group)
         return None if members is None else cls(members)
