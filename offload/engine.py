@@ -34,7 +34,7 @@ from offload.tiers.activations import Activations
 from offload.tiers.device_gradients import DeviceGradients
 from offload.tiers.device_residency import DeviceResidency
 from offload.tiers.gradients import Gradients, Places, Spill
-from offload.tiers.mean_gradients import Among
+from offload.tiers.mean_gradients import ShardContext
 from offload.tiers.residency import Parts, Residency
 from offload.tiers.sharded_gradients import ShardedGradients
 from offload.tiers.sharded_residency import ShardedResidency
@@ -88,7 +88,7 @@ class Engine:
         start: Beginning | None = None,
         on: Device | None = None,
         spill: Spill | None = None,
-        among: Among | None = None,
+        shard_context: ShardContext | None = None,
     ) -> None:
         self.device = torch.device("cpu") if on is None else on.transfer.device
         self.model = model
@@ -113,11 +113,13 @@ class Engine:
         area = spill.open(pool, store, metrics)
         self.gradients: Gradients | DeviceGradients | ShardedGradients
         self.residency: Residency
-        if among is not None:
-            sharded = ShardedResidency(parts, among.ranks, among.sharding, among.wholes)
+        if shard_context is not None:
+            sharded = ShardedResidency(
+                parts, shard_context.ranks, shard_context.sharding, shard_context.wholes
+            )
             self.residency = sharded
             self.gradients = ShardedGradients(
-                units, placed, among, pool, metrics, sharded.left_in_backward, area
+                units, placed, shard_context, pool, metrics, sharded.left_in_backward, area
             )
             trained = placed
         elif on is None:
@@ -143,7 +145,7 @@ class Engine:
             self._take_in(start)
             self._handles = follow(model, units, self)
             self._handles += watch_gradients(
-                trained, self.gradients.arrived, reduces=among is not None
+                trained, self.gradients.arrived, reduces=shard_context is not None
             )
         except BaseException:
             if start is not None:

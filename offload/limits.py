@@ -13,7 +13,7 @@ from offload.budget import HOST, BudgetHolder, held_by
 from offload.config import Config, format_size
 from offload.errors import CapacityError, ConfigError
 from offload.machine import Memory, free_memory_bytes, read_memory
-from offload.neighbours import current
+from offload.node_share import current
 
 _LAST_ERROR = ("last_exc", "last_value", "last_traceback")  # of a notebook or a prompt
 _LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for everybody else

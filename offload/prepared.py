@@ -46,7 +46,7 @@ from offload.store.outgoing import Outgoing
 from offload.tiers.activations import Activations
 from offload.tiers.device_network import DeviceNetwork
 from offload.tiers.device_wholes import DeviceWholes
-from offload.tiers.mean_gradients import Among
+from offload.tiers.mean_gradients import ShardContext
 from offload.tiers.outside import InHost, OnDisk, Outside
 from offload.tiers.sharded_gradients import ShardedGradients
 from offload.tiers.spill import Shelf, slot_bytes
@@ -116,10 +116,10 @@ class Prepared:
             by_consensus(ranks, "memory and disk", self._open_memory)
             self._watch_memory()
             by_consensus(ranks, "device", self._open_device)
-            among = self._among()
+            shard_context = self._shard_context()
             with same_random(ranks):
                 by_consensus(
-                    ranks, "the start of the model", lambda: self._open_model(model, among)
+                    ranks, "the start of the model", lambda: self._open_model(model, shard_context)
                 )
             self._open_activations(model)
             if optimizer is not None and outline.recipe is not None:
@@ -207,7 +207,7 @@ class Prepared:
             metrics=self.metrics,
         )
 
-    def _open_model(self, model: nn.Module, among: Among | None) -> None:
+    def _open_model(self, model: nn.Module, shard_context: ShardContext | None) -> None:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
         depth = None if wanted == "auto" else int(wanted)
@@ -225,7 +225,7 @@ class Prepared:
             spill=self.outline.spill,
             start=self._start,
             on=device,
-            among=among,
+            shard_context=shard_context,
         )
         if not self.outline.is_on_cpu:
             self.buffers = ModelBuffers(model, self.outline.device)  # they have their values now
@@ -249,7 +249,7 @@ class Prepared:
         if self.session is not None:
             self.session.soundness.check()
 
-    def _among(self) -> Among | None:
+    def _shard_context(self) -> ShardContext | None:
         sharding = self.outline.sharding
         if self.ranks is None or sharding is None:
             return None
@@ -257,7 +257,7 @@ class Prepared:
         if self.transfer is not None:
             network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
             wholes = DeviceWholes(network, self.outline.device_left_bytes)
-        return Among(self.ranks, sharding, wholes, self.outline.spilled_units)
+        return ShardContext(self.ranks, sharding, wholes, self.outline.spilled_units)
 
     def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None

@@ -32,7 +32,7 @@ from offload.ticket import Ticket
 from offload.tiers import device_gradients as device_tier
 from offload.tiers.device_gradients import DeviceGradients
 from offload.tiers.gradients import Places
-from offload.tiers.mean_gradients import Among, MeanGradients
+from offload.tiers.mean_gradients import MeanGradients, ShardContext
 from offload.tiers.wholes import HostWhole, Whole, Wholes
 from offload.transfer import DeviceTransfer
 from offload.units import Member, Unit
@@ -493,8 +493,10 @@ def test_a_gradient_whose_copy_has_failed_is_told_once_and_leaves_its_place() ->
 def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:
     copies, param = Copies(), nn.Parameter(torch.zeros(64))
     unit = Unit(0, "layer", (), (Member("w", param, 0, param.shape, param.dtype),), (0,))
-    among = Among(cast(Ranks, copies), Sharding(0, 1, gradient_bytes=1 << 20), cast(Wholes, copies))
-    means = MeanGradients([unit], {0: param}, among, Pool(1 << 20), Metrics(), set)
+    shard_context = ShardContext(
+        cast(Ranks, copies), Sharding(0, 1, gradient_bytes=1 << 20), cast(Wholes, copies)
+    )
+    means = MeanGradients([unit], {0: param}, shard_context, Pool(1 << 20), Metrics(), set)
     for number, presses in enumerate((False, True)):
         copies.presses = presses
         means.begin()

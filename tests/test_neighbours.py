@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from offload import neighbours
+from offload import node_share
 from offload.errors import ConfigError
-from offload.neighbours import Portion, divide, parse_cores, read_nodes
+from offload.node_share import NodeShare, divide, parse_cores, read_nodes
 
 TWO_NODES = [list(range(8)), list(range(8, 16))]
 
@@ -45,10 +45,10 @@ def test_left_alone_where_somebody_else_has_bound_it_or_said_so() -> None:
 
 
 def test_parts() -> None:
-    assert Portion(0, 3).part_of(16, 4) == 5
-    assert Portion(0, 8).part_of(16, 4) == 4
-    assert Portion().part_of(16, 4) == 16
-    assert str(Portion()) == "alone on this machine"
+    assert NodeShare(0, 3).part_of(16, 4) == 5
+    assert NodeShare(0, 8).part_of(16, 4) == 4
+    assert NodeShare().part_of(16, 4) == 16
+    assert str(NodeShare()) == "alone on this machine"
     assert "bound to cores 0-1 of node 0" in str(divide(0, 2, [[0, 1, 2, 3]], True, ""))
 
 
@@ -77,5 +77,5 @@ def test_this_machine_has_some() -> None:
 
 
 def test_alone_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_take", lambda _: pytest.fail("nothing is to be taken"))
-    assert neighbours.settle(0, 1) == neighbours.current() == Portion()
+    monkeypatch.setattr(node_share, "_take", lambda _: pytest.fail("nothing is to be taken"))
+    assert node_share.settle(0, 1) == node_share.current() == NodeShare()

@@ -32,7 +32,6 @@ from offload.optim.buckets import Buckets
 from offload.optim.export import Gatherer, Held, export
 from offload.optim.ground import Ground, Host, OwnGround, Watch, WatchPasses
 from offload.optim.incoming import check_groups, check_states
-from offload.optim.joint import Joint
 from offload.optim.ledger import Ledger
 from offload.optim.norm import GlobalNorm
 from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
@@ -40,6 +39,7 @@ from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
+from offload.optim.sharded_coordinator import ShardedCoordinator
 from offload.optim.soundness import LOAD, MOVE, Soundness, clear_frames
 from offload.optim.turn import Turn
 from offload.optim.updater import Updater
@@ -111,7 +111,9 @@ class Session:
         if host is None:  # else it has done so
             chosen.begin(self.metrics)
         # With ranks that share the state; None: all of it is ours.
-        self.joint = Joint(ranks, config, self.metrics, watch_passes, link) if ranks else None
+        self.coordinator = (
+            ShardedCoordinator(ranks, config, self.metrics, watch_passes, link) if ranks else None
+        )
         self._holder = holder_now()  # of memory that is taken anew later on, too
         self._open(*self._draw_up(optimizer.state))
 
@@ -129,7 +131,7 @@ class Session:
     def _draw_up(self, with_state: Container[Tensor]) -> Drawn:
         """Records and plan for the optimizer as it is now. Changes nothing."""
         records = self._make_records(with_state)
-        buckets, share = self.joint.share_out(records) if self.joint else (None, None)
+        buckets, share = self.coordinator.share_out(records) if self.coordinator else (None, None)
         allowed_bytes, held_bytes = self._allowed()
         plan = make_plan(
             [spec_of(r, self.host.unit_of(r.param) if self.host else None) for r in records],
@@ -182,15 +184,17 @@ class Session:
         try:
             with held_by(self._holder):
                 self._ground = ground = self._make_ground(records, plan)
-            company = None
-            if self.joint is not None and buckets is not None:
+            sharded_update = None
+            if self.coordinator is not None and buckets is not None:
                 assert isinstance(ground, OwnGround), "a prepared model has ranks of its own"
-                company = self.joint.open(records, plan, buckets, ground)
+                sharded_update = self.coordinator.open(records, plan, buckets, ground)
         except BaseException as error:
             self.close()
             clear_frames(error)
             raise
-        self.updater = Updater(records, self._recipe, ground, self.metrics, self.soundness, company)
+        self.updater = Updater(
+            records, self._recipe, ground, self.metrics, self.soundness, sharded_update
+        )
 
     def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
         if self.host is not None:
@@ -220,7 +224,9 @@ class Session:
         """Whole parameters that were exchanged for DTensors since, as accelerate does it: others
         share them out now.
         """
-        if self.joint is None or not any(is_sharded(p) for p, _, _ in each_param(self.optimizer)):
+        if self.coordinator is None or not any(
+            is_sharded(p) for p, _, _ in each_param(self.optimizer)
+        ):
             return
         if self.updater is None or any(record.has_state for record in self.updater.records):
             raise StateError(
@@ -228,13 +234,13 @@ class Session:
                 "ones; shard the model first (fully_shard), then wrap its optimizer"
             )
         self.close()
-        self.joint.ranks.close()
-        self.joint = None
+        self.coordinator.ranks.close()
+        self.coordinator = None
         self._open_if_closed()
 
     def _begin_step(self) -> Begun:
-        if self.joint is not None:
-            return self.joint.begin_step(self._look, self._begin, self._steps_done)
+        if self.coordinator is not None:
+            return self.coordinator.begin_step(self._look, self._begin, self._steps_done)
         if self.host is not None:
             begun = self._begin(self.host.by_consensus(self._look, self._facts))
             begun.complete(self.host.sum_over_ranks)
@@ -319,23 +325,23 @@ class Session:
         """For gradients that are in host memory only."""
         if self._ground is not None and self._ground.homes is not None:
             self._ground.homes.zero_grad(set_to_none)
-        if self.joint is not None:
-            self.joint.zero_grad(set_to_none)
+        if self.coordinator is not None:
+            self.coordinator.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside of it gradients are not averaged over ranks."""
-        whose = self.joint if self.host is None else self.host
+        whose = self.coordinator if self.host is None else self.host
         return whose.no_sync() if whose is not None else nullcontext()
 
     @property
     def reduces(self) -> bool:
         """Whether gradients are averaged over ranks here."""
-        return self.joint is not None and bool(self.config.release_grads)
+        return self.coordinator is not None and bool(self.config.release_grads)
 
     @property
     def ranks(self) -> Ranks | None:
         """Those that share the state."""
-        return self.joint.ranks if self.joint is not None else None
+        return self.coordinator.ranks if self.coordinator is not None else None
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -353,8 +359,8 @@ class Session:
             raise
 
     def _handed_out(self, room: Room) -> States:
-        if self.joint is not None:
-            self.joint.meet(self._numbers_held)
+        if self.coordinator is not None:
+            self.coordinator.meet(self._numbers_held)
         self.soundness.check()
         origin = self.updater or self._aside
         if origin is None:
@@ -374,8 +380,8 @@ class Session:
         """For what other ranks have of the state of these."""
         if self.host is not None:
             return self.host.gatherer(records)
-        company = self.updater.company if self.updater is not None else None
-        return company.gatherer() if company is not None else None
+        sharded_update = self.updater.sharded_update if self.updater is not None else None
+        return sharded_update.gatherer() if sharded_update is not None else None
 
     def _numbers_held(self) -> list[int]:
         """Of parameters that have state, as all of it must be here to be put together."""
@@ -397,8 +403,8 @@ class Session:
             return {}
         states = self._hand_out(plain_room)
         records = {record.param: record for record in self._records()}
-        if self.joint is not None:
-            self.joint.give_back()
+        if self.coordinator is not None:
+            self.coordinator.give_back()
         states = {p: plain_state(records[p], s) for p, s in states.items() if p in records}
         tell_what_is_lost({param: records[param] for param in states})
         return {param: state for param, state in states.items() if state}
@@ -510,7 +516,7 @@ class Session:
         self._check_shapes()
         allowed_bytes, _ = self._allowed()
         taken_bytes = self.plan.state_bytes + max(self.plan.arena_bytes, plan.arena_bytes)
-        fits = allowed_bytes is None or taken_bytes <= allowed_bytes or self.joint is not None
+        fits = allowed_bytes is None or taken_bytes <= allowed_bytes or self.coordinator is not None
         if self.store is not None or (self._directories and not fits):
             chunks = self.plan.chunks
             return Aside.on_disk(self.updater, chunks, self._directories, self.metrics)
@@ -551,10 +557,10 @@ class Session:
 
     def add(self, group: Mapping[str, Any], add: Callable[[], None]) -> None:
         """Call `add`, which makes the plan anew with another group; among ranks, all or none do."""
-        if self.joint is None:
+        if self.coordinator is None:
             add()
         else:
-            self.joint.add(group, add, lambda: self.updater.records)
+            self.coordinator.add(group, add, lambda: self.updater.records)
 
     def check_addable(self, group: Mapping[str, Any]) -> None:
         params = group["params"]
@@ -573,8 +579,8 @@ class Session:
         """Give memory and disk back, but for what is kept aside. Idempotent."""
         if self.updater is not None:
             self.updater.settle()
-        if self.joint is not None:
-            self.joint.leave()
+        if self.coordinator is not None:
+            self.coordinator.leave()
         updater, self.updater = self.updater, None  # type: ignore[assignment]
         self.soundness.let_go()
         del updater  # it holds the memory

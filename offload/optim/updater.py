@@ -20,7 +20,6 @@ from offload.errors import ConfigError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
 from offload.optim.begun import Begun
-from offload.optim.company import Company
 from offload.optim.desk import Desk, Places
 from offload.optim.export import Held, Targets
 from offload.optim.flat import flat, in_order_of
@@ -30,6 +29,7 @@ from offload.optim.incoming import is_there, own_part
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, SliceUpdate
 from offload.optim.saver import Saver, Sink
+from offload.optim.sharded_update import ShardedUpdate
 from offload.optim.soundness import LOAD, STEP, Soundness
 from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
 from offload.optim.tiers import HostChunk
@@ -47,7 +47,7 @@ class Updater:
         ground: Ground,
         metrics: Metrics,
         soundness: Soundness,
-        company: Company | None = None,
+        sharded_update: ShardedUpdate | None = None,
     ) -> None:
         self.records = records
         self.metrics = metrics
@@ -55,7 +55,7 @@ class Updater:
         self._recipe = recipe
         self._tiers, self._desks, self._homes = ground.tiers, ground.desks, ground.homes
         self._soundness = soundness
-        self.company = company
+        self.sharded_update = sharded_update
 
     # --- the step ---------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Updater:
     @property
     def _reduces(self) -> bool:
         """Whether gradients are reduced over ranks here; then they are of our own elements only."""
-        return self.company is not None and self.company.reducer is not None
+        return self.sharded_update is not None and self.sharded_update.reducer is not None
 
     def begin(self, grads: Mapping[int, Gradient], needs_norm: bool) -> Begun:
         """Whatever may be refused is refused here; nothing has changed then."""
@@ -117,8 +117,8 @@ class Updater:
 
     def _update_all(self, begun: Begun, scale: float) -> None:
         grads = begun.grads
-        if self.company is not None:
-            self.company.begin_update(grads)
+        if self.sharded_update is not None:
+            self.sharded_update.begin_update(grads)
         for number in grads:
             self._update_without_chunk(number, grads[number], begun.fresh, scale)
         if self._desks is not None:
@@ -131,15 +131,15 @@ class Updater:
             self._recipe.end_step(self.records[number])
         if self._homes is not None:
             self._homes.end_step()
-        if self.company is not None:
-            self.company.end_update()
+        if self.sharded_update is not None:
+            self.sharded_update.end_update()
 
     def _break_off(self, error: BaseException) -> None:
         try:
             if self._desks is not None:
                 self._desks.break_off()
-            if self.company is not None:
-                self.company.break_off(error)
+            if self.sharded_update is not None:
+                self.sharded_update.break_off(error)
         except Exception:  # the first error is the one to tell
             self.metrics.count("errors_after_an_error")
 
@@ -232,8 +232,9 @@ class Updater:
         piece: HostChunk,
         desk: Desk | None,
     ) -> bool:
-        if self.company is not None:
-            self.company.advance()  # before: what the last chunk had is on its way to the device
+        if self.sharded_update is not None:
+            # before: what the last chunk had is on its way to the device
+            self.sharded_update.advance()
         for part in piece.chunk.slices:
             if part.param in grads:
                 record = self.records[part.param]
@@ -295,8 +296,8 @@ class Updater:
                 sums=sums,
             )
         )
-        if self.company is not None:
-            self.company.updated(record.number, part.end - part.begin)
+        if self.sharded_update is not None:
+            self.sharded_update.updated(record.number, part.end - part.begin)
 
     # --- state in and out -------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from offload.errors import ConfigError, OffloadError, StateError
 from offload.log import LOG
 from offload.machine import ROOT, read_text
-from offload.neighbours import settle
+from offload.node_share import settle
 from offload.shard.group import (
     Connections,
     Members,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from offload.errors import ConfigError
 from offload.metrics import Metrics
-from offload.neighbours import current
+from offload.node_share import current
 from offload.store.buffers import Buffer
 from offload.store.engine import DEPTH, MOST_DEPTH, PIECE_BYTES, TIMEOUT_S, IOEngine
 from offload.store.files import BLOCK_BYTES

@@ -57,7 +57,7 @@ def _place_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
 
 
 @dataclass(frozen=True)
-class Among:
+class ShardContext:
     """Ranks that a model is shared out over. wholes: where blocks and gradients are whole. spill:
     numbers of the units whose gradients are in the store.
     """
@@ -114,16 +114,16 @@ class MeanGradients:
         self,
         units: Sequence[Unit],
         params: Mapping[int, Tensor],
-        among: Among,
+        shard_context: ShardContext,
         pool: Pool,
         metrics: Metrics,
         left: Callable[[], set[int]],
         area: SpillArea | None = None,
     ) -> None:
         self._params = params
-        self._ranks = among.ranks
-        self._sharding = sharding = among.sharding
-        self._wholes = among.wholes
+        self._ranks = shard_context.ranks
+        self._sharding = sharding = shard_context.sharding
+        self._wholes = shard_context.wholes
         self._metrics = metrics
         self._left = left
         trained = set(params.values())
@@ -132,7 +132,7 @@ class MeanGradients:
             for unit in units
             if any(member.param in trained for member in unit.members)
         }
-        places = Places({n: one for n, one in slices.items() if n not in among.spill}, pool)
+        places = Places({n: one for n, one in slices.items() if n not in shard_context.spill}, pool)
         self.area = area
         self._sums = {
             number: UnitSum(

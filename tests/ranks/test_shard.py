@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.loops import SEED, chosen
 from support.ranks.launch import outcomes, run
 
-from offload import kernels, neighbours, shard, side_channel
+from offload import kernels, node_share, shard, side_channel
 from offload.config import Config
 from offload.errors import ConfigError, OffloadError, StateError, StoreError
 from offload.limits import host_bytes
@@ -273,7 +273,7 @@ def test_waits_are_as_long_as_those_of_the_group() -> None:
 
 def share(rank: int) -> tuple[set[int], int, str, int, int | None]:
     group = ranks()
-    portion = neighbours.current()
+    portion = node_share.current()
     assert group.on_this_machine() == list(range(group.count))
     allowed, _ = host_bytes(Config())
     depth = portion.part_of(16, 4)

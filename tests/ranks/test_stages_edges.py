@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import CapacityError, ConfigError, OffloadError, StateError
-from offload.optim import buckets, joint
+from offload.optim import buckets, sharded_coordinator
 from offload.shard import Ranks, ranks_of
 
 pytestmark = pytest.mark.ranks
@@ -525,7 +525,7 @@ def uneven(rank: int) -> None:
 def late(rank: int) -> None:
     """The others do nothing at all: it is given up after a while."""
     my_ranks()
-    joint.MEETING_S = 1.0
+    sharded_coordinator.MEETING_S = 1.0
     params = small()
     optimizer = offload.wrap(adamw(params))
     if rank == 0:

@@ -261,7 +261,8 @@ OF_STAGE_1 = [
     Fault(
         "gathered before the last chunk was sent back",
         becomes(
-            at("optim.updater", "Updater._update").returned(), "(self.company.advance(), it)[1]"
+            at("optim.updater", "Updater._update").returned(),
+            "(self.sharded_update.advance(), it)[1]",
         ),
     ),
     Fault(

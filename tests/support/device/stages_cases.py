@@ -265,7 +265,7 @@ def moved(rank: int, stage: int) -> dict[str, Any]:
         assert pair.step()
     before, sent_before = offload.report(pair.ours).total.moved, sent(pair)
     pair.backward(1, 1)
-    reducer = pair.ours._offload_session.updater.company.reducer
+    reducer = pair.ours._offload_session.updater.sharded_update.reducer
     if reducer is not None:
         reducer.drain()  # else the last gradients are still on the network, now and then
     torch.accelerator.synchronize()

@@ -18,10 +18,10 @@ from offload.metrics import Metrics
 from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.begun import Begun
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
-from offload.optim.company import Company
 from offload.optim.ground import OwnGround, WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import Carried, Reducer
+from offload.optim.sharded_update import ShardedUpdate
 from offload.planner import Plan
 from offload.rank_share import RankShare
 from offload.shard import DeviceLink, Ranks
@@ -39,7 +39,7 @@ Look = Callable[[], dict[int, Gradient]]
 Begin = Callable[[Mapping[int, Gradient]], Begun]
 
 
-class Joint:
+class ShardedCoordinator:
     """watch: for gradients that are averaged here. link: between the ranks' devices, where the
     parameters are on some.
     """
@@ -55,7 +55,7 @@ class Joint:
         self.ranks = ranks
         self._stage, self._link = stage_of(config), link
         self.buckets: Buckets = no_buckets(ranks.place, config)
-        self.company: Company | None = None  # None: nothing is open
+        self.sharded_update: ShardedUpdate | None = None  # None: nothing is open
         self._metrics = metrics
         self._reduces = bool(config.release_grads)
         self._watch = watch
@@ -74,13 +74,13 @@ class Joint:
 
     def open(
         self, records: Sequence[Record], plan: Plan, buckets: Buckets, ground: OwnGround
-    ) -> Company:
+    ) -> ShardedUpdate:
         assert plan.ranks is not None, "made for ranks"
         network = None
         if ground.transfers:
             (transfer,) = ground.transfers.values()
             network = DeviceNetwork(self.ranks, transfer, self._link)
-        company = Company(
+        sharded_update = ShardedUpdate(
             self.ranks,
             buckets,
             plan.ranks,
@@ -90,24 +90,24 @@ class Joint:
             self._watch,
             network,
         )
-        if company.reducer is not None and self._carried is not None:
-            company.reducer.take_over(self._carried)
-        self.buckets, self.company, self._carried = buckets, company, None
+        if sharded_update.reducer is not None and self._carried is not None:
+            sharded_update.reducer.take_over(self._carried)
+        self.buckets, self.sharded_update, self._carried = buckets, sharded_update, None
         self._tell_syncing()
-        return company
+        return sharded_update
 
     def leave(self) -> None:
         """The plan ends; gradients that are here only are kept for the next."""
-        company, self.company = self.company, None
-        if company is not None:
-            company.close()
-            if company.reducer is not None and not self.ranks.is_broken:
-                self._carried = company.reducer.carry()
-            company.exchange.close()
+        sharded_update, self.sharded_update = self.sharded_update, None
+        if sharded_update is not None:
+            sharded_update.close()
+            if sharded_update.reducer is not None and not self.ranks.is_broken:
+                self._carried = sharded_update.reducer.carry()
+            sharded_update.exchange.close()
 
     @property
     def _reducer(self) -> Reducer | None:
-        return self.company.reducer if self.company is not None else None
+        return self.sharded_update.reducer if self.sharded_update is not None else None
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Joint:
 
         def say_what_is_here() -> dict[str, Any]:
             looked.append(in_memory(look()))
-            return self._open_company.look(looked[0], steps_done)
+            return self._open_sharded_update.look(looked[0], steps_done)
 
         def say_squares() -> str | None:
             begun.append(begin(grads))
@@ -126,7 +126,7 @@ class Joint:
 
         try:
             said = by_consensus(self.ranks, "step", say_what_is_here, self._metrics)
-            grads = self._open_company.settle(looked[0], said)
+            grads = self._open_sharded_update.settle(looked[0], said)
             squares = by_consensus(self.ranks, "step and norm", say_squares, self._metrics)
         except BaseException:
             for one in begun:
@@ -136,9 +136,9 @@ class Joint:
         return begun[0]
 
     @property
-    def _open_company(self) -> Company:
-        assert self.company is not None, "something is open"
-        return self.company
+    def _open_sharded_update(self) -> ShardedUpdate:
+        assert self.sharded_update is not None, "something is open"
+        return self.sharded_update
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Joint:
     def give_back(self) -> None:
         """All ranks let the parameters have their gradients."""
         if self._reducer is not None:
-            self._open_company.give_back(self._meet("close", self._reducer.look))
+            self._open_sharded_update.give_back(self._meet("close", self._reducer.look))
 
     # --- other meetings ---------------------------------------------------------------------------
 

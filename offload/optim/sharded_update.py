@@ -40,7 +40,7 @@ _REDUCE = (
 )
 
 
-class Company:
+class ShardedUpdate:
     """While one plan holds. network: between the devices that parameters are on; None: they are in
     host memory.
     """

@@ -25,7 +25,7 @@ BIND = "OFFLOAD_BIND"
 
 
 @dataclass(frozen=True)
-class Portion:
+class NodeShare:
     """One process's part of a machine. rank, count: among those on it. cores: bound to these; none:
     not bound. threads: None: as they were. why: in words, why it is bound, or is not.
     """
@@ -49,15 +49,15 @@ class Portion:
         return ", ".join(parts)
 
 
-_current = Portion()
+_current = NodeShare()
 
 
-def current() -> Portion:
+def current() -> NodeShare:
     """What this process has settled for."""
     return _current
 
 
-def settle(rank: int, count: int) -> Portion:
+def settle(rank: int, count: int) -> NodeShare:
     """Take the part of the `rank`-th of `count` processes on this machine, once: the first settles
     it for good.
     """
@@ -70,7 +70,7 @@ def settle(rank: int, count: int) -> Portion:
     return _current
 
 
-def _take(portion: Portion) -> None:
+def _take(portion: NodeShare) -> None:
     if portion.cores:
         for task in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # a thread that has just ended
@@ -81,7 +81,7 @@ def _take(portion: Portion) -> None:
 
 def divide(
     rank: int, count: int, nodes: Sequence[Sequence[int]], is_whole: bool, wanted: str
-) -> Portion:
+) -> NodeShare:
     """A process's part. nodes: the cores of each memory node that it may use, those that share a
     core's parts next to one another. is_whole: those are all of the machine. wanted: "0" or "1".
     """
@@ -91,15 +91,15 @@ def divide(
     cores = sum(map(len, nodes))
     threads = max(1, cores // count)
     if wanted == "0":
-        return Portion(rank, count, (), threads, f"not bound to cores: {BIND}=0")
+        return NodeShare(rank, count, (), threads, f"not bound to cores: {BIND}=0")
     if not is_whole:  # of the cores that were left to it, we cannot know who else has them
-        return Portion(rank, count, (), None, f"bound by somebody else to {cores} cores")
+        return NodeShare(rank, count, (), None, f"bound by somebody else to {cores} cores")
     if cores < count:
-        return Portion(rank, count, (), 1, f"not bound: {cores} cores are fewer than ranks")
+        return NodeShare(rank, count, (), 1, f"not bound: {cores} cores are fewer than ranks")
     own = _own_cores(rank, count, nodes)
     node = [str(n) for n, each in enumerate(nodes) if set(each) & set(own)]
     why = f"bound to cores {_spans(own)} of node {' and '.join(node)}"
-    return Portion(rank, count, own, len(own), why)
+    return NodeShare(rank, count, own, len(own), why)
 
 
 def _own_cores(rank: int, count: int, nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
