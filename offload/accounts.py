@@ -209,7 +209,7 @@ def _facts_of_optimizer(session: Session) -> RunFacts:
     return RunFacts(
         title=type(session.optimizer).__mro__[2].__name__,  # behind our own two classes
         kind="wrap",
-        device="device" if plan.desks else "cpu",
+        device="device" if plan.staging_buffers else "cpu",
         prefetch_depth="",
         activations="keep",
         tuned=_tuned(session.chosen),

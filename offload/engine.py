@@ -33,7 +33,7 @@ from offload.store.outgoing import Outgoing, in_memory
 from offload.tiers.activations import Activations
 from offload.tiers.device_gradients import DeviceGradients
 from offload.tiers.device_residency import DeviceResidency
-from offload.tiers.gradients import Gradients, Places, Spill
+from offload.tiers.gradients import Gradients, GradMemory, Spill
 from offload.tiers.mean_gradients import ShardContext
 from offload.tiers.residency import Parts, Residency
 from offload.tiers.sharded_gradients import ShardedGradients
@@ -130,7 +130,7 @@ class Engine:
             here = {n: param for n, param in placed.items() if param not in spill.params}
             self.gradients = DeviceGradients(
                 trained,
-                Places(here, pool),
+                GradMemory(here, pool),
                 pool,
                 on.transfer,
                 metrics,

@@ -43,7 +43,7 @@ class ParamSpec:
         return end - begin
 
     @property
-    def has_desk(self) -> bool:
+    def has_staging_buffer(self) -> bool:
         """Whether the parameter comes from elsewhere for its update."""
         return self.device_bytes > 0 or self.unit is not None
 
@@ -92,13 +92,13 @@ class Chunk:
 def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:
     """Chunks for the state of `params`, in their order; parameters with other fields have chunks
     of their own. What has no elements of ours has no chunk; what has no fields has one, of no
-    bytes, where it comes from elsewhere, because it passes over a desk.
+    bytes, where it comes from elsewhere, because it passes over a staging buffer.
     """
     chunks: list[Chunk] = []
     for kind in dict.fromkeys((param.unit, param.fields) for param in params):
         fields = kind[1]
         alike = [(n, p) for n, p in enumerate(params) if (p.unit, p.fields) == kind]
-        packed = [(n, p) for n, p in alike if fields or p.has_desk]
+        packed = [(n, p) for n, p in alike if fields or p.has_staging_buffer]
         for slices in _pack(packed, _round_up(chunk_numel, _SLICE_ALIGN)):
             numel = _round_up(slices[-1].offset + slices[-1].end - slices[-1].begin, _FIELD_ALIGN)
             first = slices[0]

@@ -12,11 +12,11 @@ class ModelBuffers:
     """Moved to a device, and back by `give_back`. Small, and written in every run, so they stay."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._homes: dict[tuple[nn.Module, str], torch.device] = {}
+        self._original_devices: dict[tuple[nn.Module, str], torch.device] = {}
         moved: dict[Tensor, Tensor] = {}  # several modules may have the same
         for module, name, buffer in _buffers(model):
             if buffer.device != device:
-                self._homes[module, name] = buffer.device
+                self._original_devices[module, name] = buffer.device
                 if buffer not in moved:
                     moved[buffer] = buffer.to(device)
                 module._buffers[name] = moved[buffer]
@@ -24,13 +24,13 @@ class ModelBuffers:
     def give_back(self) -> None:
         """To where they were; idempotent."""
         moved: dict[Tensor, Tensor] = {}
-        for (module, name), home in self._homes.items():
+        for (module, name), original_device in self._original_devices.items():
             buffer = module._buffers.get(name)
             if buffer is not None:
                 if buffer not in moved:
-                    moved[buffer] = buffer.to(home)
+                    moved[buffer] = buffer.to(original_device)
                 module._buffers[name] = moved[buffer]
-        self._homes = {}
+        self._original_devices = {}
 
 
 def buffer_bytes(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from offload.rank_share import RankShare
 BUFFERS = 16  # chunks under way: some being read, one updated, some written
 DISK_CHUNK_NUMEL = 1 << 20  # less to wait for where a step begins and ends
 LEAST_BUFFERS = 2
-DESKS = 3  # chunks of device parameters under way: one comes, one is updated, one goes
+STAGING_BUFFERS = 3  # chunks of device parameters under way: one comes, one is updated, one goes
 LEAST_CHUNK_NUMEL = 16 << 10
 _CHUNKS_STAGED = 4  # whose gradients come from disk, where there is memory for more than one
 _PAGE = 4096
@@ -68,8 +68,8 @@ class Plan:
     chunks: tuple[Chunk, ...]
     resident: frozenset[int]  # numbers of the chunks that stay in host memory
     buffers: int
-    desks: int
-    has_homes: bool  # gradients from devices have host memory of their own
+    staging_buffers: int
+    has_grad_buffers: bool  # gradients from devices have host memory of their own
     host_memory_bytes: int | None  # the budget; None: no limit was given
     speeds: Speeds = UNKNOWN
     ranks: RankShare | None = None  # None: nothing is shared with other ranks
@@ -96,28 +96,28 @@ class Plan:
         return max((c.nbytes for c in self.chunks if c.number not in self.resident), default=0)
 
     @property
-    def desk_bytes(self) -> int:
-        """Of one desk: what comes from a device for the largest chunk."""
-        return largest_desk(self.chunks, self.params, self.grads_are_here)
+    def staging_buffer_bytes(self) -> int:
+        """Of one staging buffer: what comes from a device for the largest chunk."""
+        return largest_staging_buffer(self.chunks, self.params, self.grads_are_here)
 
     @property
     def grads_are_here(self) -> bool:
-        """Whether gradients from devices need no desk: they have homes, or are averaged over ranks
-        to host memory of their own.
+        """Whether gradients from devices need no staging buffer: they have homes, or are averaged
+        over ranks to host memory of their own.
         """
-        return self.has_homes or (self.ranks is not None and self.ranks.grad_bytes > 0)
+        return self.has_grad_buffers or (self.ranks is not None and self.ranks.grad_bytes > 0)
 
     @property
-    def homes_bytes(self) -> int:
+    def grad_buffers_bytes(self) -> int:
         """Of all gradients that have a home, and the verdicts on whether they have changed."""
-        return homes_bytes(self.params) if self.has_homes else 0
+        return grad_buffers_bytes(self.params) if self.has_grad_buffers else 0
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory that the optimizer takes: resident chunks, buffers, desks and homes, and what
-        it takes to share with other ranks.
+        """Host memory that the optimizer takes: resident chunks, buffers, staging buffers and
+        homes, and what it takes to share with other ranks.
         """
-        copied = self.desks * self.desk_bytes + self.homes_bytes
+        copied = self.staging_buffers * self.staging_buffer_bytes + self.grad_buffers_bytes
         return self.chunk_bytes + copied + self.shared_bytes
 
     @property
@@ -163,7 +163,7 @@ class Plan:
         return max(parts.values()) if parts else None
 
     def _least_s(self) -> dict[str, float] | None:
-        if self.desks:
+        if self.staging_buffers:
             return None
         moved = self.step_read_bytes + self.step_written_bytes
         return self.speeds.least_s(moved, self.step_updated_bytes)
@@ -171,7 +171,7 @@ class Plan:
     @property
     def fits_without_us(self) -> bool:
         """Whether plain torch would do: parameters and state are in host memory anyway."""
-        return not self.disk_bytes and not self.desks and self.ranks is None
+        return not self.disk_bytes and not self.staging_buffers and self.ranks is None
 
     def endurance_share(
         self, steps: int = STEPS_OF_INTEREST, rated_tb: float = RATED_TERABYTES_WRITTEN
@@ -188,7 +188,7 @@ class Plan:
             ("  in host memory", f"{size(self.resident_bytes)} in {len(self.resident)} chunks"),
             ("  on disk", size(self.disk_bytes)),
             *self._buffer_row(),
-            *self._desk_row(),
+            *self._staging_row(),
             ("host memory taken", self._taken()),
         ]
         if self.disk_bytes:
@@ -216,7 +216,7 @@ class Plan:
     def _prediction(self) -> str:
         parts, speeds = self._least_s(), self.speeds
         if parts is None:
-            if self.desks:
+            if self.staging_buffers:
                 return "not predicted: the speed of copies to and from a device is not known"
             return "not predicted: no speeds known; wrap(..., measure=True) measures them"
         rates = {"disk": speeds.disk_bytes_per_s, "update": speeds.update_bytes_per_s}
@@ -229,25 +229,30 @@ class Plan:
         each = format_size(self.buffer_bytes)
         return [("buffers", f"{self.buffers} of {each}, for chunks on their way from and to disk")]
 
-    def _desk_row(self) -> list[tuple[str, str]]:
-        if not self.desks:
+    def _staging_row(self) -> list[tuple[str, str]]:
+        if not self.staging_buffers:
             return []
-        homes = "at step()"
+        grad_buffers = "at step()"
         if self.grads_are_here:
-            homes = "while backward runs, averaged over ranks"
-        if self.has_homes:
-            homes = f"while backward runs, to {format_size(self.homes_bytes)} of their own"
+            grad_buffers = "while backward runs, averaged over ranks"
+        if self.has_grad_buffers:
+            grad_buffers = (
+                f"while backward runs, to {format_size(self.grad_buffers_bytes)} of their own"
+            )
         return [
-            ("device copies", f"{self.desks} desks of {format_size(self.desk_bytes)}"),
-            ("gradients come", homes),
+            (
+                "device copies",
+                f"{self.staging_buffers} buffers of {format_size(self.staging_buffer_bytes)}",
+            ),
+            ("gradients come", grad_buffers),
         ]
 
     def _taken(self) -> str:
         parts = {
             "state": self.resident_bytes,
             "buffers": self.buffers * self.buffer_bytes,
-            "desks": self.desks * self.desk_bytes,
-            "gradients": self.homes_bytes + (self.ranks.grad_bytes if self.ranks else 0),
+            "staging_buffers": self.staging_buffers * self.staging_buffer_bytes,
+            "gradients": self.grad_buffers_bytes + (self.ranks.grad_bytes if self.ranks else 0),
             "network": self.ranks.buffers * self.ranks.buffer_bytes if self.ranks else 0,
         }
         each = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n)
@@ -302,7 +307,7 @@ def make_plan(
     has_disk: bool,
     chunk_numel: int | None = None,
     speeds: Speeds = UNKNOWN,
-    needs_homes: bool = False,
+    needs_grad_buffers: bool = False,
     held_bytes: int = 0,
     ranks: RankShare | None = None,
     disk_chunk_numel: int | None = None,
@@ -321,12 +326,12 @@ def make_plan(
     numel = chunk_numel or CHUNK_NUMEL
     numel = min(numel, most_numel or numel)
     while True:
-        for has_homes in (True,) if needs_homes else (True, False):
-            whole = _keep_all(params, numel, has_homes, host_memory_bytes, speeds, ranks)
+        for has_grad_buffers in (True,) if needs_grad_buffers else (True, False):
+            whole = _keep_all(params, numel, has_grad_buffers, host_memory_bytes, speeds, ranks)
             if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
                 return whole
-        # Without a disk, smaller desks are all that can be saved.
-        if has_disk or chunk_numel or not whole.desks or numel <= LEAST_CHUNK_NUMEL:
+        # Without a disk, smaller staging buffers are all that can be saved.
+        if has_disk or chunk_numel or not whole.staging_buffers or numel <= LEAST_CHUNK_NUMEL:
             break
         numel //= 2
     assert host_memory_bytes is not None, "without a limit everything fits"
@@ -342,11 +347,11 @@ def make_plan(
         )
     numel = chunk_numel or disk_chunk_numel or min(numel, DISK_CHUNK_NUMEL)
     numel = min(numel, most_numel or numel)
-    chunks, free = lay_out(params, numel), host_memory_bytes - whole.homes_bytes
+    chunks, free = lay_out(params, numel), host_memory_bytes - whole.grad_buffers_bytes
     free -= whole.shared_bytes
     while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
-        desk = largest_desk(chunks, params, whole.grads_are_here)
-        if BUFFERS * _largest(chunks) + whole.desks * desk <= free:
+        staging_buffer = largest_staging_buffer(chunks, params, whole.grads_are_here)
+        if BUFFERS * _largest(chunks) + whole.staging_buffers * staging_buffer <= free:
             break
         numel //= 2
         chunks = lay_out(params, numel)
@@ -356,7 +361,7 @@ def make_plan(
 def _keep_all(
     params: Sequence[ParamSpec],
     numel: int,
-    has_homes: bool,
+    has_grad_buffers: bool,
     budget: int | None,
     speeds: Speeds,
     ranks: RankShare | None,
@@ -368,9 +373,11 @@ def _keep_all(
         chunks=tuple(chunks),
         resident=frozenset(chunk.number for chunk in chunks),
         buffers=0,
-        desks=DESKS if largest_desk(chunks, params, has_homes) else 0,
+        staging_buffers=STAGING_BUFFERS
+        if largest_staging_buffer(chunks, params, has_grad_buffers)
+        else 0,
         # Ranks need their own part of gradients only, when all of those have been averaged.
-        has_homes=has_homes
+        has_grad_buffers=has_grad_buffers
         and ranks is None
         and any(param.device_bytes for param in params)
         and not any(param.comes_late for param in params),
@@ -380,12 +387,12 @@ def _keep_all(
     )
 
 
-def desk_spans(
+def staging_spans(
     chunk: Chunk, device_bytes: Sequence[int], has_no_grads: bool
 ) -> dict[Slice, tuple[int, int, int]]:
-    """Where the slices of a chunk lie on a desk: a parameter's bytes from the first number on, its
-    gradient's, unless they have none, from the second, both ending at the third. device_bytes: of
-    each parameter, an element.
+    """Where the slices of a chunk lie on a staging buffer: a parameter's bytes from the first
+    number on, its gradient's, unless they have none, from the second, both ending at the third.
+    device_bytes: of each parameter, an element.
     """
     spans, at = {}, 0
     for part in chunk.slices:
@@ -397,21 +404,25 @@ def desk_spans(
     return spans
 
 
-def largest_desk(chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_no_grads: bool) -> int:
-    """Bytes that the slices of any chunk take on a desk; something where a device takes part."""
+def largest_staging_buffer(
+    chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_no_grads: bool
+) -> int:
+    """Bytes that the slices of any chunk take on a staging buffer; something where a device takes
+    part.
+    """
     widths = [param.device_bytes for param in params]
-    ends = [max(e for _, _, e in desk_spans(c, widths, has_no_grads).values()) for c in chunks]
+    ends = [max(e for _, _, e in staging_spans(c, widths, has_no_grads).values()) for c in chunks]
     return _round_up(max([*ends, int(any(widths))]), _PAGE)
 
 
-def homes_bytes(params: Sequence[ParamSpec]) -> int:
+def grad_buffers_bytes(params: Sequence[ParamSpec]) -> int:
     """Bytes of a gradient for each parameter on a device, and of a verdict on each."""
     moved = [param for param in params if param.device_bytes]
-    homes = sum(home_bytes(param) for param in moved)
-    return homes + verdicts_bytes(params) if moved else 0
+    grad_buffers = sum(grad_buffer_bytes(param) for param in moved)
+    return grad_buffers + verdicts_bytes(params) if moved else 0
 
 
-def home_bytes(param: ParamSpec) -> int:
+def grad_buffer_bytes(param: ParamSpec) -> int:
     return _round_up(param.numel * param.device_bytes, _PAGE)
 
 
@@ -421,11 +432,12 @@ def verdicts_bytes(params: Sequence[ParamSpec]) -> int:
 
 
 def _and_device_copies(plan: Plan) -> str:
-    if not plan.desks:
+    if not plan.staging_buffers:
         return ""
-    text = f" and copies of device parameters {format_size(plan.desks * plan.desk_bytes)}"
-    if plan.has_homes:
-        text += f" and their gradients {format_size(plan.homes_bytes)}"
+    staging_bytes = plan.staging_buffers * plan.staging_buffer_bytes
+    text = f" and copies of device parameters {format_size(staging_bytes)}"
+    if plan.has_grad_buffers:
+        text += f" and their gradients {format_size(plan.grad_buffers_bytes)}"
     return text
 
 
@@ -456,18 +468,25 @@ def _others(budget: int, held_bytes: int) -> str:
 
 
 def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Plan:
-    """Homes, desks and buffers first, then as many resident chunks as fit."""
-    desks, homes = whole.desks, whole.homes_bytes
-    largest, desk = _largest(chunks), largest_desk(chunks, whole.params, whole.grads_are_here)
-    fixed = desks * desk + homes + whole.shared_bytes
+    """Homes, staging buffers and buffers first, then as many resident chunks as fit."""
+    staging_buffers, grad_buffers = whole.staging_buffers, whole.grad_buffers_bytes
+    largest, staging_buffer = (
+        _largest(chunks),
+        largest_staging_buffer(chunks, whole.params, whole.grads_are_here),
+    )
+    fixed = staging_buffers * staging_buffer + grad_buffers + whole.shared_bytes
     buffers = min(BUFFERS, (budget - fixed) // largest) if largest else 0
     if buffers < LEAST_BUFFERS and (largest or fixed > budget):
         raise CapacityError(
             f"host_memory: {format_size(budget)} ({budget} bytes)"
             f"{_others(budget, held_bytes)} are less than the "
             f"{LEAST_BUFFERS} buffers of {format_size(largest)} ({largest} bytes)"
-            + (f" and {desks} desks of {format_size(desk)}" if desks else "")
-            + (f" and gradients of {format_size(homes)}" if homes else "")
+            + (
+                f" and {staging_buffers} staging buffers of {format_size(staging_buffer)}"
+                if staging_buffers
+                else ""
+            )
+            + (f" and gradients of {format_size(grad_buffers)}" if grad_buffers else "")
             + _and_network(whole)
             + " that the update needs; the least that works is "
             f"{min(LEAST_BUFFERS * largest + fixed, whole.arena_bytes)} bytes"

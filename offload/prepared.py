@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.accord import agreed, by_consensus, same_random
+from offload.block_staging import BlockStaging
 from offload.budget import HOST, Share
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, OffloadError, StateError
@@ -25,13 +26,13 @@ from offload.log import LOG
 from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
-from offload.optim.desk import Places
 from offload.optim.export import Gatherer
+from offload.optim.grad_buffers import GradBuffers
 from offload.optim.ground import Ground
-from offload.optim.homes import Homes
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
 from offload.optim.soundness import clear_frames
+from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan
 from offload.pool import PIECE_ALIGN, Pool
@@ -53,7 +54,6 @@ from offload.tiers.spill import Shelf, slot_bytes
 from offload.tiers.wholes import HostWholes, Wholes
 from offload.trace import Trace
 from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
-from offload.workbench import Workbench
 
 T = TypeVar("T")
 _PREPARED = "_offload_prepared"
@@ -322,10 +322,10 @@ class Prepared:
         unit = self._unit_of.get(param)  # type: ignore[call-overload]
         return None if unit is None else unit.number
 
-    def home_of(self, param: Tensor) -> torch.device:
+    def original_device_of(self, param: Tensor) -> torch.device:
         assert self.engine is not None
         residency = self.engine.residency
-        return residency.home_of(param)
+        return residency.original_device_of(param)
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
         return self.outline.own_of(param)
@@ -390,8 +390,8 @@ class Prepared:
             gradients.cut_for(_slices_of(records, plan.chunks))
             gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
             staging = Shelf(gradients.area, firsts)
-        desks = Workbench(residency, places, staging, firsts)
-        return _SharedGround(self.state_pool, self.store, plan, desks)
+        staging_buffers = BlockStaging(residency, places, staging, firsts)
+        return _SharedGround(self.state_pool, self.store, plan, staging_buffers)
 
     def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
         """Bytes of an element, of each parameter whose gradient is spilled."""
@@ -532,19 +532,19 @@ class _SharedGround:
     """What an optimizer stands on beside its model."""
 
     def __init__(
-        self, pool: Pool | None, store: DiskStore | None, plan: Plan, desks: Workbench
+        self, pool: Pool | None, store: DiskStore | None, plan: Plan, staging_buffers: BlockStaging
     ) -> None:
         self.pool = pool
         self.copies: Pool | None = None
         self.store = store
-        self.desks: Places | None = desks
-        self.homes: Homes | None = None
+        self.staging_buffers: StagingProvider | None = staging_buffers
+        self.grad_buffers: GradBuffers | None = None
         self.tiers = Tiers(plan, pool, store)
 
     def close(self) -> None:
-        if self.desks is not None:
-            self.desks.close()
-        self.desks = None
+        if self.staging_buffers is not None:
+            self.staging_buffers.close()
+        self.staging_buffers = None
         if self.store is not None:
             for name in filter(is_chunk_key, self.store.names()):  # the model's blocks stay
                 self.store.free(name)

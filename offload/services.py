@@ -109,7 +109,7 @@ class Services:
         for unit in self._all:
             if self._residency.is_here(self._residency.blocks[unit.number]):
                 for member in unit.members:
-                    if self._residency.home_of(member.param).type == "cpu":
+                    if self._residency.original_device_of(member.param).type == "cpu":
                         yield member.shape, member.stride, member.dtype
 
     def _units(self, module: nn.Module) -> list[Unit]:

@@ -103,7 +103,7 @@ def test_paths() -> None:
     assert Config(nvme="/a").nvme == (Path("/a"),)
     assert Config(nvme=Path("/a")).nvme == (Path("/a"),)
     assert Config(nvme=["/a", Path("/b")]).nvme == (Path("/a"), Path("/b"))
-    assert Config(nvme="~/x").nvme == (Path.home() / "x",)
+    assert Config(nvme="~/x").nvme == (Path.original_device() / "x",)
 
 
 class BytesPath(os.PathLike):  # type: ignore[type-arg]

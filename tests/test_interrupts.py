@@ -31,7 +31,7 @@ from offload.sharding import Sharding
 from offload.ticket import Ticket
 from offload.tiers import device_gradients as device_tier
 from offload.tiers.device_gradients import DeviceGradients
-from offload.tiers.gradients import Places
+from offload.tiers.gradients import GradMemory
 from offload.tiers.mean_gradients import MeanGradients, ShardContext
 from offload.tiers.wholes import HostWhole, Whole, Wholes
 from offload.transfer import DeviceTransfer
@@ -429,7 +429,7 @@ class Copies:
 
 def device_gradients(copies: Copies, numel: int = 64) -> tuple[nn.Parameter, DeviceGradients]:
     pool, param = Pool(1 << 20), nn.Parameter(torch.zeros(numel))
-    places, transfer = Places({0: param}, pool), cast(DeviceTransfer, copies)
+    places, transfer = GradMemory({0: param}, pool), cast(DeviceTransfer, copies)
     made = DeviceGradients({0: param}, places, pool, transfer, Metrics(), lambda _: "w")
     return param, made
 

@@ -14,8 +14,8 @@ from offload import StoreError
 from offload.budget import Budget
 from offload.layout import Chunk, ParamSpec
 from offload.metrics import Metrics
-from offload.optim.desk import Desk
 from offload.optim.pipeline import Pipeline
+from offload.optim.staging import StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planner import make_plan
 from offload.pool import Pool
@@ -48,7 +48,7 @@ class Counted:
     def add(self, numbers: range) -> None:
         """One to each element of these chunks; counted where it has been done."""
 
-        def act(piece: HostChunk, _: Desk | None) -> bool:
+        def act(piece: HostChunk, _: StagingBuffer | None) -> bool:
             piece.memory.add_(1.0)
             self.expected[piece.chunk.number] += 1.0
             return True
@@ -58,7 +58,7 @@ class Counted:
     def check(self) -> None:
         seen = {}
 
-        def act(piece: HostChunk, _: Desk | None) -> bool:
+        def act(piece: HostChunk, _: StagingBuffer | None) -> bool:
             assert (piece.memory == piece.memory[0]).all()
             seen[piece.chunk.number] = float(piece.memory[0])
             return False

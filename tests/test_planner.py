@@ -86,17 +86,17 @@ def test_the_table_reads() -> None:
 
 
 def test_desks_shrink_where_there_is_no_disk() -> None:
-    """State on a device that fits but for the desks: smaller chunks need smaller ones."""
+    """State on a device that fits but for the staging buffers: smaller chunks need smaller ones."""
     there = [ParamSpec("p", 16 * MI, FIELDS, device_bytes=4)]
     large = make_plan(there, None, has_disk=False)
-    state, homes = large.state_bytes, large.homes_bytes
-    assert large.desks * large.desk_bytes == 3 * 16 * MI
+    state, grad_buffers = large.state_bytes, large.grad_buffers_bytes
+    assert large.staging_buffers * large.staging_buffer_bytes == 3 * 16 * MI
     for spare_mi in (47, 20, 3):
         plan = make_plan(there, state + spare_mi * MI, has_disk=False)
         assert plan.resident_bytes == state and plan.arena_bytes <= state + spare_mi * MI
-        assert plan.desks == large.desks and not plan.has_homes
-    plan = make_plan(there, state + homes + 20 * MI, has_disk=False, needs_homes=True)
-    assert plan.has_homes and plan.arena_bytes <= state + homes + 20 * MI
+        assert plan.staging_buffers == large.staging_buffers and not plan.has_grad_buffers
+    plan = make_plan(there, state + grad_buffers + 20 * MI, has_disk=False, needs_grad_buffers=True)
+    assert plan.has_grad_buffers and plan.arena_bytes <= state + grad_buffers + 20 * MI
     with pytest.raises(
         CapacityError, match=r"needs 128 MiB .* copies of device parameters 384 KiB"
     ):

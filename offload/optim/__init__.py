@@ -2,9 +2,10 @@
 
 Read in this order: `recipe` (what a step does to a slice), `records` (of which parameters),
 `generic` and `choose` (for which optimizer), `tiers` (where chunks are), `pipeline` (how they
-pass), `desk` and `homes` (how gradients come from a device), `updater` (a step), `session` (what is
-held), `optimizer` (what the user sees). Beside them: `request` (what is refused), `incoming` and
-`plain` (state from and to torch), `turn` (who may), `soundness` (what is left after an error).
+pass), `staging_buffer` and `grad_buffers` (how gradients come from a device), `updater` (a step),
+`session` (what is held), `optimizer` (what the user sees). Beside them: `request` (what is
+refused), `incoming` and `plain` (state from and to torch), `turn` (who may), `soundness` (what is
+left after an error).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def gradient_of(record: Record) -> Tensor | ColdValues:
             f"{record.name}: expected a gradient whose part here has the shape "
             f"{tuple(record.shape)}, got {tuple(grad.shape)}"
         )
-    place = record.local.device if record.home is None else torch.device("cpu")
+    place = record.local.device if record.original_device is None else torch.device("cpu")
     allowed = GRADS if place.type == "cpu" else (record.dtype,)
     if grad.device != place or grad.dtype not in allowed:
         raise ConfigError(

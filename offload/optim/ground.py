@@ -15,12 +15,12 @@ from offload.budget import HOST
 from offload.gauges import resident_bytes, used_by
 from offload.heap import HEAP
 from offload.metrics import Metrics
-from offload.optim.desk import Desks, Places
 from offload.optim.export import Gatherer
-from offload.optim.homes import Homes
+from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Record
+from offload.optim.staging import DeviceStaging, StagingProvider
 from offload.optim.tiers import Tiers
-from offload.planner import Plan, home_bytes, verdicts_bytes
+from offload.planner import Plan, grad_buffer_bytes, verdicts_bytes
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.transfer import DeviceTransfer
@@ -43,8 +43,8 @@ class Ground(Protocol):
     copies: Pool | None  # of what is copied to and from devices, where there are any
     store: DiskStore | None
     tiers: Tiers
-    desks: Places | None  # None: parameters are updated where they are
-    homes: Homes | None
+    staging_buffers: StagingProvider | None  # None: parameters are updated where they are
+    grad_buffers: GradBuffers | None
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -62,7 +62,7 @@ class Host(Protocol):
     def unit_of(self, param: Tensor) -> int | None:
         """The number of the unit that owns the parameter."""
 
-    def home_of(self, param: Tensor) -> torch.device:
+    def original_device_of(self, param: Tensor) -> torch.device:
         """Where the parameter will be when the model is an ordinary one again."""
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
@@ -114,8 +114,8 @@ class OwnGround:
         self._plan = plan
         self._metrics = metrics
         self._hooks: list[Any] = []
-        self.desks: Places | None = None
-        self.homes: Homes | None = None
+        self.staging_buffers: StagingProvider | None = None
+        self.grad_buffers: GradBuffers | None = None
         self.transfers: Mapping[torch.device, DeviceTransfer] = {}
         self.store: DiskStore | None = None
         self.pool: Pool | None = None
@@ -154,26 +154,33 @@ class OwnGround:
             self.copies = Pool(copied, budget=HOST, device=device, metrics=self._metrics)
 
     def _open_devices(self, records: Sequence[Record], release_grads: bool, watch: Watch) -> None:
-        """Desks, homes and transfers for parameters that are on devices."""
+        """Staging buffers, homes and transfers for parameters that are on devices."""
         devices = {record.device for record in records if record.device_bytes}
         if not devices:
             return
-        memory = [self._lease(self._plan.desk_bytes, "a desk") for _ in range(self._plan.desks)]
+        memory = [
+            self._lease(self._plan.staging_buffer_bytes, "a staging buffer")
+            for _ in range(self._plan.staging_buffers)
+        ]
         self.transfers = transfers = {d: DeviceTransfer(d, metrics=self._metrics) for d in devices}
-        self.desks = desks = Desks(records, memory, transfers, self._plan.grads_are_here)
-        if self._plan.has_homes:
+        self.staging_buffers = staging_buffers = DeviceStaging(
+            records, memory, transfers, self._plan.grads_are_here
+        )
+        if self._plan.has_grad_buffers:
             places = {
                 r.number: self._home(r) for r in records if r.device_bytes and r.param.numel()
             }
             verdicts = self._lease(verdicts_bytes(self._plan.params), "verdicts on gradients")
-            self.homes = Homes(
-                records, places, verdicts, transfers, self._metrics, release_grads, desks
+            self.grad_buffers = GradBuffers(
+                records, places, verdicts, transfers, self._metrics, release_grads, staging_buffers
             )
             params = {number: records[number].param for number in places}
-            self._hooks = watch(params, self.homes.arrived)
+            self._hooks = watch(params, self.grad_buffers.arrived)
 
     def _home(self, record: Record) -> Tensor:
-        memory = self._lease(home_bytes(self._plan.params[record.number]), f"of {record.name}")
+        memory = self._lease(
+            grad_buffer_bytes(self._plan.params[record.number]), f"of {record.name}"
+        )
         return memory.view(record.dtype)[: record.param.numel()]
 
     def _lease(self, nbytes: int, what: str) -> Tensor:
@@ -185,13 +192,13 @@ class OwnGround:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self.homes is not None:
-            self.homes.close()
+        if self.grad_buffers is not None:
+            self.grad_buffers.close()
         if self.store is not None:
             self.store.close()
-        if self.desks is not None:
-            self.desks.close()
-        self.desks = self.homes = self.store = None
+        if self.staging_buffers is not None:
+            self.staging_buffers.close()
+        self.staging_buffers = self.grad_buffers = self.store = None
         self.transfers = {}
         self.tiers = None  # type: ignore[assignment]  # it holds memory
         for pool in (self.pool, self.copies):

@@ -1,10 +1,11 @@
 """Chunks through the update: the next ones come, one is worked on, the last ones go.
 
 Coming is a read from the disk, a copy from a device, or both; going likewise. All of it goes on at
-the same time, in as many buffers and desks as the plan has. Chunks that are at hand (in host
-memory, as their parameters are) are woven in: they are worked on whenever no other has arrived, so
-that disk, device and cores all stay busy. The last chunks stay in their buffers unwritten, and are
-the first of the next pass. One thread; it waits only when there is nothing to do.
+the same time, in as many buffers and staging buffers as the plan has. Chunks that are at hand (in
+host memory, as their parameters are) are woven in: they are worked on whenever no other has
+arrived, so that disk, device and cores all stay busy. The last chunks stay in their buffers
+unwritten, and are the first of the next pass. One thread; it waits only when there is nothing to
+do.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from itertools import takewhile
 from offload.layout import Chunk
 from offload.locks import check, steadfast
 from offload.metrics import Metrics
-from offload.optim.desk import Awaited, Desk, Places
+from offload.optim.staging import Awaited, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
 from offload.ticket import Ticket
 
-# Works on a chunk in memory, with its desk if it has one; whether the chunk has changed.
-Act = Callable[[HostChunk, Desk | None], bool]
+# Works on a chunk in memory, with its staging buffer if it has one; whether the chunk has changed.
+Act = Callable[[HostChunk, StagingBuffer | None], bool]
 
 
 @dataclass(eq=False)
@@ -31,30 +32,33 @@ class _InFlightChunk:
 
     piece: HostChunk
     stays: bool  # in its memory, when it has been worked on
-    desk: Desk | None
+    staging_buffer: StagingBuffer | None
     disk: Ticket[None] | None
 
     @property
     def done(self) -> bool:
         disk = self.disk is None or self.disk.done
-        return disk and (self.desk is None or all(ticket.done for ticket in self.desk.tickets))
+        return disk and (
+            self.staging_buffer is None
+            or all(ticket.done for ticket in self.staging_buffer.tickets)
+        )
 
 
 class Pipeline:
-    """One pass over some chunks. desks: None where no device takes part. doing: what the time of
-    working on them counts for. only_looks: no act changes a chunk.
+    """One pass over some chunks. staging buffers: None where no device takes part. doing: what the
+    time of working on them counts for. only_looks: no act changes a chunk.
     """
 
     def __init__(
         self,
         tiers: Tiers,
-        desks: Places | None,
+        staging_buffers: StagingProvider | None,
         metrics: Metrics,
         doing: str = "update",
         only_looks: bool = False,
     ) -> None:
         self._tiers = tiers
-        self._desks = desks
+        self._staging_buffers = staging_buffers
         self._metrics = metrics
         self._doing = doing
         self._only_looks = only_looks
@@ -69,7 +73,7 @@ class Pipeline:
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
         for chunk in self._in_order(chunks):
-            is_at_hand = self._tiers.is_resident(chunk) and not self._needs_desk(chunk)
+            is_at_hand = self._tiers.is_resident(chunk) and not self._needs_staging(chunk)
             (at_hand if is_at_hand else to_fetch).append(chunk)
         try:
             self._make_room(to_fetch)
@@ -90,9 +94,11 @@ class Pipeline:
 
     def _in_order(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         chunks = sorted(chunks, key=lambda chunk: not self._tiers.is_unwritten(chunk))
-        if self._desks is None:
+        if self._staging_buffers is None:
             return chunks
-        return self._desks.in_order(chunks, {p.chunk.number for p in self._tiers.unwritten})
+        return self._staging_buffers.in_order(
+            chunks, {p.chunk.number for p in self._tiers.unwritten}
+        )
 
     def _make_room(self, to_fetch: Sequence[Chunk]) -> None:
         """Write what lies in buffers that are needed for others before its turn comes. Half of the
@@ -120,8 +126,8 @@ class Pipeline:
         moving = sum(not flight.stays for flight in self._going)
         return self._reads_left > self._tiers.free_buffers + moving
 
-    def _needs_desk(self, chunk: Chunk) -> bool:
-        return self._desks is not None and self._desks.needs(chunk)
+    def _needs_staging(self, chunk: Chunk) -> bool:
+        return self._staging_buffers is not None and self._staging_buffers.needs(chunk)
 
     def _fetch_ahead(self, to_fetch: deque[Chunk]) -> None:
         while self._going and self._going[0].done:
@@ -134,10 +140,11 @@ class Pipeline:
             return False
         if self._tiers.is_unwritten(chunk) and any(f.piece.chunk is chunk for f in self._going):
             return False  # it is being written
-        if self._desks is None or not self._desks.needs(chunk):
+        if self._staging_buffers is None or not self._staging_buffers.needs(chunk):
             return True
-        # A desk that is under way elsewhere is waited for only when there is nothing to do.
-        return self._desks.has_place(chunk, may_wait=not self._coming)
+        # A staging buffer that is under way elsewhere is waited for only when there is nothing to
+        # do.
+        return self._staging_buffers.has_place(chunk, may_wait=not self._coming)
 
     def _fetch(self, chunk: Chunk) -> _InFlightChunk:
         is_resident = self._tiers.is_resident(chunk)
@@ -146,16 +153,16 @@ class Pipeline:
         else:
             self._reads_left -= self._tiers.needs_buffer(chunk)
             piece, ticket = self._tiers.read(chunk)
-        desk = None
-        if self._desks is not None and self._desks.needs(chunk):
-            desk = self._desks.take(chunk)
-        return _InFlightChunk(piece, is_resident, desk, ticket)
+        staging_buffer = None
+        if self._staging_buffers is not None and self._staging_buffers.needs(chunk):
+            staging_buffer = self._staging_buffers.take(chunk)
+        return _InFlightChunk(piece, is_resident, staging_buffer, ticket)
 
     def _finish_one(self, act: Act) -> None:
         """Wait for the oldest chunk to come, work on it, start its way back."""
         flight = self._coming[0]
         self._wait(flight, "disk read")
-        changed = self._work(act, flight.piece, flight.desk)
+        changed = self._work(act, flight.piece, flight.staging_buffer)
         if changed and not flight.stays:
             self._tiers.change(flight.piece)
         must_go = self._needs_more_buffers
@@ -165,16 +172,16 @@ class Pipeline:
         if must_go and self._tiers.is_unwritten(flight.piece.chunk):
             flight.disk = self._tiers.write(flight.piece)
             flight.stays = False
-        if flight.desk is not None and self._desks is not None:
-            back = self._desks.send_back if changed else self._desks.give_back
-            back(flight.desk)
-            flight.desk = None  # the desks take care of it
+        if flight.staging_buffer is not None and self._staging_buffers is not None:
+            back = self._staging_buffers.send_back if changed else self._staging_buffers.give_back
+            back(flight.staging_buffer)
+            flight.staging_buffer = None  # the staging buffers take care of it
 
-    def _work(self, act: Act, piece: HostChunk, desk: Desk | None) -> bool:
+    def _work(self, act: Act, piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
         with self._metrics.span(self._doing, piece.chunk.name):
             if not self._only_looks:
                 self._tiers.before_change(piece)
-            return act(piece, desk)
+            return act(piece, staging_buffer)
 
     def _settle_oldest(self) -> None:
         flight = self._going[0]
@@ -188,10 +195,10 @@ class Pipeline:
             with self._metrics.span(cause, flight.piece.chunk.name):
                 flight.disk.wait()
             flight.disk = None
-        if flight.desk is not None:  # the transfer counts this time
-            while flight.desk.tickets:
-                flight.desk.tickets[-1].wait()
-                flight.desk.tickets.pop()
+        if flight.staging_buffer is not None:  # the transfer counts this time
+            while flight.staging_buffer.tickets:
+                flight.staging_buffer.tickets[-1].wait()
+                flight.staging_buffer.tickets.pop()
 
     @steadfast
     def _drain(self) -> None:
@@ -211,7 +218,7 @@ class Pipeline:
         """Wait for a chunk under way; whether all went well."""
         went_well = True
         under_way: list[Awaited] = [flight.disk] if flight.disk else []
-        for ticket in under_way + (flight.desk.tickets if flight.desk else []):
+        for ticket in under_way + (flight.staging_buffer.tickets if flight.staging_buffer else []):
             try:
                 ticket.wait()
             except Exception:
@@ -223,5 +230,5 @@ class Pipeline:
         if flight.done:  # what never ended keeps its memory
             if not flight.stays:
                 self._tiers.give_back(flight.piece)
-            if flight.desk is not None and self._desks is not None:
-                self._desks.give_back(flight.desk)
+            if flight.staging_buffer is not None and self._staging_buffers is not None:
+                self._staging_buffers.give_back(flight.staging_buffer)

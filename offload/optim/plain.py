@@ -47,7 +47,7 @@ def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(record: Record) -> torch.device:
-    return record.home or record.local.device
+    return record.original_device or record.local.device
 
 
 def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:
@@ -60,7 +60,7 @@ def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:
 def _number(value: Any, record: Record) -> Any:
     """A step count and the like is on the device only for steps that run there."""
     there = record.group.get("capturable") or record.group.get("fused")
-    device = record.home or record.local.device
+    device = record.original_device or record.local.device
     return value.to(device) if there and isinstance(value, Tensor) else value
 
 

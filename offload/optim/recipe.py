@@ -36,7 +36,9 @@ class Record:
     has_state: bool = False  # its slices of the chunks, step and scalars mean something
     step: float = 0.0  # updates so far
     scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
-    home: torch.device | None = None  # of a prepared model: where it goes at close; its gradient
+    original_device: torch.device | None = (
+        None  # of a prepared model: where it goes at close; its gradient
+    )
     # is in host memory
     own: tuple[int, int] | None = None  # elements whose state is ours among ranks; None: all
 

@@ -19,7 +19,7 @@ from offload.optim.optimizer import is_wrapped
 from offload.optim.probe import measure
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import make_records, spec_of
-from offload.optim.session import check_homes
+from offload.optim.session import check_grad_buffers
 from offload.planner import Plan, make_plan
 from offload.tuning import Chosen, choose
 
@@ -72,13 +72,13 @@ class WrapRequest:
                 specs,
                 allowed_bytes,
                 has_disk=bool(config.nvme),
-                needs_homes=config.release_grads,
+                needs_grad_buffers=config.release_grads,
                 held_bytes=held_bytes,
                 ranks=buckets.share(stage_of(config), place_of(records)) if buckets else None,
                 disk_chunk_numel=chosen.tuning.chunk_numel,
             )
         _refuse_release(config, records)
-        check_homes(config, plan)
+        check_grad_buffers(config, plan)
         if measured:
             directories = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
             speeds = measure(plan, directories, isinstance(recipe, NativeRecipe))

@@ -138,14 +138,14 @@ class Session:
             allowed_bytes,
             has_disk=bool(self._directories),
             chunk_numel=self._chunk_numel,
-            needs_homes=self.config.release_grads,
+            needs_grad_buffers=self.config.release_grads,
             held_bytes=held_bytes,
             speeds=self.ledger.speeds,
             ranks=share,
             disk_chunk_numel=self.chosen.tuning.chunk_numel,
             most_numel=self.host.most_chunk_numel if self.host else None,
         )
-        check_homes(self.config, plan)
+        check_grad_buffers(self.config, plan)
         if self.host is not None:
             self.host.check(records, plan)
         return Drawn(records, plan, buckets)
@@ -153,7 +153,9 @@ class Session:
     def _make_records(self, with_state: Container[Tensor]) -> list[Record]:
         records = make_records(self.optimizer, self._recipe, with_state)
         for record in records:
-            record.home = self.host.home_of(record.param) if self.host else None
+            record.original_device = (
+                self.host.original_device_of(record.param) if self.host else None
+            )
             record.own = self.host.own_of(record.param) if self.host else None
         return records
 
@@ -323,8 +325,8 @@ class Session:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """For gradients that are in host memory only."""
-        if self._ground is not None and self._ground.homes is not None:
-            self._ground.homes.zero_grad(set_to_none)
+        if self._ground is not None and self._ground.grad_buffers is not None:
+            self._ground.grad_buffers.zero_grad(set_to_none)
         if self.coordinator is not None:
             self.coordinator.zero_grad(set_to_none)
 
@@ -601,8 +603,8 @@ def _placed(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_homes(config: Config, plan: Plan) -> None:
-    is_alone = not plan.has_homes and plan.ranks is None
+def check_grad_buffers(config: Config, plan: Plan) -> None:
+    is_alone = not plan.has_grad_buffers and plan.ranks is None
     if config.release_grads and is_alone and not is_initialised():
         # A program for several ranks may be started with one, which has nobody to share with.
         raise ConfigError(

@@ -19,8 +19,8 @@ import torch
 from offload.budget import Budget
 from offload.layout import ELEMENT_BYTES, Chunk, ParamSpec
 from offload.metrics import Metrics
-from offload.optim.desk import Desk
 from offload.optim.pipeline import Pipeline
+from offload.optim.staging import StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planner import Plan, make_plan
 from offload.pool import Pool
@@ -120,7 +120,7 @@ class Traffic:
         """Noise, because drives may write zeros faster than anything else."""
         generator = torch.Generator("cpu").manual_seed(_SEED)  # torch's own must not move
 
-        def act(piece: HostChunk, desk: Desk | None) -> bool:
+        def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
             if not keep_going():
                 raise _Enough
             piece.memory.view(torch.int32).random_(generator=generator)
@@ -135,7 +135,7 @@ class Traffic:
     ) -> Moved:
         """Read chunks (None: all), and write each when it is there, as a step does."""
 
-        def act(piece: HostChunk, desk: Desk | None) -> bool:
+        def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
             if not keep_going():
                 raise _Enough
             return True
@@ -143,7 +143,7 @@ class Traffic:
         return self._pass(self.chunks if chunks is None else chunks, act)
 
     def _pass(
-        self, chunks: Sequence[Chunk], act: Callable[[HostChunk, Desk | None], bool]
+        self, chunks: Sequence[Chunk], act: Callable[[HostChunk, StagingBuffer | None], bool]
     ) -> Moved:
         begin_s = time.perf_counter()
         with suppress(_Enough):  # the pipeline has waited for all that was under way

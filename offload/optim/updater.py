@@ -20,7 +20,6 @@ from offload.errors import ConfigError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
 from offload.optim.begun import Begun
-from offload.optim.desk import Desk, Places
 from offload.optim.export import Held, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient import gradient_of
@@ -32,6 +31,7 @@ from offload.optim.saver import Saver, Sink
 from offload.optim.sharded_update import ShardedUpdate
 from offload.optim.soundness import LOAD, STEP, Soundness
 from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
+from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
 from offload.spilled_gradient import Gradient, in_memory
 from offload.store.contract import KnownSums
@@ -53,7 +53,11 @@ class Updater:
         self.metrics = metrics
         self.grad_norm: float | None = None
         self._recipe = recipe
-        self._tiers, self._desks, self._homes = ground.tiers, ground.desks, ground.homes
+        self._tiers, self._staging_buffers, self._grad_buffers = (
+            ground.tiers,
+            ground.staging_buffers,
+            ground.grad_buffers,
+        )
         self._soundness = soundness
         self.sharded_update = sharded_update
 
@@ -67,8 +71,8 @@ class Updater:
         grads: dict[int, Gradient] = {
             r.number: gradient_of(r) for r in self.records if r.param.grad is not None
         }
-        if self._homes is not None:
-            grads = dict(sorted((grads | self._homes.held()).items()))
+        if self._grad_buffers is not None:
+            grads = dict(sorted((grads | self._grad_buffers.held()).items()))
         return grads
 
     @property
@@ -84,8 +88,8 @@ class Updater:
         with self.metrics.span("gradient norm"):
             if needs_norm:
                 squares = self._squares(grads)
-        if self._homes is not None:
-            self._homes.fetch(in_memory(grads))
+        if self._grad_buffers is not None:
+            self._grad_buffers.fetch(in_memory(grads))
         stepping = [self.records[number] for number in grads]
         begun = Begun(
             grads=dict(grads),
@@ -121,23 +125,25 @@ class Updater:
             self.sharded_update.begin_update(grads)
         for number in grads:
             self._update_without_chunk(number, grads[number], begun.fresh, scale)
-        if self._desks is not None:
-            self._desks.begin_step(grads, self._homes.by_number if self._homes else {})
+        if self._staging_buffers is not None:
+            self._staging_buffers.begin_step(
+                grads, self._grad_buffers.by_number if self._grad_buffers else {}
+            )
         act = partial(self._update, grads, begun.fresh, scale)
-        self._pass_over(grads, act, "update", self._desks)
-        if self._desks is not None:
-            self._desks.end_step()
+        self._pass_over(grads, act, "update", self._staging_buffers)
+        if self._staging_buffers is not None:
+            self._staging_buffers.end_step()
         for number in grads:
             self._recipe.end_step(self.records[number])
-        if self._homes is not None:
-            self._homes.end_step()
+        if self._grad_buffers is not None:
+            self._grad_buffers.end_step()
         if self.sharded_update is not None:
             self.sharded_update.end_update()
 
     def _break_off(self, error: BaseException) -> None:
         try:
-            if self._desks is not None:
-                self._desks.break_off()
+            if self._staging_buffers is not None:
+                self._staging_buffers.break_off()
             if self.sharded_update is not None:
                 self.sharded_update.break_off(error)
         except Exception:  # the first error is the one to tell
@@ -186,7 +192,9 @@ class Updater:
 
     def _begins_at(self, record: Record) -> int:
         """The element that a gradient begins with: our first one, where it is of ours only."""
-        is_ours_only = self._reduces or record.home is not None  # the latter in a prepared model
+        is_ours_only = (
+            self._reduces or record.original_device is not None
+        )  # the latter in a prepared model
         return record.own[0] if record.own and is_ours_only else 0
 
     def _own(self, number: int, values: Tensor) -> Tensor:
@@ -197,14 +205,14 @@ class Updater:
 
     def _of_grad(self, grad: Gradient, part: Slice) -> Tensor:
         """The elements of a gradient that belong to a slice, in memory."""
-        assert isinstance(grad, Tensor), "what is cold comes over a desk"
+        assert isinstance(grad, Tensor), "what is cold comes over a staging buffer"
         first = self._begins_at(self.records[part.param])
         return grad[part.begin - first : part.end - first]
 
     def _in_host(self, number: int, grad: Tensor) -> Tensor:
         """The same gradient in host memory, once it is there."""
-        if self._homes is not None and number in self._homes.by_number:
-            return self._homes.settle(number)
+        if self._grad_buffers is not None and number in self._grad_buffers.by_number:
+            return self._grad_buffers.settle(number)
         return grad.cpu()
 
     def _pass_over(
@@ -212,7 +220,7 @@ class Updater:
         numbers: Iterable[int],
         act: Act,
         doing: str,
-        desks: Places | None = None,
+        staging_buffers: StagingProvider | None = None,
         only_looks: bool = False,
     ) -> None:
         """Run the chunks that hold state of these parameters through the pipeline."""
@@ -222,7 +230,7 @@ class Updater:
             for chunk in self._tiers.plan.chunks
             if any(part.param in wanted for part in chunk.slices)
         ]
-        Pipeline(self._tiers, desks, self.metrics, doing, only_looks).run(chunks, act)
+        Pipeline(self._tiers, staging_buffers, self.metrics, doing, only_looks).run(chunks, act)
 
     def _update(
         self,
@@ -230,7 +238,7 @@ class Updater:
         fresh: set[int],
         scale: float,
         piece: HostChunk,
-        desk: Desk | None,
+        staging_buffer: StagingBuffer | None,
     ) -> bool:
         if self.sharded_update is not None:
             # before: what the last chunk had is on its way to the device
@@ -238,8 +246,8 @@ class Updater:
         for part in piece.chunk.slices:
             if part.param in grads:
                 record = self.records[part.param]
-                if desk is not None and part in desk.slices:
-                    param, grad = desk.slices[part]
+                if staging_buffer is not None and part in staging_buffer.slices:
+                    param, grad = staging_buffer.slices[part]
                 else:
                     param = flat(record.local)[part.begin : part.end]
                     grad = self._of_grad(grads[part.param], part)
@@ -255,7 +263,7 @@ class Updater:
         memory and without elementwise state.
         """
         spec, record = self._tiers.plan.params[number], self.records[number]
-        if not spec.own_numel or not (spec.fields or spec.has_desk):
+        if not spec.own_numel or not (spec.fields or spec.has_staging_buffer):
             nothing = {
                 field: torch.empty(0, dtype=torch.float32, device="cpu") for field in spec.fields
             }
@@ -305,7 +313,7 @@ class Updater:
         """Write what is here of these fields, slice by slice."""
         self._soundness.check()
 
-        def copy(piece: HostChunk, _: Desk | None) -> bool:
+        def copy(piece: HostChunk, _: StagingBuffer | None) -> bool:
             for part in piece.chunk.slices:
                 wanted = targets.get(part.param, {})
                 for field, values in piece.fields(part).items():
@@ -365,7 +373,7 @@ class Updater:
         states: Mapping[int, Mapping[str, Any]],
         wholes: GatheredField,
         piece: HostChunk,
-        desk: Desk | None,
+        staging_buffer: StagingBuffer | None,
     ) -> bool:
         for part in piece.chunk.slices:
             if part.param in states:
@@ -392,6 +400,6 @@ class Updater:
                 read_slice(state[field], record, part, target, wholes)
 
     def _values(self, record: Record, part: Slice) -> Tensor:
-        if self._desks is not None:
-            return self._desks.values(part)
+        if self._staging_buffers is not None:
+            return self._staging_buffers.values(part)
         return flat(record.local)[part.begin : part.end]

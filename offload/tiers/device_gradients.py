@@ -31,7 +31,7 @@ from offload.pool import PIECE_ALIGN, Pool
 from offload.spilled_gradient import SpilledGradient
 from offload.store.outgoing import Outgoing
 from offload.ticket import Ticket, TicketState
-from offload.tiers.gradients import Places, spill
+from offload.tiers.gradients import GradMemory, spill
 from offload.tiers.spill import SpillArea, Spilled
 from offload.transfer import DeviceTransfer
 from offload.units import Unit
@@ -88,7 +88,7 @@ class DeviceGradients:
     def __init__(
         self,
         params: Mapping[int, Tensor],
-        places: Places,
+        places: GradMemory,
         pool: Pool,
         transfer: DeviceTransfer,
         metrics: Metrics,
@@ -289,9 +289,9 @@ class DeviceGradients:
             yield
         finally:
             for param in fresh:
-                self._take_home(param)
+                self._take_back_to_original(param)
 
-    def _take_home(self, param: Tensor) -> None:
+    def _take_back_to_original(self, param: Tensor) -> None:
         with self._lock:
             self._lent.discard(param)
             grad, held = own_grad(param), self._sums.get(param)

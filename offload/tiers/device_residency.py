@@ -59,7 +59,7 @@ class DeviceResidency(Residency):
         self._foreseen_at = (-1, -1)
         self._lent: set[int] = set()  # blocks that others see
         self._shown: dict[int, int] = {}  # generations of what is seen in host memory
-        self._homes: dict[Tensor, torch.device] = {}  # where parameters were before
+        self._original_devices: dict[Tensor, torch.device] = {}  # where parameters were before
 
     @property
     def never_drops(self) -> bool:
@@ -342,16 +342,16 @@ class DeviceResidency(Residency):
         fill: Callable[[Tensor], None] | None = None,
         fills_span: bool = False,
     ) -> None:
-        self._note_homes(block)
+        self._note_original_devices(block)
         super().take_in(block, fill)
 
     def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
-        self._note_homes(block)
+        self._note_original_devices(block)
         super().adopt(block, find)
 
-    def _note_homes(self, block: Block) -> None:
+    def _note_original_devices(self, block: Block) -> None:
         for member in block.unit.members:
-            self._homes[member.param] = member.param.device
+            self._original_devices[member.param] = member.param.device
 
     def _detach(self, block: Block) -> None:
         """In host memory nobody has seen them."""
@@ -366,9 +366,9 @@ class DeviceResidency(Residency):
         """Never let it go from the device."""
         self.tier.kept.add(block.number)
 
-    def home_of(self, param: Tensor) -> torch.device:
+    def original_device_of(self, param: Tensor) -> torch.device:
         """Where the parameter was before, and goes back to."""
-        return self._homes[param]
+        return self._original_devices[param]
 
     def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
         with self._lock:

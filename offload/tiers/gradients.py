@@ -59,7 +59,7 @@ def open_area(
         return SpillArea(store, lease.tensor(), room_bytes, metrics)
 
 
-class Places:
+class GradMemory:
     """Flat host memory for the gradients of some parameters, by number."""
 
     def __init__(self, params: Mapping[int, Tensor], pool: Pool) -> None:

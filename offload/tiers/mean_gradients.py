@@ -39,7 +39,7 @@ from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.ticket import Ticket, TicketState
 from offload.tiers.gathered_tier import NETWORK
-from offload.tiers.gradients import Places
+from offload.tiers.gradients import GradMemory
 from offload.tiers.spill import SpillArea, Spilled
 from offload.tiers.wholes import Claim, Whole, Wholes
 from offload.units import Member, Unit
@@ -132,7 +132,9 @@ class MeanGradients:
             for unit in units
             if any(member.param in trained for member in unit.members)
         }
-        places = Places({n: one for n, one in slices.items() if n not in shard_context.spill}, pool)
+        places = GradMemory(
+            {n: one for n, one in slices.items() if n not in shard_context.spill}, pool
+        )
         self.area = area
         self._sums = {
             number: UnitSum(

@@ -528,7 +528,7 @@ class Residency:
             if block.in_host is not Presence.AWAY:
                 self._forget_memory(block)
 
-    def home_of(self, param: Tensor) -> torch.device:
+    def original_device_of(self, param: Tensor) -> torch.device:
         """Where the parameter is when it is an ordinary one."""
         return self.device
 
@@ -569,9 +569,13 @@ class Residency:
         """The same for the values in `memory`. As long as it may raise, nothing has changed."""
         places: list[tuple[Member, Outgoing]] = []
         for member, values in block.views(memory):
-            home = self.home_of(member.param)
-            is_host = home.type == "cpu"
-            place = make(values) if is_host else InMemory(torch.empty_like(values, device=home))
+            original_device = self.original_device_of(member.param)
+            is_host = original_device.type == "cpu"
+            place = (
+                make(values)
+                if is_host
+                else InMemory(torch.empty_like(values, device=original_device))
+            )
             place.fill(values)
             places.append((member, place))
         for _, place in places:

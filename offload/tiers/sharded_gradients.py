@@ -182,13 +182,13 @@ class ShardedGradients(MeanGradients):
             yield
         finally:
             for param in fresh:
-                self._take_home(param)
+                self._take_back_to_original(param)
 
     def _show_lent(self) -> None:
         for param in self._lent:
             set_own_grad(param, self.of(param))
 
-    def _take_home(self, param: Tensor) -> None:
+    def _take_back_to_original(self, param: Tensor) -> None:
         self._lent.discard(param)
         grad = own_grad(param)
         set_own_grad(param, None)

@@ -65,7 +65,9 @@ class ShardedResidency(Residency):
         # Blocks whose parameters still have their first values, in case that the start fails.
         self._uncommitted: set[int] = set()
         self._is_committed = False
-        self._homes: dict[Tensor, torch.device] = {}  # where parameters were before, for a device
+        self._original_devices: dict[
+            Tensor, torch.device
+        ] = {}  # where parameters were before, for a device
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
         return [
@@ -396,7 +398,7 @@ class ShardedResidency(Residency):
         fills_span: bool = False,
     ) -> None:
         """Of the parameters' own values only our slice is read."""
-        self._note_homes(block)
+        self._note_original_devices(block)
         with self._lock:
             memory = self._room_for(block, may_drop=True).zero_()
             begin, end = block.span
@@ -419,12 +421,12 @@ class ShardedResidency(Residency):
             else:
                 self.tier.hide(block)
 
-    def _note_homes(self, block: Block) -> None:
+    def _note_original_devices(self, block: Block) -> None:
         for member in block.unit.members if self.device.type != "cpu" else ():
-            self._homes[member.param] = member.param.device
+            self._original_devices[member.param] = member.param.device
 
-    def home_of(self, param: Tensor) -> torch.device:
-        return self._homes.get(param, self.device)
+    def original_device_of(self, param: Tensor) -> torch.device:
+        return self._original_devices.get(param, self.device)
 
     def commit(self) -> None:
         with self._lock:
@@ -433,7 +435,7 @@ class ShardedResidency(Residency):
                 self.tier.hide(self.blocks[self._uncommitted.pop()])
 
     def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
-        self._note_homes(block)
+        self._note_original_devices(block)
         with self._lock:
             self.backing.adopt(block, find)
             self.tier.hide(block)

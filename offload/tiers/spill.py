@@ -48,11 +48,11 @@ class Slot:
     memory: Tensor  # bytes
     tickets: list[Ticket[None]] = field(default_factory=list)  # that may touch it
     is_lost: bool = False  # the system may write to it at any time
-    is_on_desk: bool = False  # the update uses it, or an addition
+    is_staged: bool = False  # the update uses it, or an addition
 
     @property
     def is_idle(self) -> bool:
-        is_taken = self.is_lost or self.is_on_desk
+        is_taken = self.is_lost or self.is_staged
         return not is_taken and all(ticket.done for ticket in self.tickets)
 
     def start(self, ticket: Ticket[None]) -> Ticket[None]:
@@ -173,7 +173,7 @@ class SpillArea:
         with self.lock:
             self._end_what_is_done()
             self._reclaim()
-            is_to_come = self._writing or any(slot.is_on_desk for slot in self._slots)
+            is_to_come = self._writing or any(slot.is_staged for slot in self._slots)
             return bool(self._free) or not is_to_come
 
     def take(self) -> Slot:
@@ -196,7 +196,7 @@ class SpillArea:
     def clear_away(self, slots: Iterable[Slot]) -> None:
         """Nobody works on these any more."""
         for slot in slots:
-            slot.is_on_desk = False
+            slot.is_staged = False
             self.give_back(slot)
 
     def lose_after(self, slot: Slot, error: OffloadError) -> None:
@@ -484,7 +484,7 @@ class Spilled:
                 while to_come or coming:
                     while to_come and (not coming or self.area.has_free()):
                         slots.append(slot := self.area.take())
-                        slot.is_on_desk = True
+                        slot.is_staged = True
                         piece = to_come.popleft()
                         coming.append((Staged(self, piece, self._in(slot, piece), slot), slot))
                     staged, slot = coming[0]
@@ -493,7 +493,7 @@ class Spilled:
                     staged.values.add_(flat[piece.begin - begin : piece.end - begin])
                     self._store(piece, staged.values, slot)
                     slots.remove(slot)
-                    slot.is_on_desk = False
+                    slot.is_staged = False
                     coming.popleft()
             finally:
                 _break_off(staged for staged, _ in coming)
@@ -725,7 +725,7 @@ class Shelf:
         if not wanted:
             return {}
         slot = self._slots[chunk.number] = self._area.take()
-        slot.is_on_desk = True
+        slot.is_staged = True
         found, at = {}, 0
         for part in wanted:
             whose, begin, end = self._place(part)

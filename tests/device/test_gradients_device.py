@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import offload
 from offload import planner
 from offload.budget import Budget
-from offload.optim import ground, homes
-from offload.optim.homes import Home, Homes
+from offload.optim import grad_buffers, ground
+from offload.optim.grad_buffers import GradBuffer, GradBuffers
 from offload.pool import Pool
 from offload.transfer import Mark
 
@@ -223,7 +223,7 @@ def test_a_step_keeps_no_gradients(fake: DeviceModule) -> None:
         optimizer.zero_grad()
     torch.accelerator.synchronize()
     offload.report(optimizer)
-    for transfer in optimizer._offload_session._ground.desks._transfers.values():
+    for transfer in optimizer._offload_session._ground.staging_buffers._transfers.values():
         transfer.poll()
     assert torch.accelerator.memory_allocated() == before
     optimizer.close()
@@ -367,32 +367,32 @@ def never_changed(likeness: Any, grad: Tensor) -> bool:
     return True
 
 
-def no_ticket(home: Home) -> list[Any]:
+def no_ticket(home: GradBuffer) -> list[Any]:
     """Nobody waits for a gradient."""
     home.ticket = None
     return []
 
 
-def no_mark(owner: Homes, home: Home) -> Mark:
+def no_mark(owner: GradBuffers, home: GradBuffer) -> Mark:
     """The copy does not wait for what the device computes."""
     stream = torch.accelerator.current_stream(home.record.device)
     return Mark(stream, torch.Stream(home.record.device).record_event())
 
 
-def add_nothing(owner: Homes) -> None:
+def add_nothing(owner: GradBuffers) -> None:
     """What a later backward brings is forgotten."""
-    owner._desks.give_back(owner._addends.popleft().desk)
+    owner._staging_buffers.give_back(owner._addends.popleft().staging_buffer)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "loop"),
     [
-        (homes, "_sums", no_sums, {"between": clip_behind_the_versions}),
-        (homes._Likeness, "is_of", never_changed, {"between": replace}),
+        (grad_buffers, "_sums", no_sums, {"between": clip_behind_the_versions}),
+        (grad_buffers._Likeness, "is_of", never_changed, {"between": replace}),
         # Elsewhere a later copy on the same stream is waited for as well.
-        (Home, "take_ticket", no_ticket, {"release_grads": True, "max_grad_norm": 0.05}),
-        (Homes, "_mark", no_mark, {}),
-        (Homes, "_add_oldest", add_nothing, {"batches": 2, "release_grads": True}),
+        (GradBuffer, "take_ticket", no_ticket, {"release_grads": True, "max_grad_norm": 0.05}),
+        (GradBuffers, "_mark", no_mark, {}),
+        (GradBuffers, "_add_oldest", add_nothing, {"batches": 2, "release_grads": True}),
     ],
     ids=["sums", "version", "ticket", "mark", "add"],
 )
@@ -403,7 +403,7 @@ def test_every_check_and_wait_is_needed(
     torch.set_num_threads(1)
     right, _ = train("fake", **loop)
     if name == "is_of":  # the sums see almost all that it sees; here it has to do without them
-        monkeypatch.setattr(homes, "_sums", no_sums)
+        monkeypatch.setattr(grad_buffers, "_sums", no_sums)
 
     def is_wrong(schedule: tuple[str, int]) -> bool:
         load(*schedule)

@@ -57,7 +57,7 @@ def test_shards_on_a_device(fake: DeviceModule, mesh: DeviceMesh) -> None:
         plain = [nn.Parameter(one) for one in values(0, dtype)]
         params = [nn.Parameter(placed(one.detach(), mesh)) for one in plain]
         optimizers = [offload.wrap(torch.optim.AdamW(each)) for each in (params, plain)]
-        assert not offload.report(optimizers[0]).plan.has_homes
+        assert not offload.report(optimizers[0]).plan.has_grad_buffers
         for turn in range(3):
             for param, host, grad in zip(params, plain, values(turn + 1, dtype), strict=True):
                 there = param._local_tensor

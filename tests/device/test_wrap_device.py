@@ -61,8 +61,10 @@ def test_the_bits_are_those_of_the_host(
     plain = torch.optim.AdamW(here, lr=1e-2)
     options: dict[str, Any] = {}
     if on_disk:
-        plan = replace(offload.plan(wrapped), has_homes=False)
-        least = plan.desks * plan.desk_bytes + 2 * max(chunk.nbytes for chunk in plan.chunks)
+        plan = replace(offload.plan(wrapped), has_grad_buffers=False)
+        least = plan.staging_buffers * plan.staging_buffer_bytes + 2 * max(
+            chunk.nbytes for chunk in plan.chunks
+        )
         options = {"host_memory": least, "nvme": tmp_path}
     offload.wrap(wrapped, **options)
     assert bool(offload.report(wrapped).plan.disk_bytes) is on_disk
@@ -117,8 +119,8 @@ def no_mark(transfer: DeviceTransfer) -> Mark:
 
 def no_wait(pipeline: Pipeline, flight: Any, cause: str) -> None:
     """The CPU does not wait for what it works on."""
-    if flight.desk is not None:
-        flight.desk.tickets = []
+    if flight.staging_buffer is not None:
+        flight.staging_buffer.tickets = []
 
 
 @pytest.mark.parametrize(

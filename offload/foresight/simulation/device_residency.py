@@ -52,4 +52,4 @@ class VirtualDeviceResidency(Weightless, DeviceResidency):
         least = sizes.least_device_bytes
         self.tier = VirtualTier(self, transfer, limit_bytes, least, parts, depth)
         self._foreseen, self._foreseen_at = {}, (-1, -1)
-        self._lent, self._shown, self._homes = set(), {}, {}
+        self._lent, self._shown, self._original_devices = set(), {}, {}

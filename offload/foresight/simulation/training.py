@@ -10,21 +10,21 @@ from typing import cast
 
 import torch
 
+from offload.block_staging import BlockStaging
 from offload.foresight.simulation.activations import VirtualActivations
 from offload.foresight.simulation.arrangement import Arrangement
-from offload.foresight.simulation.desks import VirtualDesks
 from offload.foresight.simulation.gradients import VirtualGradients
 from offload.foresight.simulation.memory import VirtualOriginal, VirtualPool, units_of
+from offload.foresight.simulation.staging import VirtualStaging
 from offload.foresight.simulation.world import VirtualSpeeds, World
 from offload.layout import Chunk
-from offload.optim.desk import Desk, Places
 from offload.optim.pipeline import Pipeline
+from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
 from offload.pool import PIECE_ALIGN, Pool
 from offload.store import DiskStore
 from offload.store.originals import Original
 from offload.trace import Phase
-from offload.workbench import Workbench
 from offload.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
 COMPUTE, UPDATE, BETWEEN = "compute", "update", "between"
@@ -65,7 +65,7 @@ class Training:
             world.speeds.memory_bytes_per_s,
             world.device,
         )
-        self._desks = self._make_desks()
+        self._staging_buffers = self._make_staging()
         self._activations = self._make_activations()
         self._made_bytes = self._made_by_uses()
         self._kept: dict[int, list[int]] = {}  # bytes of activations, by unit
@@ -90,7 +90,7 @@ class Training:
         residency.has_room_for_all = shares.holds_all_params
         residency.rest()
 
-    def _make_desks(self) -> Places | None:
+    def _make_staging(self) -> StagingProvider | None:
         world, plan = self._world, self._arrangement.plan
         specs = self._arrangement.specs
         if world.residency is not None:
@@ -100,9 +100,9 @@ class Training:
                 for number, spec in enumerate(specs)
                 if spec.unit is not None
             }
-            return Workbench(world.residency, places, self._gradients)
-        if plan.desks and world.device is not None:
-            return VirtualDesks(world.device, specs, plan.desks, plan.has_homes)
+            return BlockStaging(world.residency, places, self._gradients)
+        if plan.staging_buffers and world.device is not None:
+            return VirtualStaging(world.device, specs, plan.staging_buffers, plan.has_grad_buffers)
         return None
 
     def _make_activations(self) -> VirtualActivations | None:
@@ -140,7 +140,7 @@ class Training:
 
     def _between(self) -> None:
         device, plan = self._world.device, self._arrangement.plan
-        if device is not None and plan.has_homes:  # gradients come while backward runs
+        if device is not None and plan.has_grad_buffers:  # gradients come while backward runs
             device.lower(sum(spec.numel * spec.device_bytes for spec in plan.params))
         beside = self._speeds.compute_beside_disk if device is None else 1.0
         with self._clock.cause(BETWEEN):
@@ -228,14 +228,14 @@ class Training:
     def _step(self) -> None:
         if self._world.device is not None:
             self._world.device.settle()  # backward has ended: gradients are in host memory
-        if self._desks is not None:
-            self._desks.begin_step({}, {})
+        if self._staging_buffers is not None:
+            self._staging_buffers.begin_step({}, {})
         chunks = self._arrangement.plan.chunks
-        Pipeline(self._tiers, self._desks, self._world.metrics).run(chunks, self._update)
-        if self._desks is not None:
-            self._desks.end_step()
+        Pipeline(self._tiers, self._staging_buffers, self._world.metrics).run(chunks, self._update)
+        if self._staging_buffers is not None:
+            self._staging_buffers.end_step()
 
-    def _update(self, piece: HostChunk, desk: Desk | None) -> bool:
+    def _update(self, piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
         self._clock.spend(self._update_s[piece.chunk.number], self._speeds.update_beside_disk)
         return True
 

@@ -125,7 +125,9 @@ OF_MODELS = [
     ),
     Fault(
         "a gradient that was lent does not come home",
-        dropped(at("tiers.device_gradients", "DeviceGradients._take_home").call("copy_")),
+        dropped(
+            at("tiers.device_gradients", "DeviceGradients._take_back_to_original").call("copy_")
+        ),
     ),
     Fault(
         "nothing is copied back",

@@ -212,7 +212,7 @@ def least_host_bytes(stage: int) -> int:
     made = torch.optim.AdamW(groups_of(list(Mixed().to("fake").parameters())), lr=1e-2)
     plan = offload.plan(made, release_grads=stage == 2)
     chunk = max(chunk.nbytes for chunk in plan.chunks)
-    return plan.desks * plan.desk_bytes + plan.shared_bytes + 2 * chunk
+    return plan.staging_buffers * plan.staging_buffer_bytes + plan.shared_bytes + 2 * chunk
 
 
 def trains(pair: Pair) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters of a device on their way through the update, in virtual time: a few desks."""
+"""Parameters of a device on their way through the update, in virtual time: staging buffers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from torch import Tensor
 
 from offload.foresight.simulation.device import Moment, VirtualDevice
 from offload.layout import Chunk, ParamSpec, Slice
-from offload.optim.desk import Arriving, Desk
+from offload.optim.staging import Arriving, StagingBuffer
 from offload.spilled_gradient import Gradient
 
 
-class VirtualDesks:
+class VirtualStaging:
     """Of a wrapped optimizer. has_homes: gradients have come to the host before the step."""
 
     def __init__(
-        self, device: VirtualDevice, specs: Sequence[ParamSpec], desks: int, has_homes: bool
+        self,
+        device: VirtualDevice,
+        specs: Sequence[ParamSpec],
+        staging_buffers: int,
+        has_grad_buffers: bool,
     ) -> None:
-        self._device, self._specs, self._free = device, specs, desks
-        self._has_homes = has_homes
-        self._away: deque[Moment] = deque()  # desks whose parameters go back
-        self._nbytes: dict[int, int] = {}  # of parameters, by desk
+        self._device, self._specs, self._free = device, specs, staging_buffers
+        self._has_grad_buffers = has_grad_buffers
+        self._away: deque[Moment] = deque()  # staging buffers whose parameters go back
+        self._nbytes: dict[int, int] = {}  # of parameters, by staging buffer
 
-    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None:
+    def begin_step(
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+    ) -> None:
         """Gradients are there."""
 
     def end_step(self) -> None:
@@ -46,28 +52,28 @@ class VirtualDesks:
             self._clear_oldest()
         return self._free > 0 or (may_wait and bool(self._away))
 
-    def take(self, chunk: Chunk) -> Desk:
+    def take(self, chunk: Chunk) -> StagingBuffer:
         if not self.has_place(chunk, may_wait=False):
             self._clear_oldest()
         self._free -= 1
         nbytes = self._bytes_of(chunk)
-        coming = self._device.lower(nbytes if self._has_homes else 2 * nbytes)
-        desk = Desk(torch.empty(0, device="meta"), tickets=[coming])
-        self._nbytes[id(desk)] = nbytes
-        return desk
+        coming = self._device.lower(nbytes if self._has_grad_buffers else 2 * nbytes)
+        staging_buffer = StagingBuffer(torch.empty(0, device="meta"), tickets=[coming])
+        self._nbytes[id(staging_buffer)] = nbytes
+        return staging_buffer
 
     def values(self, part: Slice) -> Tensor:
         raise AssertionError("nobody loads state here")
 
-    def send_back(self, desk: Desk) -> None:
-        self._away.append(self._device.lift(self._nbytes.pop(id(desk))))
+    def send_back(self, staging_buffer: StagingBuffer) -> None:
+        self._away.append(self._device.lift(self._nbytes.pop(id(staging_buffer))))
 
-    def give_back(self, desk: Desk) -> None:
-        self._nbytes.pop(id(desk))
+    def give_back(self, staging_buffer: StagingBuffer) -> None:
+        self._nbytes.pop(id(staging_buffer))
         self._free += 1
 
     def break_off(self) -> None:
-        """Desks come back by themselves."""
+        """Staging buffers come back by themselves."""
 
     def close(self) -> None:
         """Nothing is open."""

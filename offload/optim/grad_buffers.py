@@ -22,25 +22,25 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from offload.metrics import Metrics
-from offload.optim.desk import Desk, Desks
 from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
+from offload.optim.staging import DeviceStaging, StagingBuffer
 from offload.ticket import Ticket
 from offload.transfer import DeviceTransfer, Mark
 
 _AS_BITS = {2: torch.int16, 4: torch.int32}
 
 
-class HomeState(Enum):
+class GradBufferState(Enum):
     EMPTY = "empty"  # nothing that counts
     COPIED = "copied"  # what the parameter's gradient was when autograd was done with it
     HELD = "held"  # the gradient itself; the parameter has none
 
 
 MOVES = {
-    HomeState.EMPTY: {HomeState.COPIED, HomeState.HELD},
-    HomeState.COPIED: {HomeState.COPIED, HomeState.EMPTY},
-    HomeState.HELD: {HomeState.HELD, HomeState.EMPTY},
+    GradBufferState.EMPTY: {GradBufferState.COPIED, GradBufferState.HELD},
+    GradBufferState.COPIED: {GradBufferState.COPIED, GradBufferState.EMPTY},
+    GradBufferState.HELD: {GradBufferState.HELD, GradBufferState.EMPTY},
 }
 
 
@@ -66,19 +66,19 @@ class _Likeness:
 
 
 @dataclass(eq=False)
-class Home:
+class GradBuffer:
     """Where one parameter's gradient comes to. `memory`: flat, in the order of the parameter's."""
 
     record: Record
     memory: Tensor
-    state: HomeState = HomeState.EMPTY
+    state: GradBufferState = GradBufferState.EMPTY
     ticket: Ticket[Tensor] | None = None  # of the copy under way, until somebody waits for it
     likeness: _Likeness | None = None
     calls: int = 0  # of `arrived` since the last step
     usual_calls: int = 1  # in the step before
     was_released: bool = False  # without us the parameter would have a gradient
 
-    def move_to(self, state: HomeState) -> None:
+    def move_to(self, state: GradBufferState) -> None:
         assert state in MOVES[self.state] or state is self.state, (self.state, state)
         self.state = state
 
@@ -92,17 +92,17 @@ class Home:
 class _BufferAddend:
     """A part of a gradient that is to be added to what its home has already."""
 
-    home: Home
+    buffer: GradBuffer
     begin: int
     ticket: Ticket[Tensor]
-    desk: Desk
+    staging_buffer: StagingBuffer
 
 
-class Homes:
+class GradBuffers:
     """The homes of one optimizer's gradients.
 
-    memory: of each home, by the parameter's number. verdicts: a byte for each parameter. desks:
-    a gradient that is to be added to another passes over them.
+    memory: of each home, by the parameter's number. verdicts: a byte for each parameter. staging
+    buffers: a gradient that is to be added to another passes over them.
     """
 
     def __init__(
@@ -113,14 +113,16 @@ class Homes:
         transfers: Mapping[torch.device, DeviceTransfer],
         metrics: Metrics,
         release: bool,
-        desks: Desks,
+        staging_buffers: DeviceStaging,
     ) -> None:
-        self.by_number = {number: Home(records[number], one) for number, one in memory.items()}
+        self.by_number = {
+            number: GradBuffer(records[number], one) for number, one in memory.items()
+        }
         self._verdicts = verdicts
         self._transfers = transfers
         self._metrics = metrics
         self._release = release
-        self._desks = desks
+        self._staging_buffers = staging_buffers
         self._comes_early = True  # until gradients turn out to be changed after backward
         self._addends: deque[_BufferAddend] = deque()
         self._lock = threading.Lock()  # each device has a thread of autograd's
@@ -129,67 +131,67 @@ class Homes:
 
     def arrived(self, number: int) -> None:
         """Autograd has added to a parameter's gradient, on this thread's current stream."""
-        home = self.by_number[number]
+        buffer = self.by_number[number]
         with self._lock:
-            home.calls += 1
-            grad = home.record.param.grad
-            if grad is None or not _is_plain(grad, home.record):
+            buffer.calls += 1
+            grad = buffer.record.param.grad
+            if grad is None or not _is_plain(grad, buffer.record):
                 return  # the step says what is wrong with it
             if self._release:
-                self._take_away(home, grad)
-            elif self._comes_early and home.calls >= home.usual_calls:
-                self._copy(home, grad)
+                self._take_away(buffer, grad)
+            elif self._comes_early and buffer.calls >= buffer.usual_calls:
+                self._copy(buffer, grad)
 
-    def _copy(self, home: Home, grad: Tensor) -> None:
+    def _copy(self, buffer: GradBuffer, grad: Tensor) -> None:
         """Start the copy. Where it is still under way when autograd adds to the gradient again, its
         bytes are of two ages, and are replaced by those of the next copy behind it.
         """
-        home.move_to(HomeState.COPIED)
-        home.likeness = _Likeness.of(grad)
-        self._read(home, in_order_of(grad.detach(), home.record.param), self._mark(home))
-        self._metrics.count("gradients_early_bytes", home.memory.nbytes)
+        buffer.move_to(GradBufferState.COPIED)
+        buffer.likeness = _Likeness.of(grad)
+        self._read(buffer, in_order_of(grad.detach(), buffer.record.param), self._mark(buffer))
+        self._metrics.count("gradients_early_bytes", buffer.memory.nbytes)
 
-    def _take_away(self, home: Home, grad: Tensor) -> None:
-        if home.state is HomeState.HELD:
-            self._add(home, grad)
+    def _take_away(self, buffer: GradBuffer, grad: Tensor) -> None:
+        if buffer.state is GradBufferState.HELD:
+            self._add(buffer, grad)
         else:
-            self._read(home, in_order_of(grad.detach(), home.record.param), None)
-            home.move_to(HomeState.HELD)
-        home.record.param.grad = None
-        home.was_released = True
-        self._metrics.count("gradients_early_bytes", home.memory.nbytes)
+            self._read(buffer, in_order_of(grad.detach(), buffer.record.param), None)
+            buffer.move_to(GradBufferState.HELD)
+        buffer.record.param.grad = None
+        buffer.was_released = True
+        self._metrics.count("gradients_early_bytes", buffer.memory.nbytes)
 
-    def _read(self, home: Home, source: Tensor, after: Mark | None) -> None:
+    def _read(self, buffer: GradBuffer, source: Tensor, after: Mark | None) -> None:
         """Start the copy of a flat gradient. after: None lets the device memory go at once."""
         transfer = self._transfers[source.device]
-        home.ticket = transfer.read(source, home.memory, home.record.name, after)
+        buffer.ticket = transfer.read(source, buffer.memory, buffer.record.name, after)
 
-    def _mark(self, home: Home) -> Mark:
-        return self._transfers[home.record.device].mark()
+    def _mark(self, buffer: GradBuffer) -> Mark:
+        return self._transfers[buffer.record.device].mark()
 
-    def _add(self, home: Home, grad: Tensor) -> None:
+    def _add(self, buffer: GradBuffer, grad: Tensor) -> None:
         """Start the copies of the gradient's parts to where they can be added from."""
-        source = in_order_of(grad.detach(), home.record.param)
+        source = in_order_of(grad.detach(), buffer.record.param)
         begin = 0
         while begin < source.numel():
             while len(self._addends) > 1:  # one is added while the other comes
                 self._add_oldest()
-            desk = self._desks.borrow()
-            staged = desk.memory.view(source.dtype)[: source.numel() - begin]
+            staging_buffer = self._staging_buffers.borrow()
+            staged = staging_buffer.memory.view(source.dtype)[: source.numel() - begin]
             part = source[begin : begin + staged.numel()]
-            ticket = self._transfers[source.device].read(part, staged, home.record.name)
-            self._addends.append(_BufferAddend(home, begin, ticket, desk))
+            ticket = self._transfers[source.device].read(part, staged, buffer.record.name)
+            self._addends.append(_BufferAddend(buffer, begin, ticket, staging_buffer))
             begin += staged.numel()
 
     def _add_oldest(self) -> None:
         addend = self._addends.popleft()
         try:
-            for ticket in addend.home.take_ticket():
+            for ticket in addend.buffer.take_ticket():
                 ticket.wait()
             staged = addend.ticket.wait()
-            addend.home.memory[addend.begin : addend.begin + staged.numel()].add_(staged)
+            addend.buffer.memory[addend.begin : addend.begin + staged.numel()].add_(staged)
         finally:
-            self._desks.give_back(addend.desk)
+            self._staging_buffers.give_back(addend.staging_buffer)
 
     # --- at the step ------------------------------------------------------------------------------
 
@@ -199,9 +201,9 @@ class Homes:
             while self._addends:
                 self._add_oldest()
             return {
-                number: home.memory
-                for number, home in self.by_number.items()
-                if home.state is HomeState.HELD and home.record.param.grad is None
+                number: buffer.memory
+                for number, buffer in self.by_number.items()
+                if buffer.state is GradBufferState.HELD and buffer.record.param.grad is None
             }
 
     def settle(self, number: int) -> Tensor:
@@ -213,7 +215,7 @@ class Homes:
     def fetch(self, grads: Mapping[int, Tensor]) -> None:
         """See that all these gradients are here or under way; those on devices are flat."""
         there = [self.by_number[n] for n in grads if n in self.by_number and not grads[n].is_cpu]
-        changed = self._changed([h for h in there if h.state is HomeState.COPIED])
+        changed = self._changed([h for h in there if h.state is GradBufferState.COPIED])
         if changed:
             self._comes_early = False
             self._metrics.fall_back(
@@ -221,44 +223,46 @@ class Homes:
                 "something changes them afterwards (clipping, unscaling), so they are copied at "
                 "step(); max_grad_norm clips within the update and lets them come early",
             )
-        for home in there:
-            if home.state is not HomeState.COPIED or changed:  # who writes to one, writes to others
-                self._read(home, grads[home.record.number], self._mark(home))
-                self._metrics.count("gradients_late_bytes", home.memory.nbytes)
+        for buffer in there:
+            if (
+                buffer.state is not GradBufferState.COPIED or changed
+            ):  # who writes to one, writes to others
+                self._read(buffer, grads[buffer.record.number], self._mark(buffer))
+                self._metrics.count("gradients_late_bytes", buffer.memory.nbytes)
 
-    def _changed(self, homes: Iterable[Home]) -> list[Home]:
+    def _changed(self, grad_buffers: Iterable[GradBuffer]) -> list[GradBuffer]:
         """Those whose parameter's gradient is not any more what was copied."""
         changed = []
-        alike: dict[torch.device, list[Home]] = {}
-        for home in homes:
-            grad = home.record.param.grad
-            assert grad is not None and home.likeness is not None
-            if home.likeness.is_of(grad):
-                alike.setdefault(grad.device, []).append(home)
+        alike: dict[torch.device, list[GradBuffer]] = {}
+        for buffer in grad_buffers:
+            grad = buffer.record.param.grad
+            assert grad is not None and buffer.likeness is not None
+            if buffer.likeness.is_of(grad):
+                alike.setdefault(grad.device, []).append(buffer)
             else:
-                changed.append(home)
+                changed.append(buffer)
         for device, group in alike.items():
             same = self._compare(device, group)
-            changed += [home for home, is_same in zip(group, same, strict=True) if not is_same]
+            changed += [buffer for buffer, is_same in zip(group, same, strict=True) if not is_same]
         return changed
 
-    def _compare(self, device: torch.device, homes: Sequence[Home]) -> list[bool]:
+    def _compare(self, device: torch.device, grad_buffers: Sequence[GradBuffer]) -> list[bool]:
         """Whether the sums over each gradient are what they were. The CPU waits for the device."""
         then: list[Tensor] = []
         now: list[Tensor] = []
-        for home in homes:
-            assert home.record.param.grad is not None and home.likeness is not None
-            then += home.likeness.sums
-            now += _sums(home.record.param.grad)
+        for buffer in grad_buffers:
+            assert buffer.record.param.grad is not None and buffer.likeness is not None
+            then += buffer.likeness.sums
+            now += _sums(buffer.record.param.grad)
         same = (torch.stack(then) == torch.stack(now)).view(-1, 2).all(dim=1).to(torch.uint8)
-        transfer, verdicts = self._transfers[device], self._verdicts[: len(homes)]
+        transfer, verdicts = self._transfers[device], self._verdicts[: len(grad_buffers)]
         transfer.read(same, verdicts, "whether gradients have changed", transfer.mark()).wait()
         return [bool(verdict) for verdict in verdicts.tolist()]
 
     def end_step(self) -> None:
         """Gradients that are here only have been used up."""
-        for home in self.by_number.values():
-            home.usual_calls, home.calls = max(home.calls, 1), 0
+        for buffer in self.by_number.values():
+            buffer.usual_calls, buffer.calls = max(buffer.calls, 1), 0
         self.forget()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -266,22 +270,22 @@ class Homes:
         drops them, or makes them zero, those too that a step has used up.
         """
         self.forget()
-        for number, home in self.by_number.items():
+        for number, buffer in self.by_number.items():
             if set_to_none:
-                home.was_released = False
-            elif home.was_released and home.record.param.grad is None:
+                buffer.was_released = False
+            elif buffer.was_released and buffer.record.param.grad is None:
                 self.settle(number).zero_()
-                home.move_to(HomeState.HELD)
+                buffer.move_to(GradBufferState.HELD)
 
     def forget(self) -> None:
         """Drop what is here."""
         with self._lock:
             while self._addends:
                 self._add_oldest()
-            for home in self.by_number.values():
-                if home.state is not HomeState.EMPTY:
-                    home.move_to(HomeState.EMPTY)
-                home.likeness = None
+            for buffer in self.by_number.values():
+                if buffer.state is not GradBufferState.EMPTY:
+                    buffer.move_to(GradBufferState.EMPTY)
+                buffer.likeness = None
 
     def close(self) -> None:
         """Give the parameters back the gradients that are here only."""

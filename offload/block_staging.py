@@ -18,7 +18,7 @@ from torch import Tensor
 from offload.block import Block, Presence
 from offload.errors import CapacityError
 from offload.layout import Chunk, Slice
-from offload.optim.desk import Arriving, Awaited, Desk
+from offload.optim.staging import Arriving, Awaited, StagingBuffer
 from offload.spilled_gradient import Gradient
 from offload.tiers.residency import Residency
 
@@ -65,10 +65,10 @@ class _Arrival:
         self._residency.await_arrival(self._block)
 
 
-class Workbench:
-    """Desks of a prepared model. places: of each parameter by number, its block and the bytes of it
-    there. staging: brings gradients that are spilled; None: none is. firsts: elements at which
-    gradients begin, where they are not whole.
+class BlockStaging:
+    """Staging buffers of a prepared model. places: of each parameter by number, its block and the
+    bytes of it there. staging: brings gradients that are spilled; None: none is. firsts: elements
+    at which gradients begin, where they are not whole.
     """
 
     def __init__(
@@ -85,9 +85,11 @@ class Workbench:
         self._grads: Mapping[int, Gradient] = {}
         self._begun: dict[int, Block] = {}
         self._left: Counter[int] = Counter()  # chunks of each block that are not done
-        self._chunk_of: dict[int, Chunk] = {}  # by the desk it is on
+        self._chunk_of: dict[int, Chunk] = {}  # by the staging buffer it is on
 
-    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None:
+    def begin_step(
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+    ) -> None:
         self._grads = grads
         self.break_off()
         self._residency.wake()
@@ -133,7 +135,7 @@ class Workbench:
             return True
         return may_wait
 
-    def take(self, chunk: Chunk) -> Desk:
+    def take(self, chunk: Chunk) -> StagingBuffer:
         if not self.has_place(chunk, may_wait=False):
             block = self._block(chunk)
             raise CapacityError(
@@ -142,18 +144,18 @@ class Workbench:
             )
         block = self._block(chunk)
         assert block.memory is not None
-        desk = Desk(block.memory, tickets=[_Arrival(block, self._residency)])
-        self._chunk_of[id(desk)] = chunk
+        staging_buffer = StagingBuffer(block.memory, tickets=[_Arrival(block, self._residency)])
+        self._chunk_of[id(staging_buffer)] = chunk
         coming = self._staging.take(chunk) if self._staging is not None else {}
-        desk.tickets += coming.values()
+        staging_buffer.tickets += coming.values()
         for part in chunk.slices:
             if part.param in self._grads:
                 _, begin, dtype = self._places[part.param]
                 begin += part.begin * dtype.itemsize
                 end = begin + (part.end - part.begin) * dtype.itemsize
                 param = block.memory[begin:end].view(dtype)
-                desk.slices[part] = param, self._gradient(part, coming)
-        return desk
+                staging_buffer.slices[part] = param, self._gradient(part, coming)
+        return staging_buffer
 
     def _gradient(self, part: Slice, coming: Mapping[Slice, ArrivingSlice]) -> Tensor:
         if part in coming:
@@ -168,21 +170,21 @@ class Workbench:
         end = begin + (part.end - part.begin) * dtype.itemsize
         return self._residency.host_memory_of(block)[begin:end].view(dtype)
 
-    def send_back(self, desk: Desk) -> None:
-        self._leave(desk, has_changed=True)
+    def send_back(self, staging_buffer: StagingBuffer) -> None:
+        self._leave(staging_buffer, has_changed=True)
 
-    def give_back(self, desk: Desk) -> None:
-        self._leave(desk, has_changed=False)
+    def give_back(self, staging_buffer: StagingBuffer) -> None:
+        self._leave(staging_buffer, has_changed=False)
 
-    def _leave(self, desk: Desk, has_changed: bool) -> None:
-        chunk = self._chunk_of.pop(id(desk), None)
+    def _leave(self, staging_buffer: StagingBuffer, has_changed: bool) -> None:
+        chunk = self._chunk_of.pop(id(staging_buffer), None)
         if chunk is None:
             return  # something raised when it was given back
         block = self._block(chunk)
-        desk.slices = {}  # views of the block
+        staging_buffer.slices = {}  # views of the block
         if self._staging is not None:
             self._staging.give_back(chunk)
-        desk.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        staging_buffer.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._left[block.number] -= 1
         if not self._left[block.number]:
             self._residency.end(self._begun.pop(block.number), has_changed)

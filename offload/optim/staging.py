@@ -1,10 +1,10 @@
 """The way of device parameters and gradients to the host and back, slice by slice.
 
 The kernels run on the host. For a chunk whose parameters are on a device, the slices of parameters
-and gradients are copied to a desk: a piece of host memory for one chunk. There they are updated,
-and the parameters go back. There are a few desks, so that the copies of the next chunks run while
-one is worked on. The parameter is read from the device each time, so whatever somebody has put into
-it counts. One thread at a time.
+and gradients are copied to a staging buffer: a piece of host memory for one chunk. There they are
+updated, and the parameters go back. There are a few staging buffers, so that the copies of the next
+chunks run while one is worked on. The parameter is read from the device each time, so whatever
+somebody has put into it counts. One thread at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.layout import Chunk, Slice
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
-from offload.planner import desk_spans
+from offload.planner import staging_spans
 from offload.spilled_gradient import Gradient, in_memory
 from offload.ticket import Ticket
 from offload.transfer import DeviceTransfer, Mark
@@ -37,7 +37,7 @@ class Awaited(Protocol):
 
 
 @dataclass
-class Desk:
+class StagingBuffer:
     """Host memory for the slices of one chunk: parameter and gradient of each."""
 
     memory: Tensor  # bytes
@@ -54,10 +54,12 @@ class Arriving(Protocol):
         """What has to be waited for before `memory` is used; once."""
 
 
-class Places(Protocol):
+class StagingProvider(Protocol):
     """Where the update finds parameters and gradients that are not simply in host memory."""
 
-    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None: ...
+    def begin_step(
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+    ) -> None: ...
 
     def end_step(self) -> None: ...
 
@@ -67,21 +69,21 @@ class Places(Protocol):
         """
 
     def needs(self, chunk: Chunk) -> bool:
-        """Whether the update of a chunk needs a desk."""
+        """Whether the update of a chunk needs a staging buffer."""
 
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
         """Whether `take` is possible now or, if it may wait, at all."""
 
-    def take(self, chunk: Chunk) -> Desk:
-        """A desk with the chunk's slices on their way to it."""
+    def take(self, chunk: Chunk) -> StagingBuffer:
+        """A staging buffer with the chunk's slices on their way to it."""
 
     def values(self, part: Slice) -> Tensor:
         """Of a parameter's slice, now."""
 
-    def send_back(self, desk: Desk) -> None:
-        """What is on the desk has changed. It comes back by itself."""
+    def send_back(self, staging_buffer: StagingBuffer) -> None:
+        """What is on the staging buffer has changed. It comes back by itself."""
 
-    def give_back(self, desk: Desk) -> None:
+    def give_back(self, staging_buffer: StagingBuffer) -> None:
         """Nothing on it has changed."""
 
     def break_off(self) -> None:
@@ -90,8 +92,8 @@ class Places(Protocol):
     def close(self) -> None: ...
 
 
-class Desks:
-    """All desks of one optimizer, and the transfers to its devices."""
+class DeviceStaging:
+    """All staging buffers of one optimizer, and the transfers to its devices."""
 
     def __init__(
         self,
@@ -101,26 +103,28 @@ class Desks:
         has_no_grads: bool,
     ) -> None:
         self._records = records
-        self._free = [Desk(one) for one in memory]
-        self._away: deque[Desk] = deque()  # their parameters are on the way to the device
+        self._free = [StagingBuffer(one) for one in memory]
+        self._away: deque[StagingBuffer] = deque()  # their parameters are on the way to the device
         self._transfers = transfers
         self._marks: dict[torch.device, Mark] = {}
         self._has_no_grads = has_no_grads  # gradients have host memory of their own
         self._grads: Mapping[int, Tensor] = {}
-        self._homes: Mapping[int, Arriving] = {}
+        self._grad_buffers: Mapping[int, Arriving] = {}
 
-    def begin_step(self, grads: Mapping[int, Gradient], homes: Mapping[int, Arriving]) -> None:
+    def begin_step(
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+    ) -> None:
         """Remember where each device is: what it was given before is done with the parameters.
-        homes: gradients that need no desk.
+        homes: gradients that need no staging buffer.
         """
-        self._grads, self._homes = in_memory(grads), homes
+        self._grads, self._grad_buffers = in_memory(grads), grad_buffers
         self._marks = {device: t.mark() for device, t in self._transfers.items()}
 
     def end_step(self) -> None:
         """What devices are given from now on comes after the new parameters."""
         for transfer in self._transfers.values():
             transfer.join()
-        self._grads, self._homes = {}, {}  # gradients belong to the parameters
+        self._grads, self._grad_buffers = {}, {}  # gradients belong to the parameters
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
         return chunks
@@ -139,68 +143,77 @@ class Desks:
         return bool(self._free)
 
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
-        """Whether `take` is possible: a desk is free or, if it may wait, will be."""
+        """Whether `take` is possible: a staging buffer is free or, if it may wait, will be."""
         return self.has_free or (may_wait and bool(self._away))
 
     def _clear_oldest(self) -> None:
-        desk = self._away.popleft()
-        for ticket in desk.tickets:
+        staging_buffer = self._away.popleft()
+        for ticket in staging_buffer.tickets:
             ticket.wait()
-        self.give_back(desk)
+        self.give_back(staging_buffer)
 
-    def borrow(self) -> Desk:
-        """An empty desk; waits for one if it must."""
+    def borrow(self) -> StagingBuffer:
+        """An empty staging buffer; waits for one if it must."""
         if not self.has_free:
             self._clear_oldest()
         return self._free.pop()
 
-    def take(self, chunk: Chunk) -> Desk:
-        """A desk with the chunk's slices on their way to it; waits for one if it must."""
-        desk = self.borrow()
-        spans = desk_spans(chunk, self._widths(), self._has_no_grads)
+    def take(self, chunk: Chunk) -> StagingBuffer:
+        """A staging buffer with the chunk's slices on their way to it; waits for one if it must."""
+        staging_buffer = self.borrow()
+        spans = staging_spans(chunk, self._widths(), self._has_no_grads)
         for part, (begin, middle, end) in spans.items():
             if self._is_moved(part):
                 param = self._param(part)
-                here = self._lower(desk, part, param, desk.memory[begin:middle])
-                desk.slices[part] = here, self._gradient(desk, part, desk.memory[middle:end])
-        return desk
+                here = self._lower(staging_buffer, part, param, staging_buffer.memory[begin:middle])
+                staging_buffer.slices[part] = (
+                    here,
+                    self._gradient(staging_buffer, part, staging_buffer.memory[middle:end]),
+                )
+        return staging_buffer
 
-    def _lower(self, desk: Desk, part: Slice, source: Tensor, memory: Tensor) -> Tensor:
-        """Start the copy of a slice from its device to a place on the desk."""
+    def _lower(
+        self, staging_buffer: StagingBuffer, part: Slice, source: Tensor, memory: Tensor
+    ) -> Tensor:
+        """Start the copy of a slice from its device to a place on the staging buffer."""
         here = memory.view(source.dtype)[: source.numel()]
         transfer, mark = self._transfers[source.device], self._marks[source.device]
-        desk.tickets.append(transfer.read(source, here, self._records[part.param].name, mark))
+        staging_buffer.tickets.append(
+            transfer.read(source, here, self._records[part.param].name, mark)
+        )
         return here
 
-    def _gradient(self, desk: Desk, part: Slice, memory: Tensor) -> Tensor:
-        home, grad = self._homes.get(part.param), self._grads[part.param]
-        if home is None and grad.is_cpu:  # averaged over ranks: of our own elements only
+    def _gradient(self, staging_buffer: StagingBuffer, part: Slice, memory: Tensor) -> Tensor:
+        buffer, grad = self._grad_buffers.get(part.param), self._grads[part.param]
+        if buffer is None and grad.is_cpu:  # averaged over ranks: of our own elements only
             first, _ = self._records[part.param].own or (0, 0)
             return grad[part.begin - first : part.end - first]
-        if home is None:
-            return self._lower(desk, part, grad[part.begin : part.end], memory)
+        if buffer is None:
+            return self._lower(staging_buffer, part, grad[part.begin : part.end], memory)
         # Chunks are worked on in the order in which they are taken: the first one's wait is enough.
-        desk.tickets += home.take_ticket()
-        return home.memory[part.begin : part.end]
+        staging_buffer.tickets += buffer.take_ticket()
+        return buffer.memory[part.begin : part.end]
 
-    def send_back(self, desk: Desk) -> None:
-        """Start the way of the updated parameters to the device. The desk comes back by itself."""
-        for part, (host, _) in desk.slices.items():
+    def send_back(self, staging_buffer: StagingBuffer) -> None:
+        """Start the way of the updated parameters to the device. The staging buffer comes back by
+        itself.
+        """
+        for part, (host, _) in staging_buffer.slices.items():
             param = self._param(part)
             transfer, mark = self._transfers[param.device], self._marks[param.device]
             name = self._records[part.param].name
-            desk.tickets.append(transfer.write(host, param, mark, name))
-        self._away.append(desk)
+            staging_buffer.tickets.append(transfer.write(host, param, mark, name))
+        self._away.append(staging_buffer)
 
     def values(self, part: Slice) -> Tensor:
         return self._param(part)
 
-    def give_back(self, desk: Desk) -> None:
-        desk.slices, desk.tickets = {}, []
-        self._free.append(desk)
+    def give_back(self, staging_buffer: StagingBuffer) -> None:
+        staging_buffer.slices, staging_buffer.tickets = {}, []
+        self._free.append(staging_buffer)
 
     def break_off(self) -> None:
-        """Nothing: desks come back by themselves."""
+        """Nothing: staging buffers come back by themselves."""
 
     def _param(self, part: Slice) -> Tensor:
         return flat(self._records[part.param].local)[part.begin : part.end]
