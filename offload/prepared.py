@@ -28,9 +28,9 @@ from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
 from offload.optim.export import Gatherer
 from offload.optim.grad_buffers import GradBuffers
-from offload.optim.ground import Ground
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
+from offload.optim.resources import Resources
 from offload.optim.soundness import clear_frames
 from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
@@ -374,7 +374,7 @@ class Prepared:
                 "was prepared have no room: close() and prepare again"
             )
 
-    def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
+    def make_resources(self, records: Sequence[Record], plan: Plan) -> Resources:
         assert self.engine is not None
         residency = self.engine.residency
         places, firsts = {}, {}
@@ -391,7 +391,7 @@ class Prepared:
             gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
             staging = Shelf(gradients.area, firsts)
         staging_buffers = BlockStaging(residency, places, staging, firsts)
-        return _SharedGround(self.state_pool, self.store, plan, staging_buffers)
+        return _SharedResources(self.state_pool, self.store, plan, staging_buffers)
 
     def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
         """Bytes of an element, of each parameter whose gradient is spilled."""
@@ -528,7 +528,7 @@ def _slices_of(
     }
 
 
-class _SharedGround:
+class _SharedResources:
     """What an optimizer stands on beside its model."""
 
     def __init__(

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 import offload
 from offload import CapacityError, ConfigError, planner
 from offload.budget import Budget
-from offload.optim import ground as ground_module
+from offload.optim import resources as ground_module
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 import offload
 from offload import CapacityError, StateError, StoreError
 from offload.optim import aside as aside_module
-from offload.optim import ground as ground_module
+from offload.optim import resources as ground_module
 from offload.optim.optimizer import OffloadOptimizer
 from offload.optim.updater import Updater
 from offload.store.engine import Fault, FaultKind

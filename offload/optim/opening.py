@@ -12,8 +12,8 @@ from offload.config import Config
 from offload.limits import limited
 from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.buckets import stage_of
-from offload.optim.ground import Watch, WatchPasses
 from offload.optim.request import WrapRequest
+from offload.optim.resources import Watch, WatchPasses
 from offload.optim.session import Session
 from offload.shard import DeviceLink, Ranks
 

@@ -30,13 +30,13 @@ from offload.optim.assembly import is_same_order
 from offload.optim.begun import Begun
 from offload.optim.buckets import Buckets
 from offload.optim.export import Gatherer, Held, export
-from offload.optim.ground import Ground, Host, OwnGround, Watch, WatchPasses
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.ledger import Ledger
 from offload.optim.norm import GlobalNorm
 from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
+from offload.optim.resources import OwnResources, ParamOwner, Resources, Watch, WatchPasses
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.sharded_coordinator import ShardedCoordinator
@@ -82,7 +82,7 @@ class Session:
         watch: Watch,
         chunk_numel: int | None = None,
         speeds: Speeds = UNKNOWN,
-        host: Host | None = None,
+        host: ParamOwner | None = None,
         ranks: Ranks | None = None,
         watch_passes: WatchPasses | None = None,
         link: DeviceLink | None = None,
@@ -102,7 +102,7 @@ class Session:
         self._recipe = recipe
         self._watch_gradients = watch
         self.host = host
-        self._ground: Ground | None = None
+        self._resources: Resources | None = None
         self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
         self._host_memory_bytes = host_memory_bytes
@@ -174,34 +174,34 @@ class Session:
     @property
     def pools(self) -> list[Pool]:
         """Of optimizer state, and of what is copied to and from devices."""
-        pools = (self._ground.pool, self._ground.copies) if self._ground else ()
+        pools = (self._resources.pool, self._resources.copies) if self._resources else ()
         return [pool for pool in pools if pool is not None]
 
     @property
     def store(self) -> DiskStore | None:
-        return self._ground.store if self._ground else None
+        return self._resources.store if self._resources else None
 
     def _open(self, records: list[Record], plan: Plan, buckets: Buckets | None) -> None:
         self.plan = plan
         try:
             with held_by(self._holder):
-                self._ground = ground = self._make_ground(records, plan)
+                self._resources = resources = self._make_resources(records, plan)
             sharded_update = None
             if self.coordinator is not None and buckets is not None:
-                assert isinstance(ground, OwnGround), "a prepared model has ranks of its own"
-                sharded_update = self.coordinator.open(records, plan, buckets, ground)
+                assert isinstance(resources, OwnResources), "a prepared model has ranks of its own"
+                sharded_update = self.coordinator.open(records, plan, buckets, resources)
         except BaseException as error:
             self.close()
             clear_frames(error)
             raise
         self.updater = Updater(
-            records, self._recipe, ground, self.metrics, self.soundness, sharded_update
+            records, self._recipe, resources, self.metrics, self.soundness, sharded_update
         )
 
-    def _make_ground(self, records: Sequence[Record], plan: Plan) -> Ground:
+    def _make_resources(self, records: Sequence[Record], plan: Plan) -> Resources:
         if self.host is not None:
-            return self.host.make_ground(records, plan)
-        return OwnGround(
+            return self.host.make_resources(records, plan)
+        return OwnResources(
             records,
             plan,
             self._directories,
@@ -325,8 +325,8 @@ class Session:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """For gradients that are in host memory only."""
-        if self._ground is not None and self._ground.grad_buffers is not None:
-            self._ground.grad_buffers.zero_grad(set_to_none)
+        if self._resources is not None and self._resources.grad_buffers is not None:
+            self._resources.grad_buffers.zero_grad(set_to_none)
         if self.coordinator is not None:
             self.coordinator.zero_grad(set_to_none)
 
@@ -586,9 +586,9 @@ class Session:
         updater, self.updater = self.updater, None  # type: ignore[assignment]
         self.soundness.let_go()
         del updater  # it holds the memory
-        ground, self._ground = self._ground, None
-        if ground is not None:
-            ground.close()
+        resources, self._resources = self._resources, None
+        if resources is not None:
+            resources.close()
 
 
 def _exact_room(handout: Handout, record: Record, field: str) -> Outgoing:

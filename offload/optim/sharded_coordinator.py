@@ -18,9 +18,9 @@ from offload.metrics import Metrics
 from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.begun import Begun
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
-from offload.optim.ground import OwnGround, WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import Carried, Reducer
+from offload.optim.resources import OwnResources, WatchPasses
 from offload.optim.sharded_update import ShardedUpdate
 from offload.planner import Plan
 from offload.rank_share import RankShare
@@ -73,19 +73,19 @@ class ShardedCoordinator:
         return buckets, buckets.share(self._stage, place)
 
     def open(
-        self, records: Sequence[Record], plan: Plan, buckets: Buckets, ground: OwnGround
+        self, records: Sequence[Record], plan: Plan, buckets: Buckets, resources: OwnResources
     ) -> ShardedUpdate:
         assert plan.ranks is not None, "made for ranks"
         network = None
-        if ground.transfers:
-            (transfer,) = ground.transfers.values()
+        if resources.transfers:
+            (transfer,) = resources.transfers.values()
             network = DeviceNetwork(self.ranks, transfer, self._link)
         sharded_update = ShardedUpdate(
             self.ranks,
             buckets,
             plan.ranks,
             records,
-            ground.copies or ground.pool,
+            resources.copies or resources.pool,
             self._metrics,
             self._watch,
             network,

@@ -22,9 +22,9 @@ from offload.optim.buckets import Bucket, Buckets
 from offload.optim.device_exchange import DeviceExchange
 from offload.optim.exchange import BucketBuffer, Exchange, Gathering
 from offload.optim.flat import flat
-from offload.optim.ground import WatchPasses
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
+from offload.optim.resources import WatchPasses
 from offload.optim.source import FieldPart
 from offload.optim.sums import checksums
 from offload.pool import Pool

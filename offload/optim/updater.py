@@ -23,10 +23,10 @@ from offload.optim.begun import Begun
 from offload.optim.export import Held, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient import gradient_of
-from offload.optim.ground import Ground
 from offload.optim.incoming import is_there, own_part
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, SliceUpdate
+from offload.optim.resources import Resources
 from offload.optim.saver import Saver, Sink
 from offload.optim.sharded_update import ShardedUpdate
 from offload.optim.soundness import LOAD, STEP, Soundness
@@ -44,7 +44,7 @@ class Updater:
         self,
         records: Sequence[Record],
         recipe: Recipe,
-        ground: Ground,
+        resources: Resources,
         metrics: Metrics,
         soundness: Soundness,
         sharded_update: ShardedUpdate | None = None,
@@ -54,9 +54,9 @@ class Updater:
         self.grad_norm: float | None = None
         self._recipe = recipe
         self._tiers, self._staging_buffers, self._grad_buffers = (
-            ground.tiers,
-            ground.staging_buffers,
-            ground.grad_buffers,
+            resources.tiers,
+            resources.staging_buffers,
+            resources.grad_buffers,
         )
         self._soundness = soundness
         self.sharded_update = sharded_update

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import offload
 from offload import planner, prepared, units
 from offload.budget import Budget
-from offload.optim import ground
+from offload.optim import resources
 from offload.pool import Pool
 
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 512)
-    for module in (prepared, ground):
+    for module in (prepared, resources):
         monkeypatch.setattr(module, "Pool", partial(Pool, register=register))
     torch.set_num_threads(1)
     yield

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import offload
 from offload import planner
 from offload.budget import Budget
-from offload.optim import grad_buffers, ground
+from offload.optim import grad_buffers, resources
 from offload.optim.grad_buffers import GradBuffer, GradBuffers
 from offload.pool import Pool
 from offload.transfer import Mark
@@ -33,7 +33,7 @@ Between = Callable[[nn.Module, int], None]  # what a loop does after backward, a
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 256)
-    monkeypatch.setattr(ground, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
 
 
 class Net(nn.Module):
@@ -223,7 +223,7 @@ def test_a_step_keeps_no_gradients(fake: DeviceModule) -> None:
         optimizer.zero_grad()
     torch.accelerator.synchronize()
     offload.report(optimizer)
-    for transfer in optimizer._offload_session._ground.staging_buffers._transfers.values():
+    for transfer in optimizer._offload_session._resources.staging_buffers._transfers.values():
         transfer.poll()
     assert torch.accelerator.memory_allocated() == before
     optimizer.close()

@@ -21,7 +21,7 @@ import offload
 from offload import prepared, units
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError
-from offload.optim import ground
+from offload.optim import resources
 from offload.pool import Pool
 from offload.prepared import prepared_of
 from offload.shares import on_device_bytes
@@ -35,7 +35,7 @@ PLENTY = 1 << 30
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]:
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
-    for module in (prepared, ground):
+    for module in (prepared, resources):
         monkeypatch.setattr(module, "Pool", partial(Pool, register=register))
     load("eager", 0)
     gc.collect()
@@ -276,7 +276,7 @@ def test_only_what_is_copied_is_registered(
         registered.append(nbytes)
         return register(address, nbytes, device)
 
-    for module in (prepared, ground):
+    for module in (prepared, resources):
         monkeypatch.setattr(module, "Pool", partial(Pool, register=note))
     model = deep()
     optimizer = adamw(model)

@@ -17,14 +17,14 @@ import offload
 from offload import planner, progress_line
 from offload.budget import Budget
 from offload.config import format_size
-from offload.optim import ground
+from offload.optim import resources
 from offload.pool import Pool
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    monkeypatch.setattr(ground, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
 
 
 def test_bytes_on_the_device_are_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import offload
 from offload import planner
 from offload.budget import Budget
-from offload.optim import ground
+from offload.optim import resources
 from offload.pool import Pool
 from offload.shard import like
 
@@ -48,7 +48,7 @@ def values(seed: int, dtype: torch.dtype) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    monkeypatch.setattr(ground, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
 
 
 def test_shards_on_a_device(fake: DeviceModule, mesh: DeviceMesh) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import offload
 from offload import planner
 from offload.budget import Budget
-from offload.optim import ground
+from offload.optim import resources
 from offload.optim.pipeline import Pipeline
 from offload.pool import Pool
 from offload.transfer import DeviceTransfer, Mark
@@ -29,7 +29,7 @@ STEPS = 5
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 1024)
-    monkeypatch.setattr(ground, "Pool", partial(Pool, register=register))
+    monkeypatch.setattr(resources, "Pool", partial(Pool, register=register))
 
 
 def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:

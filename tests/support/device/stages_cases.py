@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import offload
 from offload import planner
 from offload.errors import StateError
-from offload.optim import buckets, ground
+from offload.optim import buckets, resources
 from offload.pool import Pool
 from offload.shard import Ranks, ranks_of
 from support.device.mutants import Mutant, patched
@@ -201,7 +201,7 @@ def start() -> Ranks:
     load("eager", 0)
     collectives.register()
     buckets.BUCKET_BYTES, planner.CHUNK_NUMEL = BUCKET_BYTES, 1024
-    ground.Pool = partial(Pool, register=register)  # type: ignore[misc, assignment]
+    resources.Pool = partial(Pool, register=register)  # type: ignore[misc, assignment]
     ranks = ranks_of(None, deadline_s=30)
     assert ranks is not None
     return ranks

@@ -36,7 +36,7 @@ Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
 WatchPasses = Callable[[Mapping[int, Tensor], Callable[[int], None], Callable[[], None]], list[Any]]
 
 
-class Ground(Protocol):
+class Resources(Protocol):
     """Opened for records and a plan, and closed for good."""
 
     pool: Pool | None  # of optimizer state
@@ -50,7 +50,7 @@ class Ground(Protocol):
         """Give everything back. Idempotent."""
 
 
-class Host(Protocol):
+class ParamOwner(Protocol):
     """A prepared model: it has the memory, the disk and the parameters."""
 
     metrics: Metrics
@@ -92,13 +92,13 @@ class Host(Protocol):
     def check(self, records: Sequence[Record], plan: Plan) -> None:
         """Refuse parameters and plans that it was not prepared for. Changes nothing."""
 
-    def make_ground(self, records: Sequence[Record], plan: Plan) -> Ground: ...
+    def make_resources(self, records: Sequence[Record], plan: Plan) -> Resources: ...
 
     def ended(self) -> None:
         """The optimizer is a plain one again."""
 
 
-class OwnGround:
+class OwnResources:
     """A pool and a store of the optimizer's own. Nothing is open when it raises."""
 
     def __init__(
