@@ -362,8 +362,8 @@ class Engine:
     def resident(self, units: Sequence[Unit]) -> Iterator[None]:
         """The parameters of these are there, all at once, for code that we do not see."""
         params = [member.param for unit in units for member in unit.members]
-        lent, grads = self.residency.lent(units), self.gradients.lent(params)
-        with entered_outside(lent), entered_outside(grads):
+        exposed, grads = self.residency.exposed(units), self.gradients.exposed(params)
+        with entered_outside(exposed), entered_outside(grads):
             yield
 
     # --- end --------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def names_of_places() -> list[str]:
     return sorted((found & words) - modules - {*dir(str), *dir(list)})  # nor Python's own methods
 
 
-IN_IT, CALLED_THERE = "_let_go_of_sources", "await_lift"
+IN_IT, CALLED_THERE = "_let_go_of_sources", "await_upload"
 
 
 @pytest.mark.parametrize(

@@ -165,14 +165,16 @@ class DeviceStaging:
         for part, (begin, middle, end) in spans.items():
             if self._is_moved(part):
                 param = self._param(part)
-                here = self._lower(staging_buffer, part, param, staging_buffer.memory[begin:middle])
+                here = self._download(
+                    staging_buffer, part, param, staging_buffer.memory[begin:middle]
+                )
                 staging_buffer.slices[part] = (
                     here,
                     self._gradient(staging_buffer, part, staging_buffer.memory[middle:end]),
                 )
         return staging_buffer
 
-    def _lower(
+    def _download(
         self, staging_buffer: StagingBuffer, part: Slice, source: Tensor, memory: Tensor
     ) -> Tensor:
         """Start the copy of a slice from its device to a place on the staging buffer."""
@@ -189,7 +191,7 @@ class DeviceStaging:
             first, _ = self._records[part.param].own or (0, 0)
             return grad[part.begin - first : part.end - first]
         if buffer is None:
-            return self._lower(staging_buffer, part, grad[part.begin : part.end], memory)
+            return self._download(staging_buffer, part, grad[part.begin : part.end], memory)
         # Chunks are worked on in the order in which they are taken: the first one's wait is enough.
         staging_buffer.tickets += buffer.take_ticket()
         return buffer.memory[part.begin : part.end]

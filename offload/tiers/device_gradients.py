@@ -106,7 +106,7 @@ class DeviceGradients:
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
         self._arriving: dict[Tensor, Ticket[Tensor]] = {}  # copies to where the gradient is
         self._addends: deque[_DownloadAddend] = deque()
-        self._lent: set[Tensor] = set()  # their gradients are on the device
+        self._exposed: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
         self._slot_bytes = _place_bytes([*self._places, *spilled])
         self._slots: list[Tensor] = []  # staging places that are free
@@ -128,7 +128,7 @@ class DeviceGradients:
         """
         param = self._params[number]
         with self._lock:
-            if param not in self._lent:
+            if param not in self._exposed:
                 self._take(param)
 
     @steadfast  # what has gone in part would be added once more, as a whole
@@ -256,7 +256,7 @@ class DeviceGradients:
     def of(self, param: Tensor) -> Tensor | None:
         """A parameter's gradient, in host memory, once all of it is there."""
         with self._lock:
-            if param in self._lent:
+            if param in self._exposed:
                 return own_grad(param)
             self._take(param)  # of a parameter that nobody told of
             self._settle_one(param)
@@ -277,12 +277,12 @@ class DeviceGradients:
                 self._sums[param] = grad if grad.is_cpu else grad.cpu()
 
     @contextmanager
-    def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the gradients of these are on the device, where their parameters are seen."""
-        fresh = [param for param in params if param not in self._lent]
+        fresh = [param for param in params if param not in self._exposed]
         for param in fresh:
             held = self.of(param)
-            self._lent.add(param)
+            self._exposed.add(param)
             if held is not None:
                 set_own_grad(param, held.to(self._transfer.device))
         try:
@@ -293,7 +293,7 @@ class DeviceGradients:
 
     def _take_back_to_original(self, param: Tensor) -> None:
         with self._lock:
-            self._lent.discard(param)
+            self._exposed.discard(param)
             grad, held = own_grad(param), self._sums.get(param)
             if grad is None:
                 self._sums.pop(param, None)

@@ -40,9 +40,9 @@ class DeviceNetwork:
 
         def act() -> Ticket[None]:
             self.transfer.take_thread()
-            lift = buffer.fill(own, begin)
+            upload = buffer.fill(own, begin)
             buffer.spread(self._link.gather)
-            return lift
+            return upload
 
         return self.ranks.gather_by(act, own.nbytes, what, after)
 

@@ -3,7 +3,7 @@
 Two stages, both at work at once: blocks come from the store to host memory further ahead than they
 go from there to the device. What is on the device needs no host memory, until its update. Outside
 of runs all parameters are guarded, for what somebody did to a copy on the device would be lost;
-`lent` lets them be seen there, and takes home what has changed.
+`exposed` lets them be seen there, and takes home what has changed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceResidency(Residency):
         )
         self._foreseen: dict[int, int] = {}
         self._foreseen_at = (-1, -1)
-        self._lent: set[int] = set()  # blocks that others see
+        self._exposed: set[int] = set()  # blocks that others see
         self._shown: dict[int, int] = {}  # generations of what is seen in host memory
         self._original_devices: dict[Tensor, torch.device] = {}  # where parameters were before
 
@@ -88,7 +88,7 @@ class DeviceResidency(Residency):
             self.pace.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             with self.tier.moving((phase, unit.number)), self.tier.pinned(needed):
-                self._lift(needed)
+                self._upload(needed)
 
     def done(self, unit: Unit) -> None:
         with self._lock:
@@ -109,15 +109,15 @@ class DeviceResidency(Residency):
         with self._lock:
             if block.on_device is Presence.AWAY:
                 with self.tier.moving(), self.tier.pinned([block]):
-                    self._lift([block])
+                    self._upload([block])
             return self.tier.memory_of(block)
 
     def _bring(self, needed: Sequence[Block]) -> None:
-        self._lift(needed)
+        self._upload(needed)
         for block in needed:
             self.tier.attach(block)
 
-    def _lift(self, needed: Sequence[Block]) -> None:
+    def _upload(self, needed: Sequence[Block]) -> None:
         """Have all these on the device, or on their way to it."""
         absent = [block for block in needed if block.on_device is Presence.AWAY]
         self._metrics.count("device_misses", len(absent))
@@ -214,7 +214,7 @@ class DeviceResidency(Residency):
         """Take a block out of host memory; what is on the device stays."""
         if block.pins:
             return False
-        self.tier.await_lift(block)
+        self.tier.await_upload(block)
         if self._is_held_elsewhere(block):
             return False
         self.backing.save(block)
@@ -234,29 +234,29 @@ class DeviceResidency(Residency):
         """From now on nobody sees a parameter, except those that are lent."""
         with self._lock:
             for block in self.blocks:
-                if block.is_attached and block.number not in self._lent:
+                if block.is_attached and block.number not in self._exposed:
                     self.tier.detach(block)
 
     def wake(self) -> None:
         """Take home what was done to parameters that are lent."""
         with self._lock:
-            for number in self._lent:
+            for number in self._exposed:
                 self._take_back(self.blocks[number])
 
     def note_edit(self, block: Block) -> None:
         """Here it is found when the unit is done."""
 
     @contextmanager
-    def lent(self, units: Sequence[Unit]) -> Iterator[None]:
+    def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
         needed = self._needed(units)
-        fresh = [block for block in needed if block.number not in self._lent]
+        fresh = [block for block in needed if block.number not in self._exposed]
         with pinned(needed, self._lock):  # what changes has a place to go to
             with self._lock:
                 self._fetch_held(needed, needed)
                 for block in needed:
                     self._arrive(block)
             with self.using(units):
-                self._lent |= {block.number for block in fresh}
+                self._exposed |= {block.number for block in fresh}
                 try:
                     yield
                 finally:
@@ -270,7 +270,7 @@ class DeviceResidency(Residency):
             shown = [b for b in blocks if b.nbytes and b.is_attached]
             untangle([(block, self.tier.memory_of(block)) for block in shown])
             for block in blocks:
-                stack.callback(self._lent.discard, block.number)
+                stack.callback(self._exposed.discard, block.number)
                 stack.callback(self._take_back, block)
 
     def _take_back(self, block: Block) -> None:
@@ -313,11 +313,11 @@ class DeviceResidency(Residency):
 
     def await_arrival(self, block: Block) -> None:
         super().await_arrival(block)
-        self.tier.await_lift(block)  # the device has its copy of what is about to change
+        self.tier.await_upload(block)  # the device has its copy of what is about to change
 
     def _show(self, block: Block) -> None:
         self._take_back(block)
-        self.tier.await_lift(block)
+        self.tier.await_upload(block)
         self._shown[block.number] = block.generation
         assert block.memory is not None
         for member, values in block.views(block.memory):
@@ -375,5 +375,5 @@ class DeviceResidency(Residency):
             if not self.is_here(block):
                 return
             self.tier.forget(block)
-            self.tier.await_lift(block)
+            self.tier.await_upload(block)
             super().give_back(block, make)

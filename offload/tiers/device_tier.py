@@ -65,7 +65,7 @@ class DeviceTier(Copies):
         self._sizes = [on_device_bytes(block.nbytes) for block in blocks]
         self._metrics = metrics
         self._buffers: dict[int, DeviceBuffer] = {}
-        self._lifts: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
+        self._uploads: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
         gauge = DeviceGauge(transfer.memory)
         self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks), self._reclaimable)
         _TIERS.add(self)
@@ -77,8 +77,8 @@ class DeviceTier(Copies):
     def moving(self, use: tuple[Phase, int] | None = None) -> Iterator[None]:
         """Around everything that gives device memory to blocks, or takes it."""
         self.transfer.poll()
-        for number in [n for n, ticket in self._lifts.items() if ticket.done]:
-            self._lifts.pop(number).wait()  # it holds the host memory
+        for number in [n for n, ticket in self._uploads.items() if ticket.done]:
+            self._uploads.pop(number).wait()  # it holds the host memory
         with self.allowance.moving(use):
             yield
 
@@ -126,7 +126,7 @@ class DeviceTier(Copies):
     def fill(self, block: Block) -> None:
         """Start the copy of a block from host memory, where it is."""
         assert block.memory is not None and block.in_host is Presence.HERE, block.name
-        self._lifts[block.number] = self._buffers[block.number].fill(block.memory)
+        self._uploads[block.number] = self._buffers[block.number].fill(block.memory)
 
     def memory_of(self, block: Block) -> Tensor:
         """The block's bytes on the device, for the current stream; they stay as long as the tensor
@@ -273,9 +273,9 @@ class DeviceTier(Copies):
             unguard(member.param, values)
         self.note_seen(block)
 
-    def await_lift(self, block: Block) -> None:
+    def await_upload(self, block: Block) -> None:
         """Wait until nothing on the way to the device reads the block's host memory."""
-        ticket = self._lifts.pop(block.number, None)
+        ticket = self._uploads.pop(block.number, None)
         if ticket is not None:
             with self._metrics.span("device copy"):
                 ticket.wait()

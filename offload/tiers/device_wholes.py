@@ -38,9 +38,9 @@ class DeviceWhole:
 
     def arrive(self) -> Ticket[None] | None:
         ticket = self._coming
-        lift = None if ticket is None else ticket.wait()
+        upload = None if ticket is None else ticket.wait()
         self._coming = None  # not before: somebody may press Ctrl-C
-        return lift
+        return upload
 
     def use(self) -> Tensor:
         return self.buffer.use()

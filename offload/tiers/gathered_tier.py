@@ -56,7 +56,7 @@ class GatheredTier(Copies):
         self._metrics = metrics
         self._wholes: dict[int, Whole] = {}
         # Copies of slices to a device, until waited for: also of blocks that have gone again.
-        self._lifts: dict[int, Ticket[None]] = {}
+        self._uploads: dict[int, Ticket[None]] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -104,8 +104,8 @@ class GatheredTier(Copies):
     def _let_go_of_slices(self) -> None:
         """A copy that is over holds host memory until somebody has looked."""
         self._place.poll()
-        for number in [n for n, lift in self._lifts.items() if lift.done]:
-            self._lifts.pop(number).wait()
+        for number in [n for n, upload in self._uploads.items() if upload.done]:
+            self._uploads.pop(number).wait()
 
     def gather(self, block: Block, own: Tensor, after: Ticket[None] | None) -> None:
         """Start to fill a block from all ranks. own: this rank's slice, once `after` has ended; it
@@ -126,12 +126,12 @@ class GatheredTier(Copies):
             return
         try:
             with self._metrics.span(NETWORK):
-                lift = self._wholes[block.number].arrive()
+                upload = self._wholes[block.number].arrive()
         except Exception:  # after an interrupt it is still on its way
             self._forget_memory(block)
             raise
-        if lift is not None:
-            self._lifts[block.number] = lift  # behind an earlier one, on the same stream
+        if upload is not None:
+            self._uploads[block.number] = upload  # behind an earlier one, on the same stream
         block.move_on_device(Presence.HERE)
 
     def memory_of(self, block: Block) -> Tensor:
@@ -147,10 +147,10 @@ class GatheredTier(Copies):
     def await_own(self, block: Block) -> None:
         """Wait until nothing reads this rank's slice in host memory any more."""
         self.arrive(block)
-        lift = self._lifts.pop(block.number, None)
-        if lift is not None:
+        upload = self._uploads.pop(block.number, None)
+        if upload is not None:
             with self._metrics.span("device copy"):
-                lift.wait()
+                upload.wait()
 
     # --- what will be needed ----------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ class Gradients:
             self.area.poll()
 
     @contextmanager
-    def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Gradients of these can be seen beside their parameters; they always can."""
         yield
 

@@ -173,18 +173,18 @@ class InHost:
             stay.host = host
             self._reading[piece.number] = weakref.ref(piece)
         elif stay.copying is None or stay.copying.done:
-            self._lift(piece)
+            self._upload(piece)
 
     def finish(self, piece: Piece) -> Tensor:
         stay: _Stay = piece.outside
         if stay.buffer is None:
-            self._lift(piece)
+            self._upload(piece)
         assert stay.buffer is not None
         piece.is_outside = stay.is_on_disk
         piece.own_tensors = 2  # the buffer has one
         return stay.buffer.use()
 
-    def _lift(self, piece: Piece) -> None:
+    def _upload(self, piece: Piece) -> None:
         """Start its way to the device, once it is in host memory, which is given up with it."""
         stay: _Stay = piece.outside
         # The way from the device must be over, too: the two are not in one order.
@@ -259,7 +259,7 @@ class InHost:
         for ref in list(self._reading.values()):  # fetched ahead; it need not wait here
             piece = ref()
             if piece is not None:
-                self._lift(piece)
+                self._upload(piece)
                 return True
         return self._sink_oldest()
 

@@ -127,7 +127,7 @@ class Residency:
             yield
 
     @contextmanager
-    def lent(self, units: Sequence[Unit]) -> Iterator[None]:
+    def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
         """All these at once, for code that we do not see: it may change them."""
         with self.using(units):
             self.rest()

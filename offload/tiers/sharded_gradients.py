@@ -31,17 +31,17 @@ class ShardedGradients(MeanGradients):
         super().__init__(*args, **kwargs)
         self._views: dict[Tensor, SlicedGradient] = {}
         self._norms: dict[Tensor, float] = {}
-        self._lent: set[Tensor] = set()  # parameters that are seen, with their gradients
+        self._exposed: set[Tensor] = set()  # parameters that are seen, with their gradients
 
     def begin(self) -> None:
         """Autograd must find no gradient to add to."""
         super().begin()
-        for param in self._lent:
+        for param in self._exposed:
             set_own_grad(param, None)
 
     def _settled(self) -> None:
         self._norms.clear()
-        self._show_lent()
+        self._show_exposed()
 
     # --- seen from outside ------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class ShardedGradients(MeanGradients):
         """A parameter's gradient."""
         with self._lock:
             self._end_what_broke()
-            if own_grad(param) is not None and param not in self._lent:
+            if own_grad(param) is not None and param not in self._exposed:
                 raise StateError(
                     f"{self.name_of(param)}: has a gradient, but was frozen when the model was "
                     "prepared: close() and prepare again"
@@ -63,7 +63,7 @@ class ShardedGradients(MeanGradients):
 
     def _view(self, param: Tensor) -> SlicedGradient:
         """Beside a parameter that is lent it must be where that is, for torch."""
-        device = param.device if param in self._lent else torch.device("cpu")
+        device = param.device if param in self._exposed else torch.device("cpu")
         return SlicedGradient.of(param, self, device)
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
@@ -171,25 +171,25 @@ class ShardedGradients(MeanGradients):
         self._norms.clear()
 
     @contextmanager
-    def lent(self, params: Sequence[Tensor]) -> Iterator[None]:
+    def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the gradients of these can be seen beside their parameters."""
-        fresh = [param for param in params if param in self._sum_of and param not in self._lent]
+        fresh = [param for param in params if param in self._sum_of and param not in self._exposed]
         for param in fresh:
-            self._lent.add(param)
+            self._exposed.add(param)
             self._move_view(param)
-        self._show_lent()
+        self._show_exposed()
         try:
             yield
         finally:
             for param in fresh:
                 self._take_back_to_original(param)
 
-    def _show_lent(self) -> None:
-        for param in self._lent:
+    def _show_exposed(self) -> None:
+        for param in self._exposed:
             set_own_grad(param, self.of(param))
 
     def _take_back_to_original(self, param: Tensor) -> None:
-        self._lent.discard(param)
+        self._exposed.discard(param)
         grad = own_grad(param)
         set_own_grad(param, None)
         if grad is not self._views.get(param):

@@ -3,7 +3,7 @@
 Host memory and the store have this rank's slice of each block. Before a unit is used its blocks are
 gathered from all ranks, in host memory or on a device, and ahead of time those that will be; what
 is whole already needs no slice in memory, until its update. Outside of runs all parameters are
-guarded, for what somebody did to a copy would be lost; `lent` lets them be seen, and what has
+guarded, for what somebody did to a copy would be lost; `exposed` lets them be seen, and what has
 changed there is compared over the ranks and taken in.
 
 What leads to a gather depends on the order of uses alone, which must be that of all ranks.
@@ -61,7 +61,7 @@ class ShardedResidency(Residency):
             self._take_back,
             self._lock,
         )
-        self._lent: set[int] = set()  # blocks that others see
+        self._exposed: set[int] = set()  # blocks that others see
         # Blocks whose parameters still have their first values, in case that the start fails.
         self._uncommitted: set[int] = set()
         self._is_committed = False
@@ -96,7 +96,7 @@ class ShardedResidency(Residency):
             self.pace.note_use(phase, unit.number)
             needed = self._needed([unit])
             with self.tier.pinned(needed):
-                self._lift(needed)
+                self._upload(needed)
                 self._gather_ahead()
 
     def done(self, unit: Unit) -> None:
@@ -118,11 +118,11 @@ class ShardedResidency(Residency):
         with self._lock:
             if block.on_device is Presence.AWAY:
                 with self.tier.pinned([block]):
-                    self._lift([block])
+                    self._upload([block])
             return self.tier.memory_of(block)
 
     def _bring(self, needed: Sequence[Block]) -> None:
-        self._lift(needed)
+        self._upload(needed)
         self._show(needed)
 
     def _show(self, needed: Sequence[Block]) -> None:
@@ -130,7 +130,7 @@ class ShardedResidency(Residency):
             for block in needed:
                 self.tier.attach(block)
 
-    def _lift(self, needed: Sequence[Block]) -> None:
+    def _upload(self, needed: Sequence[Block]) -> None:
         """Have all these whole, or on their way."""
         absent = [block for block in needed if block.on_device is Presence.AWAY]
         self._metrics.count("parameter_misses", len(absent))
@@ -202,7 +202,7 @@ class ShardedResidency(Residency):
         come.
         """
         with self._lock:
-            for number in sorted(self._lent):
+            for number in sorted(self._exposed):
                 if self.blocks[number].on_device is Presence.AWAY:
                     self._bring([self.blocks[number]])
             self._gather_soon(self._uses_of_all())
@@ -246,13 +246,13 @@ class ShardedResidency(Residency):
         """From now on nobody sees a parameter, except those that are lent."""
         with self._lock:
             for block in self.blocks:
-                if block.is_attached and block.number not in self._lent:
+                if block.is_attached and block.number not in self._exposed:
                     self.tier.detach(block)
 
     def wake(self) -> None:
         """Take home what was done to parameters that are lent."""
         with self._lock:
-            for number in sorted(self._lent):
+            for number in sorted(self._exposed):
                 if self.blocks[number].is_attached:
                     self._take_back(self.blocks[number])
 
@@ -260,11 +260,11 @@ class ShardedResidency(Residency):
         """Here it is found when the unit is done."""
 
     @contextmanager
-    def lent(self, units: Sequence[Unit]) -> Iterator[None]:
-        fresh = [block for block in self._needed(units) if block.number not in self._lent]
+    def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
+        fresh = [block for block in self._needed(units) if block.number not in self._exposed]
         with self._room_for_all_of(units), self.using(units):
             before = self._sums(fresh)
-            self._lent |= {block.number for block in fresh}
+            self._exposed |= {block.number for block in fresh}
             try:
                 yield
             except BaseException:  # the others may not be here; each keeps what it has
@@ -275,7 +275,7 @@ class ShardedResidency(Residency):
     @contextmanager
     def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
         if not only_looks:
-            with self.lent(units) if self._is_committed else self._to_be_filled(units):
+            with self.exposed(units) if self._is_committed else self._to_be_filled(units):
                 yield
             return
         fresh = [block for block in self._needed(units) if not block.is_attached]
@@ -292,7 +292,7 @@ class ShardedResidency(Residency):
     def _to_be_filled(self, units: Sequence[Unit]) -> Iterator[None]:
         """At the start modules fill parameters in host memory, wherever they are used later."""
         if self.device.type == "cpu":
-            with self.lent(units):
+            with self.exposed(units):
                 yield
             return
         blocks = self._needed(units)
@@ -349,7 +349,7 @@ class ShardedResidency(Residency):
             with self._lock:
                 for block in blocks:
                     self.tier.note_seen(block)  # what was done is not wanted
-                    self._lent.discard(block.number)
+                    self._exposed.discard(block.number)
                     self.tier.forget(block)
             raise StateError(
                 f"{other[0].name}: its parameters were given other values on one rank than on "
@@ -371,7 +371,7 @@ class ShardedResidency(Residency):
                 try:
                     self._take_back(block)
                 finally:
-                    self._lent.discard(block.number)
+                    self._exposed.discard(block.number)
                     self.tier.note_seen(block)
                     self.tier.detach(block)
 

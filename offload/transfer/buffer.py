@@ -36,7 +36,7 @@ HOLDERS: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()  # are asked when a d
 
 # Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these events;
 # calls back, before any later copy, with the event that ends it.
-Lift = Callable[
+Upload = Callable[
     [Tensor, Tensor, str, list[torch.Event], Callable[[torch.Event], None]], Ticket[None]
 ]
 # Calls a function whose work goes to the stream between devices, after these events, and returns
@@ -155,13 +155,13 @@ class DeviceBuffer:
     """
 
     def __init__(
-        self, memory: Tensor, up: torch.Stream, lift: Lift, across: Across, what: str
+        self, memory: Tensor, up: torch.Stream, upload: Upload, across: Across, what: str
     ) -> None:
         self.what = what
         self.nbytes = memory.nbytes
         # Also what was there before must be over: fills of the memory's last holder.
         self._loan = _Loan(memory, up, up.record_event())
-        self._lift, self._across = lift, across
+        self._upload, self._across = upload, across
         weakref.finalize(self, self._loan.give_back).atexit = False
 
     def fill(self, host: Tensor, offset_bytes: int = 0) -> Ticket[None]:
@@ -179,7 +179,7 @@ class DeviceBuffer:
             raise ConfigError(f"{self.what}: expected a contiguous host tensor to copy from")
         flat = host.detach().view(-1).view(torch.uint8)
         target = memory[offset_bytes:end]
-        return self._lift(flat, target, self.what, self.busy(), self._note_filled)
+        return self._upload(flat, target, self.what, self.busy(), self._note_filled)
 
     def spread(self, act: Callable[[Tensor], None]) -> None:
         """Have `act` fill the buffer's bytes, or some of them, from other devices: its work goes to

@@ -171,7 +171,7 @@ class DeviceTransfer:
         self._check_pair(host, target, what)
         self.poll()
         # The target is not held: its memory is given back in the order of `up`, as this copy runs.
-        return self._lift(host, target, what, after, None, (host,), note)
+        return self._upload(host, target, what, after, None, (host,), note)
 
     def mark(self) -> Mark:
         """The present place of this thread's current stream."""
@@ -188,9 +188,9 @@ class DeviceTransfer:
         self._check_open()
         self._check_pair(host, target, what)
         self.poll()
-        return self._lift(host, target.detach(), what, [after.event], target, (host, target))
+        return self._upload(host, target.detach(), what, [after.event], target, (host, target))
 
-    def _lift(
+    def _upload(
         self,
         host: Tensor,
         target: Tensor,
@@ -300,7 +300,7 @@ class DeviceTransfer:
         asynchronous = self._is_registered(host)
         with self._downward.lock:  # the order of the queue is that of the stream
             self._down.wait_event(mark.event)
-            tickets = [self._lower(*pair, what, owner, asynchronous) for pair in pairs]
+            tickets = [self._download(*pair, what, owner, asynchronous) for pair in pairs]
             self._let_go_of_sources()
         self.metrics.count("device_to_host_bytes", host.nbytes)
         return tickets
@@ -310,7 +310,7 @@ class DeviceTransfer:
         with torch.accelerator.device_index(self.device.index):
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
-    def _lower(
+    def _download(
         self,
         source: Tensor,
         host: Tensor,

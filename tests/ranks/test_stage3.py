@@ -279,7 +279,7 @@ def scaled(rank: int, directory: str) -> None:
     optimizer.close()
 
 
-def lent(rank: int, directory: str) -> None:
+def exposed(rank: int, directory: str) -> None:
     plain, model = seeded(Gpt), seeded(Gpt)
     model, optimizer = offload.prepare(model, adamw(model))
     refused(StateError, "resident", lambda: model.head.weight.sum())
@@ -617,7 +617,7 @@ OF_TWO: dict[str, Case] = {
     "gradients of no_sync must be reduced": not_reduced,
     "max_grad_norm is over all ranks": clipped_inside,
     "a GradScaler is refused": scaled,
-    "parameters are whole inside of resident": lent,
+    "parameters are whole inside of resident": exposed,
     "optimizer state is whole for others": states,
     "a start is the same on all ranks, or none": beginnings,
     "a start that fails on one rank changes nothing": failed_start,

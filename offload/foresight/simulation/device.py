@@ -87,7 +87,7 @@ class VirtualDevice:
         """What is computed next begins after that."""
         self._next_s = max(self._next_s, moment_s)
 
-    def lift(self, nbytes: int) -> Moment:
+    def upload(self, nbytes: int) -> Moment:
         """A copy to the device, after those before it."""
         self._metrics.count("host_to_device_bytes", nbytes)
         seconds = nbytes / self._rates.up
@@ -99,7 +99,7 @@ class VirtualDevice:
         """Memory of what is computed now is free: copies to the device come after that."""
         self._up_until_s = max(self._up_until_s, self.computed_until_s)
 
-    def lower(self, nbytes: int) -> Moment:
+    def download(self, nbytes: int) -> Moment:
         """A copy of what is computed now to the host."""
         self._metrics.count("device_to_host_bytes", nbytes)
         seconds = nbytes / self._rates.down
@@ -188,7 +188,7 @@ class VirtualBuffer:
         memory.take(self._nbytes)
 
     def fill(self, host: Tensor) -> Moment:
-        moment = self._device.lift(host.nbytes)
+        moment = self._device.upload(host.nbytes)
         self._filled_s = moment.end_s
         return moment
 

@@ -33,7 +33,7 @@ class VirtualTier(DeviceTier):
         self._blocks = residency.blocks
         self._sizes = [on_device_bytes(block.nbytes) for block in residency.blocks]
         self._metrics = parts.metrics
-        self._buffers, self._lifts = {}, {}
+        self._buffers, self._uploads = {}, {}
         gauge = cast("DeviceGauge", VirtualGauge(transfer.memory))
         self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(residency.blocks))
 
@@ -52,4 +52,4 @@ class VirtualDeviceResidency(Weightless, DeviceResidency):
         least = sizes.least_device_bytes
         self.tier = VirtualTier(self, transfer, limit_bytes, least, parts, depth)
         self._foreseen, self._foreseen_at = {}, (-1, -1)
-        self._lent, self._shown, self._original_devices = set(), {}, {}
+        self._exposed, self._shown, self._original_devices = set(), {}, {}

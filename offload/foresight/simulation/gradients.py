@@ -55,7 +55,7 @@ class VirtualGradients:
         """
         for unit in self._whole_after.get(number, ()):
             if self._device is not None and self._bytes[unit]:
-                self._device.lower(self._bytes[unit])
+                self._device.download(self._bytes[unit])
             if self._spilled_bytes[unit]:
                 self._push_out(self._spilled_bytes[unit])
 

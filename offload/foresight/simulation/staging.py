@@ -57,7 +57,7 @@ class VirtualStaging:
             self._clear_oldest()
         self._free -= 1
         nbytes = self._bytes_of(chunk)
-        coming = self._device.lower(nbytes if self._has_grad_buffers else 2 * nbytes)
+        coming = self._device.download(nbytes if self._has_grad_buffers else 2 * nbytes)
         staging_buffer = StagingBuffer(torch.empty(0, device="meta"), tickets=[coming])
         self._nbytes[id(staging_buffer)] = nbytes
         return staging_buffer
@@ -66,7 +66,7 @@ class VirtualStaging:
         raise AssertionError("nobody loads state here")
 
     def send_back(self, staging_buffer: StagingBuffer) -> None:
-        self._away.append(self._device.lift(self._nbytes.pop(id(staging_buffer))))
+        self._away.append(self._device.upload(self._nbytes.pop(id(staging_buffer))))
 
     def give_back(self, staging_buffer: StagingBuffer) -> None:
         self._nbytes.pop(id(staging_buffer))

@@ -141,7 +141,7 @@ class Training:
     def _between(self) -> None:
         device, plan = self._world.device, self._arrangement.plan
         if device is not None and plan.has_grad_buffers:  # gradients come while backward runs
-            device.lower(sum(spec.numel * spec.device_bytes for spec in plan.params))
+            device.download(sum(spec.numel * spec.device_bytes for spec in plan.params))
         beside = self._speeds.compute_beside_disk if device is None else 1.0
         with self._clock.cause(BETWEEN):
             self._clock.spend(self._work.between_s, beside)
@@ -193,7 +193,7 @@ class Training:
     def _keep_activations(self, unit: int, nbytes: int) -> None:
         self._kept.setdefault(unit, []).append(nbytes)
         if self._world.device is not None and self._offloads:
-            self._world.device.lower(nbytes)
+            self._world.device.download(nbytes)
         elif self._world.memory is not None:
             self._world.memory.take(nbytes, by_others=True)
         if self._activations is not None:
@@ -206,7 +206,7 @@ class Training:
         if self._activations is not None:
             self._activations.want(unit)
         if self._world.device is not None and self._offloads:
-            self._world.device.need(self._world.device.lift(nbytes).end_s)
+            self._world.device.need(self._world.device.upload(nbytes).end_s)
         elif self._world.memory is not None:
             self._world.memory.give_back(nbytes, by_others=True)
 

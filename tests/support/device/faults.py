@@ -17,8 +17,8 @@ from support.mutation import (
     swapped_with_next,
 )
 
-_FILL = at("transfer.device", "DeviceTransfer._fill").call("_lift")
-_WRITE = at("transfer.device", "DeviceTransfer.write").call("_lift")
+_FILL = at("transfer.device", "DeviceTransfer._fill").call("_upload")
+_WRITE = at("transfer.device", "DeviceTransfer.write").call("_upload")
 _WAIT_OF_OWNER = at("transfer.device", "DeviceTransfer._let_go_of_sources").call("wait_event")
 _BUSY = at("transfer.buffer", "DeviceBuffer.busy").returned()
 
@@ -34,7 +34,7 @@ BY_HAND = [
     Fault(
         "a read's source free",
         becomes(
-            at("transfer.device", "DeviceTransfer._lower").call("_Download").argument(5), "None"
+            at("transfer.device", "DeviceTransfer._download").call("_Download").argument(5), "None"
         ),
     ),
     Fault(
@@ -148,15 +148,15 @@ OF_MODELS = [
     ),
     Fault(
         "dropped too early",
-        dropped(at("tiers.device_residency", "DeviceResidency._drop").call("await_lift")),
+        dropped(at("tiers.device_residency", "DeviceResidency._drop").call("await_upload")),
     ),
     Fault(
         "updated before the device has its copy",
-        dropped(at("tiers.device_residency", "DeviceResidency.await_arrival").call("await_lift")),
+        dropped(at("tiers.device_residency", "DeviceResidency.await_arrival").call("await_upload")),
     ),
     Fault(
         "loaded before the device has its copy",
-        dropped(at("tiers.device_residency", "DeviceResidency._show").call("await_lift")),
+        dropped(at("tiers.device_residency", "DeviceResidency._show").call("await_upload")),
     ),
     Fault(
         "gradients are not seen",

@@ -50,14 +50,14 @@ def gather_and_sum(rank: int, schedule: str, seed: int) -> tuple[list[Tensor], i
         del own
     found, sums = [], []
     for number, (buffer, ticket) in enumerate(coming):
-        lift: Ticket[None] = ticket.wait()
+        upload: Ticket[None] = ticket.wait()
         whole = buffer.use().view(torch.float32)
         made = net.transfer.allocate(whole.nbytes)
         made.use().view(torch.float32).copy_(whole * (rank + 1))
         found.append(whole + 0)
         del whole
         buffer.release()
-        lift.wait()
+        upload.wait()
         target = host(torch.zeros(SLICE))
         sums.append((made, net.reduce_scatter(made, torch.float32, target, f"sums of {number}")))
         del target

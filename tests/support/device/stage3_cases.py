@@ -517,7 +517,7 @@ SCENES: list[Scene] = [
 
 
 @contextmanager
-def late_lifts() -> Iterator[None]:
+def late_uploads() -> Iterator[None]:
     """Slices go up as late as they may: when somebody waits for it. The collectives of the fake
     device would otherwise have waited for them.
     """
@@ -530,8 +530,8 @@ def late_lifts() -> Iterator[None]:
         return found
 
     def arrive_without(self: DeviceWhole) -> Ticket[None] | None:
-        lift, own = arrive(self), slices.pop(self, None)
-        return lift if lift is None or own is None else _late(lift, own)
+        upload, own = arrive(self), slices.pop(self, None)
+        return upload if upload is None or own is None else _late(upload, own)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceWholes, "gather", note)
@@ -539,12 +539,12 @@ def late_lifts() -> Iterator[None]:
         yield
 
 
-def _late(lift: Ticket[None], own: Tensor) -> Ticket[None]:
+def _late(upload: Ticket[None], own: Tensor) -> Ticket[None]:
     late: Ticket[None] = Ticket("a late copy")
     was = own.clone()
 
     def land(_: float | None) -> None:
-        lift.wait()
+        upload.wait()
         late.finish(None)
         assert torch.equal(own, was), "a slice has changed before it was read"
 
@@ -581,5 +581,5 @@ def with_fault(
     nbytes = least_host_bytes(Gpt, mine)
     for schedule in schedules:
         device(schedule)
-        with late_lifts(), nullcontext() if mutant is None else patched(mutant):
+        with late_uploads(), nullcontext() if mutant is None else patched(mutant):
             trains_right(rank, mine, way=way, host_memory=nbytes)
