@@ -26,12 +26,12 @@ from offload.log import LOG
 from offload.metrics import Metrics
 from offload.model_buffers import ModelBuffers
 from offload.optim import Session, attach
+from offload.optim.consistency import clear_frames
 from offload.optim.export import Gatherer
 from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
 from offload.optim.resources import Resources
-from offload.optim.soundness import clear_frames
 from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.planner import Plan
@@ -242,12 +242,12 @@ class Prepared:
 
     def _tell_age(self) -> None:
         if self.session is not None:
-            self.session.soundness.tell("model.state_dict()")
+            self.session.consistency.tell("model.state_dict()")
 
     def check_age(self) -> None:
         """Refuse to save parameters that a step has left in its middle."""
         if self.session is not None:
-            self.session.soundness.check()
+            self.session.consistency.check()
 
     def _shard_context(self) -> ShardContext | None:
         sharding = self.outline.sharding

@@ -23,7 +23,7 @@ from offload.errors import ConfigError, OffloadError, StateError
 from offload.hooks import Interception, intercept
 from offload.metrics import Metrics
 from offload.modes import outside_inference_mode
-from offload.optim.soundness import clear_frames
+from offload.optim.consistency import clear_frames
 from offload.store.files import BLOCK_BYTES
 from offload.store.handout import Handout
 from offload.store.outgoing import Outgoing

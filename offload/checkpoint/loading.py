@@ -40,7 +40,7 @@ from offload.format.directory import find_newest, pass_over
 from offload.format.manifest import Manifest
 from offload.locks import uninterrupted
 from offload.log import LOG
-from offload.optim.soundness import CHECKPOINT
+from offload.optim.consistency import CHECKPOINT
 from offload.optim.source import FieldSource
 from offload.store.safetensors_file import DTYPES
 
@@ -84,7 +84,7 @@ class Load:
     def turn(self) -> AbstractContextManager[None]:
         if self._optimizer is None or self._optimizer.session is None:
             return nullcontext()
-        return self._optimizer.session.turn.hold("load")
+        return self._optimizer.session.access.hold("load")
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -209,11 +209,11 @@ class Load:
 
     def _lose(self, error: BaseException) -> None:
         if self._optimizer is not None and self._optimizer.session is not None:
-            self._optimizer.session.soundness.lose(CHECKPOINT, error)
+            self._optimizer.session.consistency.lose(CHECKPOINT, error)
 
     def _tell(self) -> None:
         if self._optimizer is not None and self._optimizer.session is not None:
-            self._optimizer.session.soundness.last_checkpoint = str(self._reader.path)
+            self._optimizer.session.consistency.last_checkpoint = str(self._reader.path)
 
 
 def _state_of(each: Any) -> Any:

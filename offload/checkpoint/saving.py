@@ -90,7 +90,7 @@ class Save:
 
     def turn(self) -> AbstractContextManager[None]:
         """Keeps steps out while it is inside."""
-        return nullcontext() if self._session is None else self._session.turn.act("save")
+        return nullcontext() if self._session is None else self._session.access.act("save")
 
     def begin(self) -> None:
         """Write all that may change when this has returned. In the turn."""
@@ -228,7 +228,7 @@ class Save:
             raise
         self._rank_group.leave()
         if self._session is not None:
-            self._session.soundness.last_checkpoint = str(path)
+            self._session.consistency.last_checkpoint = str(path)
         return path
 
     def _run_saver(self) -> None:

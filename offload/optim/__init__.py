@@ -4,7 +4,7 @@ Read in this order: `recipe` (what a step does to a slice), `records` (of which 
 `generic` and `choose` (for which optimizer), `tiers` (where chunks are), `pipeline` (how they
 pass), `staging_buffer` and `grad_buffers` (how gradients come from a device), `updater` (a step),
 `session` (what is held), `optimizer` (what the user sees). Beside them: `request` (what is
-refused), `incoming` and `plain` (state from and to torch), `turn` (who may), `soundness` (what is
+refused), `incoming` and `plain` (state from and to torch), `turn` (who may), `consistency` (what is
 left after an error).
 """
 

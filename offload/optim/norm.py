@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from offload.errors import StateError
-from offload.optim.begun import Begun
+from offload.optim.pending_step import PendingStep
 from offload.shard import is_sharded, placing_of, sum_over_meshes
 
 
@@ -36,13 +36,13 @@ class GlobalNorm:
                     self._share({}, went_well=False)
             raise
 
-    def complete(self, begun: Begun) -> None:
+    def complete(self, pending: PendingStep) -> None:
         """Add what the other ranks have; a step that they refuse is undone."""
         if not self._is_shared:
             return
-        squares = begun.squares
+        squares = pending.squares
         assert squares is not None, "somebody wants the norm"
-        begun.complete(lambda _: self._share(squares, went_well=True))
+        pending.complete(lambda _: self._share(squares, went_well=True))
 
     def _share(self, squares: Mapping[int, Sequence[float]], went_well: bool) -> float:
         """Once a step."""

@@ -21,8 +21,8 @@ from offload.errors import ConfigError, StateError
 from offload.locks import steadfast, uninterrupted
 from offload.log import LOG
 from offload.modes import outside_inference_mode
+from offload.optim.consistency import LOAD
 from offload.optim.session import Session
-from offload.optim.soundness import LOAD
 
 _SESSION = "_offload_session"
 
@@ -62,7 +62,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         session = session_of(self)
-        with session.turn.act("step"):
+        with session.access.act("step"):
             outside_inference_mode(session.step)()
         return loss
 
@@ -102,7 +102,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Among ranks all of them call it, and each gets the whole.
         """
         session = session_of(self)
-        with session.turn.act("state_dict"):
+        with session.access.act("state_dict"):
             exported = session.export()
             try:
                 self.state.update(exported)
@@ -126,7 +126,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             taken.update(session.checked(given))
             return {**given, "state": {}}
 
-        with session.turn.hold("load_state_dict"):
+        with session.access.hold("load_state_dict"):
             handle = self.register_load_state_dict_pre_hook(take)  # after all others
             try:
                 session.incoming = taken
@@ -141,7 +141,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if session.incoming is None:
             super().__setstate__(state)
             return
-        with session.turn.act("load_state_dict"):
+        with session.access.act("load_state_dict"):
             held = self.state
             try:
                 try:
@@ -150,7 +150,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     self.state = held
                 session.take_in(session.incoming)
             except (KeyboardInterrupt, SystemExit) as error:  # new groups with the old state
-                session.soundness.lose(LOAD, error)
+                session.consistency.lose(LOAD, error)
                 raise
 
     @outside_inference_mode
@@ -167,7 +167,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             super(OffloadOptimizer, self).add_param_group(param_group)
             session.reopen()
 
-        with session.turn.act("add_param_group"):
+        with session.access.act("add_param_group"):
             try:
                 session.add(param_group, add)
             except BaseException:
@@ -183,7 +183,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         session: Session | None = getattr(self, _SESSION, None)
         if session is not None:
-            with session.turn.act("close"):
+            with session.access.act("close"):
                 detach(session.optimizer)  # Lightning's view of it inherits this method
             if session.host is not None:
                 session.host.ended()

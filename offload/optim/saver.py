@@ -25,8 +25,8 @@ from offload.layout import ELEMENT_BYTES, Chunk, Slice
 from offload.locks import Gate, steadfast, uninterrupted
 from offload.metrics import Metrics
 from offload.optim.assembly import Assembly, is_row_major
+from offload.optim.consistency import clear_frames
 from offload.optim.recipe import Record
-from offload.optim.soundness import clear_frames
 from offload.optim.tiers import HostChunk, Tiers
 from offload.ticket import Ticket
 

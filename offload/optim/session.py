@@ -27,12 +27,14 @@ from offload.metrics import Metrics
 from offload.optim.agreement import settings_sum
 from offload.optim.aside import Aside
 from offload.optim.assembly import is_same_order
-from offload.optim.begun import Begun
 from offload.optim.buckets import Buckets
+from offload.optim.consistency import LOAD, MOVE, Consistency, clear_frames
+from offload.optim.exclusive_access import ExclusiveAccess
 from offload.optim.export import Gatherer, Held, export
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.ledger import Ledger
 from offload.optim.norm import GlobalNorm
+from offload.optim.pending_step import PendingStep
 from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
@@ -40,8 +42,6 @@ from offload.optim.resources import OwnResources, ParamOwner, Resources, Watch, 
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.sharded_coordinator import ShardedCoordinator
-from offload.optim.soundness import LOAD, MOVE, Soundness, clear_frames
-from offload.optim.turn import Turn
 from offload.optim.updater import Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
@@ -96,8 +96,8 @@ class Session:
         self.grad_norm: float | None = None
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
-        self.turn = Turn()
-        self.soundness = Soundness(may_move=host is not None)
+        self.access = ExclusiveAccess()
+        self.consistency = Consistency(may_move=host is not None)
         self._aside: Aside | None = None  # state that is in no chunk, after a failed opening
         self._recipe = recipe
         self._watch_gradients = watch
@@ -195,7 +195,7 @@ class Session:
             clear_frames(error)
             raise
         self.updater = Updater(
-            records, self._recipe, resources, self.metrics, self.soundness, sharded_update
+            records, self._recipe, resources, self.metrics, self.consistency, sharded_update
         )
 
     def _make_resources(self, records: Sequence[Record], plan: Plan) -> Resources:
@@ -216,8 +216,8 @@ class Session:
             self.host.check_step(self.optimizer)
         with self.ledger.step():
             self._leave_ranks_if_sharded()
-            begun = self._begin_step()
-            self.updater.carry_out(begun, self.config.max_grad_norm)
+            pending = self._begin_step()
+            self.updater.carry_out(pending, self.config.max_grad_norm)
             self.grad_norm = self.updater.grad_norm
         self.chosen.note_step(self.ledger.steps.last, self.metrics, self.host)
         HEAP.look()
@@ -240,20 +240,20 @@ class Session:
         self.coordinator = None
         self._open_if_closed()
 
-    def _begin_step(self) -> Begun:
+    def _begin_step(self) -> PendingStep:
         if self.coordinator is not None:
             return self.coordinator.begin_step(self._look, self._begin, self._steps_done)
         if self.host is not None:
-            begun = self._begin(self.host.by_consensus(self._look, self._facts))
-            begun.complete(self.host.sum_over_ranks)
-            return begun
+            pending = self._begin(self.host.by_consensus(self._look, self._facts))
+            pending.complete(self.host.sum_over_ranks)
+            return pending
         norm = GlobalNorm(self.optimizer, self.config.max_grad_norm)
         with norm.agreed():
-            begun = self._begin(self._look())
-            norm.complete(begun)
-        return begun
+            pending = self._begin(self._look())
+            norm.complete(pending)
+        return pending
 
-    def _begin(self, grads: Mapping[int, Gradient]) -> Begun:
+    def _begin(self, grads: Mapping[int, Gradient]) -> PendingStep:
         return self.updater.begin(grads, self.config.max_grad_norm is not None)
 
     @property
@@ -275,7 +275,7 @@ class Session:
 
     def _look_again(self) -> None:
         """Make the plan anew where somebody has exchanged, thawed, moved or cast a parameter."""
-        self.soundness.check()
+        self.consistency.check()
         if len(self.optimizer.state):
             raise StateError(
                 "optimizer.state: something was put there, but the state of a wrapped optimizer is "
@@ -363,7 +363,7 @@ class Session:
     def _handed_out(self, room: Room) -> States:
         if self.coordinator is not None:
             self.coordinator.meet(self._numbers_held)
-        self.soundness.check()
+        self.consistency.check()
         origin = self.updater or self._aside
         if origin is None:
             return {}
@@ -387,15 +387,15 @@ class Session:
 
     def _numbers_held(self) -> list[int]:
         """Of parameters that have state, as all of it must be here to be put together."""
-        self.soundness.check()
+        self.consistency.check()
         self._open_if_closed()  # what is kept aside is our own part only
         self._check_shapes()
         return [held.record.number for held in self.updater.held()]
 
     def export_plain(self) -> States:
         """The state as the plain optimizer keeps it; none when it is of two ages."""
-        if self.soundness.is_lost:
-            self.soundness.tell("close(): the optimizer has no state any more; parameters")
+        if self.consistency.is_lost:
+            self.consistency.tell("close(): the optimizer has no state any more; parameters")
             return {}
         is_alone = self.host is not None and self.host.has_lost_ranks
         if is_alone or (self.ranks is not None and self.ranks.is_broken):
@@ -421,7 +421,7 @@ class Session:
     def note_handed_out(self) -> None:
         """The state has left us whole; an error later on can name it."""
         steps = self.metrics.snapshot().counts.get("steps", 0)
-        self.soundness.last_checkpoint = f"state_dict() after {steps} steps"
+        self.consistency.last_checkpoint = f"state_dict() after {steps} steps"
 
     def _records(self) -> Sequence[Record]:
         if self.updater is not None:
@@ -455,7 +455,7 @@ class Session:
 
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """The states of a `state_dict` by the numbers of our parameters, if they fit."""
-        self.soundness.check_mendable()
+        self.consistency.check_mendable()
         self._open_if_closed()
         return self._fitting(state_dict)
 
@@ -479,22 +479,22 @@ class Session:
             record.group = group
         records = self.updater.records
         thawed = any(record.is_frozen and record.number in states for record in records)
-        if thawed or self.soundness.is_lost:  # after an error, not everything may have come back
+        if thawed or self.consistency.is_lost:  # after an error, not everything may have come back
             fresh = self._draw_up({records[number].param for number in states})
             self.close()
             try:
                 self._open(*fresh)
             except BaseException as error:
-                self.soundness.lose(LOAD, error)
+                self.consistency.lose(LOAD, error)
                 raise
         self.updater.take_in(states)
-        self.soundness.mend()
+        self.consistency.mend()
 
     def reopen(self) -> None:
         """Make the plan anew, for the optimizer as it is now; state goes over to it. When it fails
         the old plan stands, or the state is kept aside.
         """
-        self.soundness.check()
+        self.consistency.check()
         if self.updater is None:
             self._open_if_closed()
             return
@@ -534,7 +534,7 @@ class Session:
         """Open with the state that was kept aside, if an opening has failed."""
         if self.updater is not None:
             return
-        states, was_lost = self._aside.states if self._aside else {}, self.soundness.is_lost
+        states, was_lost = self._aside.states if self._aside else {}, self.consistency.is_lost
         try:
             self._open(*(fresh or self._draw_up(states)))
             numbers = {record.param: record.number for record in self.updater.records}
@@ -544,9 +544,9 @@ class Session:
             clear_frames(error)
             if isinstance(error, CorruptionError):  # nothing else is read here but what is aside
                 self._drop_aside()
-                self.soundness.lose(MOVE, error)
+                self.consistency.lose(MOVE, error)
             elif not was_lost:
-                self.soundness.mend()  # what was mixed is closed, and what is aside is whole
+                self.consistency.mend()  # what was mixed is closed, and what is aside is whole
                 if isinstance(error, OffloadError):
                     error.args = (f"{error}; {_KEPT}",)
             raise
@@ -584,7 +584,7 @@ class Session:
         if self.coordinator is not None:
             self.coordinator.leave()
         updater, self.updater = self.updater, None  # type: ignore[assignment]
-        self.soundness.let_go()
+        self.consistency.let_go()
         del updater  # it holds the memory
         resources, self._resources = self._resources, None
         if resources is not None:

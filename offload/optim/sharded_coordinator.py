@@ -16,8 +16,8 @@ from offload.config import Config
 from offload.errors import ConfigError, StateError
 from offload.metrics import Metrics
 from offload.optim.agreement import by_consensus, check_alike, start_facts
-from offload.optim.begun import Begun
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
+from offload.optim.pending_step import PendingStep
 from offload.optim.recipe import Record
 from offload.optim.reducer import Carried, Reducer
 from offload.optim.resources import OwnResources, WatchPasses
@@ -36,7 +36,7 @@ _CALL_ON_ALL = (
 
 # Gives the gradients for a step, if nothing stands in its way.
 Look = Callable[[], dict[int, Gradient]]
-Begin = Callable[[Mapping[int, Gradient]], Begun]
+Begin = Callable[[Mapping[int, Gradient]], PendingStep]
 
 
 class ShardedCoordinator:
@@ -111,29 +111,29 @@ class ShardedCoordinator:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def begin_step(self, look: Look, begin: Begin, steps_done: int) -> Begun:
+    def begin_step(self, look: Look, begin: Begin, steps_done: int) -> PendingStep:
         """One that no rank refuses, with the norm of everybody's gradients."""
         looked: list[dict[int, Tensor]] = []
-        begun: list[Begun] = []
+        pending: list[PendingStep] = []
 
         def say_what_is_here() -> dict[str, Any]:
             looked.append(in_memory(look()))
             return self._open_sharded_update.look(looked[0], steps_done)
 
         def say_squares() -> str | None:
-            begun.append(begin(grads))
-            return begun[0].squares_text
+            pending.append(begin(grads))
+            return pending[0].squares_text
 
         try:
             said = by_consensus(self.ranks, "step", say_what_is_here, self._metrics)
             grads = self._open_sharded_update.settle(looked[0], said)
             squares = by_consensus(self.ranks, "step and norm", say_squares, self._metrics)
         except BaseException:
-            for one in begun:
+            for one in pending:
                 one.undo()
             raise
-        begun[0].take_squares(squares)
-        return begun[0]
+        pending[0].take_squares(squares)
+        return pending[0]
 
     @property
     def _open_sharded_update(self) -> ShardedUpdate:

@@ -2,7 +2,7 @@
 
 Knows the optimizer's groups and gradients, the recipe and the tiers; runs chunks through the
 pipeline. After an error in the middle of a step parameters and state are of two ages; then it says
-so to `Soundness`, and refuses to step and to export.
+so to `Consistency`, and refuses to step and to export.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.layout import MASTER, Slice
 from offload.metrics import Metrics
-from offload.optim.begun import Begun
+from offload.optim.consistency import LOAD, STEP, Consistency
 from offload.optim.export import Held, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient import gradient_of
 from offload.optim.incoming import is_there, own_part
+from offload.optim.pending_step import PendingStep
 from offload.optim.pipeline import Act, Pipeline
 from offload.optim.recipe import Recipe, Record, SliceUpdate
 from offload.optim.resources import Resources
 from offload.optim.saver import Saver, Sink
 from offload.optim.sharded_update import ShardedUpdate
-from offload.optim.soundness import LOAD, STEP, Soundness
 from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
 from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
@@ -46,7 +46,7 @@ class Updater:
         recipe: Recipe,
         resources: Resources,
         metrics: Metrics,
-        soundness: Soundness,
+        consistency: Consistency,
         sharded_update: ShardedUpdate | None = None,
     ) -> None:
         self.records = records
@@ -58,14 +58,14 @@ class Updater:
             resources.staging_buffers,
             resources.grad_buffers,
         )
-        self._soundness = soundness
+        self._consistency = consistency
         self.sharded_update = sharded_update
 
     # --- the step ---------------------------------------------------------------------------------
 
     def gradients(self) -> dict[int, Gradient]:
         """Of every parameter that has one, flat; a refusal where one cannot be used."""
-        self._soundness.check()
+        self._consistency.check()
         if self._reduces:
             return {}  # they come when all ranks have agreed
         grads: dict[int, Gradient] = {
@@ -80,7 +80,7 @@ class Updater:
         """Whether gradients are reduced over ranks here; then they are of our own elements only."""
         return self.sharded_update is not None and self.sharded_update.reducer is not None
 
-    def begin(self, grads: Mapping[int, Gradient], needs_norm: bool) -> Begun:
+    def begin(self, grads: Mapping[int, Gradient], needs_norm: bool) -> PendingStep:
         """Whatever may be refused is refused here; nothing has changed then."""
         for number in grads:
             self._check_fields(self.records[number])
@@ -91,7 +91,7 @@ class Updater:
         if self._grad_buffers is not None:
             self._grad_buffers.fetch(in_memory(grads))
         stepping = [self.records[number] for number in grads]
-        begun = Begun(
+        pending = PendingStep(
             grads=dict(grads),
             fresh={record.number for record in stepping if not record.has_state},
             stepping=stepping,
@@ -99,37 +99,37 @@ class Updater:
             squares=squares,
         )
         try:
-            begun.count_steps()
+            pending.count_steps()
             self._recipe.begin_step(stepping)  # may refuse a hyper-parameter
         except BaseException:
-            begun.undo()
+            pending.undo()
             raise
-        return begun
+        return pending
 
-    def carry_out(self, begun: Begun, max_norm: float | None) -> None:
+    def carry_out(self, pending: PendingStep, max_norm: float | None) -> None:
         """Update every parameter that has a gradient."""
-        scale = self._clip_scale(begun.sum_squares, max_norm)
+        scale = self._clip_scale(pending.sum_squares, max_norm)
         try:
-            for record in begun.stepping:
+            for record in pending.stepping:
                 record.has_state = True
-            self._update_all(begun, scale)
+            self._update_all(pending, scale)
         except BaseException as error:
-            self._soundness.lose(STEP, error, begun.stepping)
+            self._consistency.lose(STEP, error, pending.stepping)
             self._break_off(error)
             raise
-        self._count(begun.grads)
+        self._count(pending.grads)
 
-    def _update_all(self, begun: Begun, scale: float) -> None:
-        grads = begun.grads
+    def _update_all(self, pending: PendingStep, scale: float) -> None:
+        grads = pending.grads
         if self.sharded_update is not None:
             self.sharded_update.begin_update(grads)
         for number in grads:
-            self._update_without_chunk(number, grads[number], begun.fresh, scale)
+            self._update_without_chunk(number, grads[number], pending.fresh, scale)
         if self._staging_buffers is not None:
             self._staging_buffers.begin_step(
                 grads, self._grad_buffers.by_number if self._grad_buffers else {}
             )
-        act = partial(self._update, grads, begun.fresh, scale)
+        act = partial(self._update, grads, pending.fresh, scale)
         self._pass_over(grads, act, "update", self._staging_buffers)
         if self._staging_buffers is not None:
             self._staging_buffers.end_step()
@@ -311,7 +311,7 @@ class Updater:
 
     def copy_out(self, targets: Targets) -> None:
         """Write what is here of these fields, slice by slice."""
-        self._soundness.check()
+        self._consistency.check()
 
         def copy(piece: HostChunk, _: StagingBuffer | None) -> bool:
             for part in piece.chunk.slices:
@@ -337,7 +337,7 @@ class Updater:
         """The fields of all that is held now, on their way to `sink`. One at a time: the one before
         is waited for.
         """
-        self._soundness.check()
+        self._consistency.check()
         self._tiers.settle()
         return Saver(self._tiers, self.records, self.metrics, sink)
 
@@ -365,7 +365,7 @@ class Updater:
             self._tiers.forget()  # so that nothing is read that is about to be replaced
             self._pass_over(known, copy_in, "state in")
         except BaseException as error:
-            self._soundness.lose(LOAD, error)
+            self._consistency.lose(LOAD, error)
             raise
 
     def _copy_in(

@@ -17,7 +17,7 @@ from offload.errors import StateError
 from offload.locks import attempt
 
 
-class Turn:
+class ExclusiveAccess:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()

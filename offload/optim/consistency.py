@@ -55,7 +55,7 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class Soundness:
+class Consistency:
     """The verdict on one optimizer's parameters and state. may_move: its parameters are those of a
     prepared model.
     """

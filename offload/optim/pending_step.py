@@ -11,7 +11,7 @@ from offload.spilled_gradient import Gradient
 
 
 @dataclass
-class Begun:
+class PendingStep:
     """A step that nothing stands in the way of any more. Steps are counted already. squares: sums
     over parts of the gradients that are ours, by number, for their norm; None where nobody asked.
     sum_squares: of all of them, and of other ranks' when those have told.
