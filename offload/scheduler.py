@@ -1,8 +1,8 @@
-"""What to fetch and what to drop, of blocks in one tier with a byte budget. Pure decisions.
+"""What to fetch and what to evict, of blocks in one tier with a byte budget. Pure decisions.
 
 What is needed soonest is fetched first, as far ahead as depth and bytes allow; what is needed
-latest is dropped first. A block that is in use is never dropped, nor one that is needed before what
-would take its place. When nothing can be dropped for a prefetch, there is none; only a block that
+latest is evicted first. A block that is in use is never evicted, nor one that is needed before what
+would take its place. When nothing can be evicted for a prefetch, there is none; only a block that
 is needed now may push out what comes next.
 """
 
@@ -20,9 +20,9 @@ MOST_DEPTH = 8
 
 @dataclass(frozen=True)
 class Moves:
-    """First drop these, then fetch these, in order."""
+    """First evict these, then fetch these, in order."""
 
-    drop: tuple[int, ...] = ()
+    evict: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
 
 
@@ -57,7 +57,7 @@ def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
     them.
     """
     held, free = set(tier.held), tier.free_bytes
-    drop: list[int] = []
+    evict: list[int] = []
     fetch: list[int] = []
     for block in islice(uses, depth):
         if block in held:
@@ -68,14 +68,14 @@ def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
             break  # a later one that is smaller would come at the cost of this one
         held -= set(chosen)
         free += sum(tier.sizes[b] for b in chosen) - tier.sizes[block]
-        drop += chosen
+        evict += chosen
         fetch.append(block)
         held.add(block)
-    return Moves(tuple(drop), tuple(fetch))
+    return Moves(tuple(evict), tuple(fetch))
 
 
 def make_room(tier: TierState, uses: Mapping[int, int], nbytes: int) -> tuple[int, ...] | None:
-    """What to drop so that `nbytes` are free for something that is needed now; None: even all that
+    """What to evict so that `nbytes` are free for something that is needed now; None: even all that
     may go is not enough.
     """
     chosen = _farthest(tier.held - tier.pinned, uses, tier.sizes, nbytes - tier.free_bytes)

@@ -59,15 +59,15 @@ def test_moves_are_always_legal(data: st.DataObject) -> None:
     depth = data.draw(st.integers(0, count + 1))
     uses = next_uses(ahead, count)
     moves = look_ahead(TierState(sizes, budget, held, pinned), uses, depth)
-    assert not set(moves.drop) & pinned and set(moves.drop) <= held
-    assert not set(moves.fetch) & (held - set(moves.drop))
+    assert not set(moves.evict) & pinned and set(moves.evict) <= held
+    assert not set(moves.fetch) & (held - set(moves.evict))
     assert set(moves.fetch) <= set(islice(uses, depth))
-    assert not set(moves.fetch) & set(moves.drop)
-    after = (held - set(moves.drop)) | set(moves.fetch)
+    assert not set(moves.fetch) & set(moves.evict)
+    after = (held - set(moves.evict)) | set(moves.fetch)
     assert sum(sizes[b] for b in after) <= budget
     far = float("inf")
     for block in moves.fetch:
-        assert all(uses.get(b, far) > min(uses[f] for f in moves.fetch) for b in moves.drop), block
+        assert all(uses.get(b, far) > min(uses[f] for f in moves.fetch) for b in moves.evict), block
 
 
 def simulate(order: list[int], sizes: list[int], budget: int, depth: int, rounds: int) -> int:
@@ -85,7 +85,7 @@ def simulate(order: list[int], sizes: list[int], budget: int, depth: int, rounds
                 assert room is not None
                 held = (held - set(room)) | {block}
             moves = look_ahead(TierState(sizes, budget, held, {block}), uses, depth)
-            held = (held - set(moves.drop)) | set(moves.fetch)
+            held = (held - set(moves.evict)) | set(moves.fetch)
             assert sum(sizes[b] for b in held) <= budget and turn >= 0
     return waits
 

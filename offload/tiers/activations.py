@@ -182,7 +182,7 @@ class Activations:
         piece.move_to(Stage.AWAY)
         piece.is_outside = True
         piece.memory = None
-        self._outside.drop(piece)
+        self._outside.discard(piece)
         self._release(piece.number)
         self._away[piece.number] = weakref.ref(piece)
         insort(self._away_numbers, piece.number)

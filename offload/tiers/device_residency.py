@@ -154,7 +154,7 @@ class DeviceResidency(Residency):
         try:
             self._fetch_all(wanted)
         except CapacityError:  # there may be room, but not in one piece
-            self._drop_all(held)
+            self._evict_all(held)
             self._fetch_all(wanted)
 
     def block_of(self, tensor: Tensor) -> Block | None:
@@ -210,7 +210,7 @@ class DeviceResidency(Residency):
     def _is_held_elsewhere(self, block: Block) -> bool:
         return block.memory is not None and holders(block.memory) > 1
 
-    def _drop(self, block: Block) -> bool:
+    def _evict(self, block: Block) -> bool:
         """Take a block out of host memory; what is on the device stays."""
         if block.pins:
             return False

@@ -1,7 +1,7 @@
 """The blocks that are on the device: copies to compute with, of what is in host memory.
 
 Device memory is taken from the transfer and filled from host memory on its own stream; the stream
-that computes waits for it, the CPU does not. Nothing is ever written back: to drop a block is to
+that computes waits for it, the CPU does not. Nothing is ever written back: to evict a block is to
 give its memory back. A block that somebody else holds a view of stays. While parameters are not in
 use they are guarded, wherever the bytes of their block are.
 """
@@ -101,7 +101,7 @@ class DeviceTier(Copies):
         tier = self._tier()
         chosen = make_room(tier, uses, nbytes)
         for number in tier.held - tier.pinned if chosen is None else chosen:
-            self.drop(self._blocks[number])
+            self.evict(self._blocks[number])
         held, others = self.transfer.memory.used_bytes, self.allowance.others_bytes
         limit = self.allowance.limit_bytes
         if nbytes and held + others + nbytes > limit:
@@ -148,8 +148,8 @@ class DeviceTier(Copies):
         ready = [n for n in moves.fetch if self._blocks[n].in_host is Presence.HERE]
         if not ready:
             return
-        for number in moves.drop:
-            if not self.drop(self._blocks[number]):
+        for number in moves.evict:
+            if not self.evict(self._blocks[number]):
                 return
         for number in ready:
             try:
@@ -203,7 +203,7 @@ class DeviceTier(Copies):
             with self.moving():
                 self._learn_limit(nbytes)
                 for block in [b for b in self._idle() if self._may_go(b)]:
-                    self.drop(block)
+                    self.evict(block)
 
     def _learn_limit(self, nbytes: int) -> None:
         """So much more than there is was allowed."""
@@ -229,12 +229,12 @@ class DeviceTier(Copies):
                 return
             with self.moving():
                 for block in self._idle():
-                    if nbytes > 0 and self.drop(block):
+                    if nbytes > 0 and self.evict(block):
                         nbytes -= self._sizes[block.number]
 
     # --- going ------------------------------------------------------------------------------------
 
-    def drop(self, block: Block) -> bool:
+    def evict(self, block: Block) -> bool:
         """Take a block from the device, unless it is in use or somebody holds a view of it."""
         if block.device_pins or self._is_held_elsewhere(block):
             self._metrics.count("device_drops_refused")

@@ -80,7 +80,7 @@ class GatheredTier(Copies):
                 f"{'host_memory' if self._device.type == 'cpu' else 'device_memory'}"
             )
         for number in chosen or ():
-            self.drop(self._blocks[number])
+            self.evict(self._blocks[number])
 
     def excess_bytes(self, needed: Sequence[Block]) -> int:
         """What the budget lacks for all of these at once; the same on all ranks."""
@@ -99,7 +99,7 @@ class GatheredTier(Copies):
             with self._lock:
                 self.budget_bytes -= nbytes
                 for number in make_room(self._tier(), {}, 0) or ():
-                    self.drop(self._blocks[number])
+                    self.evict(self._blocks[number])
 
     def _let_go_of_slices(self) -> None:
         """A copy that is over holds host memory until somebody has looked."""
@@ -157,8 +157,8 @@ class GatheredTier(Copies):
     def look_ahead(self, uses: Mapping[int, int]) -> Sequence[Block]:
         """Drop what must go for what is needed next, and say what that is."""
         moves: Moves = look_ahead(self._tier(), uses, self._depth)
-        for number in moves.drop:
-            self.drop(self._blocks[number])
+        for number in moves.evict:
+            self.evict(self._blocks[number])
         return [self._blocks[number] for number in moves.fetch]
 
     def _tier(self) -> TierState:
@@ -172,7 +172,7 @@ class GatheredTier(Copies):
 
     # --- going ------------------------------------------------------------------------------------
 
-    def drop(self, block: Block) -> None:
+    def evict(self, block: Block) -> None:
         self.forget(block)
         self._metrics.count("gathered_drops")
 

@@ -47,7 +47,7 @@ class Outside(Protocol):
     def finish(self, piece: Piece) -> Tensor:
         """Its bytes, where they are computed on, once they have come."""
 
-    def drop(self, piece: Piece) -> None:
+    def discard(self, piece: Piece) -> None:
         """The piece has given its memory up; it is still outside."""
 
     def forget(self, piece: Piece) -> None:
@@ -89,7 +89,7 @@ class OnDisk:
         found: Tensor = memory
         return found
 
-    def drop(self, piece: Piece) -> None:
+    def discard(self, piece: Piece) -> None:
         return None
 
     def forget(self, piece: Piece) -> None:
@@ -158,7 +158,7 @@ class InHost:
         host = self._room(piece, may_wait=True)
         copying = self._transfer.read(piece.memory, host, piece.name)
         if piece.outside is not None:  # it has come back once; its buffer ends after the copy
-            self.drop(piece)
+            self.discard(piece)
         piece.outside = _Stay(host, copying)
         self._in_host[piece.number] = weakref.ref(piece)
         self._sink_ahead()
@@ -214,7 +214,7 @@ class InHost:
         if copying is not None:
             copying.wait()
 
-    def drop(self, piece: Piece) -> None:
+    def discard(self, piece: Piece) -> None:
         stay: _Stay = piece.outside
         if stay.buffer is not None:
             stay.buffer.release()
@@ -224,7 +224,7 @@ class InHost:
     def forget(self, piece: Piece) -> None:
         stay: _Stay | None = piece.outside
         if stay is not None:
-            self.drop(piece)
+            self.discard(piece)
             self._over.append(piece.number)
             if self._store is not None:
                 self._store.free(piece.name)

@@ -2,7 +2,7 @@
 
 `use` brings a unit's parameters and keeps them until `done`; `memory_of` brings a block's bytes for
 a moment, wherever somebody turns out to need them. In between the trace says what comes next, the
-scheduler what to fetch and drop, and everything stays within the pool. A block that somebody else
+scheduler what to fetch and evict, and everything stays within the pool. A block that somebody else
 still holds a view of is never taken away. Any thread; one at a time.
 """
 
@@ -254,7 +254,7 @@ class Residency:
         try:
             self._fetch_all(needed)
         except CapacityError:  # there may be room, but not in one piece
-            self._drop_all(needed)
+            self._evict_all(needed)
             self._fetch_all_at_last(needed)
         self._fetch_ahead()
         for block in needed:
@@ -273,13 +273,13 @@ class Residency:
                 raise
             self._fetch_all(needed)
 
-    def _drop_all(self, needed: Sequence[Block]) -> None:
+    def _evict_all(self, needed: Sequence[Block]) -> None:
         """Empty the memory of everything that may go, what is needed included."""
         self._metrics.count("memory_in_pieces")
         unpin(needed)
         try:
             for block in self.blocks:
-                self._drop_if_unused(block)
+                self._evict_if_unused(block)
         finally:
             pin(needed)
 
@@ -300,12 +300,12 @@ class Residency:
         """Blocks have changed: what is needed next may have to come again. Here nothing has."""
 
     def _follow(self, moves: Moves) -> None:
-        for number in moves.drop:
-            if not self._drop(self.blocks[number]):
+        for number in moves.evict:
+            if not self._evict(self.blocks[number]):
                 return
         for number in moves.fetch:
             try:
-                self._fetch(self.blocks[number], Priority.PREFETCH, may_drop=False)
+                self._fetch(self.blocks[number], Priority.PREFETCH, may_evict=False)
             except CapacityError:  # free, but not in one piece
                 self._metrics.count("prefetches_without_room")
                 return
@@ -331,11 +331,11 @@ class Residency:
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def _fetch(self, block: Block, priority: Priority, may_drop: bool = True) -> None:
+    def _fetch(self, block: Block, priority: Priority, may_evict: bool = True) -> None:
         """Start a block's way into host memory, unless it is there or under way."""
         if block.in_host is not Presence.AWAY:
             return
-        memory = self._room_for(block, may_drop)
+        memory = self._room_for(block, may_evict)
         self.backing.read(block, memory, priority)
         self._take_place(block, memory)
         block.move_in_host(Presence.COMING)
@@ -345,7 +345,7 @@ class Residency:
         if block.nbytes:
             self._by_address[memory.data_ptr()] = block
 
-    def _room_for(self, block: Block, may_drop: bool) -> Tensor:
+    def _room_for(self, block: Block, may_evict: bool) -> Tensor:
         """Host memory for a block; others go for it if they must."""
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -354,16 +354,16 @@ class Residency:
                 with self._pool.lease(block.nbytes, what=block.name) as lease:
                     return lease.tensor()
             except CapacityError as error:
-                if not may_drop or not (self._drop_farthest() or self._drop_after_a_while()):
+                if not may_evict or not (self._evict_farthest() or self._evict_after_a_while()):
                     self._tell_who_holds(error)
                     raise
 
-    def _drop_after_a_while(self) -> bool:
+    def _evict_after_a_while(self) -> bool:
         """Whether a block has gone whose views nobody needs any more: frames of an error that was
         caught hold some until garbage is collected, and a thread of autograd's holds a graph for a
         moment after backward has returned.
         """
-        return bool(self._held_elsewhere()) and self._comes_to_pass(self._drop_farthest)
+        return bool(self._held_elsewhere()) and self._comes_to_pass(self._evict_farthest)
 
     def _gets_memory_back(self) -> bool:
         """Whether memory has come free that no block has: such frames hold that of blocks that
@@ -393,7 +393,7 @@ class Residency:
                 f"{error}; somebody holds views of the parameters of {', '.join(held[:5])}, which "
                 "therefore cannot go: a checkpointed function that uses parameters outside of "
                 "their own module, a custom autograd function (ctx.save_for_backward), or other "
-                "code, which must drop them",
+                "code, which must evict them",
             )
         needed = [b for b in self.blocks if b.pins > b.runs and b.memory is not None]
         if needed:
@@ -403,14 +403,14 @@ class Residency:
                 "fetched together: units=... takes what encloses them",
             )
 
-    def _drop_farthest(self) -> bool:
+    def _evict_farthest(self) -> bool:
         tier = self._tier()
         chosen = make_room(tier, self._uses(), tier.free_bytes + 1)
         for number in chosen or ():
-            if self._drop(self.blocks[number]):
+            if self._evict(self.blocks[number]):
                 return True
         # What was fetched ahead, or was in use until now.
-        if any(self._drop_if_unused(block) for block in self.blocks):
+        if any(self._evict_if_unused(block) for block in self.blocks):
             return True
         return any(self._take_from_run(block) for block in self.blocks)
 
@@ -423,18 +423,18 @@ class Residency:
             return False
         block.pins = 0
         try:
-            is_gone = self._drop_if_unused(block)
+            is_gone = self._evict_if_unused(block)
         finally:
             block.pins = block.runs
         self._metrics.count("parameters_taken_from_runs", int(is_gone))
         return is_gone
 
-    def _drop_if_unused(self, block: Block) -> bool:
+    def _evict_if_unused(self, block: Block) -> bool:
         """Whether it has gone; what is on its way is waited for."""
         if block.pins:
             return False
         self._arrive(block)
-        return block.in_host is Presence.HERE and self._drop(block)
+        return block.in_host is Presence.HERE and self._evict(block)
 
     def _arrive(self, block: Block) -> None:
         """Wait until the block is in host memory."""
@@ -463,7 +463,7 @@ class Residency:
             guard(member.param, self._owner)
         block.is_attached = False
 
-    def _drop(self, block: Block) -> bool:
+    def _evict(self, block: Block) -> bool:
         """Take a block out of host memory, unless somebody else holds a view of it."""
         if block.pins or self._is_held_elsewhere(block):
             return False
@@ -502,7 +502,7 @@ class Residency:
         fills_span: it wants memory of the block's `span` only.
         """
         with self._lock:
-            memory = self._room_for(block, may_drop=True)
+            memory = self._room_for(block, may_evict=True)
             if fill is not None:
                 fill(memory)
             for member, values in block.views(memory) if fill is None else ():

@@ -213,7 +213,7 @@ class ShardedResidency(Residency):
     def _is_held_elsewhere(self, block: Block) -> bool:
         return False  # slices are seen by nobody
 
-    def _drop(self, block: Block) -> bool:
+    def _evict(self, block: Block) -> bool:
         """Take a slice out of host memory; the whole block stays."""
         if block.pins:
             return False
@@ -400,7 +400,7 @@ class ShardedResidency(Residency):
         """Of the parameters' own values only our slice is read."""
         self._note_original_devices(block)
         with self._lock:
-            memory = self._room_for(block, may_drop=True).zero_()
+            memory = self._room_for(block, may_evict=True).zero_()
             begin, end = block.span
             if fill is not None and fills_span:
                 fill(memory[: end - begin])

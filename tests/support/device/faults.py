@@ -148,7 +148,7 @@ OF_MODELS = [
     ),
     Fault(
         "dropped too early",
-        dropped(at("tiers.device_residency", "DeviceResidency._drop").call("await_upload")),
+        dropped(at("tiers.device_residency", "DeviceResidency._evict").call("await_upload")),
     ),
     Fault(
         "updated before the device has its copy",
