@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from offload.optim import Lion
     from offload.planner import Plan
     from offload.progress_line import progress
-    from offload.reports import Report
+    from offload.report import Report
     from offload.signals import save_on_signal
 
 __version__ = "0.1.0.dev0"
@@ -68,7 +68,7 @@ __all__ = [
 _LATE = {
     "Lion": "offload.optim",
     "Plan": "offload.planner",
-    "Report": "offload.reports",
+    "Report": "offload.report",
     "TrainerCallback": "offload.huggingface",
     "close": "offload.api",
     "load": "offload.api",

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from offload.accord import draw_up, joined
-from offload.accounts import report_on
 from offload.checkpoint.loading import load as load_checkpoint
 from offload.checkpoint.saving import save as save_checkpoint
 from offload.config import Config
@@ -31,7 +30,8 @@ from offload.optim import WrapRequest, attach, is_wrapped
 from offload.optim.opening import open_session
 from offload.planner import Plan
 from offload.prepared import Prepared, prepared_of, refuse_prepared
-from offload.reports import Report
+from offload.report import Report
+from offload.report_builder import report_on
 from offload.shard import Ranks, is_sharded, place_of, ranks_of
 from offload.torch_versions import warn_if_unknown
 from offload.units import Choice

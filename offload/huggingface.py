@@ -27,8 +27,8 @@ from offload.api import load, report, save
 from offload.checkpoint.rng import random_states, set_random_states
 from offload.errors import ConfigError, OffloadError
 from offload.format.verify import verify
+from offload.live_stats import LiveStats
 from offload.prepared import prepared_of
-from offload.vitals import Vitals
 
 try:
     import transformers
@@ -106,9 +106,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
             told = report(trainer.model if prepared_of(trainer.model) else trainer.optimizer)
         except ConfigError:  # neither is ours: a plain one, whose checkpoints are
             return {}
-        vitals = Vitals.of(told, self._steps_logged)
-        self._steps_logged = vitals.steps
-        return {f"offload/{name}": value for name, value in vitals.to_dict().items()}
+        live_stats = LiveStats.of(told, self._steps_logged)
+        self._steps_logged = live_stats.steps
+        return {f"offload/{name}": value for name, value in live_stats.to_dict().items()}
 
     # --- saving -----------------------------------------------------------------------------------
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from offload.api import report
 from offload.config import format_size
 from offload.errors import ConfigError, StateError
+from offload.live_stats import LiveStats
 from offload.log import LOG
 from offload.loggers import Writer, check_writer, log_numbers
-from offload.reports import Report
+from offload.report import Report
 from offload.screen import NoScreen, Screen, find_screen
 from offload.shard import place_of
 from offload.transfer import used_bytes
-from offload.vitals import Vitals
 
 _T = TypeVar("_T")
 _WINDOW = 24  # lines over which speeds are averaged
@@ -191,16 +191,16 @@ class Progress(Generic[_T]):
         if not shows and not logs:
             return
         told = None if self._optimizer is None else report(self._optimizer)
-        vitals = None if told is None else Vitals.of(told, self._steps_seen)
+        live_stats = None if told is None else LiveStats.of(told, self._steps_seen)
         numbers = {name: float(value) for name, value in self._numbers.items()}
         self._points.append(_DonePoint(now_s, self._done, self._tokens or 0))
         if shows:
             self._shown_s, self._shown_done = now_s, self._done
-            self._steps_seen = vitals.steps if vitals else 0
-            self._show(self._parts(vitals, numbers))
+            self._steps_seen = live_stats.steps if live_stats else 0
+            self._show(self._parts(live_stats, numbers))
         if logs:
             self._logged_done = self._done
-            self._write(told, vitals, numbers)
+            self._write(told, live_stats, numbers)
 
     def _show(self, parts: list[_LinePart]) -> None:
         """A terminal that has gone away is no reason to end a training."""
@@ -217,7 +217,7 @@ class Progress(Generic[_T]):
         tokens = None if not self._tokens else (last.tokens - first.tokens) / spent_s
         return _Speed(spent_s / max(1, last.done - first.done), tokens)
 
-    def _parts(self, vitals: Vitals | None, numbers: Mapping[str, float]) -> list[_LinePart]:
+    def _parts(self, live_stats: LiveStats | None, numbers: Mapping[str, float]) -> list[_LinePart]:
         speed, done = self._speed(), self._start + self._done
         parts = [_LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
         if "loss" in numbers:
@@ -225,23 +225,23 @@ class Progress(Generic[_T]):
         if speed.tokens_per_s is not None:
             parts.append(_LinePart(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
         parts.append(_LinePart(f"{speed.step_s:.2f} s/step", 6))
-        if vitals is not None:
-            if vitals.stall_share is not None:
-                parts.append(_LinePart(f"waiting {vitals.stall_share:.0%}", 3))
-            parts.append(_LinePart(_tiers(vitals, self._device), 4))
+        if live_stats is not None:
+            if live_stats.stall_share is not None:
+                parts.append(_LinePart(f"waiting {live_stats.stall_share:.0%}", 3))
+            parts.append(_LinePart(_tiers(live_stats, self._device), 4))
         if self._total and self._total > done:
             parts.append(_LinePart(f"{_clock((self._total - done) * speed.step_s)} left", 5))
         others = (item for item in numbers.items() if item[0] != "loss")
         return parts + [_LinePart(f"{name} {value:.4g}", 7) for name, value in others]
 
     def _write(
-        self, told: Report | None, vitals: Vitals | None, numbers: Mapping[str, float]
+        self, told: Report | None, live_stats: LiveStats | None, numbers: Mapping[str, float]
     ) -> None:
         """To the log: the report's numbers, those of the line, and the loop's own."""
         assert self._log is not None
         speed = self._speed()
         ours: dict[str, Any] = told.to_dict() if told is not None else {}
-        ours |= vitals.to_dict() if vitals is not None else {}
+        ours |= live_stats.to_dict() if live_stats is not None else {}
         ours["seconds_per_step"] = speed.step_s
         if speed.tokens_per_s is not None:
             ours["tokens_per_s"] = speed.tokens_per_s
@@ -285,11 +285,11 @@ def _device_of(optimizer: Any) -> torch.device | None:
     return next((p.device for p in params if p.device.type not in ("cpu", "meta")), None)
 
 
-def _tiers(vitals: Vitals, device: torch.device | None) -> str:
-    on_device = vitals.device_bytes
+def _tiers(live_stats: LiveStats, device: torch.device | None) -> str:
+    on_device = live_stats.device_bytes
     if on_device is None and device is not None:
         on_device = used_bytes(device)
-    tiers = {"device": on_device, "host": vitals.host_bytes, "disk": vitals.disk_bytes}
+    tiers = {"device": on_device, "host": live_stats.host_bytes, "disk": live_stats.disk_bytes}
     return ", ".join(f"{k} {format_size(n)}" for k, n in tiers.items() if n is not None)
 
 

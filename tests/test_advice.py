@@ -27,7 +27,7 @@ from offload.foresight import outline
 from offload.optim import request
 from offload.optim.optimizer import OffloadOptimizer
 from offload.progress_line import Progress
-from offload.reports import Report
+from offload.report import Report
 from offload.ticket import Ticket
 
 pytestmark = pytest.mark.quick

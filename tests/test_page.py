@@ -16,7 +16,7 @@ import pytest
 
 from offload import metrics, run_file
 from offload.errors import ConfigError, FormatError
-from offload.optim import ledger
+from offload.optim import step_stats
 from offload.page import make_page, make_picture, summarize, summary, to_perfetto
 from offload.page.by_unit import UnitFinder, costs_of, typical_iteration
 from offload.page.document import embedded
@@ -193,7 +193,7 @@ def test_one_step_alone_is_told_as_such() -> None:
 
 def test_the_engine_calls_its_causes_as_the_page_does() -> None:
     assert summary.COMPUTED == metrics.COMPUTING
-    assert (summary.IN_STEP, summary.IN_MODEL) == (ledger.STEP, ledger.MODEL)
+    assert (summary.IN_STEP, summary.IN_MODEL) == (step_stats.STEP, step_stats.MODEL)
     assert summary.OTHER == metrics.OTHER
 
 

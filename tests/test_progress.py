@@ -21,10 +21,10 @@ from torch import nn
 import offload
 from offload import progress_line, units
 from offload.errors import StateError
+from offload.live_stats import stall_share
 from offload.progress_line import Progress, count_tokens
 from offload.run_file import StepFact
 from offload.screen import fit
-from offload.vitals import stall_share
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 

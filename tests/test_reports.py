@@ -26,10 +26,10 @@ from offload.heap import HEAP
 from offload.limits import host_bytes
 from offload.machine import Memory
 from offload.metrics import MOST_EVENTS, Metrics
-from offload.optim.ledger import speeds_of
 from offload.optim.step_log import StepLog
+from offload.optim.step_stats import speeds_of
 from offload.planner import Speeds
-from offload.reports import CAUSES
+from offload.report import CAUSES
 from offload.run_file import StepFact
 from offload.store.engine import Fault, FaultKind
 from offload.timeline import (
@@ -460,9 +460,9 @@ def test_memory_that_the_books_do_not_explain_is_told(
 
 
 def own_peak() -> int:
-    from offload import accounts
+    from offload import report_builder
 
-    return accounts.HOST.peak_bytes
+    return report_builder.HOST.peak_bytes
 
 
 def test_memory_of_the_process_is_not_told_where_it_is_not_known(
@@ -543,7 +543,7 @@ def test_bytes_of_forward_and_backward_are_not_in_the_ceiling_of_steps(tmp_path:
             optimizer.step()
             optimizer.zero_grad()
         told, session = offload.report(model), optimizer._offload_session
-    stepped = session.ledger.stepped
+    stepped = session.step_stats.stepped
     assert 0 < stepped["disk_read_bytes"] < told.disk_read_bytes
     least = told.speeds.least_s(
         stepped["disk_read_bytes"] + stepped["disk_written_bytes"], stepped["updated_bytes"]

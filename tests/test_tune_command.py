@@ -100,7 +100,7 @@ def test_a_trial_runs_with_its_tuning_and_ends_after_its_steps(
         assert max(chunk.numel for chunk in made.session.plan.chunks) == 4096
         assert kernels.num_threads() == 1
         assert train(model, optimizer, 20) == 5
-        step_s = [fact.end_s for fact in made.session.ledger.steps.so_far()]
+        step_s = [fact.end_s for fact in made.session.step_stats.steps.so_far()]
     found = result_of(order)
     assert found.is_whole and found.steps_done == 5
     assert found.targets == (target(),)

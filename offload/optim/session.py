@@ -32,7 +32,6 @@ from offload.optim.consistency import LOAD, MOVE, Consistency, clear_frames
 from offload.optim.exclusive_access import ExclusiveAccess
 from offload.optim.export import Gatherer, Held, export
 from offload.optim.incoming import check_groups, check_states
-from offload.optim.ledger import Ledger
 from offload.optim.norm import GlobalNorm
 from offload.optim.pending_step import PendingStep
 from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
@@ -42,6 +41,7 @@ from offload.optim.resources import OwnResources, ParamOwner, Resources, Watch, 
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.sharded_coordinator import ShardedCoordinator
+from offload.optim.step_stats import StepStats
 from offload.optim.updater import Updater
 from offload.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.pool import Pool
@@ -92,7 +92,7 @@ class Session:
         self._optimizer = weakref.ref(optimizer)
         self.config = config
         self.metrics = Metrics(strict=config.strict) if host is None else host.metrics
-        self.ledger = Ledger(self.metrics, speeds)
+        self.step_stats = StepStats(self.metrics, speeds)
         self.grad_norm: float | None = None
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
@@ -140,7 +140,7 @@ class Session:
             chunk_numel=self._chunk_numel,
             needs_grad_buffers=self.config.release_grads,
             held_bytes=held_bytes,
-            speeds=self.ledger.speeds,
+            speeds=self.step_stats.speeds,
             ranks=share,
             disk_chunk_numel=self.chosen.tuning.chunk_numel,
             most_numel=self.host.most_chunk_numel if self.host else None,
@@ -214,12 +214,12 @@ class Session:
     def step(self) -> None:
         if self.host is not None:
             self.host.check_step(self.optimizer)
-        with self.ledger.step():
+        with self.step_stats.step():
             self._leave_ranks_if_sharded()
             pending = self._begin_step()
             self.updater.carry_out(pending, self.config.max_grad_norm)
             self.grad_norm = self.updater.grad_norm
-        self.chosen.note_step(self.ledger.steps.last, self.metrics, self.host)
+        self.chosen.note_step(self.step_stats.steps.last, self.metrics, self.host)
         HEAP.look()
 
     def _leave_ranks_if_sharded(self) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.metrics import COMPUTING, OTHER
-from offload.reports import Report
+from offload.report import Report
 from offload.run_file import StepFact
 
 
 @dataclass(frozen=True)
-class Vitals:
+class LiveStats:
     """host_bytes: memory that the engine has taken. disk_bytes: in use now. device_bytes: of this
     process, when it was last looked at; None: there is no device, or it is not watched.
     stall_share: of whole iterations, what their thread waited for drives, copies and ranks; None:
@@ -31,7 +31,7 @@ class Vitals:
     fallbacks: int
 
     @classmethod
-    def of(cls, told: Report, steps_before: int = 0) -> Vitals:
+    def of(cls, told: Report, steps_before: int = 0) -> LiveStats:
         """steps_before: the stall share is that of the steps since then, at least of the last."""
         model, plan = told.model, told.plan
         counts = told.steps_done[-1].counts if told.steps_done else {}

@@ -14,11 +14,11 @@ from offload.errors import ConfigError
 from offload.heap import HEAP
 from offload.metrics import Metrics, MetricsSnapshot
 from offload.optim import Session, is_wrapped
-from offload.optim.ledger import Ledger
+from offload.optim.step_stats import StepStats
 from offload.planner import make_plan
 from offload.prepared import Prepared, prepared_of
 from offload.recording import RunFacts
-from offload.reports import (
+from offload.report import (
     Account,
     ActivationUse,
     ModelUse,
@@ -41,17 +41,17 @@ def report_on(optimizer: Any) -> Report:
     """Of a wrapped optimizer, or a prepared model with its optimizer if it has one."""
     made = prepared_of(optimizer)
     if made is not None and made.session is None:  # for evaluation
-        return _report(made, None, made.metrics, Ledger(made.metrics))
+        return _report(made, None, made.metrics, StepStats(made.metrics))
     session: Session = made.session if made and made.session else _session_of(optimizer)
     made = session.host if isinstance(session.host, Prepared) else None
-    return _report(made, session, session.metrics, session.ledger)
+    return _report(made, session, session.metrics, session.step_stats)
 
 
 def _report(
-    made: Prepared | None, session: Session | None, metrics: Metrics, ledger: Ledger
+    made: Prepared | None, session: Session | None, metrics: Metrics, step_stats: StepStats
 ) -> Report:
     """At least one of the first two is there."""
-    total, speeds = metrics.snapshot(), ledger.speeds
+    total, speeds = metrics.snapshot(), step_stats.speeds
     store = session.store if session is not None else made.store if made is not None else None
     pools = list(session.pools) if session is not None else []
     if made is not None and made.pool is not None:
@@ -60,20 +60,20 @@ def _report(
     plan = session.plan if session is not None else make_plan([], None, has_disk=False)
     return Report(
         plan=plan,
-        total=Account.of(total, speeds, ledger.stepped),
-        last=Account.of(ledger.last, speeds),
+        total=Account.of(total, speeds, step_stats.stepped),
+        last=Account.of(step_stats.last, speeds),
         outside=dict(total.outside),
         speeds=speeds,
         fallbacks=dict(total.fallbacks),
         disk_engine=store.stats().engine if store else None,
         host_peak_bytes=sum(pool.stats().peak_bytes for pool in pools),
         events=metrics.events(),
-        model=use_of(made, ledger) if made is not None else None,
+        model=use_of(made, step_stats) if made is not None else None,
         ranks=RankUse(plan.ranks, dict(ranks.sent_bytes)) if ranks and plan.ranks else None,
         process=_process_use(),
         trace=made.trace if made is not None else None,
         samples=metrics.samples(),
-        steps_done=ledger.steps.so_far(),
+        steps_done=step_stats.steps.so_far(),
         facts=_facts_of(made, session),
         tuned=_tuned(_chosen(made, session)),
     )
@@ -101,7 +101,7 @@ def _session_of(optimizer: Any) -> Session:
 # --- what a model costs ---------------------------------------------------------------------------
 
 
-def use_of(made: Prepared, ledger: Ledger) -> ModelUse:
+def use_of(made: Prepared, step_stats: StepStats) -> ModelUse:
     """Of the parameters, for a report."""
     assert made.engine is not None
     residency, total = made.engine.residency, made.metrics.snapshot()
@@ -115,8 +115,8 @@ def use_of(made: Prepared, ledger: Ledger) -> ModelUse:
         hits=total.counts.get("parameter_hits", 0),
         misses=total.counts.get("parameter_misses", 0),
         waited_s=_waited_s(total, _WAITS),
-        round_s=ledger.round_s,
-        round_waited_s=_waited_s(ledger.round, _WAITS),
+        round_s=step_stats.round_s,
+        round_waited_s=_waited_s(step_stats.round, _WAITS),
         read_bytes_per_s=residency.pace.read_bytes_per_s,
         activations=_activations_use(made, total),
         shared=_shared_use(made, total),

@@ -24,7 +24,7 @@ STEP, MODEL = "step(): ", "model: "  # causes of seconds in it, and since the on
 _EARLY = "device_to_host_bytes", "gradients_early_bytes"
 
 
-class Ledger:
+class StepStats:
     def __init__(self, metrics: Metrics, speeds: Speeds = UNKNOWN) -> None:
         self.metrics = metrics
         self.last: MetricsSnapshot = NOTHING  # the last step that ended well
