@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload import kernels
 from offload.errors import ConfigError, StateError
-from offload.foresight.outline import Outline
+from offload.foresight.prepare_plan import PreparePlan
 from offload.shard import Ranks, ranks_of
 
 T = TypeVar("T")
@@ -83,37 +83,41 @@ def joined(process_group: object) -> Iterator[Ranks | None]:
 
 
 def draw_up(
-    ranks: Ranks | None, host_bytes: int | None, make: Callable[[int | None], Outline]
-) -> Outline:
+    ranks: Ranks | None, host_bytes: int | None, make: Callable[[int | None], PreparePlan]
+) -> PreparePlan:
     """The outline that `make` gives for the least that any rank allows, if all can go on."""
     if ranks is None:
         return make(host_bytes)
     allowed = [
         n for n in ranks.exchange(host_bytes, "host memory that is allowed") if n is not None
     ]
-    outline = by_consensus(ranks, "prepare", lambda: make(min(allowed, default=None)))
+    prepare_plan = by_consensus(ranks, "prepare", lambda: make(min(allowed, default=None)))
     try:
-        _check_same(ranks, outline)
-        left = [max(0, n) for n in ranks.exchange(outline.left_bytes, "host memory that is left")]
-        outline.widen(min(left))
+        _check_same(ranks, prepare_plan)
+        left = [
+            max(0, n) for n in ranks.exchange(prepare_plan.left_bytes, "host memory that is left")
+        ]
+        prepare_plan.widen(min(left))
     except BaseException:
-        outline.close()
+        prepare_plan.close()
         raise
-    return outline
+    return prepare_plan
 
 
-def _check_same(ranks: Ranks, outline: Outline) -> None:
+def _check_same(ranks: Ranks, prepare_plan: PreparePlan) -> None:
     ranks.check_equal(
         "the model's structure",
-        [_digest(outline), len(outline.units)],
+        [_digest(prepare_plan), len(prepare_plan.units)],
         "every rank must prepare the same model, with the same optimizer groups and frozen "
         "parameters",
     )
-    ranks.check_equal("config", _facts(outline), "give every rank the same, apart from the budgets")
-    names = [m.name for unit in outline.units for m in unit.members]
-    params = [m.param for unit in outline.units for m in unit.members]
+    ranks.check_equal(
+        "config", _facts(prepare_plan), "give every rank the same, apart from the budgets"
+    )
+    names = [m.name for unit in prepare_plan.units for m in unit.members]
+    params = [m.param for unit in prepare_plan.units for m in unit.members]
     sums = by_consensus(
-        ranks, "the first values", lambda: [_sum(outline, param) for param in params]
+        ranks, "the first values", lambda: [_sum(prepare_plan, param) for param in params]
     )
     each = ranks.exchange(sums, "checksums of the first values")
     other = [name for name, *got in zip(names, *each, strict=True) if len(set(got)) > 1]
@@ -125,21 +129,21 @@ def _check_same(ranks: Ranks, outline: Outline) -> None:
         )
 
 
-def _digest(outline: Outline) -> str:
+def _digest(prepare_plan: PreparePlan) -> str:
     lines = [
         f"{unit.number} {unit.needs} {m.name} {tuple(m.shape)} {m.dtype} {m.param.requires_grad}"
-        for unit in outline.units
+        for unit in prepare_plan.units
         for m in unit.members
     ]
-    lines += [f"{spec.name} {spec.numel} {spec.fields} {spec.unit}" for spec in outline.specs]
+    lines += [f"{spec.name} {spec.numel} {spec.fields} {spec.unit}" for spec in prepare_plan.specs]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _facts(outline: Outline) -> dict[str, object]:
+def _facts(prepare_plan: PreparePlan) -> dict[str, object]:
     """What must be the same: all ranks do the same things then."""
-    config = outline.config
+    config = prepare_plan.config
     return {
-        "device": outline.device.type,
+        "device": prepare_plan.device.type,
         "nvme": config.nvme is not None,
         "prefetch_depth": config.prefetch_depth,
         "activations": config.activations,
@@ -148,9 +152,9 @@ def _facts(outline: Outline) -> dict[str, object]:
     }
 
 
-def _sum(outline: Outline, param: Tensor) -> int | None:
+def _sum(prepare_plan: PreparePlan, param: Tensor) -> int | None:
     """None: the values come from elsewhere."""
-    is_given = outline.start is not None and outline.start.gives(param)
+    is_given = prepare_plan.start is not None and prepare_plan.start.gives(param)
     if param.is_meta or not param.numel() or is_given:
         return None
     return kernels.checksum(param.detach().cpu())

@@ -16,10 +16,10 @@ from offload.checkpoint.loading import load as load_checkpoint
 from offload.checkpoint.saving import save as save_checkpoint
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.foresight.ask import Ask
 from offload.foresight.forecast import Forecast
+from offload.foresight.forecast_request import ForecastRequest
 from offload.foresight.forecaster import forecast
-from offload.foresight.outline import Outline
+from offload.foresight.prepare_plan import PreparePlan
 from offload.heap import HEAP
 from offload.hooks import watch_gradients, watch_passes
 from offload.limits import host_bytes, limited, telling_of_the_budget
@@ -124,14 +124,14 @@ def prepare(
         place = None if ranks is None else ranks.place
         holder = f"{type(model).__name__}, prepared"
         with telling_of_the_budget(config), limited(config, holder):
-            outline = draw_up(
+            prepare_plan = draw_up(
                 ranks,
                 allowed_bytes,
-                lambda nbytes: Outline(model, optimizer, config, nbytes, units, weights, place),
+                lambda nbytes: PreparePlan(model, optimizer, config, nbytes, units, weights, place),
             )
-            made = Prepared(outline, model, optimizer, ranks)
+            made = Prepared(prepare_plan, model, optimizer, ranks)
     HEAP.settle()
-    LOG.info("%s is prepared:\n%s", type(model).__name__, made.outline.plan)
+    LOG.info("%s is prepared:\n%s", type(model).__name__, made.prepare_plan.plan)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -262,7 +262,7 @@ def _plan_by_name(
             f"plan: expected the name of an optimizer behind that of a model, got "
             f"{type(optimizer).__name__}"
         )
-    return forecast(Ask.of(model, optimizer=optimizer, **fields))
+    return forecast(ForecastRequest.of(model, optimizer=optimizer, **fields))
 
 
 def _plan_of_model(
@@ -282,9 +282,9 @@ def _plan_of_model(
     allowed_bytes, _ = host_bytes(config)
     with telling_of_the_budget(config):
         place = place_of(config.process_group)
-        outline = Outline(model, optimizer, config, allowed_bytes, units, weights, place)
-    outline.close()
-    return outline.plan
+        prepare_plan = PreparePlan(model, optimizer, config, allowed_bytes, units, weights, place)
+    prepare_plan.close()
+    return prepare_plan.plan
 
 
 def report(optimizer: Any) -> Report:

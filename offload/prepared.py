@@ -16,7 +16,7 @@ from offload.block_staging import BlockStaging
 from offload.budget import HOST, Share
 from offload.engine import Device, Engine
 from offload.errors import CapacityError, ConfigError, OffloadError, StateError
-from offload.foresight.outline import Outline
+from offload.foresight.prepare_plan import PreparePlan
 from offload.gauges import resident_bytes, used_by
 from offload.heap import HEAP
 from offload.hooks import forget_interrupted_backward, watch_gradients
@@ -83,20 +83,24 @@ class Prepared:
 
     def __init__(
         self,
-        outline: Outline,
+        prepare_plan: PreparePlan,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.outline = outline
+        self.prepare_plan = prepare_plan
         self.ranks = ranks  # that it is shared out over; None: all of it is here
-        self.config, self.units, self.shares = outline.config, outline.units, outline.shares
+        self.config, self.units, self.shares = (
+            prepare_plan.config,
+            prepare_plan.units,
+            prepare_plan.shares,
+        )
         self.metrics = Metrics(strict=self.config.strict)
-        outline.chosen.begin(self.metrics)
-        if outline.device_note is not None:
-            self.metrics.fall_back("device_memory", outline.device_note)
-        self._unit_of = outline.unit_of
-        self._directories = outline.directories
+        prepare_plan.chosen.begin(self.metrics)
+        if prepare_plan.device_note is not None:
+            self.metrics.fall_back("device_memory", prepare_plan.device_note)
+        self._unit_of = prepare_plan.unit_of
+        self._directories = prepare_plan.directories
         self.pool: Pool | None = None
         self.state_pool: Pool | None = None
         self.store: DiskStore | None = None
@@ -109,7 +113,7 @@ class Prepared:
         self._gradients_share: Share | None = None
         self._whole_share: Share | None = None
         self.session: Session | None = None
-        self._start = outline.start
+        self._start = prepare_plan.start
         try:
             if self._start is not None:
                 self._start.begin()
@@ -122,8 +126,8 @@ class Prepared:
                     ranks, "the start of the model", lambda: self._open_model(model, shard_context)
                 )
             self._open_activations(model)
-            if optimizer is not None and outline.recipe is not None:
-                recipe = outline.recipe
+            if optimizer is not None and prepare_plan.recipe is not None:
+                recipe = prepare_plan.recipe
                 by_consensus(
                     ranks, "optimizer state", lambda: self._open_optimizer(optimizer, recipe)
                 )
@@ -142,8 +146,8 @@ class Prepared:
         shares = self.shares
         # Blocks come and go; what the optimizer keeps must not be in their way. On the CPU autograd
         # has memory for gradients.
-        sharding = self.outline.sharding
-        is_made_here = self.outline.is_on_cpu and sharding is None
+        sharding = self.prepare_plan.sharding
+        is_made_here = self.prepare_plan.is_on_cpu and sharding is None
         # Blocks, and what gradients pass through.
         params = shares.params + (shares.staging if is_made_here else shares.gradients)
         self.pool = self._copied_pool(max(params, PIECE_ALIGN))
@@ -155,16 +159,16 @@ class Prepared:
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)  # no device comes to see it
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
-        room = self.outline.disk_room_bytes
+        room = self.prepare_plan.disk_room_bytes
         if room:
-            options = self.outline.chosen.store_options
+            options = self.prepare_plan.chosen.store_options
             self.store = DiskStore(
                 self._directories, room, metrics=self.metrics, memory=memory, **options
             )
 
     def _copied_pool(self, nbytes: int) -> Pool:
         """Of memory that is copied to and from the device, if there is one."""
-        return Pool(nbytes, budget=HOST, device=self.outline.device, metrics=self.metrics)
+        return Pool(nbytes, budget=HOST, device=self.prepare_plan.device, metrics=self.metrics)
 
     def _watch_memory(self) -> None:
         """Samples of it go with the timeline. Who is watched is not held."""
@@ -174,8 +178,8 @@ class Prepared:
                 self.metrics.watch(name, used_by(pool))
         if self.store is not None:
             self.metrics.watch("disk", used_by(self.store))
-        if not self.outline.is_on_cpu:
-            self.metrics.watch("device", partial(used_bytes, self.outline.device))
+        if not self.prepare_plan.is_on_cpu:
+            self.metrics.watch("device", partial(used_bytes, self.prepare_plan.device))
         self.metrics.watch("process", resident_bytes)
         HEAP.serve(self, self.metrics)
 
@@ -187,8 +191,8 @@ class Prepared:
 
     def _open_spare(self) -> DiskStore | None:
         """A store for frozen blocks that were not to be written, and were changed all the same."""
-        stored = {unit.number for unit in self.outline.stored}
-        left = [self.outline.host_bytes_of(u) for u in self.units if u.number not in stored]
+        stored = {unit.number for unit in self.prepare_plan.stored}
+        left = [self.prepare_plan.host_bytes_of(u) for u in self.units if u.number not in stored]
         room = sum(-(-nbytes // 4096) * 4096 for nbytes in left)
         if self._directories and room and self._spare is None:
             LOG.info("weights that were to stay in their files are changed, and are swapped now")
@@ -197,12 +201,12 @@ class Prepared:
         return self._spare
 
     def _open_device(self) -> None:
-        if self.outline.is_on_cpu:
+        if self.prepare_plan.is_on_cpu:
             return
         # As much as one unit's gradients may wait on the device for their copies.
         waiting = max((unit.nbytes for unit in self.units), default=0)
         self.transfer = DeviceTransfer(
-            self.outline.device,
+            self.prepare_plan.device,
             reads_in_flight_bytes=min(waiting, READS_IN_FLIGHT_BYTES),
             metrics=self.metrics,
         )
@@ -211,7 +215,7 @@ class Prepared:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
         depth = None if wanted == "auto" else int(wanted)
-        device = Device(self.transfer, self.outline.device_bytes) if self.transfer else None
+        device = Device(self.transfer, self.prepare_plan.device_bytes) if self.transfer else None
         if self._start is not None:
             self._start.open(self.metrics, self.store)
         self.engine = Engine(
@@ -222,13 +226,15 @@ class Prepared:
             self.metrics,
             depth,
             keeps_gradients=self.shares.gradients + self.shares.gradients_on_disk > 0,
-            spill=self.outline.spill,
+            spill=self.prepare_plan.spill,
             start=self._start,
             on=device,
             shard_context=shard_context,
         )
-        if not self.outline.is_on_cpu:
-            self.buffers = ModelBuffers(model, self.outline.device)  # they have their values now
+        if not self.prepare_plan.is_on_cpu:
+            self.buffers = ModelBuffers(
+                model, self.prepare_plan.device
+            )  # they have their values now
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.backing.open_spare = self._open_spare
@@ -250,20 +256,20 @@ class Prepared:
             self.session.consistency.check()
 
     def _shard_context(self) -> ShardContext | None:
-        sharding = self.outline.sharding
+        sharding = self.prepare_plan.sharding
         if self.ranks is None or sharding is None:
             return None
         wholes: Wholes = HostWholes(self.ranks)
         if self.transfer is not None:
             network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
-            wholes = DeviceWholes(network, self.outline.device_left_bytes)
-        return ShardContext(self.ranks, sharding, wholes, self.outline.spilled_units)
+            wholes = DeviceWholes(network, self.prepare_plan.device_left_bytes)
+        return ShardContext(self.ranks, sharding, wholes, self.prepare_plan.spilled_units)
 
     def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None
         if self.config.activations == "recompute":
             blocks = self.engine.residency.blocks
-            layers = layers_of(model, self.units, self.outline.has_choice)
+            layers = layers_of(model, self.units, self.prepare_plan.has_choice)
             if not layers:
                 self.metrics.fall_back(
                     "recomputation of activations",
@@ -300,7 +306,7 @@ class Prepared:
             self.shares.state,
             watch_gradients,
             host=self,
-            chosen=self.outline.chosen,
+            chosen=self.prepare_plan.chosen,
         )
         try:
             session.updater.take_in(states_of(optimizer, session.updater.records, recipe))
@@ -314,7 +320,7 @@ class Prepared:
 
     @property
     def _has_plain_gradients(self) -> bool:
-        return self.outline.is_on_cpu and self.ranks is None
+        return self.prepare_plan.is_on_cpu and self.ranks is None
 
     # --- for the optimizer's session --------------------------------------------------------------
 
@@ -328,7 +334,7 @@ class Prepared:
         return residency.original_device_of(param)
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
-        return self.outline.own_of(param)
+        return self.prepare_plan.own_of(param)
 
     def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
         return agreed(self.ranks, "step", look, tell)
@@ -337,9 +343,9 @@ class Prepared:
         return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]
 
     def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
-        if self.ranks is None or self.outline.sharding is None:
+        if self.ranks is None or self.prepare_plan.sharding is None:
             return None
-        return UnitGatherer(self.ranks, self.outline.sharding, self.units, records)
+        return UnitGatherer(self.ranks, self.prepare_plan.sharding, self.units, records)
 
     @property
     def has_lost_ranks(self) -> bool:
@@ -366,7 +372,7 @@ class Prepared:
                     "them again, together"
                 )
         needed = plan.disk_capacity_bytes
-        reserved = self.outline.state_plan.disk_capacity_bytes
+        reserved = self.prepare_plan.state_plan.disk_capacity_bytes
         if needed > reserved:
             raise CapacityError(
                 f"nvme: the optimizer state needs {needed} bytes of disk now, {reserved} were "
@@ -395,7 +401,7 @@ class Prepared:
 
     def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
         """Bytes of an element, of each parameter whose gradient is spilled."""
-        spilled, units = self.outline.spill.params, self.outline.spilled_units
+        spilled, units = self.prepare_plan.spill.params, self.prepare_plan.spilled_units
         return {
             record.number: record.dtype.itemsize
             for record in records
@@ -404,7 +410,7 @@ class Prepared:
 
     @property
     def most_chunk_numel(self) -> int | None:
-        return self.outline.most_chunk_numel
+        return self.prepare_plan.most_chunk_numel
 
     # --- for users --------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def use_of(made: Prepared, step_stats: StepStats) -> ModelUse:
     residency, total = made.engine.residency, made.metrics.snapshot()
     return ModelUse(
         units=len(made.units),
-        param_bytes=sum(map(made.outline.host_bytes_of, made.units)),
+        param_bytes=sum(map(made.prepare_plan.host_bytes_of, made.units)),
         shares=made.shares,
         held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
         disk_bytes=_disk_bytes(made),
@@ -182,8 +182,8 @@ def _facts_of(made: Prepared | None, session: Session | None) -> RunFacts:
 
 def _facts_of_model(made: Prepared) -> RunFacts:
     assert made.engine is not None
-    outline, config = made.outline, made.outline.config
-    kept, stored = enclosing(made.units), {unit.number for unit in outline.stored}
+    prepare_plan, config = made.prepare_plan, made.prepare_plan.config
+    kept, stored = enclosing(made.units), {unit.number for unit in prepare_plan.stored}
     units = [
         UnitFact(u.name, u.nbytes, u.needs, u.number in kept, u.number not in stored)
         for u in made.units
@@ -191,14 +191,14 @@ def _facts_of_model(made: Prepared) -> RunFacts:
     return RunFacts(
         title=type(made.engine.model).__name__,
         kind="prepare",
-        device=str(outline.device),
+        device=str(prepare_plan.device),
         prefetch_depth=str(config.prefetch_depth),
         activations=config.activations,
-        tuned=_tuned(outline.chosen),
-        host_bytes=outline.host_bytes,
-        device_bytes=outline.device_bytes or None,
-        directories=len(outline.directories),
-        plan=outline.plan,
+        tuned=_tuned(prepare_plan.chosen),
+        host_bytes=prepare_plan.host_bytes,
+        device_bytes=prepare_plan.device_bytes or None,
+        directories=len(prepare_plan.directories),
+        plan=prepare_plan.plan,
         shares={**made.shares.parts, "gradients on disk": made.shares.gradients_on_disk},
         units=units,
     )
@@ -223,7 +223,7 @@ def _facts_of_optimizer(session: Session) -> RunFacts:
 
 def _chosen(made: Prepared | None, session: Session | None) -> Chosen:
     if made is not None:
-        return made.outline.chosen
+        return made.prepare_plan.chosen
     assert session is not None
     return session.chosen
 

@@ -27,7 +27,7 @@ import offload
 from offload import ConfigError, StateError, draws, engine, recompute
 from offload import units as units_module
 from offload.errors import StoreError
-from offload.foresight import outline
+from offload.foresight import prepare_plan
 from offload.metrics import Metrics
 from offload.pieces import Piece, Saved, Stage
 from offload.prepared import Prepared, prepared_of
@@ -204,7 +204,7 @@ def test_layers_that_are_not_one_unit_each_run_twice_to_the_same_bits(
     param_bytes = sum(param.nbytes for param in ours.layers[0].parameters())
     if cut == "joined":
         find = partial(units_module.find_units, unit_bytes=2 * layer_bytes)
-        monkeypatch.setattr(outline, "find_units", lambda *args: find(*args[:3]))
+        monkeypatch.setattr(prepare_plan, "find_units", lambda *args: find(*args[:3]))
     else:
         monkeypatch.setattr(units_module, "MOST_BYTES", param_bytes - 1)
     with prepared(ours, "recompute", tmp_path) as made:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import offload
 from offload.cli import COMMANDS, make_parser
-from offload.foresight import outline
+from offload.foresight import prepare_plan
 from offload.optim import request
 from offload.optim.optimizer import OffloadOptimizer
 from offload.progress_line import Progress
@@ -33,7 +33,7 @@ from offload.ticket import Ticket
 pytestmark = pytest.mark.quick
 ROOT = Path(offload.__file__).parent
 FIELDS = {field.name for field in dataclasses.fields(offload.Config)}
-REFUSED = {"wrap": set(request._UNBUILT), "prepare": set(outline._UNBUILT)}
+REFUSED = {"wrap": set(request._UNBUILT), "prepare": set(prepare_plan._UNBUILT)}
 
 # Which calls can raise what a file says, by the beginning of its path; the longest counts. Others:
 # both wrap and prepare.

@@ -40,8 +40,8 @@ from offload.measurement.sizes import BenchSizes, ModelSize
 from offload.measurement.survey import SurveyPart, SurveyResult, Wanted, survey
 from offload.optim.traffic import Moved, Traffic, plan_traffic
 from offload.profile import DriveProfile, Profile, Tuned, Tuning
-from offload.standin import StandIn
 from offload.store import DiskStore
+from offload.synthetic_llama import StandIn
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30

@@ -19,8 +19,8 @@ import offload
 from offload.errors import ConfigError
 from offload.foresight.footprint import Footprint, make_on_meta, make_optimizer, measure
 from offload.foresight.model_source import FunctionSource, find_source
-from offload.meter import Meter, metered
-from offload.standin import StandIn
+from offload.meta_cost import Meter, metered
+from offload.synthetic_llama import StandIn
 
 BATCH, SEQUENCE = 2, 24
 

@@ -14,16 +14,16 @@ from torch import nn
 import offload
 from offload import tuning
 from offload.errors import CapacityError, ConfigError, FormatError
-from offload.foresight.ask import FIELDS, Ask
-from offload.foresight.draft import Draft
 from offload.foresight.footprint import measure
 from offload.foresight.forecast import HIDDEN_SHARE, Forecast
+from offload.foresight.forecast_request import FIELDS, ForecastRequest
 from offload.foresight.forecaster import forecast
 from offload.foresight.machines import NOMINAL, find_machine, shipped, with_drives
+from offload.foresight.model_cost import ModelCost
 from offload.foresight.model_source import FunctionSource, find_source
 from offload.planner import least_arena_bytes
 from offload.profile import DriveProfile, Profile, Tuned, Tuning
-from offload.standin import StandIn
+from offload.synthetic_llama import StandIn
 
 BATCH, SEQUENCE = 2, 32
 MODEL = "test_forecast:make"
@@ -51,9 +51,9 @@ def on(tmp_path: Path) -> str:
     return str(tmp_path / "machine.json")
 
 
-def ask(on: str | None, **given: Any) -> Forecast:
+def request(on: str | None, **given: Any) -> Forecast:
     given = {"batch": BATCH, "sequence": SEQUENCE, **given}
-    return forecast(Ask.of(MODEL, on=on, **given))
+    return forecast(ForecastRequest.of(MODEL, on=on, **given))
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_bytes_are_where_the_engine_plans_them(
     model = make().to(getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters())
     planned: Any = offload.plan(model, optimizer, host_memory=host, nvme=tmp_path)
-    found = ask(on, host_memory=host, dtype=dtype)
+    found = request(on, host_memory=host, dtype=dtype)
     assert found.tiers["optimizer state"] == planned.tiers["optimizer state"]
     assert found.tiers["parameters"] == planned.tiers["parameters"]
     assert found.tiers["gradients"]["disk"] == planned.tiers["gradients"]["disk"]
@@ -130,7 +130,7 @@ def test_a_run_moves_the_bytes_that_were_foretold(
     tmp_path: Path, host: str, activations: str
 ) -> None:
     on = tuned_machine(tmp_path / "machine.json", host, Tuning(prefetch_depth=DEPTH))
-    found = ask(on, host_memory=host, activations=activations)
+    found = request(on, host_memory=host, activations=activations)
     read, written = moved_for_real(tmp_path, host, activations)
     assert min(read, written) > 1e6
     assert found.read_bytes == pytest.approx(read, rel=0.03)
@@ -140,9 +140,9 @@ def test_a_run_moves_the_bytes_that_were_foretold(
 
 
 def test_tuned_units_are_those_that_are_planned_with(tmp_path: Path) -> None:
-    plain = ask(tuned_machine(tmp_path / "a.json", "8MiB", Tuning()), host_memory="8MiB")
+    plain = request(tuned_machine(tmp_path / "a.json", "8MiB", Tuning()), host_memory="8MiB")
     large = tuned_machine(tmp_path / "b.json", "8MiB", Tuning(unit_bytes=2 << 20))
-    assert ask(large, host_memory="8MiB").units < plain.units
+    assert request(large, host_memory="8MiB").units < plain.units
 
 
 def test_a_checkpoint_has_the_size_that_was_foretold(on: str, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_checkpoint_has_the_size_that_was_foretold(on: str, tmp_path: Path) ->
     optimizer.step()
     offload.save(tmp_path / "saved", model, optimizer)
     files = [path for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    found = ask(on, host_memory="40MiB", steps=100, save_every=30)
+    found = request(on, host_memory="40MiB", steps=100, save_every=30)
     real = sum(path.stat().st_size for path in files)
     assert found.saving.each_bytes == pytest.approx(real, rel=0.03)
     assert found.saving.count == 3
@@ -160,7 +160,7 @@ def test_a_checkpoint_has_the_size_that_was_foretold(on: str, tmp_path: Path) ->
 
 
 def test_wear_counts_steps_and_checkpoints_over_all_drives(on: str) -> None:
-    found = ask(on, host_memory="8MiB", steps=1000, save_every=100, endurance=2.0, nvme_count=4)
+    found = request(on, host_memory="8MiB", steps=1000, save_every=100, endurance=2.0, nvme_count=4)
     steps = 1000 * found.written_bytes
     assert found.wear.written_tb == pytest.approx((steps + 10 * found.saving.each_bytes) / 1e12)
     assert found.wear.share == pytest.approx(found.wear.written_tb / 8)
@@ -173,7 +173,7 @@ def test_wear_counts_steps_and_checkpoints_over_all_drives(on: str) -> None:
 def test_the_smallest_host_memory_is_the_smallest_that_works(
     on: str, tmp_path: Path, has_disk: bool
 ) -> None:
-    least = ask(on, host_memory="40MiB").least
+    least = request(on, host_memory="40MiB").least
     nbytes = least["host memory with a drive" if has_disk else "host memory without one"]
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -185,36 +185,36 @@ def test_the_smallest_host_memory_is_the_smallest_that_works(
 
 @pytest.mark.parametrize("text", ["1M", "20M"])
 def test_few_elements_tell_how_small_chunks_get(text: str) -> None:
-    draft = Draft.of(measure(find_source(text), 1, 8), "adamw", on_device=False)
-    assert draft._least_state_bytes == least_arena_bytes(draft.specs)
+    model_cost = ModelCost.of(measure(find_source(text), 1, 8), "adamw", on_device=False)
+    assert model_cost._least_state_bytes == least_arena_bytes(model_cost.specs)
 
 
 def test_the_smallest_budgets_on_a_device_work(on: str) -> None:
-    least = ask(on, host_memory="40MiB", device_memory="40MiB").least
+    least = request(on, host_memory="40MiB", device_memory="40MiB").least
     host, device = least["host memory with a drive"], least["device memory"]
-    assert ask(on, host_memory=host, device_memory=device).works
+    assert request(on, host_memory=host, device_memory=device).works
     with pytest.raises(CapacityError, match=r"one unit at a time .* activations"):
-        ask(on, host_memory=host, device_memory=int(0.99 * device))
+        request(on, host_memory=host, device_memory=int(0.99 * device))
 
 
 def test_a_refusal_carries_the_arithmetic_and_what_would_work(on: str) -> None:
     with pytest.raises(
         CapacityError, match=r"1 MiB \(1048576 bytes\) are allowed.*smallest budgets that work"
     ):
-        ask(on, host_memory="1MiB")
+        request(on, host_memory="1MiB")
     with pytest.raises(CapacityError, match=r"give nvme=.*smallest budgets that work"):
-        ask(on, host_memory="8MiB", nvme_count=0)
+        request(on, host_memory="8MiB", nvme_count=0)
 
 
 def test_a_refusal_says_where_a_budget_comes_from_that_nobody_gave(tmp_path: Path) -> None:
     dataclasses.replace(machine(), memory_bytes=1 << 20).save(tmp_path / "small.json")
     with pytest.raises(CapacityError, match="host_memory was not given"):
-        ask(str(tmp_path / "small.json"))
+        request(str(tmp_path / "small.json"))
 
 
 def test_fewer_activations_need_less_of_a_device(on: str) -> None:
     def least(activations: str) -> int:
-        found = ask(on, host_memory="40MiB", device_memory="60MiB", activations=activations)
+        found = request(on, host_memory="40MiB", device_memory="60MiB", activations=activations)
         return found.least["device memory"]
 
     assert least("recompute") < least("keep")
@@ -222,19 +222,19 @@ def test_fewer_activations_need_less_of_a_device(on: str) -> None:
 
 
 def test_it_says_when_plain_torch_would_do(on: str) -> None:
-    assert ask(on).fits_without_us
-    assert "fits without offload" in str(ask(on))
-    assert not ask(on, host_memory="20MiB").fits_without_us
-    assert not ask(on, device_memory="20MiB").fits_without_us
-    large = ask(on, device_memory="200MiB")
+    assert request(on).fits_without_us
+    assert "fits without offload" in str(request(on))
+    assert not request(on, host_memory="20MiB").fits_without_us
+    assert not request(on, device_memory="20MiB").fits_without_us
+    large = request(on, device_memory="200MiB")
     assert large.fits_without_us and large.plain_bytes <= 200 << 20
 
 
 def test_activations_beyond_the_machine_are_a_problem(tmp_path: Path) -> None:
     dataclasses.replace(machine(), memory_bytes=32 << 20).save(tmp_path / "small.json")
     small = str(tmp_path / "small.json")
-    assert ask(small, host_memory="8MiB").works
-    found = ask(small, host_memory="8MiB", batch=32, sequence=64)
+    assert request(small, host_memory="8MiB").works
+    found = request(small, host_memory="8MiB", batch=32, sequence=64)
     assert not found.works
     assert found.passing_bytes > 24 << 20
     assert "PROBLEM" in str(found) and "does not fit as it is" in str(found)
@@ -242,9 +242,9 @@ def test_activations_beyond_the_machine_are_a_problem(tmp_path: Path) -> None:
 
 def test_recomputing_in_vain_is_told(on: str) -> None:
     given: dict[str, Any] = {"on": on, "host_memory": "40MiB", "activations": "recompute"}
-    in_vain = forecast(Ask.of("test_forecast:flat", batch=2, sequence=8, **given))
+    in_vain = forecast(ForecastRequest.of("test_forecast:flat", batch=2, sequence=8, **given))
     assert any("finds no layer" in note for note in in_vain.notes)
-    assert ask(on, host_memory="40MiB", activations="recompute").notes == ()
+    assert request(on, host_memory="40MiB", activations="recompute").notes == ()
 
 
 def flat() -> nn.Module:
@@ -255,7 +255,7 @@ def flat() -> nn.Module:
 
 
 def test_a_step_is_the_sum_of_its_parts_and_no_shorter_than_its_limit(on: str) -> None:
-    found = ask(on, host_memory="8MiB", steps=50)
+    found = request(on, host_memory="8MiB", steps=50)
     timing = found.timing
     assert timing is not None
     parts = timing.compute_s + timing.update_s + timing.other_s + sum(timing.stalls.values())
@@ -266,9 +266,12 @@ def test_a_step_is_the_sum_of_its_parts_and_no_shorter_than_its_limit(on: str) -
 
 
 def test_gains_are_those_of_a_forecast_with_more(on: str) -> None:
-    found = ask(on, host_memory="8MiB")
+    found = request(on, host_memory="8MiB")
     assert found.timing is not None
-    twice, more = ask(on, host_memory="8MiB", nvme_count=2), ask(on, host_memory=(8 << 20) + 10**9)
+    twice, more = (
+        request(on, host_memory="8MiB", nvme_count=2),
+        request(on, host_memory=(8 << 20) + 10**9),
+    )
     for name, other in (("one more drive", twice), ("1 GB more host memory", more)):
         assert other.timing is not None
         gain = found.timing.step_s - other.timing.step_s
@@ -277,20 +280,20 @@ def test_gains_are_those_of_a_forecast_with_more(on: str) -> None:
 
 
 def test_nothing_is_gained_where_no_drive_is_used(on: str) -> None:
-    timing = ask(on, host_memory="100MiB").timing
+    timing = request(on, host_memory="100MiB").timing
     assert timing is not None
     assert timing.gains == {"1 GB more host memory": 0.0}
     assert timing.hidden_tokens is None
 
 
 def test_with_that_many_tokens_the_drives_are_hidden(on: str) -> None:
-    found = ask(on, host_memory="8MiB")
+    found = request(on, host_memory="8MiB")
     assert found.timing is not None and found.timing.hidden_tokens is not None
     before = sum(found.timing.stalls.values()) / found.timing.step_s
     assert before > HIDDEN_SHARE
     assert found.timing.hidden_tokens > found.tokens
     batch = -(-found.timing.hidden_tokens // SEQUENCE)
-    then = ask(on, host_memory="8MiB", batch=batch).timing
+    then = request(on, host_memory="8MiB", batch=batch).timing
     assert then is not None
     assert sum(then.stalls.values()) / then.step_s <= 1.1 * HIDDEN_SHARE
 
@@ -304,14 +307,14 @@ def test_faster_machines_take_less(tmp_path: Path) -> None:
     }.items():
         path = tmp_path / f"{name}.json"
         dataclasses.replace(machine(), **changes).save(path)  # type: ignore[arg-type]
-        timing = ask(str(path), host_memory="8MiB").timing
+        timing = request(str(path), host_memory="8MiB").timing
         assert timing is not None
         times[name] = timing.step_s
     assert times["drives"] < times["as it is"] and times["products"] < times["as it is"]
 
 
 def test_without_speeds_bytes_are_told_and_times_are_not(on: str) -> None:
-    unknown, known = ask(None, host_memory="8MiB"), ask(on, host_memory="8MiB")
+    unknown, known = request(None, host_memory="8MiB"), request(on, host_memory="8MiB")
     assert unknown.timing is None and unknown.saving.each_s is None
     assert unknown.tiers == known.tiers
     assert (unknown.read_bytes, unknown.written_bytes) == (known.read_bytes, known.written_bytes)
@@ -322,7 +325,7 @@ def test_without_speeds_bytes_are_told_and_times_are_not(on: str) -> None:
 
 
 def test_a_forecast_cannot_be_changed_and_is_plain_json(on: str) -> None:
-    found = ask(on, host_memory="8MiB")
+    found = request(on, host_memory="8MiB")
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.steps = 3  # type: ignore[misc]
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
@@ -332,7 +335,7 @@ def test_a_forecast_cannot_be_changed_and_is_plain_json(on: str) -> None:
 
 
 def test_the_table_has_what_people_ask_for(on: str) -> None:
-    text = str(ask(on, host_memory="8MiB", device_memory="60MiB", save_every=10, endurance=600))
+    text = str(request(on, host_memory="8MiB", device_memory="60MiB", save_every=10, endurance=600))
     for row in (
         "parameters",
         "gradients",
@@ -375,13 +378,13 @@ def test_the_table_has_what_people_ask_for(on: str) -> None:
 )
 def test_a_wrong_question_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        forecast(Ask.of(MODEL, **given))
+        forecast(ForecastRequest.of(MODEL, **given))
 
 
 def test_directories_are_counted(on: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    found = ask(on, host_memory="8MiB", nvme=[tmp_path / "a", tmp_path / "b"])
+    found = request(on, host_memory="8MiB", nvme=[tmp_path / "a", tmp_path / "b"])
     assert found.drives == 2
     assert not list((tmp_path / "a").iterdir()), "only planned"
 
@@ -402,7 +405,9 @@ def test_a_shipped_profile_says_where_it_comes_from_and_tells_enough(name: str) 
     assert profile.disk_read_bytes_per_s == pytest.approx(count * profile.disks[0].read_bytes_per_s)
     if profile.device is not None:
         assert profile.to_device_bytes_per_s and profile.to_host_bytes_per_s
-    timing = forecast(Ask.of("5M", on=name, batch=1, sequence=32, host_memory="30MiB")).timing
+    timing = forecast(
+        ForecastRequest.of("5M", on=name, batch=1, sequence=32, host_memory="30MiB")
+    ).timing
     assert timing is not None and 0 < timing.step_s < 1
 
 
@@ -461,9 +466,9 @@ def test_without_a_speed_bytes_are_told_and_no_time(
     tmp_path: Path, on: str, lacking: dict[str, None], named: str
 ) -> None:
     dataclasses.replace(machine(), **lacking).save(tmp_path / "some.json")
-    found = ask(str(tmp_path / "some.json"), host_memory="40MiB")
+    found = request(str(tmp_path / "some.json"), host_memory="40MiB")
     assert found.timing is None
     assert f"no speed of {named}" in found.machine_note and "offload bench" in str(found)
-    whole = ask(on, host_memory="40MiB")
+    whole = request(on, host_memory="40MiB")
     assert whole.timing is not None
     assert (found.read_bytes, found.written_bytes) == (whole.read_bytes, whole.written_bytes)

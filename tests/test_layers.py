@@ -73,8 +73,8 @@ ROWS = [
         "gauges",
         "loggers",
         "screen",
-        "standin",
-        "meter",
+        "synthetic_llama",
+        "meta_cost",
     },
     {"transfer", "pool", "store", "shard", "page"},
     {"scheduler", "trace", "matching", "side_channel"},
@@ -102,9 +102,9 @@ WITHIN = {
         {"device_residency", "device_gradients", "sharded_residency", "sharded_gradients"},
     ],
     "foresight": [
-        {"ask", "forecast", "machines", "model_shape", "model_source"},
-        {"footprint", "outline", "simulation"},
-        {"draft", "simulator"},
+        {"forecast_request", "forecast", "machines", "model_shape", "model_source"},
+        {"footprint", "prepare_plan", "simulation"},
+        {"model_cost", "simulator"},
         {"forecaster", "replay"},
     ],
 }

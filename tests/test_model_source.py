@@ -16,7 +16,7 @@ from offload.errors import ConfigError, FormatError
 from offload.foresight.footprint import measure
 from offload.foresight.model_shape import PUBLISHED, Shape, derive_shape, parse_count
 from offload.foresight.model_source import FunctionSource, find_source
-from offload.standin import StandIn
+from offload.synthetic_llama import StandIn
 
 
 def generator(seed: int) -> torch.Generator:

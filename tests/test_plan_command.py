@@ -18,10 +18,10 @@ from torch import nn
 import offload
 from offload import cli, run_file
 from offload.errors import CapacityError, ConfigError
-from offload.foresight.ask import Ask
+from offload.foresight.forecast_request import ForecastRequest
 from offload.foresight.machines import NOMINAL
 from offload.foresight.replay import replay
-from offload.standin import StandIn
+from offload.synthetic_llama import StandIn
 from offload.workload import Workload
 
 SMALL = ["5M", "--batch", "1", "--sequence", "32", "--host-memory", "20MiB"]
@@ -259,11 +259,11 @@ def test_depths_budgets_and_drives_are_tried_and_the_least_good_one_is_recommend
 
 
 def test_budgets_that_are_too_small_are_told_among_the_trials(trace: Path) -> None:
-    found = replay(trace, "workstation-cpu", None, Ask("", host_bytes=HOST_BYTES))
+    found = replay(trace, "workstation-cpu", None, ForecastRequest("", host_bytes=HOST_BYTES))
     assert any(trial.step_s is None for trial in found.trials)
     assert "too little" in str(found)
     with pytest.raises(CapacityError):
-        replay(trace, "workstation-cpu", None, Ask("", host_bytes=64 << 10))
+        replay(trace, "workstation-cpu", None, ForecastRequest("", host_bytes=64 << 10))
 
 
 def test_without_a_profile_a_replay_is_refused(trace: Path) -> None:

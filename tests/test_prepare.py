@@ -395,7 +395,7 @@ def test_the_plan_says_what_will_be_where(tmp_path: Path, monkeypatch: pytest.Mo
     assert told.shares.total <= 120 * KI and told.disk_room_bytes > told.state.disk_bytes > 0
     offload.prepare(model, optimizer, **tight(tmp_path))
     made = prepared_of(model)
-    assert made is not None and made.outline.plan == told, "prepare does what plan has said"
+    assert made is not None and made.prepare_plan.plan == told, "prepare does what plan has said"
     with pytest.raises(ConfigError, match="is prepared already"):
         offload.plan(model)
     offload.close(model)

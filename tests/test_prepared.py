@@ -22,7 +22,7 @@ from offload import planner, units
 from offload.budget import Budget
 from offload.config import Config
 from offload.errors import CapacityError, ConfigError
-from offload.foresight.outline import Outline
+from offload.foresight.prepare_plan import PreparePlan
 from offload.optim.tiers import is_chunk_key
 from offload.prepared import Prepared
 from offload.shares import share_out
@@ -45,8 +45,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def opened(model: nn.Module, optimizer: Any, folder: Path | str, nbytes: int | None) -> Prepared:
-    outline = Outline(model, optimizer, Config.of(None, nvme=folder), nbytes)
-    return Prepared(outline, model, optimizer)
+    prepare_plan = PreparePlan(model, optimizer, Config.of(None, nvme=folder), nbytes)
+    return Prepared(prepare_plan, model, optimizer)
 
 
 def least_bytes(name: str, dtype: torch.dtype, make_one: Make | None) -> int:
@@ -222,7 +222,7 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path) -> None:
     assert shares.gradients_on_disk >= 24 << 20
     assert "on disk for want of it" in str(shares)
     assert prepared.metrics._gauges["disk"]() == prepared.store.stats().used_bytes
-    room = prepared.outline.spill_room_bytes
+    room = prepared.prepare_plan.spill_room_bytes
     assert shares.gradients_on_disk < room < 1.15 * shares.gradients_on_disk + 2 * shares.staging
     x = torch.ones(4, 1024)
     for step in range(3):

@@ -210,7 +210,7 @@ def test_prepare_runs_with_every_number_of_the_profile(
         assert (opened[0]["depth"], opened[0]["timeout_s"]) == (5, 12.5)
         assert kernels.num_threads() == 1
         assert "prefetch_depth 3" in str(offload.report(model))
-        assert "prefetch_depth 3" in str(made.outline.plan)
+        assert "prefetch_depth 3" in str(made.prepare_plan.plan)
 
 
 def test_what_the_user_says_wins_over_the_profile(tmp_path: Path, own_budget: Any) -> None:

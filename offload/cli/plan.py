@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from offload.cli.output import results
 from offload.config import ACTIVATIONS, PARAM_DTYPES
 from offload.errors import ConfigError
-from offload.foresight.ask import FIELDS, OPTIMIZERS, Ask
+from offload.foresight.forecast_request import FIELDS, OPTIMIZERS, ForecastRequest
 
 if TYPE_CHECKING:
     from offload.foresight.forecast import Forecast
@@ -105,13 +105,13 @@ def _forecast(args: argparse.Namespace) -> Forecast:
         )
     if args.from_profile is not None:
         raise ConfigError("--from: is for --trace, which tells what a run was recorded on")
-    ask = Ask.of(args.model, **_given(args, FIELDS))
+    request = ForecastRequest.of(args.model, **_given(args, FIELDS))
     # Here, because other commands must work where torch does not.
     from offload.foresight.forecaster import forecast
 
     line = PlanProgress(sys.stderr)
     try:
-        return forecast(ask, line.tell)
+        return forecast(request, line.tell)
     finally:
         line.end()
 
@@ -142,7 +142,9 @@ def _replay(args: argparse.Namespace) -> Replay:
         if getattr(args, name, None) is not None and name not in _WITH_TRACE:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option}: a recorded run has its own; leave it out with --trace")
-    budgets = Ask.of("", **_given(args, ("host_memory", "device_memory", "nvme", "nvme_count")))
+    budgets = ForecastRequest.of(
+        "", **_given(args, ("host_memory", "device_memory", "nvme", "nvme_count"))
+    )
     from offload.foresight.replay import replay
 
     return replay(args.trace, args.on, args.from_profile, budgets)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import ConfigError, OffloadError
-from offload.foresight.ask import OPTIMIZERS
+from offload.foresight.forecast_request import OPTIMIZERS
 from offload.foresight.model_source import ModelSource
 from offload.hooks import call_in_backward, follow
-from offload.meter import Meter, metered
+from offload.meta_cost import Meter, metered
 from offload.metrics import Metrics
 from offload.model_buffers import buffer_bytes
 from offload.optim import Lion

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 
 from offload.config import Config, format_size
 from offload.errors import CapacityError
-from offload.foresight.ask import Ask
-from offload.foresight.draft import Draft
 from offload.foresight.footprint import measure
 from offload.foresight.forecast import HIDDEN_SHARE, CheckpointCost, Forecast, Timing, Wear
+from offload.foresight.forecast_request import ForecastRequest
 from offload.foresight.machines import (
     NOMINAL,
     TargetMachine,
@@ -23,6 +22,7 @@ from offload.foresight.machines import (
     usual_host_bytes,
     with_drives,
 )
+from offload.foresight.model_cost import ModelCost
 from offload.foresight.model_source import ModelSource, find_source
 from offload.foresight.simulation.arrangement import Arrangement, arrange
 from offload.foresight.simulator import MODEL, STEP, Outcome, simulate
@@ -66,34 +66,34 @@ class _ForecastCase:
         return arrange(self.work, self.budgets, self.tuning.chunk_numel)
 
 
-def forecast(ask: Ask, tell: Tell = lambda text: None) -> Forecast:
+def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Forecast:
     """tell: is called with what is done now. Raises `ConfigError` where the model or the machine
     cannot be found or run on shapes alone, `CapacityError` with the arithmetic where the budgets
     cannot work.
     """
-    machine = find_machine(ask.on)
-    source = find_source(ask.model, ask.shape)
+    machine = find_machine(request.on)
+    source = find_source(request.model, request.shape)
     known = machine.profile or NOMINAL
-    drives = ask.drives if ask.drives is not None else len(known.disks) or 1
+    drives = request.drives if request.drives is not None else len(known.disks) or 1
     profile = with_drives(completed(known), drives)
-    on_device = profile.device is not None or ask.device_bytes is not None
+    on_device = profile.device is not None or request.device_bytes is not None
     budgets = Budgets(
-        _host_bytes(ask, machine),
-        (ask.device_bytes or usual_device_bytes(profile)) if on_device else None,
+        _host_bytes(request, machine),
+        (request.device_bytes or usual_device_bytes(profile)) if on_device else None,
         drives,
-        ask.activations,
+        request.activations,
     )
     tell("counting what the model computes and keeps")
-    draft = _drafted(ask, source, on_device)
-    tuned = _tuned_for(draft, profile, ask, drives)
+    model_cost = _drafted(request, source, on_device)
+    tuned = _tuned_for(model_cost, profile, request, drives)
     if tuned is not None and tuned.tuning.unit_bytes is not None:
-        draft = _drafted(ask, source, on_device, tuned.tuning.unit_bytes)
+        model_cost = _drafted(request, source, on_device, tuned.tuning.unit_bytes)
     tuning = UNTUNED if tuned is None else tuned.tuning
-    case = _ForecastCase(draft.workload(profile), budgets, profile, tuning)
-    missing = missing_speeds(known, draft.footprint.dtype, drives, on_device)
+    case = _ForecastCase(model_cost.workload(profile), budgets, profile, tuning)
+    missing = missing_speeds(known, model_cost.footprint.dtype, drives, on_device)
     if machine.profile is not None and missing:
         machine = replace(machine, profile=None, note=_not_known(machine, missing))
-    return _answer(ask, machine, draft, case, tuned, tell)
+    return _answer(request, machine, model_cost, case, tuned, tell)
 
 
 def _not_known(machine: TargetMachine, missing: Sequence[str]) -> str:
@@ -104,31 +104,39 @@ def _not_known(machine: TargetMachine, missing: Sequence[str]) -> str:
 
 
 def _drafted(
-    ask: Ask, source: ModelSource, on_device: bool, unit_bytes: int | None = None
-) -> Draft:
+    request: ForecastRequest, source: ModelSource, on_device: bool, unit_bytes: int | None = None
+) -> ModelCost:
     footprint = measure(
-        source, ask.batch, ask.sequence, ask.dtype, ask.activations, unit_bytes, on_device
+        source,
+        request.batch,
+        request.sequence,
+        request.dtype,
+        request.activations,
+        unit_bytes,
+        on_device,
     )
-    return Draft.of(footprint, ask.optimizer, on_device)
+    return ModelCost.of(footprint, request.optimizer, on_device)
 
 
-def _host_bytes(ask: Ask, machine: TargetMachine) -> int | None:
-    if ask.host_bytes is not None:
-        return ask.host_bytes
+def _host_bytes(request: ForecastRequest, machine: TargetMachine) -> int | None:
+    if request.host_bytes is not None:
+        return request.host_bytes
     if machine.profile is not None:
         return usual_host_bytes(machine.profile)
     return usual_bytes_here(Config())[0]
 
 
-def _tuned_for(draft: Draft, machine: Profile, ask: Ask, drives: int) -> Tuned | None:
+def _tuned_for(
+    model_cost: ModelCost, machine: Profile, request: ForecastRequest, drives: int
+) -> Tuned | None:
     """What `offload tune` has found there for this very model, within budgets as they were given
     to it, or not given.
     """
     return machine.tuned_for(
-        fingerprint_of(draft.footprint.model.parameters()),
-        "cpu" if not draft.on_device else machine.device or "cuda",
-        ask.host_bytes,
-        ask.device_bytes,
+        fingerprint_of(model_cost.footprint.model.parameters()),
+        "cpu" if not model_cost.on_device else machine.device or "cuda",
+        request.host_bytes,
+        request.device_bytes,
         drives,
     )
 
@@ -137,91 +145,97 @@ def _tuned_for(draft: Draft, machine: Profile, ask: Ask, drives: int) -> Tuned |
 
 
 def _answer(
-    ask: Ask,
+    request: ForecastRequest,
     machine: TargetMachine,
-    draft: Draft,
+    model_cost: ModelCost,
     case: _ForecastCase,
     tuned: Tuned | None,
     tell: Tell,
 ) -> Forecast:
-    footprint, budgets = draft.footprint, case.budgets
+    footprint, budgets = model_cost.footprint, case.budgets
     tell("simulating a step")
-    arrangement, outcome = _try(draft, case, ask.host_bytes is not None)
-    saving = _saving(ask, draft, case, machine.profile, arrangement)
+    arrangement, outcome = _try(model_cost, case, request.host_bytes is not None)
+    saving = _saving(request, model_cost, case, machine.profile, arrangement)
     return Forecast(
         model=footprint.name,
         machine=machine.name,
         machine_note=machine.note,
         numel=footprint.numel,
-        trained_numel=sum(spec.numel for spec in draft.specs if spec.fields),
+        trained_numel=sum(spec.numel for spec in model_cost.specs if spec.fields),
         dtype=footprint.dtype,
         units=len(footprint.units),
-        batch=ask.batch,
-        sequence=ask.sequence,
+        batch=request.batch,
+        sequence=request.sequence,
         tokens=footprint.tokens,
-        steps=ask.steps,
-        optimizer=ask.optimizer,
-        activations=ask.activations,
+        steps=request.steps,
+        optimizer=request.optimizer,
+        activations=request.activations,
         flops=float(footprint.flops),
         host_bytes=budgets.host_bytes,
         device_bytes=budgets.device_bytes,
         drives=budgets.directories,
-        tiers=_tiers(draft, arrangement),
+        tiers=_tiers(model_cost, arrangement),
         taken_bytes=outcome.host_bytes_taken,
-        passing_bytes=draft.passing_bytes,
+        passing_bytes=model_cost.passing_bytes,
         disk_room_bytes=outcome.disk_bytes,
         read_bytes=outcome.read_bytes,
         written_bytes=outcome.written_bytes,
         spilled_bytes=outcome.spilled_bytes,
         to_device_bytes=outcome.to_device_bytes,
         to_host_bytes=outcome.to_host_bytes,
-        wear=_wear(ask, outcome.written_bytes, saving, budgets.directories),
+        wear=_wear(request, outcome.written_bytes, saving, budgets.directories),
         saving=saving,
-        least=_least(draft),
-        plain_bytes=draft.plain_bytes,
-        fits_without_us=draft.plain_bytes <= _room_bytes(draft, case, machine.profile),
-        notes=tuple(filter(None, (draft.recompute_note,))),
-        problems=_problems(draft, case, machine.profile, outcome),
+        least=_least(model_cost),
+        plain_bytes=model_cost.plain_bytes,
+        fits_without_us=model_cost.plain_bytes <= _room_bytes(model_cost, case, machine.profile),
+        notes=tuple(filter(None, (model_cost.recompute_note,))),
+        problems=_problems(model_cost, case, machine.profile, outcome),
         tuned=None if tuned is None else f"{tuned.tuning}; found {tuned.date}",
-        timing=_timing(ask, draft, case, outcome, tell) if machine.profile is not None else None,
+        timing=_timing(request, model_cost, case, outcome, tell)
+        if machine.profile is not None
+        else None,
     )
 
 
-def _try(draft: Draft, case: _ForecastCase, host_is_given: bool) -> tuple[Arrangement, Outcome]:
+def _try(
+    model_cost: ModelCost, case: _ForecastCase, host_is_given: bool
+) -> tuple[Arrangement, Outcome]:
     """Refusals say what would work."""
     try:
         if case.budgets.device_bytes is not None:
-            draft.check_device(case.budgets.device_bytes)
+            model_cost.check_device(case.budgets.device_bytes)
         return case.arrange(), case.run()
     except CapacityError as error:
-        least = ", ".join(f"{name} {format_size(n)}" for name, n in _least(draft).items())
+        least = ", ".join(f"{name} {format_size(n)}" for name, n in _least(model_cost).items())
         origin = "" if host_is_given else _ORIGIN
         raise CapacityError(f"{error}; smallest budgets that work: {least}{origin}") from error
 
 
-def _least(draft: Draft) -> dict[str, int]:
+def _least(model_cost: ModelCost) -> dict[str, int]:
     found = {
-        "host memory with a drive": draft.least_host_bytes(has_disk=True),
-        "host memory without one": draft.least_host_bytes(has_disk=False),
+        "host memory with a drive": model_cost.least_host_bytes(has_disk=True),
+        "host memory without one": model_cost.least_host_bytes(has_disk=False),
     }
-    return found | ({"device memory": draft.least_device_bytes()} if draft.on_device else {})
+    return found | (
+        {"device memory": model_cost.least_device_bytes()} if model_cost.on_device else {}
+    )
 
 
-def _tiers(draft: Draft, arrangement: Arrangement) -> dict[str, dict[str, int]]:
-    shares, state, footprint = arrangement.shares, arrangement.plan, draft.footprint
+def _tiers(model_cost: ModelCost, arrangement: Arrangement) -> dict[str, dict[str, int]]:
+    shares, state, footprint = arrangement.shares, arrangement.plan, model_cost.footprint
     assert shares is not None, "there are units"
-    in_host = min(shares.params, draft.param_bytes)
-    where = "device" if draft.on_device else "process"
-    here = draft.activations_here_bytes
+    in_host = min(shares.params, model_cost.param_bytes)
+    where = "device" if model_cost.on_device else "process"
+    here = model_cost.activations_here_bytes
     elsewhere = footprint.activation_bytes - here
     if footprint.activations == "offload":  # beyond its share of host memory they go to drives
-        elsewhere += here if not draft.on_device else 0
-        here = here if draft.on_device else 0
+        elsewhere += here if not model_cost.on_device else 0
+        here = here if model_cost.on_device else 0
     in_share = min(elsewhere, shares.activations)
     return {
-        "parameters": {"host": in_host, "disk": draft.param_bytes - in_host},
+        "parameters": {"host": in_host, "disk": model_cost.param_bytes - in_host},
         "gradients": {
-            "host": draft.grad_bytes - shares.gradients_on_disk,
+            "host": model_cost.grad_bytes - shares.gradients_on_disk,
             "disk": shares.gradients_on_disk,
         },
         "optimizer state": {"host": state.resident_bytes, "disk": state.disk_bytes},
@@ -230,20 +244,20 @@ def _tiers(draft: Draft, arrangement: Arrangement) -> dict[str, dict[str, int]]:
     }
 
 
-def _room_bytes(draft: Draft, case: _ForecastCase, machine: Profile | None) -> int:
+def _room_bytes(model_cost: ModelCost, case: _ForecastCase, machine: Profile | None) -> int:
     """That plain torch could have in the place where the model runs."""
-    if draft.on_device:
+    if model_cost.on_device:
         return case.budgets.device_bytes or 0
     total = machine.memory_bytes if machine is not None else None
     return case.budgets.host_bytes or total or 0
 
 
 def _problems(
-    draft: Draft, case: _ForecastCase, machine: Profile | None, outcome: Outcome
+    model_cost: ModelCost, case: _ForecastCase, machine: Profile | None, outcome: Outcome
 ) -> tuple[str, ...]:
     """What the engine itself would not notice: it counts its own bytes only."""
     total = machine.memory_bytes if machine is not None else None
-    beside = 0 if draft.on_device else draft.passing_bytes
+    beside = 0 if model_cost.on_device else model_cost.passing_bytes
     needed = outcome.host_bytes_taken + beside
     if total is None or needed <= total:
         return ()
@@ -258,13 +272,17 @@ def _problems(
 
 
 def _saving(
-    ask: Ask, draft: Draft, case: _ForecastCase, machine: Profile | None, arrangement: Arrangement
+    request: ForecastRequest,
+    model_cost: ModelCost,
+    case: _ForecastCase,
+    machine: Profile | None,
+    arrangement: Arrangement,
 ) -> CheckpointCost:
     """All of it is written; what is on drives must be read for that, by the same drives."""
-    count = ask.steps // ask.save_every if ask.save_every else 0
-    written = draft.checkpoint_bytes
+    count = request.steps // request.save_every if request.save_every else 0
+    written = model_cost.checkpoint_bytes
     read = arrangement.plan.disk_bytes + max(
-        0, draft.param_bytes - arrangement.params_on_host_bytes
+        0, model_cost.param_bytes - arrangement.params_on_host_bytes
     )
     mixed, write = case.machine.disk_mixed_bytes_per_s, case.machine.disk_write_bytes_per_s
     if machine is None or not mixed or not write:
@@ -274,9 +292,11 @@ def _saving(
     )
 
 
-def _wear(ask: Ask, written_bytes: int, saving: CheckpointCost, drives: int) -> Wear:
-    written_tb = (ask.steps * written_bytes + saving.count * saving.each_bytes) / 1e12
-    rated = ask.endurance_tb
+def _wear(
+    request: ForecastRequest, written_bytes: int, saving: CheckpointCost, drives: int
+) -> Wear:
+    written_tb = (request.steps * written_bytes + saving.count * saving.each_bytes) / 1e12
+    rated = request.endurance_tb
     share = written_tb / (rated * max(1, drives)) if rated is not None else None
     return Wear(written_tb, rated, share)
 
@@ -284,7 +304,13 @@ def _wear(ask: Ask, written_bytes: int, saving: CheckpointCost, drives: int) -> 
 # --- time -----------------------------------------------------------------------------------------
 
 
-def _timing(ask: Ask, draft: Draft, case: _ForecastCase, outcome: Outcome, tell: Tell) -> Timing:
+def _timing(
+    request: ForecastRequest,
+    model_cost: ModelCost,
+    case: _ForecastCase,
+    outcome: Outcome,
+    tell: Tell,
+) -> Timing:
     tell("simulating a step with more of each")
     return Timing(
         step_s=outcome.step_s,
@@ -292,8 +318,8 @@ def _timing(ask: Ask, draft: Draft, case: _ForecastCase, outcome: Outcome, tell:
         update_s=outcome.update_s,
         other_s=max(0.0, outcome.other_s),
         stalls=outcome.stalls,
-        tokens_per_s=draft.footprint.tokens / outcome.step_s if outcome.step_s else 0.0,
-        training_s=ask.steps * outcome.step_s,
+        tokens_per_s=model_cost.footprint.tokens / outcome.step_s if outcome.step_s else 0.0,
+        training_s=request.steps * outcome.step_s,
         limit=outcome.limit,
         limit_s=outcome.limit_s,
         depth=outcome.depth,

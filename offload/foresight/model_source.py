@@ -25,7 +25,7 @@ from offload.errors import ConfigError, FormatError
 from offload.foresight.model_shape import Shape, derive_shape, parse_count
 from offload.format.strict_json import parse_json, printable
 from offload.private_file import read_small
-from offload.standin import StandIn
+from offload.synthetic_llama import StandIn
 
 EXAMPLE_METHOD = "offload_example"
 _CONFIG_NAME = "config.json"

@@ -19,7 +19,7 @@ from typing import Any
 from offload import run_file
 from offload.config import format_size
 from offload.errors import CapacityError, ConfigError
-from offload.foresight.ask import Ask
+from offload.foresight.forecast_request import ForecastRequest
 from offload.foresight.machines import (
     TargetMachine,
     find_machine,
@@ -125,7 +125,7 @@ def replay(
     trace: str | os.PathLike[str],
     on: str | None = None,
     recorded_on: str | None = None,
-    budgets: Ask | None = None,
+    budgets: ForecastRequest | None = None,
 ) -> Replay:
     """trace: what `save_trace` wrote. on, recorded_on: profiles; None: this machine's own. budgets:
     those of it that are given; else those of the run, or of the other machine. Raises `ConfigError`
@@ -143,7 +143,9 @@ def replay(
     factor, notes = _factor(run.about, work, origin, machine.profile)
     profile = machine.profile
     is_same = origin is not None and origin.name == profile.name
-    wanted = _budgets(run.about, profile, budgets or Ask(""), keeps_budget=is_same or on is None)
+    wanted = _budgets(
+        run.about, profile, budgets or ForecastRequest(""), keeps_budget=is_same or on is None
+    )
     if work.units:
         work = replace(work, device="cpu" if wanted.device_bytes is None else "device")
     if wanted.device_bytes is not None:
@@ -174,7 +176,7 @@ def _factor(
     return before / after, []
 
 
-def _budgets(about: About, machine: Profile, given: Ask, keeps_budget: bool) -> Budgets:
+def _budgets(about: About, machine: Profile, given: ForecastRequest, keeps_budget: bool) -> Budgets:
     """keeps_budget: it is the machine of the run."""
     host = given.host_bytes
     if host is None:

@@ -14,7 +14,7 @@ from offload.layout import ELEMENT_BYTES
 from offload.measurement.figure import Figure, FigureUnit, Listener, repeat
 from offload.measurement.sizes import BenchSizes, ModelSize
 from offload.prepared import prepared_of
-from offload.standin import StandIn
+from offload.synthetic_llama import StandIn
 
 _SEED = 1
 _NEEDS_BYTES = ELEMENT_BYTES * 4  # of a parameter: itself, its gradient, two moments

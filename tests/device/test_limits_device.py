@@ -178,7 +178,7 @@ def test_a_limit_above_the_device_is_brought_down_and_told() -> None:
     offload.close(model)
     model = deep()
     offload.prepare(model, device="fake", device_memory=95 * LAYER_BYTES)
-    assert not notes_of(model) and prepared_of(model).outline.device_bytes == 95 * LAYER_BYTES
+    assert not notes_of(model) and prepared_of(model).prepare_plan.device_bytes == 95 * LAYER_BYTES
     offload.close(model)
 
 

@@ -232,7 +232,7 @@ def test_budgets_that_cannot_work_are_refused_before_anything_is_allocated() -> 
 def test_auto_is_the_device_that_torch_has() -> None:
     load("eager", 0)
     model = offload.prepare(make("gpt"))
-    assert prepared_of(model).outline.device == torch.device("fake:0")
+    assert prepared_of(model).prepare_plan.device == torch.device("fake:0")
     assert {p.device for p in model.parameters()} == {torch.device("fake:0")}
     assert model.to("fake") is model
     with pytest.raises(ConfigError, match=r"offload\.close"):

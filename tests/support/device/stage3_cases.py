@@ -210,7 +210,7 @@ def trains_right(
     check_seen(what, train(model, optimizer, rank, **(way or {})), seen)
     check_state(what, model.state_dict(), end)
     if not way or "micro" not in way:  # `no_sync` takes more
-        assert made.transfer.memory.peak_bytes <= made.outline.sharding.fixed_bytes, what
+        assert made.transfer.memory.peak_bytes <= made.prepare_plan.sharding.fixed_bytes, what
     found = made.metrics.snapshot()
     assert not found.fallbacks, found.fallbacks
     for count in ("gathered_views_escaped", "whole_gradients_escaped"):
@@ -306,7 +306,7 @@ def counted(rank: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     found = made.metrics.snapshot().counts
-    count, sharding = made.ranks.count, made.outline.sharding
+    count, sharding = made.ranks.count, made.prepare_plan.sharding
     theory = 3 * steps * params * (count - 1) / count
     assert 0.7 * theory < sum(made.ranks.sent_bytes.values()) <= 1.05 * theory
     up, down = (found[f"{way}_bytes"] - before[f"{way}_bytes"] for way in WAYS)

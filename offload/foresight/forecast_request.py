@@ -22,7 +22,7 @@ _WHOLE = ("batch", "sequence", "steps")
 
 
 @dataclass(frozen=True)
-class Ask:
+class ForecastRequest:
     """host_bytes, device_bytes: budgets; None: what the machine would have. drives: None: those
     that the machine has. dtype: None: the model's own. save_every: steps; None: never.
     endurance_tb: that one drive is rated for. on: a profile's file, or the name of a shipped one;
@@ -45,7 +45,7 @@ class Ask:
     endurance_tb: float | None = None
 
     @classmethod
-    def of(cls, model: str | os.PathLike[str], **given: Any) -> Ask:
+    def of(cls, model: str | os.PathLike[str], **given: Any) -> ForecastRequest:
         """From keywords as `offload.plan` takes them; None is as if it were not given. Raises
         `ConfigError` for what is wrong or unknown.
         """

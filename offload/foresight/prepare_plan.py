@@ -39,7 +39,7 @@ _UNBUILT = (
 )
 
 
-class Outline:
+class PreparePlan:
     """Of one model, with an optimizer or without. Changes nothing; `close` lets go of the files
     with weights, if nobody goes on to prepare the model. place: this rank, and how many there are,
     where it is shared out.

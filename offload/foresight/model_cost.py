@@ -36,7 +36,7 @@ _LAYERS_HERE = 2  # whose activations are on a device while the others are elsew
 
 
 @dataclass(frozen=True)
-class Draft:
+class ModelCost:
     """Before any budget. specs: of all parameters of the optimizer. on_device: they run on one."""
 
     footprint: Footprint
@@ -44,13 +44,13 @@ class Draft:
     on_device: bool
 
     @staticmethod
-    def of(footprint: Footprint, optimizer: str, on_device: bool) -> Draft:
+    def of(footprint: Footprint, optimizer: str, on_device: bool) -> ModelCost:
         """optimizer: one of `footprint.OPTIMIZERS`."""
         made = make_optimizer(optimizer, footprint.model)
         records = make_records(made, choose_recipe(made, elementwise=False), made.state)
         unit_of = {m.param: unit.number for unit in footprint.units for m in unit.members}
         specs = tuple(spec_of(record, unit_of[record.param]) for record in records)  # type: ignore[index]
-        return Draft(footprint, specs, on_device)
+        return ModelCost(footprint, specs, on_device)
 
     def workload(self, machine: Profile) -> Workload:
         """How long each use computes there."""
