@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from offload.block import Block
 from offload.config import format_size
 from offload.errors import ConfigError
-from offload.guard import guard, is_guarded, unguard
 from offload.initialise import InitTask, empty_, is_filled, plan_tasks, refuse_empty
 from offload.log import LOG
 from offload.matching import Match, WeightPlace, match
 from offload.metrics import Metrics
+from offload.placeholder import is_offloaded, make_placeholder, restore
 from offload.store import DiskStore
 from offload.store.originals import FileRange, Originals
 from offload.store.weights import Weights
@@ -134,7 +134,7 @@ class Start:
                 ) from error
             self._swapped.append(tensor)
             if is_param:
-                guard(tensor, self)
+                make_placeholder(tensor, self)
 
     def open(self, metrics: Metrics, store: DiskStore | None) -> None:
         if self._weights is not None:
@@ -287,8 +287,8 @@ class Start:
         """After a failure: what was on the meta device is there again. Idempotent."""
         while self._swapped:
             tensor = self._swapped.pop()
-            if is_guarded(tensor):
-                unguard(tensor, _nothing(tensor))
+            if is_offloaded(tensor):
+                restore(tensor, _nothing(tensor))
             _exchange(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
     def close(self) -> None:

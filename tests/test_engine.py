@@ -23,8 +23,8 @@ from offload.block import Reference
 from offload.budget import Budget
 from offload.engine import Engine
 from offload.errors import StateError
-from offload.guard import is_guarded
 from offload.metrics import Metrics
+from offload.placeholder import is_offloaded
 from offload.pool import Pool
 from offload.spilled_gradient import SpilledGradient
 from offload.store import DiskStore, MemoryStore
@@ -110,7 +110,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name: str, share: flo
         assert nothing_is_used(engine)
         for p, q in zip(plain.buffers(), ours.buffers(), strict=True):
             assert torch.equal(p, q)
-    assert not any(is_guarded(p) for p in ours.parameters())
+    assert not any(is_offloaded(p) for p in ours.parameters())
     for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -140,7 +140,7 @@ def test_what_is_away_is_refused_outside_a_run() -> None:
     model = make("gpt")
     with prepared(model, 0.3):
         loss_of(model, batch(0)).backward()
-        away = [p for p in model.parameters() if is_guarded(p)]
+        away = [p for p in model.parameters() if is_offloaded(p)]
         assert away
         with pytest.raises(StateError, match=r"offload\.resident"):
             away[0].norm()

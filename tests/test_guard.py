@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload.errors import StateError
-from offload.guard import Guarded, guard, is_guarded, unguard
+from offload.placeholder import OffloadedParameter, is_offloaded, make_placeholder, restore
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +26,7 @@ class Keeper:
     def __init__(self, param: nn.Parameter, may_bring: bool = False) -> None:
         self.param, self.values, self.may_bring = param, param.detach().clone(), may_bring
         self.brought = 0
-        guard(param, self)
+        make_placeholder(param, self)
 
     def name_of(self, param: Tensor) -> str:
         assert param is self.param
@@ -35,7 +35,7 @@ class Keeper:
     def bring(self, params: Sequence[Tensor]) -> bool:
         if self.may_bring:
             self.brought += 1
-            unguard(params[0], self.values)
+            restore(params[0], self.values)
         return self.may_bring
 
 
@@ -47,7 +47,7 @@ def weight() -> nn.Parameter:
 def test_what_it_is_stays_known() -> None:
     param = weight()
     Keeper(param)
-    assert isinstance(param, nn.Parameter) and is_guarded(param)
+    assert isinstance(param, nn.Parameter) and is_offloaded(param)
     assert param.shape == (3, 4) and param.size(1) == 4 and len(param) == 3
     assert param.numel() == 12 and param.dim() == param.ndim == 2 and param.nbytes == 48
     assert param.dtype == torch.float32 and param.is_floating_point() and param.element_size() == 4
@@ -107,7 +107,7 @@ def test_what_it_holds_is_out_of_reach(number: int) -> None:
     Keeper(param)
     with pytest.raises(StateError, match=r"layer\.weight: cannot be .* `with offload\.resident"):
         USES[number](param)
-    assert is_guarded(param)
+    assert is_offloaded(param)
 
 
 @pytest.mark.parametrize("number", range(len(USES)))
@@ -151,7 +151,7 @@ def test_every_type(dtype: torch.dtype) -> None:
         lost = Tensor.sum(param)
     is_number = not (dtype.is_floating_point or dtype.is_complex)
     assert lost == 6 * torch.iinfo(dtype).min if is_number else lost.isnan()
-    unguard(param, keeper.values)
+    restore(param, keeper.values)
     assert torch.equal(param, values)
 
 
@@ -171,7 +171,7 @@ def test_identity_and_class_come_back() -> None:
     param = Special(torch.ones(2))
     before = id(param)
     keeper = Keeper(param)
-    assert type(param) is Guarded
-    guard(param, keeper)  # again: nothing
-    unguard(param, keeper.values)
+    assert type(param) is OffloadedParameter
+    make_placeholder(param, keeper)  # again: nothing
+    restore(param, keeper.values)
     assert type(param) is Special and id(param) == before and vars(param) == {}

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from offload import locks
 from offload.checkpoint import background
 from offload.errors import StateError, StoreTimeout, reason
-from offload.guard import set_own_grad
 from offload.metrics import Metrics
+from offload.placeholder import set_own_grad
 from offload.pool import Pool
 from offload.shard import Ranks
 from offload.sharding import Sharding

@@ -47,7 +47,7 @@ ROWS = [
         "decoded",
         "event_log",
         "number_log",
-        "guard",
+        "placeholder",
         "draws",
         "model_buffers",
         "casts",

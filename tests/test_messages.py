@@ -20,8 +20,8 @@ from torch import nn
 import offload
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StateError, StoreError
-from offload.guard import is_guarded
 from offload.optim.updater import Updater
+from offload.placeholder import is_offloaded
 from offload.prepared import prepared_of
 from offload.store import handout
 from offload.store.files import System
@@ -419,7 +419,7 @@ def test_parameters_of_two_ages_are_refused_where_they_are_not_in_memory(tmp_pat
     """A load of the optimizer's state names them until the model is loaded."""
     model, optimizer = interrupted_step(tmp_path, least_bytes(tmp_path))
     plain, fresh = eight_layers()
-    assert sum(is_guarded(param) for param in model.parameters()) > 8, "most are not in memory"
+    assert sum(is_offloaded(param) for param in model.parameters()) > 8, "most are not in memory"
     with torch.no_grad():  # each of them comes, and most go again
         model(torch.ones(2, 64))
     with pytest.raises(StateError, match=r"one of 16\) .* load the model's checkpoint first"):

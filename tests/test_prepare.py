@@ -21,7 +21,7 @@ from torch import nn
 import offload
 from offload import CapacityError, ConfigError, StateError, kernels
 from offload import units as units_module
-from offload.guard import is_guarded
+from offload.placeholder import is_offloaded
 from offload.prepared import prepared_of
 from offload.tiers import residency
 from offload.units import enclosing
@@ -54,7 +54,7 @@ def gpt(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
     model = make("gpt")
     model, optimizer = offload.prepare(model, adamw(model), **tight(tmp_path))
     step(model, optimizer, 0)
-    assert any(map(is_guarded, model.parameters()))
+    assert any(map(is_offloaded, model.parameters()))
     yield model, optimizer
     offload.close(model)
 
@@ -194,7 +194,7 @@ def test_resident_parameters_are_ordinary_ones(gpt: tuple[nn.Module, Any]) -> No
         with offload.resident(module):
             for p, q in zip(module.parameters(), other.parameters(), strict=True):
                 assert torch.equal(p, q) and p.norm() == q.norm()
-    away = next(p for p in model.parameters() if is_guarded(p))
+    away = next(p for p in model.parameters() if is_offloaded(p))
     for use in (away.norm, lambda: away + 1, lambda: away.data, away.detach, away.tolist):
         with pytest.raises(StateError, match=r"offload\.resident"):
             use()
@@ -228,7 +228,7 @@ def test_edits_are_kept(gpt: tuple[nn.Module, Any], how: str, inside: bool) -> N
                 assert torch.equal(model(batch(8)), plain(batch(8)))
                 edited = 0
                 for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                    if not is_guarded(p):
+                    if not is_offloaded(p):
                         EDITS[how](p)
                         EDITS[how](q)
                         edited += 1
@@ -428,7 +428,7 @@ def test_state_without_masters_goes_on(tmp_path: Path) -> None:
     offload.wrap(theirs)
     held = offload.report(theirs).plan.arena_bytes
     offload.prepare(ours, mine, host_memory=held + 110 * KI, nvme=tmp_path)
-    assert any(map(is_guarded, ours.parameters()))
+    assert any(map(is_offloaded, ours.parameters()))
     for seed in (1, 2):
         assert step(plain, theirs, seed) == step(ours, mine, seed)
     theirs.load_state_dict(saved)
@@ -473,7 +473,7 @@ def test_an_interrupt_in_forward_leaves_the_model_usable(tmp_path: Path) -> None
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         with torch.no_grad():
             for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
-                if not is_guarded(q):
+                if not is_offloaded(q):
                     p.data.mul_(1.01)
                     q.data.mul_(1.01)
         assert_same_model(ours, plain)
@@ -624,7 +624,7 @@ def test_layers_that_treat_their_weights_in_unusual_ways(kind: Any, tmp_path: Pa
             optimizer.zero_grad()
             losses.append(loss.detach())
         if is_prepared:
-            assert any(map(is_guarded, model.parameters())), "not all of it has room"
+            assert any(map(is_offloaded, model.parameters())), "not all of it has room"
             offload.close(model)
         results.append([*losses, *(p.detach().clone() for p in model.parameters())])
     for ours, theirs in zip(*results, strict=True):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import StateError, planner, units
-from offload.guard import is_guarded
+from offload.placeholder import is_offloaded
 from offload.prepared import prepared_of
 from offload.units import enclosing
 
@@ -146,7 +146,7 @@ class Pair:
         self.compare_gradients()
 
     def do_touch(self, number: int) -> None:
-        away = [param for param in self.ours.parameters() if is_guarded(param)]
+        away = [param for param in self.ours.parameters() if is_offloaded(param)]
         for param in away[:2]:
             with pytest.raises(StateError, match=r"offload\.resident"):
                 param.sum()

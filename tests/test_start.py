@@ -23,8 +23,8 @@ from torch.nn import functional
 import offload
 from offload import ConfigError, FormatError, StoreError, planner, units
 from offload.errors import CapacityError
-from offload.guard import is_guarded
 from offload.initialise import plan_tasks
+from offload.placeholder import is_offloaded
 from offload.prepared import Prepared, prepared_of
 from offload.store.originals import Original
 from offload.store.weights import INDEX
@@ -335,7 +335,7 @@ def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="no more"):
         patch.setattr(Original, "read", fail_from_fourth_on)
         offload.prepare(ours, adamw(ours), **way)
-    assert not any(is_guarded(p) for p in ours.parameters()) and prepared_of(ours) is None
+    assert not any(is_offloaded(p) for p in ours.parameters()) and prepared_of(ours) is None
     from_file = 0
     for ours_one, old_one, new_one in zip(
         ours.parameters(), old.parameters(), new.parameters(), strict=True
@@ -510,7 +510,7 @@ def test_without_an_optimizer_nothing_is_written_or_reserved(tmp_path: Path) -> 
     assert offload.prepare(ours, weights=path, host_memory=24 * KI) is ours
     made = prepared_of(ours)
     assert made is not None and made.store is None and not made.shares.holds_all_params
-    assert all(is_guarded(p) for p in ours.parameters())
+    assert all(is_offloaded(p) for p in ours.parameters())
     with torch.no_grad():
         for seed in range(3):
             assert torch.equal(ours(batch(seed)), plain(batch(seed)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.block import Block, DevicePins
-from offload.guard import Owner, guard_on_device, nowhere, unguard
+from offload.placeholder import Owner, make_device_placeholder, placeholder_storage, restore
 
 
 class Copies(DevicePins, ABC):
@@ -36,7 +36,7 @@ class Copies(DevicePins, ABC):
         self._by_address: dict[int, Block] = {}
         self._versions: dict[int, int] = {}  # of what is attached, when it was
         self._current: frozenset[int] = frozenset()  # blocks of the latest use
-        self._nowhere: dict[torch.dtype, Tensor] = {}
+        self._placeholder_storage: dict[torch.dtype, Tensor] = {}
 
     @abstractmethod
     def memory_of(self, block: Block) -> Tensor:
@@ -58,7 +58,7 @@ class Copies(DevicePins, ABC):
         memory = self.memory_of(block)
         if not block.is_attached:
             for member, values in block.views(memory):
-                unguard(member.param, values)
+                restore(member.param, values)
             self.note_seen(block)
             block.is_attached = True
 
@@ -74,9 +74,9 @@ class Copies(DevicePins, ABC):
     def hide(self, block: Block) -> None:
         for member in block.unit.members:
             dtype = member.dtype
-            if dtype not in self._nowhere:
-                self._nowhere[dtype] = nowhere(dtype, self._device)
-            guard_on_device(member.param, self._owner, self._nowhere[dtype])
+            if dtype not in self._placeholder_storage:
+                self._placeholder_storage[dtype] = placeholder_storage(dtype, self._device)
+            make_device_placeholder(member.param, self._owner, self._placeholder_storage[dtype])
 
     def note_seen(self, block: Block) -> None:
         """What was done to its parameters so far is known."""

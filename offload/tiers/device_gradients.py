@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, StateError
-from offload.guard import own_grad, set_own_grad
 from offload.holders import holders
 from offload.locks import steadfast, uninterrupted
 from offload.metrics import Metrics
+from offload.placeholder import own_grad, set_own_grad
 from offload.pool import PIECE_ALIGN, Pool
 from offload.spilled_gradient import SpilledGradient
 from offload.store.outgoing import Outgoing

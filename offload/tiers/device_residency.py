@@ -18,8 +18,8 @@ from torch import Tensor
 
 from offload.block import Block, Presence, pinned
 from offload.errors import CapacityError, OffloadError
-from offload.guard import unguard
 from offload.holders import holders
+from offload.placeholder import restore
 from offload.scheduler import look_ahead
 from offload.shares import least_device_bytes
 from offload.store.originals import Original
@@ -321,7 +321,7 @@ class DeviceResidency(Residency):
         self._shown[block.number] = block.generation
         assert block.memory is not None
         for member, values in block.views(block.memory):
-            unguard(member.param, values)
+            restore(member.param, values)
 
     def _hide(self, block: Block) -> None:
         generation = self._shown.pop(block.number, None)

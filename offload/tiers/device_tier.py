@@ -19,9 +19,9 @@ from torch import Tensor
 from offload.block import Block, Presence
 from offload.config import format_size
 from offload.errors import CapacityError
-from offload.guard import Owner, unguard
 from offload.locks import attempt
 from offload.metrics import Metrics
+from offload.placeholder import Owner, restore
 from offload.scheduler import TierState, look_ahead, make_room
 from offload.shares import on_device_bytes
 from offload.ticket import Ticket
@@ -270,7 +270,7 @@ class DeviceTier(Copies):
         """Copy the values that are in host memory to what is attached."""
         self.fill(block)
         for member, values in block.views(self.memory_of(block)):
-            unguard(member.param, values)
+            restore(member.param, values)
         self.note_seen(block)
 
     def await_upload(self, block: Block) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from offload import kernels
 from offload.block import Block
 from offload.errors import StateError
-from offload.guard import unguard
+from offload.placeholder import restore
 
 
 class Edits:
@@ -98,7 +98,7 @@ def take_in_rebound(
         settle(block)
     for member, values in places:
         values.copy_(member.param.detach())
-        unguard(member.param, values)
+        restore(member.param, values)
     return True
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from offload.block import Block, Presence
 from offload.config import format_size
 from offload.errors import CapacityError, OffloadError
-from offload.guard import Owner
 from offload.metrics import Metrics
+from offload.placeholder import Owner
 from offload.scheduler import Moves, TierState, look_ahead, make_room
 from offload.ticket import Ticket
 from offload.tiers.copies import Copies

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload import kernels
 from offload.block import Block
 from offload.errors import StateError
-from offload.guard import unguard
+from offload.placeholder import restore
 from offload.shard import Ranks
 from offload.tiers.edits import take_in_rebound, untangle
 
@@ -34,7 +34,7 @@ def whole_in_host(
     try:
         for block, whole in places:
             for member, values in block.views(whole):
-                unguard(member.param, values)
+                restore(member.param, values)
         yield
         untangle(places)
         for block, whole in places:

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from offload.errors import ConfigError, StateError
 from offload.gradient_handle import Edit
-from offload.guard import own_grad, set_own_grad
 from offload.locks import uninterrupted
 from offload.metrics import Metrics
+from offload.placeholder import own_grad, set_own_grad
 from offload.pool import PIECE_ALIGN, Pool
 from offload.shard import Ranks
 from offload.sharding import Sharding

@@ -21,10 +21,10 @@ from torch.autograd.graph import increment_version
 
 from offload.block import Block, Presence, pin, pinned, unpin
 from offload.errors import CapacityError, OffloadError
-from offload.guard import Owner, guard, unguard
 from offload.holders import holders
 from offload.locks import nap
 from offload.metrics import Metrics
+from offload.placeholder import Owner, make_placeholder, restore
 from offload.pool import Pool
 from offload.scheduler import Moves, TierState, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
@@ -453,14 +453,14 @@ class Residency:
         if not block.is_attached:
             assert block.memory is not None
             for member, values in block.views(block.memory):
-                unguard(member.param, values)
+                restore(member.param, values)
             block.is_attached = True
             block.version = block.version_now
 
     def _detach(self, block: Block) -> None:
         block.seen = None
         for member in block.unit.members:
-            guard(member.param, self._owner)
+            make_placeholder(member.param, self._owner)
         block.is_attached = False
 
     def _evict(self, block: Block) -> bool:
@@ -581,4 +581,4 @@ class Residency:
         for _, place in places:
             place.settle()  # we are about to forget them
         for member, place in places:
-            unguard(member.param, place.tensor)
+            restore(member.param, place.tensor)

@@ -17,7 +17,7 @@ from torch import Tensor
 from offload import kernels
 from offload.errors import ConfigError, StateError
 from offload.gradient_handle import Edit
-from offload.guard import own_grad, set_own_grad
+from offload.placeholder import own_grad, set_own_grad
 from offload.sliced_gradient import SlicedGradient, power_sum
 from offload.spilled_gradient import ColdValues
 from offload.store.outgoing import Outgoing

@@ -38,7 +38,7 @@ from offload import planner, prepared, units
 from offload.block import Presence
 from offload.budget import Budget
 from offload.errors import CapacityError, ConfigError, StateError
-from offload.guard import is_guarded
+from offload.placeholder import is_offloaded
 from offload.pool import Pool
 from offload.prepared import prepared_of
 from offload.shares import least_device_bytes
@@ -277,7 +277,7 @@ def test_parameters_are_guarded_outside_of_runs() -> None:
     tier = prepared_of(model).engine.residency.tier
     model(batch(0).to("fake"))
     assert any(block.on_device is Presence.HERE for block in tier._blocks)
-    assert all(is_guarded(p) for p in model.parameters())
+    assert all(is_offloaded(p) for p in model.parameters())
     with pytest.raises(StateError, match=r"offload\.resident"):
         model.head.weight.norm()
     copied = counts_of(model)["host_to_device_bytes"]
@@ -464,7 +464,7 @@ def test_an_exception_leaves_everything_consistent(fake: DeviceModule) -> None:
         with pytest.raises(ValueError, match="in the middle"):
             loss_of(model, batch(0).to("fake"))
         handle.remove()
-        assert all(is_guarded(p) for p in model.parameters())
+        assert all(is_offloaded(p) for p in model.parameters())
     loss = loss_of(model, batch(0).to("fake"))
     hook = model.layers[1].up.weight.register_hook(fail)
     with pytest.raises(ValueError, match="in the middle"):
@@ -736,12 +736,12 @@ def test_lending_ends_for_all_when_one_cannot_be_taken_back(fake: DeviceModule) 
     shape = wrong.shape
     with pytest.raises(StateError, match="convert the values"), offload.resident(model):
         wrong.data = torch.zeros(3, 3, device="fake")
-    seen = [name for name, param in params.items() if not is_guarded(param)]
+    seen = [name for name, param in params.items() if not is_offloaded(param)]
     assert seen and all(name.startswith("layers.0.") for name in seen), "until that is mended"
     wrong.data = before["layers.0.up.weight"].view(shape).to("fake")
     with torch.no_grad():
         model(batch(0).to("fake"))
-    assert all(map(is_guarded, params.values()))
+    assert all(map(is_offloaded, params.values()))
     for name, values in model.state_dict().items():
         assert torch.equal(values, before[name]), name
     optimizer.close()

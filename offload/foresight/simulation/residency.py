@@ -17,8 +17,8 @@ from torch import Tensor
 from offload.block import Block, Presence
 from offload.foresight.simulation.clock import Clock
 from offload.foresight.simulation.memory import FactUnit, VirtualPool, VirtualStore
-from offload.guard import Owner
 from offload.metrics import Metrics
+from offload.placeholder import Owner
 from offload.pool import Pool
 from offload.store import DiskStore
 from offload.tiers.backing import KEY

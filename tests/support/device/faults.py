@@ -160,7 +160,10 @@ OF_MODELS = [
     ),
     Fault(
         "gradients are not seen",
-        becomes(at("guard", "guard_on_device").call("_guard").argument(4), "Guarded"),
+        becomes(
+            at("placeholder", "make_device_placeholder").call("_guard").argument(4),
+            "OffloadedParameter",
+        ),
     ),
     Fault(
         "no room for others",

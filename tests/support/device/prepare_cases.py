@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CapacityError
-from offload.guard import is_guarded
+from offload.placeholder import is_offloaded
 from offload.prepared import prepared_of
 from offload.shares import least_device_bytes, on_device_bytes
 from support.allowance import CHECKS
@@ -241,7 +241,7 @@ def edits_right(folder: Path, schedule: tuple[str, int]) -> None:
     model, _ = ready(folder)
     try:
         assert_same_tensors(edits(model, offload.resident), expected)
-        assert all(is_guarded(p) for p in model.parameters())
+        assert all(is_offloaded(p) for p in model.parameters())
     finally:
         offload.close(model)
 

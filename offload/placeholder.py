@@ -81,7 +81,7 @@ class Owner(Protocol):
         """Make all these values come, if now is a time when they may; whether they are there."""
 
 
-class Guarded(nn.Parameter):
+class OffloadedParameter(nn.Parameter):
     """A parameter whose values are away."""
 
     @classmethod
@@ -95,12 +95,12 @@ class Guarded(nn.Parameter):
         if func in _harmless():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        guarded = list(_guarded_in((args, kwargs or {})))
+        offloaded = list(_offloaded_in((args, kwargs or {})))
         if func in _answers():
             return _answers()[func](*args, **(kwargs or {}))
-        wanted = {param: _owner(param) for param in guarded}
+        wanted = {param: _owner(param) for param in offloaded}
         _bring_all(wanted, func)
-        gone = {param: _owner(param) for param in _guarded_in((args, kwargs or {}))}
+        gone = {param: _owner(param) for param in _offloaded_in((args, kwargs or {}))}
         if gone:  # for the others: all at once, then
             _bring_all(wanted | gone, func)
         # Their class is the ordinary one again.
@@ -113,7 +113,7 @@ class Guarded(nn.Parameter):
         raise StateError(_refusal(self, "pickled"))
 
 
-class GuardedOnDevice(Guarded):
+class OffloadedDeviceParameter(OffloadedParameter):
     """One whose values are used on a device, while its gradient is in host memory: its owner is
     asked for it, for torch has them only together.
     """
@@ -127,7 +127,7 @@ class GuardedOnDevice(Guarded):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         answer = _of_gradients().get(func)
-        if answer is not None and isinstance(args[0], GuardedOnDevice):
+        if answer is not None and isinstance(args[0], OffloadedDeviceParameter):
             return answer(*args)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -140,40 +140,40 @@ class GradientKeeper(Protocol):
     def put(self, param: Tensor, grad: Tensor | None) -> None: ...
 
 
-def guard(param: Tensor, owner: Owner) -> None:
+def make_placeholder(param: Tensor, owner: Owner) -> None:
     """Take the values of a parameter away; their memory is whoever else holds it. One that is
     guarded already has another owner from now on.
     """
-    if isinstance(param, Guarded):
+    if isinstance(param, OffloadedParameter):
         setattr(param, _OWNER, owner)
     else:
-        _guard(param, owner, nowhere(param.dtype), Guarded)
+        _guard(param, owner, placeholder_storage(param.dtype), OffloadedParameter)
 
 
-def guard_on_device(param: Tensor, owner: Owner, nowhere: Tensor) -> None:
+def make_device_placeholder(param: Tensor, owner: Owner, placeholder_storage: Tensor) -> None:
     """The same for a parameter that is used on a device. nowhere: one value there, so that torch
     sees it on the same device at all times; its node of the graph would be another otherwise, and
     the sum of what arrives there would be rounded differently. The owner's `gradients` is a
     `GradientKeeper`.
     """
-    if type(param) is Guarded:  # in host memory, until now
-        unguard(param, torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape))
-    if isinstance(param, GuardedOnDevice):
+    if type(param) is OffloadedParameter:  # in host memory, until now
+        restore(param, torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape))
+    if isinstance(param, OffloadedDeviceParameter):
         setattr(param, _OWNER, owner)
     else:
-        _guard(param, owner, nowhere, GuardedOnDevice)
+        _guard(param, owner, placeholder_storage, OffloadedDeviceParameter)
 
 
-def _guard(param: Tensor, owner: Owner, value: Tensor, kind: type[Guarded]) -> None:
+def _guard(param: Tensor, owner: Owner, value: Tensor, kind: type[OffloadedParameter]) -> None:
     setattr(param, _VALUES, type(param))
     setattr(param, _OWNER, owner)
     param.data = value.expand(param.shape)
     param.__class__ = kind
 
 
-def unguard(param: Tensor, values: Tensor) -> None:
+def restore(param: Tensor, values: Tensor) -> None:
     """Give a parameter values of the same shape and type."""
-    if isinstance(param, Guarded):
+    if isinstance(param, OffloadedParameter):
         kind = getattr(param, _VALUES)
         param.__class__ = kind
         delattr(param, _VALUES)
@@ -192,8 +192,8 @@ def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
         param.grad = grad
 
 
-def is_guarded(param: object) -> bool:
-    return isinstance(param, Guarded)
+def is_offloaded(param: object) -> bool:
+    return isinstance(param, OffloadedParameter)
 
 
 def _bring_all(owners: Mapping[Tensor, Owner], func: Callable[..., Any]) -> None:
@@ -220,15 +220,15 @@ def _owner(param: Tensor) -> Owner:
     return owner
 
 
-def _guarded_in(value: object) -> Iterable[Tensor]:
-    if isinstance(value, Guarded):
+def _offloaded_in(value: object) -> Iterable[Tensor]:
+    if isinstance(value, OffloadedParameter):
         yield value
     elif isinstance(value, (tuple, list)):
         for one in value:
-            yield from _guarded_in(one)
+            yield from _offloaded_in(one)
     elif isinstance(value, Mapping):
         for one in value.values():
-            yield from _guarded_in(one)
+            yield from _offloaded_in(one)
 
 
 @cache
@@ -286,7 +286,7 @@ def _index(device: torch.device) -> int:
     return -1 if device.type == "cpu" else (device.index or 0)
 
 
-def nowhere(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def placeholder_storage(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """One value that nobody takes for a parameter's."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full((), torch.nan, dtype=dtype, device=device)
