@@ -26,8 +26,8 @@ from offload.hooks import at_end_of_backward, call_in_backward, follow, watch_gr
 from offload.locks import uninterrupted
 from offload.metrics import Metrics
 from offload.modes import entered_outside, outside_inference_mode
-from offload.pieces import Saved
 from offload.pool import Pool
+from offload.saved_storage import PackedTensor
 from offload.store import DiskStore, MemoryStore
 from offload.store.outgoing import Outgoing, in_memory
 from offload.tiers.activations import Activations
@@ -115,7 +115,7 @@ class Engine:
         self.residency: Residency
         if shard_context is not None:
             sharded = ShardedResidency(
-                parts, shard_context.ranks, shard_context.sharding, shard_context.wholes
+                parts, shard_context.ranks, shard_context.sharding, shard_context.gather_memory
             )
             self.residency = sharded
             self.gradients = ShardedGradients(
@@ -222,7 +222,7 @@ class Engine:
             self._running -= 1
             is_last = self._running == 0
         if is_last and not self._backward:
-            self.residency.pace.pause()
+            self.residency.prefetch.pause()
         if is_last and _in_backward():
             self.residency.conceal()
         elif is_last:
@@ -276,7 +276,7 @@ class Engine:
     @outside_inference_mode
     def _end_backward(self) -> None:
         self._backward = False
-        self.residency.pace.pause()
+        self.residency.prefetch.pause()
         self.gradients.settle()
         self.residency.rest()
 
@@ -321,7 +321,7 @@ class Engine:
     @uninterrupted
     @outside_inference_mode
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        if isinstance(kept, _KeptTensor | Saved):
+        if isinstance(kept, _KeptTensor | PackedTensor):
             return kept.checked()
         if not isinstance(kept, Reference):
             assert others is not None, "nobody else packs"

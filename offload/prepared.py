@@ -44,14 +44,14 @@ from offload.sliced_gradient import NO_SCALER
 from offload.store import DiskStore
 from offload.store.growing import GrowingStore
 from offload.store.outgoing import Outgoing
+from offload.tiers.activation_store import ActivationStore, DiskActivations, HostActivations
 from offload.tiers.activations import Activations
 from offload.tiers.device_network import DeviceNetwork
-from offload.tiers.device_wholes import DeviceWholes
+from offload.tiers.gathered import GatherMemory, HostGatherMemory
+from offload.tiers.gathered_device import DeviceGatherMemory
 from offload.tiers.mean_gradients import ShardContext
-from offload.tiers.outside import InHost, OnDisk, Outside
 from offload.tiers.sharded_gradients import ShardedGradients
 from offload.tiers.spill import Shelf, slot_bytes
-from offload.tiers.wholes import HostWholes, Wholes
 from offload.trace import Trace
 from offload.transfer import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
 
@@ -237,7 +237,7 @@ class Prepared:
             )  # they have their values now
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
-        residency.backing.open_spare = self._open_spare
+        residency.block_store.open_spare = self._open_spare
         self.services = Services(
             model, residency, self._unit_of, self._directories, self.metrics, self._tell_age
         )
@@ -259,11 +259,11 @@ class Prepared:
         sharding = self.prepare_plan.sharding
         if self.ranks is None or sharding is None:
             return None
-        wholes: Wholes = HostWholes(self.ranks)
+        gather_memory: GatherMemory = HostGatherMemory(self.ranks)
         if self.transfer is not None:
             network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
-            wholes = DeviceWholes(network, self.prepare_plan.device_left_bytes)
-        return ShardContext(self.ranks, sharding, wholes, self.prepare_plan.spilled_units)
+            gather_memory = DeviceGatherMemory(network, self.prepare_plan.device_left_bytes)
+        return ShardContext(self.ranks, sharding, gather_memory, self.prepare_plan.spilled_units)
 
     def _open_activations(self, model: nn.Module) -> None:
         assert self.engine is not None
@@ -285,18 +285,20 @@ class Prepared:
             self.engine.recomputes = True
         elif self.config.activations == "offload":
             device = self.engine.device
-            self.engine.activations = Activations(self._outside(device), device, self.metrics)
+            self.engine.activations = Activations(
+                self._activation_store(device), device, self.metrics
+            )
 
-    def _outside(self, device: torch.device) -> Outside:
+    def _activation_store(self, device: torch.device) -> ActivationStore:
         """Where activations go."""
         nbytes = self.shares.activations
         store = GrowingStore(self._directories, self.metrics) if self._directories else None
         if device.type != "cpu":
             transfer = DeviceTransfer(device, metrics=self.metrics)
-            return InHost(transfer, self._copied_pool(nbytes), store)
+            return HostActivations(transfer, self._copied_pool(nbytes), store)
         assert store is not None, "check_preparable has seen it"
         self._activations_share = self._take_share(nbytes, "activations")
-        return OnDisk(store, nbytes)
+        return DiskActivations(store, nbytes)
 
     def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         session = Session(

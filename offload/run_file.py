@@ -34,7 +34,7 @@ class UnitFact:
     nbytes: int
     needs: tuple[int, ...]
     is_kept: bool
-    is_original: bool
+    is_weight_block: bool
 
 
 @dataclass(frozen=True)

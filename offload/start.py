@@ -25,7 +25,7 @@ from offload.matching import Match, WeightPlace, match
 from offload.metrics import Metrics
 from offload.placeholder import is_offloaded, make_placeholder, restore
 from offload.store import DiskStore
-from offload.store.originals import FileRange, Originals
+from offload.store.weight_blocks import FileRange, WeightBlocks
 from offload.store.weights import Weights
 from offload.tiers.residency import Residency
 from offload.units import Member, Unit
@@ -52,7 +52,7 @@ class Start:
         self._names: dict[Tensor, str] = {m.param: m.name for u in units for m in u.members}
         self._names |= {buffer: name for name, buffer in model.named_buffers()}
         self._weights = Weights(weights) if weights is not None else None
-        self._files: Originals | None = None
+        self._files: WeightBlocks | None = None
         try:
             self._match = match(model, self._weights) if self._weights else Match()
             self._meta = [tensor for tensor in self._names if tensor.is_meta]
@@ -68,13 +68,15 @@ class Start:
         self._swapped: list[Tensor] = []
         self._taken: set[int] = set()
         changing = set(trained)
-        self.originals = {
+        self.weight_blocks = {
             unit.number for unit in units if unit.nbytes and self._stays(unit, changing)
         }
-        self._total_bytes = sum(unit.nbytes for unit in units if unit.number not in self.originals)
+        self._total_bytes = sum(
+            unit.nbytes for unit in units if unit.number not in self.weight_blocks
+        )
         self._done_bytes, self._tenths = 0, 0
-        if self.originals:
-            nbytes = sum(units[number].nbytes for number in self.originals)
+        if self.weight_blocks:
+            nbytes = sum(units[number].nbytes for number in self.weight_blocks)
             LOG.info("weights: %s stay in %s and are only read", format_size(nbytes), weights)
         if self._match.kept:
             LOG.info("weights: not there, and kept as they are: %s", ", ".join(self._match.kept))
@@ -140,11 +142,11 @@ class Start:
         if self._weights is not None:
             for file in self._weights.files:  # before any value goes
                 file.check_unchanged()
-            self._files = Originals(self._weights, metrics, store.engine if store else None)
+            self._files = WeightBlocks(self._weights, metrics, store.engine if store else None)
 
     def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None:
         """Give a block its values, unless its modules will; is_kept: it must be in memory then."""
-        if block.number in self.originals:
+        if block.number in self.weight_blocks:
             # Values that are in memory stay until all others have theirs: until then the start can
             # fail, and they would be lost for nothing.
             if is_kept or all(m.param in self._was_meta for m in block.unit.members):
@@ -170,7 +172,7 @@ class Start:
                 self._run(residency, task, units, left)
         refuse_empty(left.values())
         for block in residency.blocks:
-            if block.number not in self.originals:
+            if block.number not in self.weight_blocks:
                 self._take_in_now(residency, block)  # of no elements
         for buffer in self._buffers:
             if buffer in self._match.places:
@@ -183,7 +185,7 @@ class Start:
         self, residency: Residency, task: InitTask, units: dict[int, Unit], left: dict[Tensor, str]
     ) -> None:
         for number in units:
-            if number not in self.originals:
+            if number not in self.weight_blocks:
                 residency.changed(residency.blocks[number])
         tensors = [t for t in (*task.module.parameters(), *task.module.buffers()) if t in left]
         versions = [tensor._version for tensor in tensors]
@@ -196,7 +198,7 @@ class Start:
         """Unless that has been done."""
         if block.number in self._taken:
             return
-        if block.number in self.originals:
+        if block.number in self.weight_blocks:
             self._adopt(residency, block)
         else:
             self._fill_now(residency, block)

@@ -29,14 +29,14 @@ from offload import units as units_module
 from offload.errors import StoreError
 from offload.foresight import prepare_plan
 from offload.metrics import Metrics
-from offload.pieces import Piece, Saved, Stage
 from offload.prepared import Prepared, prepared_of
+from offload.saved_storage import PackedTensor, SavedStorage, Stage
 from offload.store import growing
 from offload.store.growing import GrowingStore
 from offload.ticket import Ticket
 from offload.tiers import activations
+from offload.tiers.activation_store import DiskActivations
 from offload.tiers.activations import Activations
-from offload.tiers.outside import OnDisk
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 KI = 1 << 10
@@ -87,7 +87,7 @@ def nothing_is_outside(made: Prepared) -> bool:
     gc.collect()
     found._take_in_ended()
     assert found._held_bytes == 0 and not found._sizes and not found._away_numbers
-    store = found._outside._store  # type: ignore[attr-defined]
+    store = found._activation_store._store  # type: ignore[attr-defined]
     return is_empty(store)
 
 
@@ -126,7 +126,7 @@ def compare(ours: nn.Module, plain: nn.Module, steps: int = 4) -> None:
 def test_the_report_tells_where_they_are(tmp_path: Path) -> None:
     ours = make("gpt")
     with prepared(ours, "offload", tmp_path) as made:
-        outside = made.engine.activations._outside  # type: ignore[union-attr]
+        outside = made.engine.activations._activation_store  # type: ignore[union-attr]
         outside.limit_bytes = 2048
         loss = loss_of(ours, batch(0))
         while_kept = offload.report(ours)
@@ -154,7 +154,7 @@ def test_bits_of_the_plain_model(name: str, mode: str, tmp_path: Path) -> None:
     plain, ours = make(name), make(name)
     with prepared(ours, mode, tmp_path) as made:
         if mode == "offload":  # nearly all of them
-            made.engine.activations._outside.limit_bytes = 2048  # type: ignore[union-attr]
+            made.engine.activations._activation_store.limit_bytes = 2048  # type: ignore[union-attr]
         compare(ours, plain, steps=chosen(test=2, torture=4))
         if mode == "offload":
             assert nothing_is_outside(made)
@@ -580,7 +580,7 @@ def kept_within(nbytes: int, folder: Path) -> Iterator[tuple[Activations, Growin
     """Everything that autograd saves inside, with so much memory for it."""
     metrics = Metrics()
     store = GrowingStore([folder], metrics)
-    made = Activations(OnDisk(store, nbytes), torch.device("cpu"), metrics)
+    made = Activations(DiskActivations(store, nbytes), torch.device("cpu"), metrics)
 
     def pack(tensor: Tensor) -> Any:
         return made.save(tensor) or engine._KeptTensor.of(tensor)
@@ -646,7 +646,7 @@ def test_what_is_saved_twice_is_stored_once_and_views_come_back(tmp_path: Path) 
     with kept_within(1, tmp_path) as (_made, store):
         loss = run(x)
         chain(torch.ones(8, 8, requires_grad=True))  # lets them all go
-        saved = [each for each in gc.get_objects() if type(each) is Saved]
+        saved = [each for each in gc.get_objects() if type(each) is PackedTensor]
         pieces = {each._piece for each in saved if each._piece.nbytes == x.nbytes}
         assert len(pieces) == 1 and store.used_bytes < 2.5 * x.nbytes
         del saved, pieces
@@ -661,7 +661,7 @@ def test_what_others_hold_stays_where_it_is(tmp_path: Path) -> None:
         loss = (leaf * table * leaf).sum()
         held = chain(leaf, 3)
         assert store.chunks < 6
-        alive = [each for each in gc.get_objects() if type(each) is Piece]
+        alive = [each for each in gc.get_objects() if type(each) is SavedStorage]
         at = {each.memory.data_ptr() for each in alive if each.memory is not None}
         assert {leaf.data_ptr(), table.data_ptr()} <= at
         (loss + held.sum()).backward()
@@ -690,7 +690,7 @@ def test_a_loss_that_is_dropped_or_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with prepared(model, "offload", tmp_path) as made:
         loss = loss_of(model, batch(0))
-        store = made.engine.activations._outside._store  # type: ignore[union-attr, attr-defined]
+        store = made.engine.activations._activation_store._store  # type: ignore[union-attr, attr-defined]
         assert store.chunks > 0
         del loss
         assert nothing_is_outside(made)
@@ -763,12 +763,12 @@ def test_several_graphs_in_any_order(tmp_path: Path) -> None:
 
 def test_pieces_move_by_the_table() -> None:
     class Nobody:
-        def bring(self, piece: Piece) -> Tensor:
+        def bring(self, piece: SavedStorage) -> Tensor:
             raise AssertionError
 
-        def ended(self, piece: Piece) -> None: ...
+        def ended(self, piece: SavedStorage) -> None: ...
 
-    piece = Piece(Nobody(), 0, torch.zeros(4, dtype=torch.uint8))
+    piece = SavedStorage(Nobody(), 0, torch.zeros(4, dtype=torch.uint8))
     piece.move_to(Stage.GOING)
     with pytest.raises(AssertionError, match=r"GOING -> .*COMING"):
         piece.move_to(Stage.COMING)

@@ -31,9 +31,9 @@ from offload.sharding import Sharding
 from offload.ticket import Ticket
 from offload.tiers import device_gradients as device_tier
 from offload.tiers.device_gradients import DeviceGradients
+from offload.tiers.gathered import Gathered, GatherMemory, HostGathered
 from offload.tiers.gradients import GradMemory
 from offload.tiers.mean_gradients import MeanGradients, ShardContext
-from offload.tiers.wholes import HostWhole, Whole, Wholes
 from offload.transfer import DeviceTransfer
 from offload.units import Member, Unit
 
@@ -406,11 +406,11 @@ class Copies:
         else:
             self.go()
 
-    def reduce(self, whole: Whole, target: Tensor, what: str) -> Ticket[Tensor]:
+    def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Tensor]:
         return self.read(whole.use().view(target.dtype)[: target.numel()], target, what)
 
-    def make(self, nbytes: int, what: str, parts: Any) -> Whole:
-        return HostWhole(torch.zeros(nbytes, dtype=torch.uint8))
+    def make(self, nbytes: int, what: str, parts: Any) -> Gathered:
+        return HostGathered(torch.zeros(nbytes, dtype=torch.uint8))
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         return [value]
@@ -494,7 +494,7 @@ def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:
     copies, param = Copies(), nn.Parameter(torch.zeros(64))
     unit = Unit(0, "layer", (), (Member("w", param, 0, param.shape, param.dtype),), (0,))
     shard_context = ShardContext(
-        cast(Ranks, copies), Sharding(0, 1, gradient_bytes=1 << 20), cast(Wholes, copies)
+        cast(Ranks, copies), Sharding(0, 1, gradient_bytes=1 << 20), cast(GatherMemory, copies)
     )
     means = MeanGradients([unit], {0: param}, shard_context, Pool(1 << 20), Metrics(), set)
     for number, presses in enumerate((False, True)):

@@ -53,7 +53,7 @@ ROWS = [
         "casts",
         "heap",
         "holders",
-        "pieces",
+        "saved_storage",
         "rank_share",
         "units",
         "shares",
@@ -95,9 +95,9 @@ ROWS = [
 # The same within packages of many files; there too those of row 0 may import each other.
 WITHIN = {
     "tiers": [
-        {"allowance", "outside", "device_network", "wholes"},
-        {"pace", "backing", "edits", "copies", "device_wholes", "spill"},
-        {"residency", "gradients", "activations", "device_tier", "gathered_tier", "host_wholes"},
+        {"device_budget", "activation_store", "device_network", "gathered"},
+        {"prefetch_depth", "block_store", "external_edits", "copies", "gathered_device", "spill"},
+        {"residency", "gradients", "activations", "device_tier", "gathered_tier", "gathered_host"},
         {"mean_gradients"},
         {"device_residency", "device_gradients", "sharded_residency", "sharded_gradients"},
     ],

@@ -203,7 +203,7 @@ def test_prepare_runs_with_every_number_of_the_profile(
     model, optimizer = prepared(tmp_path, profile=path, activations="auto")
     with optimizer:
         made = module.prepared_of(model)
-        assert made.engine.residency.pace.depth == 3
+        assert made.engine.residency.prefetch.depth == 3
         assert made.config.activations == "recompute" and made.recompute is not None
         assert max(len(unit.modules) for unit in made.units) == 2  # 32.5 KiB each
         assert max(chunk.numel for chunk in made.session.plan.chunks) == 4096
@@ -219,7 +219,7 @@ def test_what_the_user_says_wins_over_the_profile(tmp_path: Path, own_budget: An
     model, optimizer = prepared(tmp_path, profile=path, prefetch_depth=1, activations="keep")
     with optimizer:
         made = model._offload_prepared
-        assert made.engine.residency.pace.depth == 1
+        assert made.engine.residency.prefetch.depth == 1
         assert made.recompute is None
         told = offload.report(model).tuned
         assert "chunk_numel 4096" in told and "prefetch_depth" not in told, told

@@ -26,7 +26,7 @@ from offload.errors import CapacityError
 from offload.initialise import plan_tasks
 from offload.placeholder import is_offloaded
 from offload.prepared import Prepared, prepared_of
-from offload.store.originals import Original
+from offload.store.weight_blocks import WeightBlock
 from offload.store.weights import INDEX
 from offload.tiers.residency import Residency
 
@@ -324,7 +324,7 @@ def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
     ours, old, new = make("gpt"), make("gpt"), make("gpt", seed=3)
     ours.layers[:2].requires_grad_(False)  # type: ignore[index,union-attr]
     way = {"weights": path, "host_memory": 100 * KI, "nvme": tmp_path}
-    real, reads = Original.read, []
+    real, reads = WeightBlock.read, []
 
     def fail_from_fourth_on(self: Any, *arguments: Any) -> Any:
         reads.append(self.name)
@@ -333,7 +333,7 @@ def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
         return real(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="no more"):
-        patch.setattr(Original, "read", fail_from_fourth_on)
+        patch.setattr(WeightBlock, "read", fail_from_fourth_on)
         offload.prepare(ours, adamw(ours), **way)
     assert not any(is_offloaded(p) for p in ours.parameters()) and prepared_of(ours) is None
     from_file = 0

@@ -95,7 +95,7 @@ def test_a_trial_runs_with_its_tuning_and_ends_after_its_steps(
     model, optimizer = prepared(tmp_path, profile=named)
     with optimizer:
         made = model._offload_prepared
-        assert made.engine.residency.pace.depth == 1
+        assert made.engine.residency.prefetch.depth == 1
         assert max(len(unit.modules) for unit in made.units) == 2
         assert max(chunk.numel for chunk in made.session.plan.chunks) == 4096
         assert kernels.num_threads() == 1
@@ -143,7 +143,7 @@ def test_a_wrapped_optimizer_is_a_trial_too(tmp_path: Path, order: Order) -> Non
 def test_what_the_loop_fixes_is_told(tmp_path: Path, order: Order) -> None:
     model, optimizer = prepared(tmp_path, prefetch_depth=2, activations="auto")
     with optimizer:
-        assert model._offload_prepared.engine.residency.pace.depth == 2
+        assert model._offload_prepared.engine.residency.prefetch.depth == 2
         train(model, optimizer, 1)
     found = result_of(order)
     assert not found.tunes_depth and found.tunes_activations

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from offload.errors import ConfigError, CorruptionError, FormatError, StateError, StoreError
 from offload.metrics import Metrics
-from offload.store import originals as originals_module
+from offload.store import weight_blocks as weight_blocks_module
 from offload.store.choose import ENGINES, open_engine
 from offload.store.engine import Fault, FaultKind
-from offload.store.originals import FileRange, Original, Originals
 from offload.store.safetensors_file import DTYPES, MOST_HEADER_BYTES, SafetensorsFile
+from offload.store.weight_blocks import FileRange, WeightBlock, WeightBlocks
 from offload.store.weights import INDEX, SINGLE, Weights
 
 pytestmark = pytest.mark.timeout(60)
@@ -249,7 +249,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         engine = open_engine([], metrics=metrics, name=request.param, timeout_s=10)
     except ConfigError as error:  # a kernel without rings
         pytest.skip(str(error))
-    files = Originals(weights, metrics, engine)
+    files = WeightBlocks(weights, metrics, engine)
     pieces, begin = [], 0
     for number in reversed(range(len(SIZES))):
         file, found = weights.entries[str(number)]
@@ -329,18 +329,18 @@ def test_a_file_that_changes_during_a_read_is_noticed(
 
 def test_where_there_is_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SafetensorsFile, "_open_direct", lambda self: None)
-    monkeypatch.setattr(originals_module, "_DIRECT_BYTES", 4)
+    monkeypatch.setattr(weight_blocks_module, "_DIRECT_BYTES", 4)
     path = written(tmp_path / "x", {"a": entry(0, 8)}, b"abcdefgh")
     metrics = Metrics()
-    files = Originals(Weights(path), metrics)
+    files = WeightBlocks(Weights(path), metrics)
     assert "page cache" in dict(metrics.snapshot().fallbacks)[f"weights {path}"]
     file, found = files.weights.entries["a"]
-    original: Original = files.original("a", [FileRange(file, found.offset, 0, 8)])
+    original: WeightBlock = files.original("a", [FileRange(file, found.offset, 0, 8)])
     memory = torch.zeros(8, dtype=torch.uint8)
     original.read(memory).wait()
     assert memory.numpy().tobytes() == b"abcdefgh"
     files.close()
     weights = Weights(path)
     with pytest.raises(StateError, match="strict"):
-        Originals(weights, Metrics(strict=True))
+        WeightBlocks(weights, Metrics(strict=True))
     assert weights.files[0]._fds == []

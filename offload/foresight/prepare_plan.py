@@ -128,8 +128,8 @@ class PreparePlan:
     @property
     def stored(self) -> list[Unit]:
         """Units whose blocks may have to go to the store."""
-        originals = self.start.originals if self.start is not None else ()
-        return [unit for unit in self.units if unit.nbytes and unit.number not in originals]
+        weight_blocks = self.start.weight_blocks if self.start is not None else ()
+        return [unit for unit in self.units if unit.nbytes and unit.number not in weight_blocks]
 
     @property
     def disk_room_bytes(self) -> int:

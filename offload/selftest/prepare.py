@@ -155,7 +155,7 @@ def _device_needs(setting: Setting) -> _Needs:
     prepare(model, optimizer, device=setting.device)
     train(model, optimizer, setting, _steps(setting))
     made: Any = prepared_of(model)
-    others = made.engine.residency.tier.allowance.others_peak_bytes
+    others = made.engine.residency.tier.device_budget.others_peak_bytes
     every = sum(on_device_bytes(unit.nbytes) for unit in made.units)
     needs = _Needs(least_device_bytes(made.units), every, others)
     close(model)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from offload.errors import CapacityError, StateError
 from offload.metrics import Metrics
-from offload.pieces import Piece, Saved, Stage
-from offload.tiers.outside import Outside
+from offload.saved_storage import PackedTensor, SavedStorage, Stage
+from offload.tiers.activation_store import ActivationStore
 
 LEAST_BYTES = 64 << 10  # what is smaller stays
 AHEAD = 4  # pieces that are fetched before backward wants them
@@ -33,16 +33,18 @@ _WINDOW_SHARE = 1 / 4  # of the limit, for what is on its way out
 class Activations:
     """Of one model. device: where it runs."""
 
-    def __init__(self, outside: Outside, device: torch.device, metrics: Metrics) -> None:
-        self._outside = outside
+    def __init__(self, outside: ActivationStore, device: torch.device, metrics: Metrics) -> None:
+        self._activation_store = outside
         self._device = device
         self._metrics = metrics
         self._numbers = count()
         self._lock = threading.RLock()
-        self._by_address: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()
-        self._here: dict[int, weakref.ref[Piece]] = {}  # those that may go, oldest first
-        self._going: deque[weakref.ref[Piece]] = deque()
-        self._away: dict[int, weakref.ref[Piece]] = {}
+        self._by_address: weakref.WeakValueDictionary[int, SavedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._here: dict[int, weakref.ref[SavedStorage]] = {}  # those that may go, oldest first
+        self._going: deque[weakref.ref[SavedStorage]] = deque()
+        self._away: dict[int, weakref.ref[SavedStorage]] = {}
         self._away_numbers: list[int] = []  # sorted
         self._sizes: dict[int, int] = {}  # of those that have memory
         self._held_bytes = 0  # their sum
@@ -59,16 +61,16 @@ class Activations:
         with self._lock:
             self._take_in_ended()
             computed_on = self._held_bytes if self._device.type == "cpu" else 0
-            return computed_on + self._outside.host_bytes
+            return computed_on + self._activation_store.host_bytes
 
     @property
     def disk_bytes(self) -> int:
         """Of pieces on disk now."""
-        return self._outside.disk_bytes
+        return self._activation_store.disk_bytes
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def save(self, tensor: Tensor) -> Saved | None:
+    def save(self, tensor: Tensor) -> PackedTensor | None:
         """Keep a tensor for autograd; None: it is not worth it."""
         if not self._is_worth_it(tensor):
             return None
@@ -78,7 +80,7 @@ class Activations:
             piece = self._by_address.get(address)
             if piece is None:
                 piece = self._new_piece(tensor, address)
-            saved = Saved(piece, tensor)
+            saved = PackedTensor(piece, tensor)
             self._shrink()
             return saved
 
@@ -92,16 +94,16 @@ class Activations:
             and tensor.untyped_storage().nbytes() >= LEAST_BYTES
         )
 
-    def _new_piece(self, tensor: Tensor, address: int) -> Piece:
+    def _new_piece(self, tensor: Tensor, address: int) -> SavedStorage:
         bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         bytes_.set_(tensor.untyped_storage())
-        piece = Piece(self, next(self._numbers), bytes_)
+        piece = SavedStorage(self, next(self._numbers), bytes_)
         self._by_address[address] = piece
         self._hold(piece)
         self._here[piece.number] = weakref.ref(piece)
         return piece
 
-    def _hold(self, piece: Piece) -> None:
+    def _hold(self, piece: SavedStorage) -> None:
         self._sizes[piece.number] = piece.nbytes
         self._held_bytes += piece.nbytes
 
@@ -109,7 +111,7 @@ class Activations:
         """Let the oldest go until the rest, and so many bytes more, are within the limit, less a
         window for what is on its way; beyond the limit wait for that.
         """
-        limit = self._outside.limit_bytes - nbytes
+        limit = self._activation_store.limit_bytes - nbytes
         self._settle(may_wait=False)
         staying = self._held_bytes - sum(self._going_sizes.values())
         for ref in list(self._here.values()):
@@ -124,11 +126,11 @@ class Activations:
             self._settle(may_wait=True)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
-    def _let_go(self, piece: Piece) -> bool:
+    def _let_go(self, piece: SavedStorage) -> bool:
         """Whether there was room for it outside."""
         if not piece.is_outside:
             try:
-                piece.leaving = self._outside.leave(piece)
+                piece.leaving = self._activation_store.leave(piece)
             except CapacityError as error:
                 self._metrics.fall_back("offload of activations", f"{error}; they are kept")
                 return False
@@ -159,7 +161,7 @@ class Activations:
                 may_wait = False
             self._going.popleft()
 
-    def _end_leaving(self, piece: Piece) -> None:
+    def _end_leaving(self, piece: SavedStorage) -> None:
         ticket, piece.leaving = piece.leaving, None
         assert ticket is not None
         del self._going_sizes[piece.number]
@@ -171,18 +173,18 @@ class Activations:
             raise
         self._is_gone(piece)
 
-    def _stays(self, piece: Piece) -> None:
+    def _stays(self, piece: SavedStorage) -> None:
         """It was on its way, and has its memory still."""
         piece.move_to(Stage.HERE)
         assert piece.memory is not None
         self._by_address[piece.memory.untyped_storage().data_ptr()] = piece
         self._here[piece.number] = weakref.ref(piece)
 
-    def _is_gone(self, piece: Piece) -> None:
+    def _is_gone(self, piece: SavedStorage) -> None:
         piece.move_to(Stage.AWAY)
         piece.is_outside = True
         piece.memory = None
-        self._outside.discard(piece)
+        self._activation_store.discard(piece)
         self._release(piece.number)
         self._away[piece.number] = weakref.ref(piece)
         insort(self._away_numbers, piece.number)
@@ -192,7 +194,7 @@ class Activations:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def bring(self, piece: Piece) -> Tensor:
+    def bring(self, piece: SavedStorage) -> Tensor:
         """The piece's bytes, where they are computed on."""
         with self._lock:
             self._take_in_ended()
@@ -212,13 +214,13 @@ class Activations:
             assert piece.memory is not None
             return piece.memory
 
-    def _begin(self, piece: Piece, is_wanted: bool) -> None:
+    def _begin(self, piece: SavedStorage, is_wanted: bool) -> None:
         if self._closed:
             raise StateError(
                 f"{piece.name}: the model has been closed since the forward pass whose backward "
                 "needs them; run the forward pass again"
             )
-        self._outside.begin(piece, is_wanted)
+        self._activation_store.begin(piece, is_wanted)
         piece.move_to(Stage.COMING)
         self._no_longer_away(piece.number)
         self._coming.add(piece.number)
@@ -231,7 +233,7 @@ class Activations:
     def _fetch_ahead(self, number: int) -> None:
         """Start the way of what was saved before this: it is wanted next."""
         last = bisect_left(self._away_numbers, number)
-        limit = self._outside.limit_bytes  # 0: what comes back is not counted
+        limit = self._activation_store.limit_bytes  # 0: what comes back is not counted
         for earlier in reversed(self._away_numbers[max(0, last - AHEAD) : last]):
             piece = self._away[earlier]()
             if piece is None:
@@ -243,11 +245,11 @@ class Activations:
             except CapacityError:
                 return
 
-    def _arrive(self, piece: Piece) -> None:
+    def _arrive(self, piece: SavedStorage) -> None:
         self._coming.discard(piece.number)
         try:
             with self._metrics.span("activation read"):
-                piece.memory = self._outside.finish(piece)
+                piece.memory = self._activation_store.finish(piece)
         except BaseException:
             piece.move_to(Stage.AWAY)
             self._release(piece.number)
@@ -258,9 +260,9 @@ class Activations:
 
     # --- end --------------------------------------------------------------------------------------
 
-    def ended(self, piece: Piece) -> None:
+    def ended(self, piece: SavedStorage) -> None:
         self._over.append(piece.number)
-        self._outside.forget(piece)
+        self._activation_store.forget(piece)
 
     def _take_in_ended(self) -> None:
         while self._over:
@@ -275,4 +277,4 @@ class Activations:
         """What is away now will not come back."""
         with self._lock:
             self._closed = True
-            self._outside.close()
+            self._activation_store.close()

@@ -22,10 +22,10 @@ from offload.holders import holders
 from offload.placeholder import restore
 from offload.scheduler import look_ahead
 from offload.shares import least_device_bytes
-from offload.store.originals import Original
 from offload.store.outgoing import Outgoing
+from offload.store.weight_blocks import WeightBlock
 from offload.tiers.device_tier import DeviceTier
-from offload.tiers.edits import take_in_rebound, untangle
+from offload.tiers.external_edits import take_in_rebound, untangle
 from offload.tiers.residency import Parts, Residency
 from offload.trace import Phase
 from offload.transfer import DeviceTransfer
@@ -69,7 +69,7 @@ class DeviceResidency(Residency):
 
     def use(self, unit: Unit, phase: Phase) -> None:
         with self._lock:
-            self.pace.note_use(phase, unit.number)
+            self.prefetch.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             with self.tier.pinned(needed):
                 with self.tier.moving((phase, unit.number)):
@@ -78,14 +78,14 @@ class DeviceResidency(Residency):
 
     def expect(self, numel: int) -> None:
         with self._lock:
-            self.tier.allowance.expect(numel)
+            self.tier.device_budget.expect(numel)
 
     def visit(self, unit: Unit, phase: Phase) -> None:
         """Bring the blocks of a unit. Autograd has references to them, and asks for the memory: the
         parameters stay guarded, also when backward ends with an exception.
         """
         with self._lock:
-            self.pace.note_use(phase, unit.number)
+            self.prefetch.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             with self.tier.moving((phase, unit.number)), self.tier.pinned(needed):
                 self._upload(needed)
@@ -185,7 +185,7 @@ class DeviceResidency(Residency):
         self._take_in_what_has_come()
         self.tier.fetch_ahead(uses)
         left = self._uses()
-        soon = sum(number in left for number in islice(uses, self.pace.depth))
+        soon = sum(number in left for number in islice(uses, self.prefetch.depth))
         self._follow(look_ahead(self._tier(), left, soon))
 
     def look_ahead(self) -> None:
@@ -217,8 +217,8 @@ class DeviceResidency(Residency):
         self.tier.await_upload(block)
         if self._is_held_elsewhere(block):
             return False
-        self.backing.save(block)
-        self.backing.settle(block)
+        self.block_store.save(block)
+        self.block_store.settle(block)
         self._forget_memory(block)
         self._metrics.count("parameter_drops")
         return True
@@ -228,7 +228,7 @@ class DeviceResidency(Residency):
     def rest(self) -> None:
         with self._lock:
             self.conceal()
-            self.tier.allowance.end_run()
+            self.tier.device_budget.end_run()
 
     def conceal(self) -> None:
         """From now on nobody sees a parameter, except those that are lent."""
@@ -285,7 +285,7 @@ class DeviceResidency(Residency):
             theirs = theirs.cpu()
             if not torch.equal(ours, theirs):
                 if not is_other:
-                    self.backing.settle(block)
+                    self.block_store.settle(block)
                     is_other = True
                 ours.copy_(theirs)
         if is_other:
@@ -345,7 +345,7 @@ class DeviceResidency(Residency):
         self._note_original_devices(block)
         super().take_in(block, fill)
 
-    def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
+    def adopt(self, block: Block, find: Callable[[str], WeightBlock]) -> None:
         self._note_original_devices(block)
         super().adopt(block, find)
 

@@ -25,8 +25,8 @@ from offload.placeholder import Owner, restore
 from offload.scheduler import TierState, look_ahead, make_room
 from offload.shares import on_device_bytes
 from offload.ticket import Ticket
-from offload.tiers.allowance import Allowance
 from offload.tiers.copies import Copies
+from offload.tiers.device_budget import DeviceBudget
 from offload.trace import Phase
 from offload.transfer import (
     HOLDERS,
@@ -67,7 +67,9 @@ class DeviceTier(Copies):
         self._buffers: dict[int, DeviceBuffer] = {}
         self._uploads: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
         gauge = DeviceGauge(transfer.memory)
-        self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(blocks), self._reclaimable)
+        self.device_budget = DeviceBudget(
+            gauge, limit_bytes, least_bytes, len(blocks), self._reclaimable
+        )
         _TIERS.add(self)
         HOLDERS.add(self)
 
@@ -79,7 +81,7 @@ class DeviceTier(Copies):
         self.transfer.poll()
         for number in [n for n, ticket in self._uploads.items() if ticket.done]:
             self._uploads.pop(number).wait()  # it holds the host memory
-        with self.allowance.moving(use):
+        with self.device_budget.moving(use):
             yield
 
     def reserve(self, needed: Sequence[Block], uses: Mapping[int, int]) -> None:
@@ -102,8 +104,8 @@ class DeviceTier(Copies):
         chosen = make_room(tier, uses, nbytes)
         for number in tier.held - tier.pinned if chosen is None else chosen:
             self.evict(self._blocks[number])
-        held, others = self.transfer.memory.used_bytes, self.allowance.others_bytes
-        limit = self.allowance.limit_bytes
+        held, others = self.transfer.memory.used_bytes, self.device_budget.others_bytes
+        limit = self.device_budget.limit_bytes
         if nbytes and held + others + nbytes > limit:
             raise CapacityError(
                 f"{self.transfer.device}: parameters that are used now need {format_size(nbytes)} "
@@ -114,7 +116,7 @@ class DeviceTier(Copies):
 
     def _allocate(self, block: Block, is_urgent: bool = True) -> None:
         for peer in self._peers():
-            excess = self.allowance.excess_bytes(self._sizes[block.number])
+            excess = self.device_budget.excess_bytes(self._sizes[block.number])
             if excess > 0:
                 peer.give_way(excess)
         buffer = self.transfer.allocate(block.nbytes, block.name, is_urgent)
@@ -164,7 +166,7 @@ class DeviceTier(Copies):
         held = {b.number for b in self._blocks if b.on_device is not Presence.AWAY}
         pinned = {n for n in held if not self._may_go(self._blocks[n])}
         escaped = self.transfer.memory.used_bytes - sum(self._sizes[n] for n in held)
-        budget = self.allowance.blocks_bytes - max(0, escaped)
+        budget = self.device_budget.blocks_bytes - max(0, escaped)
         return TierState(self._sizes, budget, held, pinned)
 
     def _may_go(self, block: Block) -> bool:
@@ -207,11 +209,11 @@ class DeviceTier(Copies):
 
     def _learn_limit(self, nbytes: int) -> None:
         """So much more than there is was allowed."""
-        if self.allowance.lower(nbytes):
+        if self.device_budget.lower(nbytes):
             self._metrics.note(
                 f"memory of {self.transfer.device}",
                 f"it was full when {format_size(nbytes)} more were wanted within device_memory of "
-                f"{format_size(self.allowance.limit_bytes)}: other processes, the device's own "
+                f"{format_size(self.device_budget.limit_bytes)}: other processes, the device's own "
                 "libraries and gaps take memory, too; fewer parameters stay there from now on; "
                 "lower device_memory",
             )

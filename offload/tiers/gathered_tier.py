@@ -23,7 +23,7 @@ from offload.placeholder import Owner
 from offload.scheduler import Moves, TierState, look_ahead, make_room
 from offload.ticket import Ticket
 from offload.tiers.copies import Copies
-from offload.tiers.wholes import Whole, Wholes
+from offload.tiers.gathered import Gathered, GatherMemory
 
 NETWORK = "network"  # the cause of waits for other ranks
 
@@ -37,7 +37,7 @@ class GatheredTier(Copies):
     def __init__(
         self,
         blocks: Sequence[Block],
-        place: Wholes,
+        place: GatherMemory,
         sizes: Sequence[int],
         budget_bytes: int,
         depth: int,
@@ -54,13 +54,13 @@ class GatheredTier(Copies):
         self._sizes = sizes
         self._depth = depth
         self._metrics = metrics
-        self._wholes: dict[int, Whole] = {}
+        self._gather_memory: dict[int, Gathered] = {}
         # Copies of slices to a device, until waited for: also of blocks that have gone again.
         self._uploads: dict[int, Ticket[None]] = {}
 
     @property
     def held_bytes(self) -> int:
-        return sum(self._sizes[number] for number in self._wholes)
+        return sum(self._sizes[number] for number in self._gather_memory)
 
     # --- what is needed now -----------------------------------------------------------------------
 
@@ -72,7 +72,9 @@ class GatheredTier(Copies):
         nbytes = sum(self._sizes[number] for number in absent)
         chosen = make_room(self._tier(), uses, nbytes)
         if chosen is None and nbytes:
-            held = sum(self._sizes[n] for n in self._wholes if not self._may_go(self._blocks[n]))
+            held = sum(
+                self._sizes[n] for n in self._gather_memory if not self._may_go(self._blocks[n])
+            )
             raise CapacityError(
                 f"{needed[0].name}: whole parameters that are used now need "
                 f"{format_size(nbytes)} ({nbytes} bytes); of {format_size(self.budget_bytes)} "
@@ -115,7 +117,7 @@ class GatheredTier(Copies):
         whole = self._place.gather(block.whole_bytes, own, what, after)
         if block.whole_bytes:
             self._by_address[whole.address] = block
-        self._wholes[block.number] = whole
+        self._gather_memory[block.number] = whole
         block.move_on_device(Presence.COMING)
         self._metrics.count("gathered_bytes", block.whole_bytes)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -126,7 +128,7 @@ class GatheredTier(Copies):
             return
         try:
             with self._metrics.span(NETWORK):
-                upload = self._wholes[block.number].arrive()
+                upload = self._gather_memory[block.number].arrive()
         except Exception:  # after an interrupt it is still on its way
             self._forget_memory(block)
             raise
@@ -139,10 +141,10 @@ class GatheredTier(Copies):
         held.
         """
         self.arrive(block)
-        return self._wholes[block.number].use()
+        return self._gather_memory[block.number].use()
 
     def address_of(self, block: Block) -> int:
-        return self._wholes[block.number].address
+        return self._gather_memory[block.number].address
 
     def await_own(self, block: Block) -> None:
         """Wait until nothing reads this rank's slice in host memory any more."""
@@ -162,7 +164,7 @@ class GatheredTier(Copies):
         return [self._blocks[number] for number in moves.fetch]
 
     def _tier(self) -> TierState:
-        held = set(self._wholes)
+        held = set(self._gather_memory)
         pinned = {number for number in held if not self._may_go(self._blocks[number])}
         return TierState(self._sizes, self.budget_bytes, held, pinned)
 
@@ -188,7 +190,7 @@ class GatheredTier(Copies):
         self._forget_memory(block)
 
     def _forget_memory(self, block: Block) -> None:
-        whole = self._wholes.pop(block.number)
+        whole = self._gather_memory.pop(block.number)
         if block.whole_bytes:
             self._by_address.pop(whole.address, None)
         block.move_on_device(Presence.AWAY)

@@ -38,10 +38,10 @@ from offload.pool import PIECE_ALIGN, Pool
 from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.ticket import Ticket, TicketState
+from offload.tiers.gathered import Claim, Gathered, GatherMemory
 from offload.tiers.gathered_tier import NETWORK
 from offload.tiers.gradients import GradMemory
 from offload.tiers.spill import SpillArea, Spilled
-from offload.tiers.wholes import Claim, Whole, Wholes
 from offload.units import Member, Unit
 
 STAGING_PLACES = 2
@@ -64,7 +64,7 @@ class ShardContext:
 
     ranks: Ranks
     sharding: Sharding
-    wholes: Wholes
+    gather_memory: GatherMemory
     spill: frozenset[int] = frozenset()
 
 
@@ -79,7 +79,7 @@ class UnitSum:
     like: Tensor
     place: Tensor | None
     spilled: Spilled | None = None
-    whole: Whole | None = None  # this rank's own, of all elements, not reduced yet
+    whole: Gathered | None = None  # this rank's own, of all elements, not reduced yet
     arrived: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `whole`
     has: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `place`
     gone: set[Tensor] = field(default_factory=set)  # whose values there mean nothing any more
@@ -97,7 +97,7 @@ class _InFlightReduce:
     """
 
     sum: UnitSum
-    whole: Whole
+    whole: Gathered
     target: Tensor
     slot: Tensor | None
     ticket: Ticket[Any]
@@ -123,7 +123,7 @@ class MeanGradients:
         self._params = params
         self._ranks = shard_context.ranks
         self._sharding = sharding = shard_context.sharding
-        self._wholes = shard_context.wholes
+        self._gather_memory = shard_context.gather_memory
         self._metrics = metrics
         self._left = left
         trained = set(params.values())
@@ -201,11 +201,13 @@ class MeanGradients:
             one.arrived.add(param)
             self._arrived.add(number)
 
-    def _room_for(self, one: UnitSum) -> Whole:
+    def _room_for(self, one: UnitSum) -> Gathered:
         """Memory for all gradients of a unit; those under way are waited for if there is none."""
         taken = self._sharding.whole_of(one.unit)
         if self._local or self._is_pending:
-            self._local_shares.append(self._wholes.take(taken, "whole gradients of no_sync()"))
+            self._local_shares.append(
+                self._gather_memory.take(taken, "whole gradients of no_sync()")
+            )
         else:
             self._await_room(taken)
         return self._make(one)
@@ -214,10 +216,12 @@ class MeanGradients:
         while self._flights and self._busy_bytes + nbytes > self._sharding.gradient_bytes:
             self._finish_oldest()
 
-    def _make(self, one: UnitSum) -> Whole:
+    def _make(self, one: UnitSum) -> Gathered:
         """What lies between members is sent, too."""
         parts = [(m.begin, m.begin + m.nbytes) for m in one.unit.members]
-        return self._wholes.make(self._sharding.slices(one.unit).padded_bytes, one.name, parts)
+        return self._gather_memory.make(
+            self._sharding.slices(one.unit).padded_bytes, one.name, parts
+        )
 
     @property
     def _busy_bytes(self) -> int:
@@ -272,7 +276,7 @@ class MeanGradients:
         if target is None or not one.is_empty:
             slot = self._take_slot()
             target = _like(one.like, slot)
-        ticket = self._wholes.reduce(whole, target, one.name)
+        ticket = self._gather_memory.reduce(whole, target, one.name)
         self._flights.append(_InFlightReduce(one, whole, target, slot, ticket, one.is_empty))
         one.is_empty = False
         self._metrics.count("reduced_bytes", self._sharding.slices(one.unit).padded_bytes)

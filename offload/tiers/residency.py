@@ -29,11 +29,11 @@ from offload.pool import Pool
 from offload.scheduler import Moves, TierState, look_ahead, make_room, next_uses
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
-from offload.store.originals import Original
 from offload.store.outgoing import InMemory, Outgoing
-from offload.tiers.backing import KEY, Backing
-from offload.tiers.edits import Edits
-from offload.tiers.pace import Pace
+from offload.store.weight_blocks import WeightBlock
+from offload.tiers.block_store import KEY, BlockStore
+from offload.tiers.external_edits import ExternalEdits
+from offload.tiers.prefetch_depth import PrefetchDepth
 from offload.trace import Phase, Trace
 from offload.units import Member, Unit
 
@@ -65,8 +65,8 @@ class Residency:
         self.trace = parts.trace
         self._sizes = [block.nbytes for block in self.blocks]
         names = [unit.name for unit in parts.units]
-        self.pace = Pace(metrics, parts.trace, self._sizes, KEY, parts.depth, names)
-        self.backing = Backing(parts.store, metrics)
+        self.prefetch = PrefetchDepth(metrics, parts.trace, self._sizes, KEY, parts.depth, names)
+        self.block_store = BlockStore(parts.store, metrics)
         self._pool = parts.pool
         self._owner = parts.owner
         self._metrics = metrics
@@ -74,7 +74,7 @@ class Residency:
         self._by_address: dict[int, Block] = {}
         self._lock = threading.RLock()
         self.has_room_for_all = False  # nothing ever goes
-        self._edits = Edits(self.backing.settle)
+        self._edits = ExternalEdits(self.block_store.settle)
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
         return [Block(unit) for unit in units]
@@ -91,7 +91,7 @@ class Residency:
         raises.
         """
         with self._lock:
-            self.pace.note_use(phase, unit.number)
+            self.prefetch.note_use(phase, unit.number)
             needed = [self.blocks[number] for number in unit.needs]
             with pinned(needed, self._lock):
                 self._bring(needed)
@@ -177,7 +177,7 @@ class Residency:
         """Wait until the block is in host memory and may be changed: no write reads it any more."""
         with self._lock:
             self._arrive(block)
-            self.backing.settle(block)
+            self.block_store.settle(block)
 
     def updating(self, blocks: Sequence[Block]) -> None:
         """All these will be updated, on all ranks if there are some."""
@@ -189,7 +189,7 @@ class Residency:
             if has_changed and block.in_host is Presence.HERE:  # else it has not come
                 self.changed(block)
                 if not self.has_room_for_all:
-                    self.backing.save(block)
+                    self.block_store.save(block)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that a tensor lies in."""
@@ -204,7 +204,7 @@ class Residency:
                 block.version = block.version_now
 
     def _note_change(self, block: Block) -> None:
-        self.backing.changed(block)
+        self.block_store.changed(block)
         block.generation += 1
         block.seen = None
 
@@ -294,7 +294,7 @@ class Residency:
     def _fetch_ahead(self) -> None:
         if self.has_room_for_all and all(b.in_host is Presence.HERE for b in self.blocks):
             return
-        self._follow(look_ahead(self._tier(), self._uses(), self.pace.depth))
+        self._follow(look_ahead(self._tier(), self._uses(), self.prefetch.depth))
 
     def look_ahead(self) -> None:
         """Blocks have changed: what is needed next may have to come again. Here nothing has."""
@@ -336,7 +336,7 @@ class Residency:
         if block.in_host is not Presence.AWAY:
             return
         memory = self._room_for(block, may_evict)
-        self.backing.read(block, memory, priority)
+        self.block_store.read(block, memory, priority)
         self._take_place(block, memory)
         block.move_in_host(Presence.COMING)
 
@@ -441,8 +441,8 @@ class Residency:
         if block.in_host is not Presence.COMING:
             return
         try:
-            with self.pace.waiting():
-                self.backing.await_read(block)
+            with self.prefetch.waiting():
+                self.block_store.await_read(block)
         except BaseException:
             self._forget_memory(block)
             raise
@@ -470,10 +470,10 @@ class Residency:
         self.note_edit(block)
         for edited in self._edits.find([block] if block.is_attached else []):
             self.changed(edited)
-        if not self.backing.can_take(block):
+        if not self.block_store.can_take(block):
             return False  # its own file has other values, and there is no disk
-        self.backing.save(block)
-        self.backing.settle(block)
+        self.block_store.save(block)
+        self.block_store.settle(block)
         self._detach(block)
         self._forget_memory(block)
         self._metrics.count("parameter_drops")
@@ -488,7 +488,7 @@ class Residency:
     def save(self, block: Block) -> None:
         """Start the way of a block's values to the store, unless it has them."""
         with self._lock:
-            self.backing.save(block)
+            self.block_store.save(block)
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -511,20 +511,20 @@ class Residency:
             block.move_in_host(Presence.HERE)
             self._attach(block)
 
-    def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
+    def adopt(self, block: Block, find: Callable[[str], WeightBlock]) -> None:
         """Have a block read from where it came, as long as nobody changes it. It is away."""
         with self._lock:
-            self.backing.adopt(block, find)
+            self.block_store.adopt(block, find)
             self._detach(block)
 
     def forget(self, block: Block) -> None:
         """Leave the parameters without values: nobody will need them."""
         with self._lock:
             with suppress(OffloadError):
-                self.backing.settle(block)
+                self.block_store.settle(block)
                 self._arrive(block)
             self._detach(block)
-            self.backing.forget(block)
+            self.block_store.forget(block)
             if block.in_host is not Presence.AWAY:
                 self._forget_memory(block)
 
@@ -559,7 +559,7 @@ class Residency:
                 self._edits.take_in_rebound(block)
             memory = self.host_memory_of(block)
             self._hand_out(block, memory, make)
-            self.backing.settle(block)
+            self.block_store.settle(block)
             block.is_attached = block.is_stored = False
             block.seen = None
             del memory

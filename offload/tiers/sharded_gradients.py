@@ -198,7 +198,7 @@ class ShardedGradients(MeanGradients):
 
     def _move_view(self, param: Tensor) -> None:
         """Where a parameter is lent on a device its gradient is seen there, else in host memory."""
-        if self._wholes.device.type != "cpu":
+        if self._gather_memory.device.type != "cpu":
             self._views.pop(param, None)
 
     # --- beginning and end ------------------------------------------------------------------------

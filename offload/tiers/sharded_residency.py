@@ -26,14 +26,14 @@ from offload.scheduler import HORIZON, look_ahead, next_uses
 from offload.shard import Ranks
 from offload.sharding import Sharding
 from offload.store.engine import Priority
-from offload.store.originals import Original
 from offload.store.outgoing import Outgoing
+from offload.store.weight_blocks import WeightBlock
 from offload.ticket import split
-from offload.tiers.edits import take_in_rebound, untangle
+from offload.tiers.external_edits import take_in_rebound, untangle
+from offload.tiers.gathered import GatherMemory
+from offload.tiers.gathered_host import whole_in_host
 from offload.tiers.gathered_tier import GatheredTier
-from offload.tiers.host_wholes import whole_in_host
 from offload.tiers.residency import Parts, Residency
-from offload.tiers.wholes import Wholes
 from offload.trace import Phase, Use
 from offload.units import Unit
 
@@ -45,14 +45,16 @@ class ShardedResidency(Residency):
     with.
     """
 
-    def __init__(self, parts: Parts, ranks: Ranks, sharding: Sharding, wholes: Wholes) -> None:
+    def __init__(
+        self, parts: Parts, ranks: Ranks, sharding: Sharding, gather_memory: GatherMemory
+    ) -> None:
         self._ranks = ranks
         self._sharding = sharding
-        self._wholes = wholes
+        self._gather_memory = gather_memory
         super().__init__(parts)
         self.tier = GatheredTier(
             self.blocks,
-            wholes,
+            gather_memory,
             [sharding.whole_of(block.unit) for block in self.blocks],
             sharding.whole_bytes,
             sharding.depth,
@@ -93,7 +95,7 @@ class ShardedResidency(Residency):
         the parameters stay guarded, also when backward ends with an exception.
         """
         with self._lock:
-            self.pace.note_use(phase, unit.number)
+            self.prefetch.note_use(phase, unit.number)
             needed = self._needed([unit])
             with self.tier.pinned(needed):
                 self._upload(needed)
@@ -126,7 +128,7 @@ class ShardedResidency(Residency):
         self._show(needed)
 
     def _show(self, needed: Sequence[Block]) -> None:
-        with self.pace.waiting():
+        with self.prefetch.waiting():
             for block in needed:
                 self.tier.attach(block)
 
@@ -185,7 +187,7 @@ class ShardedResidency(Residency):
             self._gather(block)
         if self.has_room_for_all and all(b.in_host is Presence.HERE for b in self.blocks):
             return
-        self._follow(look_ahead(self._tier(), self._uses(), self.pace.depth))
+        self._follow(look_ahead(self._tier(), self._uses(), self.prefetch.depth))
 
     def left_in_backward(self) -> set[int]:
         """Blocks that will be used before the present backward pass is over, as far as is known."""
@@ -218,8 +220,8 @@ class ShardedResidency(Residency):
         if block.pins:
             return False
         self.tier.await_own(block)
-        self.backing.save(block)
-        self.backing.settle(block)
+        self.block_store.save(block)
+        self.block_store.settle(block)
         self._forget_memory(block)
         self._metrics.count("parameter_drops")
         return True
@@ -314,7 +316,7 @@ class ShardedResidency(Residency):
             return
         share, error = None, None
         try:
-            share = self._wholes.take(nbytes, "parameters that are resident at once")
+            share = self._gather_memory.take(nbytes, "parameters that are resident at once")
         except CapacityError as refused:
             error = refused
         try:
@@ -383,7 +385,7 @@ class ShardedResidency(Residency):
         take_in_rebound(block, whole)
         mine, theirs = self.host_memory_of(block)[: end - begin], whole[begin:end].cpu()
         if not torch.equal(mine, theirs):
-            self.backing.settle(block)
+            self.block_store.settle(block)
             self.tier.await_own(block)
             mine.copy_(theirs)
             self.changed(block)
@@ -434,10 +436,10 @@ class ShardedResidency(Residency):
             while self._uncommitted:
                 self.tier.hide(self.blocks[self._uncommitted.pop()])
 
-    def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
+    def adopt(self, block: Block, find: Callable[[str], WeightBlock]) -> None:
         self._note_original_devices(block)
         with self._lock:
-            self.backing.adopt(block, find)
+            self.block_store.adopt(block, find)
             self.tier.hide(block)
 
     def _attach(self, block: Block) -> None:
@@ -477,9 +479,9 @@ class ShardedResidency(Residency):
             if block.number in self._uncommitted:
                 self._uncommitted.discard(block.number)
                 if block.in_host is Presence.HERE:
-                    self.backing.settle(block)
+                    self.block_store.settle(block)
                     self._forget_memory(block)
-                self.backing.forget(block)
+                self.block_store.forget(block)
                 return
             if self._ranks.is_broken:
                 self.forget(block)
@@ -488,7 +490,7 @@ class ShardedResidency(Residency):
                 return
             whole = self.memory_of(block)
             self._hand_out(block, whole, make)
-            self.backing.settle(block)
+            self.block_store.settle(block)
             block.is_attached = block.is_stored = False
             self.tier.kept.discard(block.number)
             self.tier.forget(block)

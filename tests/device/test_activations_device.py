@@ -24,8 +24,8 @@ from offload.pool import Pool
 from offload.store import growing
 from offload.store.growing import GrowingStore
 from offload.tiers import activations
+from offload.tiers.activation_store import HostActivations
 from offload.tiers.activations import Activations
-from offload.tiers.outside import InHost
 from offload.transfer import DeviceTransfer
 
 KI = 1 << 10
@@ -42,12 +42,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def offloaded(
     nbytes: int, folder: Path | None, strict: bool = False
-) -> Iterator[tuple[Activations, InHost]]:
+) -> Iterator[tuple[Activations, HostActivations]]:
     """What autograd saves inside has so much host memory."""
     metrics = Metrics(strict=strict)
     transfer = DeviceTransfer("fake", reads_in_flight_bytes=2 * PIECE, metrics=metrics)
     store = GrowingStore([folder], metrics) if folder else None
-    outside = InHost(transfer, Pool(nbytes, register, Budget(), transfer.device), store)
+    outside = HostActivations(transfer, Pool(nbytes, register, Budget(), transfer.device), store)
     made = Activations(outside, transfer.device, metrics)
 
     def pack(tensor: Tensor) -> Any:
@@ -104,7 +104,7 @@ def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
         assert is_empty(outside)
 
 
-def is_empty(outside: InHost) -> bool:
+def is_empty(outside: HostActivations) -> bool:
     """Also of what was under way when nobody wanted it any more."""
     end_s = time.monotonic() + 20.0
     while outside._pool.stats().used_bytes and time.monotonic() < end_s:
@@ -143,7 +143,7 @@ def test_device_memory_goes_down_and_nothing_is_pageable(
 def test_without_a_drive_the_rest_stays(fake: DeviceModule) -> None:
     x, net = torch.ones(ROWS, 64).to("fake"), Net("fake")
     expected = gradients(net, x)
-    with offloaded(4 * PIECE, None) as (made, _outside):
+    with offloaded(4 * PIECE, None) as (made, _activation_store):
         assert same_tensors(gradients(net, x), expected)
         assert "offload of activations" in made._metrics.snapshot().fallbacks
 

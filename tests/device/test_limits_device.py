@@ -173,8 +173,8 @@ def test_a_limit_above_the_device_is_brought_down_and_told() -> None:
     offload.prepare(model, device="fake", device_memory="24GiB")
     told = notes_of(model)["device_memory"]
     assert "24 GiB are allowed, fake:0 has" in told and "give a smaller device_memory" in told
-    allowance = prepared_of(model).engine.residency.tier.allowance
-    assert allowance.limit_bytes <= 90 * LAYER_BYTES
+    device_budget = prepared_of(model).engine.residency.tier.device_budget
+    assert device_budget.limit_bytes <= 90 * LAYER_BYTES
     offload.close(model)
     model = deep()
     offload.prepare(model, device="fake", device_memory=95 * LAYER_BYTES)

@@ -182,7 +182,7 @@ def test_a_longer_batch_shrinks_what_is_resident() -> None:
     limit = 5 * others + least + everything
     plain_model, other = on_device()
     model, optimizer = ready(device_memory=limit)
-    other_peak = prepared_of(model).engine.residency.tier.allowance
+    other_peak = prepared_of(model).engine.residency.tier.device_budget
     for times in (1, 1, 1, 2, 4, 4, 1):
         tokens = torch.cat([batch(times + n) for n in range(times)]).to("fake")
         losses = []
@@ -708,7 +708,7 @@ def test_a_batch_that_is_many_times_longer_still_fits(sizes: list[int]) -> None:
     offload.prepare(model, optimizer, device="fake")
     expected = run_batches(model, optimizer, sizes)
     made = prepared_of(model)
-    others = made.engine.residency.tier.allowance.others_peak_bytes
+    others = made.engine.residency.tier.device_budget.others_peak_bytes
     limit = others + 2 * least_device_bytes(made.units)  # of six units
     optimizer.close()
     gc.collect()

@@ -1,4 +1,4 @@
-"""A device whose memory is only counted, and what `Allowance` must do with it in any case. These
+"""A device whose memory is only counted, and what `DeviceBudget` must do with it in any case. These
 checks are also made of the faulty versions in `device/mutants.py`.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from offload.tiers.allowance import Allowance
+from offload.tiers.device_budget import DeviceBudget
 from offload.transfer import DeviceReading
 
 LIMIT, LEAST, UNITS = 1000, 100, 4
@@ -33,49 +33,49 @@ class Gauge:
         return reading.now - self.blocks
 
 
-def allowance_of(
+def device_budget_of(
     gauge: Gauge, reclaimable: Callable[[], int] = lambda: 0, least: int = LEAST
-) -> Allowance:
+) -> DeviceBudget:
     gauge_of_device: Any = gauge
-    return Allowance(gauge_of_device, LIMIT, least, UNITS, reclaimable)
+    return DeviceBudget(gauge_of_device, LIMIT, least, UNITS, reclaimable)
 
 
 def run(
-    allowance: Allowance,
+    device_budget: DeviceBudget,
     gauge: Gauge,
     phase: Hashable = "forward",
     growths: Iterable[int] = (0, 0, 0, 0),
 ) -> None:
     """One run of that phase, unit by unit; others grow so far within each, and are gone after."""
     for unit, growth in enumerate(growths):
-        with allowance.moving((phase, unit)):
+        with device_budget.moving((phase, unit)):
             pass
         gauge.grow(growth)
         gauge.grow(-growth)
-    with allowance.moving():
+    with device_budget.moving():
         pass
-    allowance.end_run()
+    device_budget.end_run()
 
 
 def begins_with_the_least() -> None:
     gauge = Gauge(others=50)
-    allowance = allowance_of(gauge)
-    assert allowance.blocks_bytes == LEAST, "nothing runs"
-    with allowance.moving(("forward", 0)):
-        assert allowance.blocks_bytes == LEAST, "nothing is known"
-    run(allowance, gauge)
-    with allowance.moving(("forward", 0)):
-        assert allowance.blocks_bytes == LIMIT - 50, "all that others leave"
-    with allowance.moving(("backward", 0)):
-        assert allowance.blocks_bytes == LEAST, "of this phase nothing is known"
+    device_budget = device_budget_of(gauge)
+    assert device_budget.blocks_bytes == LEAST, "nothing runs"
+    with device_budget.moving(("forward", 0)):
+        assert device_budget.blocks_bytes == LEAST, "nothing is known"
+    run(device_budget, gauge)
+    with device_budget.moving(("forward", 0)):
+        assert device_budget.blocks_bytes == LIMIT - 50, "all that others leave"
+    with device_budget.moving(("backward", 0)):
+        assert device_budget.blocks_bytes == LEAST, "of this phase nothing is known"
 
 
 def leaves_room() -> None:
     gauge = Gauge(others=50)
-    allowance = allowance_of(gauge)
-    run(allowance, gauge, growths=(10, 60, 20, 0))
-    with allowance.moving(("forward", 0)):
-        assert allowance.blocks_bytes == LIMIT - 50 - 2 * 60, "twice the largest growth"
+    device_budget = device_budget_of(gauge)
+    run(device_budget, gauge, growths=(10, 60, 20, 0))
+    with device_budget.moving(("forward", 0)):
+        assert device_budget.blocks_bytes == LIMIT - 50 - 2 * 60, "twice the largest growth"
 
 
 CHECKS = [begins_with_the_least, leaves_room]

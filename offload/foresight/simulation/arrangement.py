@@ -36,7 +36,7 @@ class Arrangement:
     plan: Plan
     spilled: frozenset[int]
     stored_bytes: int  # of blocks that may have to go to the store
-    has_originals: bool  # blocks that are read from the files that they came from
+    has_weight_blocks: bool  # blocks that are read from the files that they came from
 
     @property
     def host_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Arrangement:
     @property
     def moves(self) -> bool:
         """Whether anything comes from drives, or goes there."""
-        if self.plan.disk_bytes or self.has_originals:
+        if self.plan.disk_bytes or self.has_weight_blocks:
             return True
         shares = self.shares
         return shares is not None and bool(
@@ -90,7 +90,7 @@ def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrang
         tuple(unit.needs for unit in work.units),
         frozenset(n for n, unit in enumerate(work.units) if unit.is_kept),
     )
-    stored = sum(_round_up(u.nbytes, _PAGE) for u in work.units if not u.is_original)
+    stored = sum(_round_up(u.nbytes, _PAGE) for u in work.units if not u.is_weight_block)
     has_disk = budgets.directories > 0
     if not work.units:
         plan = make_plan(specs, budgets.host_bytes, has_disk, disk_chunk_numel=chunk_numel)
@@ -122,8 +122,8 @@ def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrang
         most_numel=most_numel(shares.staging) if shares.spilled else None,
     )
     spilled = frozenset(order[number] for number in shares.spilled)
-    originals = any(unit.is_original for unit in work.units)
-    return Arrangement(specs, sizes, shares, plan, spilled, stored, originals)
+    weight_blocks = any(unit.is_weight_block for unit in work.units)
+    return Arrangement(specs, sizes, shares, plan, spilled, stored, weight_blocks)
 
 
 @lru_cache(maxsize=8)  # one model is asked for with many budgets

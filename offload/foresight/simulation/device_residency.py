@@ -7,8 +7,8 @@ from typing import cast
 from offload.foresight.simulation.device import VirtualGauge, VirtualTransfer
 from offload.foresight.simulation.residency import Weightless
 from offload.shares import UnitSizes, on_device_bytes
-from offload.tiers.allowance import Allowance
 from offload.tiers.copies import Copies
+from offload.tiers.device_budget import DeviceBudget
 from offload.tiers.device_residency import _DEPTH, DeviceResidency
 from offload.tiers.device_tier import DeviceTier
 from offload.tiers.residency import Parts, Residency
@@ -35,7 +35,7 @@ class VirtualTier(DeviceTier):
         self._metrics = parts.metrics
         self._buffers, self._uploads = {}, {}
         gauge = cast("DeviceGauge", VirtualGauge(transfer.memory))
-        self.allowance = Allowance(gauge, limit_bytes, least_bytes, len(residency.blocks))
+        self.device_budget = DeviceBudget(gauge, limit_bytes, least_bytes, len(residency.blocks))
 
     def _peers(self) -> list[DeviceTier]:
         return []

@@ -86,7 +86,7 @@ class VirtualStore:
         return VirtualTicket(self._clock, self._clock.drives.submit(request))
 
 
-class VirtualOriginal:
+class VirtualWeightBlock:
     """A block in the files that it came from."""
 
     def __init__(self, store: VirtualStore, name: str) -> None:

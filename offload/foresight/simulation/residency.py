@@ -21,16 +21,16 @@ from offload.metrics import Metrics
 from offload.placeholder import Owner
 from offload.pool import Pool
 from offload.store import DiskStore
-from offload.tiers.backing import KEY
-from offload.tiers.edits import Edits
-from offload.tiers.pace import Pace
+from offload.tiers.block_store import KEY
+from offload.tiers.external_edits import ExternalEdits
+from offload.tiers.prefetch_depth import PrefetchDepth
 from offload.tiers.residency import Parts, Residency
 from offload.trace import Phase, Trace
 
 LOOKING = "looking for edits"
 
 
-class VirtualPace(Pace):
+class VirtualPrefetchDepth(PrefetchDepth):
     """How far ahead to fetch, by the clock of the simulation."""
 
     def __init__(
@@ -61,7 +61,7 @@ class VirtualPace(Pace):
         self._since_s = self._clock.now_s
 
 
-class VirtualEdits(Edits):
+class VirtualExternalEdits(ExternalEdits):
     """Nobody edits anything; to know that takes a look at all bytes. look_bytes_per_s: None where
     that costs nothing worth speaking of.
     """
@@ -121,8 +121,8 @@ class Weightless(Residency):
 
     def take_over(self, clock: Clock, look_bytes_per_s: float | None, depth: int | None) -> None:
         """Go by this clock from now on."""
-        self.pace = VirtualPace(clock, self._metrics, self.trace, self._sizes, depth)
-        self._edits = VirtualEdits(clock, look_bytes_per_s)
+        self.prefetch = VirtualPrefetchDepth(clock, self._metrics, self.trace, self._sizes, depth)
+        self._edits = VirtualExternalEdits(clock, look_bytes_per_s)
 
     def _take_place(self, block: Block, memory: Tensor) -> None:
         block.memory = memory

@@ -14,7 +14,7 @@ from offload.block_staging import BlockStaging
 from offload.foresight.simulation.activations import VirtualActivations
 from offload.foresight.simulation.arrangement import Arrangement
 from offload.foresight.simulation.gradients import VirtualGradients
-from offload.foresight.simulation.memory import VirtualOriginal, VirtualPool, units_of
+from offload.foresight.simulation.memory import VirtualPool, VirtualWeightBlock, units_of
 from offload.foresight.simulation.staging import VirtualStaging
 from offload.foresight.simulation.world import VirtualSpeeds, World
 from offload.layout import Chunk
@@ -23,7 +23,7 @@ from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
 from offload.pool import PIECE_ALIGN, Pool
 from offload.store import DiskStore
-from offload.store.originals import Original
+from offload.store.weight_blocks import WeightBlock
 from offload.trace import Phase
 from offload.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
@@ -81,8 +81,10 @@ class Training:
             return
         for number in sorted(range(len(facts)), key=lambda number: not facts[number].is_kept):
             block = residency.blocks[number]
-            if facts[number].is_original and store is not None:
-                residency.adopt(block, lambda key: cast("Original", VirtualOriginal(store, key)))
+            if facts[number].is_weight_block and store is not None:
+                residency.adopt(
+                    block, lambda key: cast("WeightBlock", VirtualWeightBlock(store, key))
+                )
             else:
                 residency.take_in(block)
             if facts[number].is_kept:
@@ -128,7 +130,7 @@ class Training:
             step,
             _since(counts, world.metrics.counts),
             _since(busy, world.busy_s()),
-            world.residency.pace.depth if world.residency is not None else 0,
+            world.residency.prefetch.depth if world.residency is not None else 0,
         )
 
     @contextmanager

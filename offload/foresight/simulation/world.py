@@ -82,7 +82,7 @@ def make_world(
 ) -> World:
     speeds = VirtualSpeeds.of(machine)
     drives = None
-    if arrangement.moves and (budgets.directories or arrangement.has_originals):
+    if arrangement.moves and (budgets.directories or arrangement.has_weight_blocks):
         drives = Drives(Rates.of(machine, max(1, budgets.directories)), tuning.queue_depth)
     clock = Clock(drives)
     metrics = VirtualMetrics(clock)

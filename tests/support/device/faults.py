@@ -167,11 +167,15 @@ OF_MODELS = [
     ),
     Fault(
         "no room for others",
-        becomes(at("tiers.allowance", "Allowance._room_bytes").call("max", 1, of=2), "0 * it"),
+        becomes(
+            at("tiers.device_budget", "DeviceBudget._room_bytes").call("max", 1, of=2), "0 * it"
+        ),
     ),
     Fault(
         "too much before anything is known",
-        becomes(at("tiers.allowance", "Allowance.blocks_bytes").call("min").argument(2), "left"),
+        becomes(
+            at("tiers.device_budget", "DeviceBudget.blocks_bytes").call("min").argument(2), "left"
+        ),
     ),
 ]
 
@@ -181,7 +185,7 @@ OF_RANKS = [
         Fault(
             "nobody waits for a gathered block",
             calling(
-                at("tiers.device_wholes", "DeviceWhole.use").call("use"), "_loan.memory.detach"
+                at("tiers.gathered_device", "DeviceGathered.use").call("use"), "_loan.memory.detach"
             ),
         ),
         ("lazy", 0),
@@ -243,7 +247,7 @@ OF_RANKS = [
 OF_STREAMS = [
     Fault(
         "zeroed too late",
-        dropped(at("tiers.device_wholes", "DeviceWholes.make").call("note_fill")),
+        dropped(at("tiers.gathered_device", "DeviceGatherMemory.make").call("note_fill")),
     ),
 ]
 

@@ -85,7 +85,7 @@ def device_bytes(name: str, dtype: torch.dtype) -> tuple[int, int, int]:
     offload.prepare(model, optimizer, device="fake")
     train(model, optimizer, STEPS)
     tier = prepared_of(model).engine.residency.tier
-    others = tier.allowance.others_peak_bytes
+    others = tier.device_budget.others_peak_bytes
     found = prepared_of(model).units
     everything = sum(on_device_bytes(unit.nbytes) for unit in found)
     optimizer.close()
@@ -155,7 +155,7 @@ def large_loss_bytes() -> int:
     for _ in range(2):
         large_loss(model)
     found = prepared_of(model)
-    others = found.engine.residency.tier.allowance.others_peak_bytes
+    others = found.engine.residency.tier.device_budget.others_peak_bytes
     offload.close(model)
     return int(others) + least_device_bytes(found.units)
 

@@ -24,8 +24,8 @@ from offload import prepared
 from offload.errors import CapacityError, ConfigError, StateError
 from offload.pool import Pool
 from offload.ticket import Ticket
-from offload.tiers.device_wholes import DeviceWhole, DeviceWholes
-from offload.tiers.wholes import Whole
+from offload.tiers.gathered import Gathered
+from offload.tiers.gathered_device import DeviceGathered, DeviceGatherMemory
 from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.models import WIDTH, WORDS, Gpt, Lora, Thrice
@@ -521,21 +521,21 @@ def late_uploads() -> Iterator[None]:
     """Slices go up as late as they may: when somebody waits for it. The collectives of the fake
     device would otherwise have waited for them.
     """
-    gather, arrive = DeviceWholes.gather, DeviceWhole.arrive
-    slices: dict[Whole, Tensor] = {}
+    gather, arrive = DeviceGatherMemory.gather, DeviceGathered.arrive
+    slices: dict[Gathered, Tensor] = {}
 
-    def note(self: DeviceWholes, nbytes: int, own: Tensor, *args: Any) -> Whole:
+    def note(self: DeviceGatherMemory, nbytes: int, own: Tensor, *args: Any) -> Gathered:
         found = gather(self, nbytes, own, *args)
         slices[found] = own
         return found
 
-    def arrive_without(self: DeviceWhole) -> Ticket[None] | None:
+    def arrive_without(self: DeviceGathered) -> Ticket[None] | None:
         upload, own = arrive(self), slices.pop(self, None)
         return upload if upload is None or own is None else _late(upload, own)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceWholes, "gather", note)
-        patch.setattr(DeviceWhole, "arrive", arrive_without)
+        patch.setattr(DeviceGatherMemory, "gather", note)
+        patch.setattr(DeviceGathered, "arrive", arrive_without)
         yield
 
 

@@ -17,7 +17,7 @@ from offload.errors import StateError
 from offload.placeholder import restore
 
 
-class Edits:
+class ExternalEdits:
     """To blocks that are attached in host memory. settle: is called with a block before its memory
     changes. One thread at a time.
     """

@@ -38,14 +38,14 @@ MOVES = {
 class StorageKeeper(Protocol):
     """Who has the pieces."""
 
-    def bring(self, piece: Piece) -> Tensor:
+    def bring(self, piece: SavedStorage) -> Tensor:
         """The piece's bytes, where they are computed on."""
 
-    def ended(self, piece: Piece) -> None:
+    def ended(self, piece: SavedStorage) -> None:
         """Nobody wants it any more. Called by finalizers: must not block and must not fail."""
 
 
-class Piece:
+class SavedStorage:
     """The bytes of one storage."""
 
     def __init__(self, owner: StorageKeeper, number: int, memory: Tensor) -> None:
@@ -58,7 +58,7 @@ class Piece:
         self.leaving: Ticket[Any] | None = None
         self.outside: Any = None  # what is known of it outside
         self.own_tensors = 1  # on its memory, beside those that were saved
-        self.saved: list[weakref.ref[Saved]] = []
+        self.saved: list[weakref.ref[PackedTensor]] = []
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Piece:
         assert stage in MOVES[self.stage], f"{self.name}: {self.stage} -> {stage}"
         self.stage = stage
 
-    def living(self) -> list[Saved]:
+    def living(self) -> list[PackedTensor]:
         found = [(ref, ref()) for ref in self.saved]
         self.saved = [ref for ref, saved in found if saved is not None]
         return [saved for _, saved in found if saved is not None]
@@ -84,10 +84,10 @@ class Piece:
         self.owner.ended(self)
 
 
-class Saved:
+class PackedTensor:
     """One tensor that autograd has saved: a look at a piece."""
 
-    def __init__(self, piece: Piece, tensor: Tensor) -> None:
+    def __init__(self, piece: SavedStorage, tensor: Tensor) -> None:
         self._piece = piece
         self._look = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         # Without its history, or a node that keeps its own output would keep itself.

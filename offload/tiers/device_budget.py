@@ -19,7 +19,7 @@ _LONGER_MARGIN = 1.25  # times that growth, in proportion to a longer batch
 _KNOWN_SHARE = 0.5  # of the units were seen in a run: then enough is known of its phase
 
 
-class Allowance:
+class DeviceBudget:
     """For the blocks of one model. limit_bytes: for everything on the device. least_bytes: for
     blocks, while nothing is known of the others. reclaimable: bytes of others that would go for us.
     One thread at a time.

@@ -16,12 +16,12 @@ from offload.errors import CapacityError
 from offload.metrics import Metrics
 from offload.store import DiskStore, MemoryStore
 from offload.store.engine import Priority
-from offload.store.originals import Original
+from offload.store.weight_blocks import WeightBlock
 
 KEY = "parameters "  # how the names of blocks begin in a store
 
 
-class Backing:
+class BlockStore:
     """Of one model's blocks. store: None where they all have room in memory. One thread at a
     time.
     """
@@ -31,22 +31,24 @@ class Backing:
         self._store = store
         self._spare: DiskStore | None = None
         self._metrics = metrics
-        self._originals: dict[int, Original] = {}  # of blocks that are read from where they came
+        self._weight_blocks: dict[
+            int, WeightBlock
+        ] = {}  # of blocks that are read from where they came
         self._strayed: set[int] = set()  # blocks that were, until somebody changed them
 
-    def adopt(self, block: Block, find: Callable[[str], Original]) -> None:
+    def adopt(self, block: Block, find: Callable[[str], WeightBlock]) -> None:
         """Have a block read from where it came, as long as nobody changes it. find: gives the
         place, which is called like the block.
         """
-        self._originals[block.number] = find(_key(block))
+        self._weight_blocks[block.number] = find(_key(block))
         block.is_stored = True
 
     # --- reading ----------------------------------------------------------------------------------
 
     def read(self, block: Block, memory: Tensor, priority: Priority) -> None:
         """Start to fill `memory` with the block's bytes; `await_read` tells when that is over."""
-        if block.number in self._originals:
-            block.reading = self._originals[block.number].read(memory, priority)
+        if block.number in self._weight_blocks:
+            block.reading = self._weight_blocks[block.number].read(memory, priority)
         elif block.nbytes:
             store = self._store_of(block)
             assert store is not None and block.is_stored, f"{block.name}: nowhere"
@@ -94,13 +96,13 @@ class Backing:
         """The block's bytes in memory are others now; what is stored is old."""
         self.settle(block)
         block.is_stored = False
-        if self._originals.pop(block.number, None) is not None:
+        if self._weight_blocks.pop(block.number, None) is not None:
             self._strayed.add(block.number)
 
     def forget(self, block: Block) -> None:
         """Nobody will want its bytes."""
         block.is_stored = False
-        self._originals.pop(block.number, None)
+        self._weight_blocks.pop(block.number, None)
 
     def _store_of(self, block: Block) -> DiskStore | MemoryStore | None:
         if block.number not in self._strayed:

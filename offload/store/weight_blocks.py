@@ -42,7 +42,7 @@ class _Read(Group):
 
     __slots__ = ("begin_s", "memory", "original")
 
-    def __init__(self, original: Original, memory: Buffer, priority: Priority) -> None:
+    def __init__(self, original: WeightBlock, memory: Buffer, priority: Priority) -> None:
         what = f"read of {original.name}"
         super().__init__(Ticket(what, original.engine.describe), priority)
         self.original, self.memory = original, memory
@@ -52,7 +52,7 @@ class _Read(Group):
         self.error = self.original._ended(self, error)
 
 
-class Original:
+class WeightBlock:
     """A block in its files. Reads may overlap; any thread."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Original:
         return sums
 
 
-class Originals:
+class WeightBlocks:
     """The files that weights came in, and an engine to read them: `engine`, or one of its own."""
 
     def __init__(self, weights: Weights, metrics: Metrics, engine: IOEngine | None = None) -> None:
@@ -140,8 +140,8 @@ class Originals:
             self.close()
             raise
 
-    def original(self, name: str, pieces: Sequence[FileRange]) -> Original:
-        return Original(name, pieces, self.engine, self._metrics)
+    def original(self, name: str, pieces: Sequence[FileRange]) -> WeightBlock:
+        return WeightBlock(name, pieces, self.engine, self._metrics)
 
     def close(self) -> None:
         """Behind the engine's owner, if that is somebody else. Idempotent."""

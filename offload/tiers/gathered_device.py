@@ -18,11 +18,11 @@ from offload.errors import CapacityError
 from offload.shares import on_device_bytes
 from offload.ticket import Ticket
 from offload.tiers.device_network import DeviceNetwork
-from offload.tiers.wholes import Claim, Whole
+from offload.tiers.gathered import Claim, Gathered
 from offload.transfer import DeviceBuffer
 
 
-class DeviceWhole:
+class DeviceGathered:
     """In device memory. coming: ends when the device has been told of the gather, with what ends
     when the slice is there.
     """
@@ -49,7 +49,7 @@ class DeviceWhole:
         return self.buffer.release()
 
 
-class DeviceWholes:
+class DeviceGatherMemory:
     """Of the ranks of a network. left_bytes: of device memory, that nothing else is meant for."""
 
     def __init__(self, network: DeviceNetwork, left_bytes: int) -> None:
@@ -58,20 +58,20 @@ class DeviceWholes:
         self._left_bytes = left_bytes
         self._lock = threading.Lock()
 
-    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Whole:
+    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Gathered:
         buffer = self._transfer.allocate(nbytes, what)
-        return DeviceWhole(
+        return DeviceGathered(
             buffer, self._network.gather(buffer, own, what, after) if nbytes else None
         )
 
-    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Whole:
+    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
         buffer = self._transfer.allocate(nbytes, what)
         buffer.use().zero_()  # all of it: one kernel is cheaper than one for every gap
         buffer.note_fill()  # gradients may come from several streams
-        return DeviceWhole(buffer)
+        return DeviceGathered(buffer)
 
-    def reduce(self, whole: Whole, target: Tensor, what: str) -> Ticket[Any]:
-        assert isinstance(whole, DeviceWhole), what
+    def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
+        assert isinstance(whole, DeviceGathered), what
         if not target.numel():
             return Ticket.of(target)
         return self._network.reduce_scatter(whole.buffer, target.dtype, target, what)
@@ -97,9 +97,9 @@ class DeviceWholes:
 
 
 class _DeviceClaim:
-    def __init__(self, wholes: DeviceWholes, nbytes: int) -> None:
-        self._wholes, self._nbytes = wholes, nbytes
+    def __init__(self, gather_memory: DeviceGatherMemory, nbytes: int) -> None:
+        self._gather_memory, self._nbytes = gather_memory, nbytes
 
     def release(self) -> None:
         nbytes, self._nbytes = self._nbytes, 0
-        self._wholes.give_back(nbytes)
+        self._gather_memory.give_back(nbytes)

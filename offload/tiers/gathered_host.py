@@ -15,7 +15,7 @@ from offload.block import Block
 from offload.errors import StateError
 from offload.placeholder import restore
 from offload.shard import Ranks
-from offload.tiers.edits import take_in_rebound, untangle
+from offload.tiers.external_edits import take_in_rebound, untangle
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def whole_in_host(
     must be the same on all ranks, and each takes its slice of it. slice_of: a block's slice, which
     nothing else reads. hide: guards a block's parameters again.
     """
-    wholes = [_gather(block, ranks, slice_of(block)) for block in blocks]
-    places = list(zip(blocks, wholes, strict=True))
+    gather_memory = [_gather(block, ranks, slice_of(block)) for block in blocks]
+    places = list(zip(blocks, gather_memory, strict=True))
     try:
         for block, whole in places:
             for member, values in block.views(whole):

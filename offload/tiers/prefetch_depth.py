@@ -20,7 +20,7 @@ from offload.trace import Phase, Trace
 _WEIGHT = 0.5  # of the latest rate, against those before
 
 
-class Pace:
+class PrefetchDepth:
     """Of one model. sizes: bytes of its blocks. name: how the reads of a block begin. depth: units
     to fetch ahead; None: derived.
     """

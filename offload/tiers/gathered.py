@@ -1,6 +1,6 @@
 """Memory for whole blocks and whole gradients of a model that is shared out over ranks, and how
-they come there and go: `HostWholes` where the model is computed in host memory, `DeviceWholes`
-(`device_wholes.py`) where it is computed on devices.
+they come there and go: `HostGatherMemory` where the model is computed in host memory,
+`DeviceWholes` (`device_wholes.py`) where it is computed on devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Claim(Protocol):
     def release(self) -> None: ...
 
 
-class Whole(Protocol):
+class Gathered(Protocol):
     """All bytes of a block, or of its gradients, for a while."""
 
     taken_bytes: int  # of memory
@@ -46,20 +46,20 @@ class Whole(Protocol):
         """Give the memory up. False: somebody still holds a view of it, and keeps it."""
 
 
-class Wholes(Protocol):
+class GatherMemory(Protocol):
     """Where they are. Everything but `take` and `make` needs all ranks, in the same order."""
 
     device: torch.device
 
-    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Whole:
+    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Gathered:
         """Start to fill so many bytes with everybody's `own`, which has its values once `after` has
         ended.
         """
 
-    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Whole:
+    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
         """Memory to be filled in these parts, first and last (excluded) byte; the rest is zero."""
 
-    def reduce(self, whole: Whole, target: Tensor, what: str) -> Ticket[Any]:
+    def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
         """Make `target`, in host memory, this rank's slice of the mean over all ranks. `whole`, as
         it is now in the order of what computes, is used up; it stays until the end.
         """
@@ -71,7 +71,7 @@ class Wholes(Protocol):
         """Let go of host memory that nothing reads any more."""
 
 
-class HostWhole:
+class HostGathered:
     """In memory of torch's."""
 
     def __init__(self, memory: Tensor, coming: Ticket[None] | None = None) -> None:
@@ -98,7 +98,7 @@ class HostWhole:
         return memory is None or holders(memory) == 1
 
 
-class HostWholes:
+class HostGatherMemory:
     """Of these ranks, within the budget of host memory."""
 
     device = torch.device("cpu")
@@ -106,18 +106,20 @@ class HostWholes:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Whole:
+    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Gathered:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return HostWhole(memory, self._ranks.gather(memory, own, what, after) if nbytes else None)
+        return HostGathered(
+            memory, self._ranks.gather(memory, own, what, after) if nbytes else None
+        )
 
-    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Whole:
+    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
         memory, end = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), 0
         for first, last in (*parts, (nbytes, nbytes)):
             memory[end:first].zero_()
             end = last
-        return HostWhole(memory)
+        return HostGathered(memory)
 
-    def reduce(self, whole: Whole, target: Tensor, what: str) -> Ticket[Any]:
+    def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
         return self._ranks.reduce_scatter(target, whole.use().view(target.dtype), what)
 
     def take(self, nbytes: int, what: str) -> Claim:

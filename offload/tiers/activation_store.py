@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from offload.errors import CapacityError
-from offload.pieces import Piece, Stage
 from offload.pool import Pool
+from offload.saved_storage import SavedStorage, Stage
 from offload.store import Priority
 from offload.store.growing import GrowingStore
 from offload.ticket import Ticket
@@ -21,7 +21,7 @@ from offload.transfer import DeviceBuffer, DeviceTransfer
 _FULL = 3 / 4  # of the pool; from there on the oldest go on to the drives
 
 
-class Outside(Protocol):
+class ActivationStore(Protocol):
     """Where pieces are when they are away."""
 
     limit_bytes: int  # of pieces where they are computed on
@@ -34,29 +34,29 @@ class Outside(Protocol):
     def disk_bytes(self) -> int:
         """In use now."""
 
-    def leave(self, piece: Piece) -> Ticket[Any] | None:
+    def leave(self, piece: SavedStorage) -> Ticket[Any] | None:
         """Start the piece's way out. Its memory is needed until the ticket ends; None: not any
         more. Raises `CapacityError` where there is no room: then it stays.
         """
 
-    def begin(self, piece: Piece, is_wanted: bool) -> None:
+    def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
         """Start its way back. is_wanted: now, not later. Raises `CapacityError` where there is no
         room.
         """
 
-    def finish(self, piece: Piece) -> Tensor:
+    def finish(self, piece: SavedStorage) -> Tensor:
         """Its bytes, where they are computed on, once they have come."""
 
-    def discard(self, piece: Piece) -> None:
+    def discard(self, piece: SavedStorage) -> None:
         """The piece has given its memory up; it is still outside."""
 
-    def forget(self, piece: Piece) -> None:
+    def forget(self, piece: SavedStorage) -> None:
         """Nobody wants it any more. Called by finalizers: must not block and must not fail."""
 
     def close(self) -> None: ...
 
 
-class OnDisk:
+class DiskActivations:
     """For a model on the CPU, whose host memory they are in already. limit_bytes: of what stays
     there.
     """
@@ -73,26 +73,26 @@ class OnDisk:
     def disk_bytes(self) -> int:
         return self._store.used_bytes
 
-    def leave(self, piece: Piece) -> Ticket[Any]:
+    def leave(self, piece: SavedStorage) -> Ticket[Any]:
         assert piece.memory is not None
         self._store.free(piece.name)
         return self._store.write(piece.name, piece.memory)
 
-    def begin(self, piece: Piece, is_wanted: bool) -> None:
+    def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
         memory = torch.empty(piece.nbytes, dtype=torch.uint8, device="cpu")
         priority = Priority.WAITED_FOR if is_wanted else Priority.PREFETCH
         piece.outside = memory, self._store.read(piece.name, memory, priority)
 
-    def finish(self, piece: Piece) -> Tensor:
+    def finish(self, piece: SavedStorage) -> Tensor:
         (memory, ticket), piece.outside = piece.outside, None
         ticket.wait()
         found: Tensor = memory
         return found
 
-    def discard(self, piece: Piece) -> None:
+    def discard(self, piece: SavedStorage) -> None:
         return None
 
-    def forget(self, piece: Piece) -> None:
+    def forget(self, piece: SavedStorage) -> None:
         self._store.free(piece.name)
 
     def close(self) -> None:
@@ -118,17 +118,17 @@ class _Sinking(NamedTuple):
     meanwhile; then its stay is another.
     """
 
-    piece: weakref.ref[Piece]
+    piece: weakref.ref[SavedStorage]
     stay: weakref.ref[_Stay]
 
-    def still(self) -> tuple[Piece, _Stay] | None:
+    def still(self) -> tuple[SavedStorage, _Stay] | None:
         piece, stay = self.piece(), self.stay()
         if piece is None or stay is None or piece.outside is not stay:
             return None
         return piece, stay
 
 
-class InHost:
+class HostActivations:
     """For a model on a device: copies in the pool's memory, the oldest of them in the store when
     that is full. store: None where there is no drive.
     """
@@ -139,9 +139,9 @@ class InHost:
         self._transfer = transfer
         self._pool = pool
         self._store = store
-        self._in_host: dict[int, weakref.ref[Piece]] = {}  # oldest first
+        self._in_host: dict[int, weakref.ref[SavedStorage]] = {}  # oldest first
         self._sinking: deque[_Sinking] = deque()
-        self._reading: dict[int, weakref.ref[Piece]] = {}
+        self._reading: dict[int, weakref.ref[SavedStorage]] = {}
         self._filling: deque[Ticket[None]] = deque()  # copies to the device, in their order
         self._over: deque[int] = deque()  # numbers of pieces that have ended
 
@@ -153,7 +153,7 @@ class InHost:
     def disk_bytes(self) -> int:
         return self._store.used_bytes if self._store is not None else 0
 
-    def leave(self, piece: Piece) -> None:
+    def leave(self, piece: SavedStorage) -> None:
         assert piece.memory is not None
         host = self._room(piece, may_wait=True)
         copying = self._transfer.read(piece.memory, host, piece.name)
@@ -163,7 +163,7 @@ class InHost:
         self._in_host[piece.number] = weakref.ref(piece)
         self._sink_ahead()
 
-    def begin(self, piece: Piece, is_wanted: bool) -> None:
+    def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
         stay: _Stay = piece.outside
         if stay.host is None:
             assert self._store is not None
@@ -175,7 +175,7 @@ class InHost:
         elif stay.copying is None or stay.copying.done:
             self._upload(piece)
 
-    def finish(self, piece: Piece) -> Tensor:
+    def finish(self, piece: SavedStorage) -> Tensor:
         stay: _Stay = piece.outside
         if stay.buffer is None:
             self._upload(piece)
@@ -184,7 +184,7 @@ class InHost:
         piece.own_tensors = 2  # the buffer has one
         return stay.buffer.use()
 
-    def _upload(self, piece: Piece) -> None:
+    def _upload(self, piece: SavedStorage) -> None:
         """Start its way to the device, once it is in host memory, which is given up with it."""
         stay: _Stay = piece.outside
         # The way from the device must be over, too: the two are not in one order.
@@ -196,7 +196,7 @@ class InHost:
         stay.buffer, stay.host = buffer, None
         self._in_host.pop(piece.number, None)
 
-    def _end_reading(self, piece: Piece) -> None:
+    def _end_reading(self, piece: SavedStorage) -> None:
         stay: _Stay = piece.outside
         reading, stay.reading = stay.reading, None
         if reading is None:
@@ -214,14 +214,14 @@ class InHost:
         if copying is not None:
             copying.wait()
 
-    def discard(self, piece: Piece) -> None:
+    def discard(self, piece: SavedStorage) -> None:
         stay: _Stay = piece.outside
         if stay.buffer is not None:
             stay.buffer.release()
             stay.buffer = None
             piece.own_tensors = 1
 
-    def forget(self, piece: Piece) -> None:
+    def forget(self, piece: SavedStorage) -> None:
         stay: _Stay | None = piece.outside
         if stay is not None:
             self.discard(piece)
@@ -237,7 +237,7 @@ class InHost:
 
     # --- from host memory to the drives -----------------------------------------------------------
 
-    def _room(self, piece: Piece, may_wait: bool) -> Tensor:
+    def _room(self, piece: SavedStorage, may_wait: bool) -> Tensor:
         """Host memory for a piece; others go on to the drives for it if they must."""
         while True:
             self._take_in_over()
@@ -294,7 +294,7 @@ class InHost:
         self._settle(may_wait=True)
         return True
 
-    def _next_to_sink(self) -> Piece | None:
+    def _next_to_sink(self) -> SavedStorage | None:
         if self._store is None:
             return None
         for ref in self._in_host.values():
@@ -303,7 +303,7 @@ class InHost:
                 return piece
         return None
 
-    def _sink(self, piece: Piece) -> None:
+    def _sink(self, piece: SavedStorage) -> None:
         stay: _Stay = piece.outside
         assert self._store is not None and stay.host is not None
         self._end_copy(stay)
@@ -325,7 +325,7 @@ class InHost:
                 self._end_writing(piece, stay)
             self._sinking.popleft()
 
-    def _end_writing(self, piece: Piece, stay: _Stay) -> None:
+    def _end_writing(self, piece: SavedStorage, stay: _Stay) -> None:
         writing, stay.writing = stay.writing, None
         assert writing is not None
         try:
