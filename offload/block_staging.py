@@ -92,14 +92,14 @@ class BlockStaging:
     ) -> None:
         self._grads = grads
         self.break_off()
-        self._residency.wake()
+        self._residency.collect_edits()
         self._residency.updating(list({self._places[number][0] for number in grads}))
 
     def end_step(self) -> None:
         assert not self._begun, "every block that was begun has been ended"
         self._grads = {}  # they belong to the parameters
         self._end_staging()
-        self._residency.rest()
+        self._residency.watch_edits()
         self._residency.look_ahead()
 
     def _end_staging(self) -> None:

@@ -166,7 +166,7 @@ class Engine:
                 self.residency.keep(block)
         if start is not None:
             start.finish(self.residency)
-        self.residency.rest()
+        self.residency.watch_edits()
 
     # --- runs -------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Engine:
         if self._runs.open == 0:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
-                self.residency.wake()
+                self.residency.collect_edits()
                 self._casts.restart()
             with self._lock:
                 self._running += 1
@@ -224,9 +224,9 @@ class Engine:
         if is_last and not self._backward:
             self.residency.prefetch.pause()
         if is_last and _in_backward():
-            self.residency.conceal()
+            self.residency.hide()
         elif is_last:
-            self.residency.rest()
+            self.residency.watch_edits()
 
     @outside_inference_mode
     def expect(self, numel: int) -> None:
@@ -268,7 +268,7 @@ class Engine:
     def _begin_backward(self) -> None:
         if not self._backward and _in_backward():
             self._backward = True
-            self.residency.wake()
+            self.residency.collect_edits()
             self.gradients.begin()
             at_end_of_backward(self._end_backward)
 
@@ -278,7 +278,7 @@ class Engine:
         self._backward = False
         self.residency.prefetch.pause()
         self.gradients.settle()
-        self.residency.rest()
+        self.residency.watch_edits()
 
     def _keeps_casts(self, phase: Phase) -> bool:
         """Whether autograd keeps casts of weights on the device, as it keeps what a layer makes."""

@@ -130,11 +130,11 @@ class Residency:
     def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
         """All these at once, for code that we do not see: it may change them."""
         with self.using(units):
-            self.rest()
+            self.watch_edits()
             try:
                 yield
             finally:
-                self.wake()
+                self.collect_edits()
 
     @contextmanager
     def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
@@ -219,7 +219,7 @@ class Residency:
                 self._note_change(block)
                 block.version = block.version_now
 
-    def rest(self) -> None:
+    def watch_edits(self) -> None:
         """From now on code that we do not see may change parameters that are in memory."""
         if self.has_room_for_all:
             return  # what is in memory is never taken from the store again
@@ -228,11 +228,11 @@ class Residency:
                 self.note_edit(block)
             self._edits.begin(self.blocks)
 
-    def conceal(self) -> None:
+    def hide(self) -> None:
         """A recomputation has ended, backward goes on: nobody else can get at parameters."""
 
-    def wake(self) -> None:
-        """Find what was changed since `rest`, by whatever means."""
+    def collect_edits(self) -> None:
+        """Find what was changed since `watch_edits`, by whatever means."""
         with self._lock:
             if not self.has_room_for_all:
                 # What torch has counted is a change from now on, not from the end of the run: what

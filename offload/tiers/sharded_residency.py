@@ -241,17 +241,17 @@ class ShardedResidency(Residency):
 
     # --- what others do to parameters -------------------------------------------------------------
 
-    def rest(self) -> None:
-        self.conceal()
+    def watch_edits(self) -> None:
+        self.hide()
 
-    def conceal(self) -> None:
+    def hide(self) -> None:
         """From now on nobody sees a parameter, except those that are lent."""
         with self._lock:
             for block in self.blocks:
                 if block.is_attached and block.number not in self._exposed:
                     self.tier.detach(block)
 
-    def wake(self) -> None:
+    def collect_edits(self) -> None:
         """Take home what was done to parameters that are lent."""
         with self._lock:
             for number in sorted(self._exposed):

@@ -90,7 +90,7 @@ class Training:
             if facts[number].is_kept:
                 residency.keep(block)
         residency.has_room_for_all = shares.holds_all_params
-        residency.rest()
+        residency.watch_edits()
 
     def _make_staging(self) -> StagingProvider | None:
         world, plan = self._world, self._arrangement.plan
@@ -155,12 +155,12 @@ class Training:
             assert residency is not None
             if last is None or (use.phase == BACKWARD) != (last == BACKWARD):
                 if last is not None:
-                    residency.rest()
-                residency.wake()
+                    residency.watch_edits()
+                residency.collect_edits()
             last = use.phase
             self._use(number, use)
         if residency is not None:
-            residency.rest()
+            residency.watch_edits()
         self._kept.clear()
         if self._activations is not None:
             self._activations.forget()

@@ -144,7 +144,7 @@ OF_MODELS = [
     ),
     Fault(
         "parameters are seen outside of runs",
-        never(at("tiers.device_residency", "DeviceResidency.conceal").condition("is_attached")),
+        never(at("tiers.device_residency", "DeviceResidency.hide").condition("is_attached")),
     ),
     Fault(
         "dropped too early",
