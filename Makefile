@@ -58,7 +58,7 @@ lint: setup  ## ruff, mypy and clang-format
 	"$(PY)" -c "$(CLANG_FORMAT)" --dry-run -Werror $(CXX_FILES)
 
 # Children that a test kills leave no data: what only they run is missing.
-coverage: built  ## lines of offload/ that the tests run (ONLY=tests/test_planner.py: those of some); the page is in build/coverage/html
+coverage: built  ## lines of offload/ that the tests run (ONLY=tests/planning/test_planner.py: those of some); the page is in build/coverage/html
 	rm -rf build/coverage && mkdir -p build/coverage
 	"$(PY)" -m coverage run $(if $(ONLY),-m pytest $(ONLY),tests/run.py test)
 	"$(PY)" -m coverage combine -q
@@ -107,7 +107,7 @@ $(STAMP).packages: pyproject.toml $(STAMP).constraints
 	@touch $@
 
 # The installed finder knows the package's folders by name: a new one is found after another install.
-$(STAMP).native: $(STAMP).packages $(SOURCES) $(wildcard offload/*/__init__.py)
+$(STAMP).native: $(STAMP).packages $(SOURCES) $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 	@echo "make: building the native core"
 	"$(PY)" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

@@ -22,7 +22,8 @@ from contest import Contestant, hold, huge_tensor
 from results import Row
 from torch import Tensor
 
-from offload import _native, kernels, rules
+from offload import _native, kernels
+from offload.kernels import rules
 
 MI = 1 << 20
 LR, BETAS, EPS, DECAY, STEP = 1e-3, (0.9, 0.999), 1e-8, 0.1, 3

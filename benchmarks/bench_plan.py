@@ -26,10 +26,11 @@ from predict_results import Prediction
 from results import HERE, machine_header
 
 import offload
-from offload import profile, run_file
-from offload.foresight.model_source import find_source
-from offload.profile import Profile
-from offload.run_file import Run
+from offload.planning import profile
+from offload.planning.profile import Profile
+from offload.telemetry import run_file
+from offload.telemetry.run_file import Run
+from offload.tools.forecast.model_source import find_source
 
 SIZE, SEQUENCE = "100M", 256
 TRAINED_BYTES = 16

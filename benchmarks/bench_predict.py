@@ -29,13 +29,14 @@ from gpt import GPT
 from predict_results import BYTES_NEAR, NEEDED, Known, Prediction, Predictions
 
 import offload
-from offload import run_file
-from offload.foresight.simulator import simulate
-from offload.profile import Profile, Tuning, this_machine
-from offload.run_file import Run, StepFact
-from offload.store import DiskStore
-from offload.timeline import DISK_READS, DISK_WRITES, Event
-from offload.workload import Budgets, Workload
+from offload.core.step_fact import StepFact
+from offload.core.timeline import DISK_READS, DISK_WRITES, Event
+from offload.planning.profile import Profile, Tuning, this_machine
+from offload.storage.disk import DiskStore
+from offload.telemetry import run_file
+from offload.telemetry.run_file import Run
+from offload.tools.forecast.simulator import simulate
+from offload.tools.forecast.workload import Budgets, Workload
 
 MI = 1 << 20
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 10, 768, 12, 4096, 512

@@ -25,11 +25,11 @@ import pytest
 from contest import rounds
 from tune_results import Choice, Setup, TuneRow, write_tune
 
-from offload import profile
-from offload.cli.tune_space import FIELDS, make_space, parse_try
-from offload.cli.tune_trials import Program, TrialFailed
-from offload.profile import Tuning
-from offload.tuner import SearchSpace
+from offload.planning import profile
+from offload.planning.profile import Tuning
+from offload.tools.tune.search import SearchSpace
+from offload.tools.tune.space import FIELDS, make_space, parse_try
+from offload.tools.tune.trials import Program, TrialFailed
 
 HERE = Path(__file__).parent
 WIDTH, TOKENS = 384, 256

@@ -11,7 +11,7 @@ from pathlib import Path
 from disk_contest import DiskContestant
 from results import HERE, machine_header
 
-from offload import machine
+from offload.core import host_facts
 
 MI = 1 << 20
 
@@ -74,7 +74,7 @@ class CheckpointResults:
 def write_checkpoint(command: str, results: CheckpointResults) -> Path:
     """Write `results/checkpoint_<machine>_<yyyymm>.md`."""
     HERE.mkdir(exist_ok=True)
-    cpu = re.sub(r"\W+", "-", machine.read_cpu_model() or "unknown").strip("-").lower()
+    cpu = re.sub(r"\W+", "-", host_facts.read_cpu_model() or "unknown").strip("-").lower()
     path = HERE / f"checkpoint_{cpu}_{datetime.date.today():%Y%m}.md"
     lines = ["# checkpoint", "", *machine_header(), f"- command: `{command}`", *_saves(results)]
     path.write_text("\n".join([*lines, *_background(results)]) + "\n")

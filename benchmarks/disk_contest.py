@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offload import kernels, rules
-from offload.kernels import SUM_BYTES
-from offload.pool import Pool
-from offload.store import DiskStore
-from offload.store.engine import DEPTH, Transfer
-from offload.store.native_engine import NativeEngine
-from offload.ticket import Ticket
+from offload import kernels
+from offload.core.pool import Pool
+from offload.core.ticket import Ticket
+from offload.kernels import SUM_BYTES, rules
+from offload.storage.disk import DiskStore
+from offload.storage.engine import DEPTH, Transfer
+from offload.storage.native_engine import NativeEngine
 
 MI = 1 << 20
 RULE = rules.Adam.at(3, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)

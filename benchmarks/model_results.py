@@ -12,8 +12,8 @@ from results import HERE, machine_header
 from wrap_contest import Runner, Sitting, Step
 from wrap_results import GI, HOST, TORCH, TUNED_NVME, Demand, Middle, bytes_a_param
 
-from offload import machine
-from offload.metrics import COMPUTING, OTHER
+from offload.core import host_facts
+from offload.core.metrics import COMPUTING, OTHER
 
 RESIDENT, DISK = "prepared, all in memory", "prepared, everything on NVMe"
 MANY, FEW = "2,048 tokens", "128 tokens"
@@ -110,7 +110,7 @@ def write_model(name: str, command: str, sittings: Sequence[Sitting]) -> Path:
 
 
 def result_path(name: str) -> Path:
-    cpu = re.sub(r"\W+", "-", machine.read_cpu_model() or "unknown").strip("-").lower()
+    cpu = re.sub(r"\W+", "-", host_facts.read_cpu_model() or "unknown").strip("-").lower()
     return HERE / f"{name}_{cpu}_{datetime.date.today():%Y%m}.md"
 
 

@@ -28,7 +28,7 @@ from quality_results import CASES, Case, Precision, Result, Tier, find_demands, 
 from torch import Tensor
 
 import offload
-from offload.errors import CapacityError
+from offload.core.errors import CapacityError
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 BATCH, LENGTH = 8, 128

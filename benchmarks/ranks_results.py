@@ -10,7 +10,7 @@ from pathlib import Path
 
 from results import HERE, machine_header
 
-from offload import machine
+from offload.core import host_facts
 
 MI = 1 << 20
 
@@ -32,7 +32,7 @@ class RankRow:
 def write_ranks(command: str, rows: list[RankRow]) -> Path:
     """Write `results/ranks_<machine>_<yyyymm>.md`."""
     HERE.mkdir(exist_ok=True)
-    cpu = re.sub(r"\W+", "-", machine.read_cpu_model() or "unknown").strip("-").lower()
+    cpu = re.sub(r"\W+", "-", host_facts.read_cpu_model() or "unknown").strip("-").lower()
     path = HERE / f"ranks_{cpu}_{datetime.date.today():%Y%m}.md"
     lines = [
         "# ranks",

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from contest import Contestant
 
-from offload import kernels, machine
+from offload import kernels
+from offload.core import host_facts
 
 HERE = Path(__file__).parent / "results"
 
@@ -56,9 +57,9 @@ class Row:
 
 
 def machine_header() -> list[str]:
-    facts = machine.read_machine()
+    facts = host_facts.read_machine()
     return [
-        f"- machine: {facts.cpu.model}, {machine.usable_cores(facts.cpu)} cores, "
+        f"- machine: {facts.cpu.model}, {host_facts.usable_cores(facts.cpu)} cores, "
         f"kernel {facts.kernel}",
         f"- huge pages: {facts.huge_pages.transparent}; instruction set: {kernels.isa()}; "
         f"torch {torch.__version__}, Python {platform.python_version()}",
@@ -69,7 +70,7 @@ def machine_header() -> list[str]:
 def write(name: str, command: str, rows: list[Row]) -> Path:
     """Write `results/<name>_<machine>_<yyyymm>.md` and the picture beside it."""
     HERE.mkdir(exist_ok=True)
-    cpu = re.sub(r"\W+", "-", machine.read_cpu_model() or "unknown").strip("-").lower()
+    cpu = re.sub(r"\W+", "-", host_facts.read_cpu_model() or "unknown").strip("-").lower()
     path = HERE / f"{name}_{cpu}_{datetime.date.today():%Y%m}.md"
     lines = [
         f"# {name}",

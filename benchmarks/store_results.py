@@ -11,7 +11,7 @@ from pathlib import Path
 from disk_contest import DiskContestant
 from results import HERE, machine_header
 
-from offload import machine
+from offload.core import host_facts
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StoreRow:
 def write_store(command: str, rows: list[StoreRow]) -> Path:
     """Write `results/store_<machine>_<yyyymm>.md` and the picture beside it."""
     HERE.mkdir(exist_ok=True)
-    cpu = re.sub(r"\W+", "-", machine.read_cpu_model() or "unknown").strip("-").lower()
+    cpu = re.sub(r"\W+", "-", host_facts.read_cpu_model() or "unknown").strip("-").lower()
     path = HERE / f"store_{cpu}_{datetime.date.today():%Y%m}.md"
     lines = [
         "# store",

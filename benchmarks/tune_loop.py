@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT
 
 import offload
-from offload.store import disk
-from offload.store.engine import Fault, FaultKind, IOEngine
+from offload.storage import disk
+from offload.storage.engine import Fault, FaultKind, IOEngine
 
 SEED = 20261117
 

@@ -10,8 +10,8 @@ from model_results import result_path
 from results import HERE, machine_header
 from wrap_results import Demand, Middle
 
-from offload.cli.tune_table import describe
-from offload.profile import Tuning
+from offload.planning.profile import Tuning
+from offload.tools.tune.table import describe
 
 MOST = 1.05  # the tuner's choice / the best of the sweep
 

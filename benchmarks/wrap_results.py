@@ -13,7 +13,7 @@ from pathlib import Path
 from results import HERE, machine_header
 from wrap_contest import Runner, Sitting
 
-from offload import machine
+from offload.core import host_facts
 
 TORCH, HOST, NVME = "torch fused, in memory", "offload, in memory", "offload, NVMe"
 DEEPSPEED = {"cpu": "DeepSpeed, CPU", "nvme": "DeepSpeed, NVMe"}
@@ -122,7 +122,7 @@ def bytes_a_param(runner: Runner) -> float:
 def write_wrap(command: str, sittings: Sequence[Sitting]) -> Path:
     """Write `results/wrap_<machine>_<yyyymm>.md` and the picture beside it."""
     HERE.mkdir(exist_ok=True)
-    cpu = re.sub(r"\W+", "-", machine.read_cpu_model() or "unknown").strip("-").lower()
+    cpu = re.sub(r"\W+", "-", host_facts.read_cpu_model() or "unknown").strip("-").lower()
     path = HERE / f"wrap_{cpu}_{datetime.date.today():%Y%m}.md"
     lines = [*_header(command, sittings), *_step_table(sittings), *_demand_table(sittings)]
     path.write_text("\n".join(lines) + "\n")

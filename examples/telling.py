@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 import offload
-from offload.config import format_size
+from offload.core.config import format_size
 
 NVME = tempfile.gettempdir()  # better: a directory on your fastest drive
 

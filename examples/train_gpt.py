@@ -23,7 +23,7 @@ import torch
 from gpt import GPT, batches
 
 import offload
-from offload.config import format_size, parse_size
+from offload.core.config import format_size, parse_size
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 BYTES_EACH = 16  # of a parameter, its gradient and its two moments, in fp32

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload.config import format_size
+from offload.core.config import format_size
 
 HYPER = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
 

@@ -1,4 +1,4 @@
-// Free space as pure integers: offload/extents.py in C++, which is its judge in the tests. The disk store asks for every
+// Free space as pure integers: offload/core/extents.py in C++, which is its judge in the tests. The disk store asks for every
 // write; a call is done or not done, whatever signal comes.
 #pragma once
 

@@ -26,7 +26,7 @@ struct Buffers {
   bool adopt = false;  // where `out` is not the rounding of `param`, somebody else has set it: take it over first
 };
 
-// Scalars are computed in double by the caller and rounded to fp32 once. See offload/kernels.py.
+// Scalars are computed in double by the caller and rounded to fp32 once. See offload/kernels/calls.py.
 struct AdamScalars {
   float lerp_weight;  // 1-b1 when it is below one half, else (1-b1)-1
   float beta2, one_minus_beta2;

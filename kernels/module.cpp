@@ -1,4 +1,4 @@
-// Python bindings: raw addresses in, nothing checked here. offload/kernels.py is the only caller and checks all.
+// Python bindings: raw addresses in, nothing checked here. offload/kernels/calls.py is the only caller and checks all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -76,7 +76,7 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The arguments that every update shares, as offload/kernels.py hands them over.
+// The arguments that every update shares, as offload/kernels/calls.py hands them over.
 struct Update {
   Buffers buffers;
   int64_t count;

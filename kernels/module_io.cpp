@@ -1,6 +1,6 @@
-// Python bindings of the I/O engines: raw addresses in. offload/store/native_engine.py is the only caller; it keeps the
+// Python bindings of the I/O engines: raw addresses in. offload/storage/native_engine.py is the only caller; it keeps the
 // memory alive and checks what it is given. Everything that may wait lets go of the GIL. Also the lists of free space for
-// offload/store/space.py.
+// offload/storage/space.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

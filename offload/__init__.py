@@ -12,8 +12,8 @@ if sys.platform == "win32":
         "where it is a Linux program"
     )
 
-from offload.config import Config
-from offload.errors import (
+from offload.core.config import Config
+from offload.core.errors import (
     CapacityError,
     ConfigError,
     CorruptionError,
@@ -27,12 +27,12 @@ from offload.errors import (
 
 if TYPE_CHECKING:
     from offload.api import close, load, plan, prepare, report, resident, save, wrap
-    from offload.huggingface import TrainerCallback
+    from offload.integrations.huggingface import TrainerCallback
+    from offload.integrations.progress_line import progress
+    from offload.integrations.signals import save_on_signal
     from offload.optim import Lion
-    from offload.planner import Plan
-    from offload.progress_line import progress
-    from offload.report import Report
-    from offload.signals import save_on_signal
+    from offload.planning.planner import Plan
+    from offload.telemetry.report import Report
 
 __version__ = "0.1.0.dev0"
 
@@ -67,18 +67,18 @@ __all__ = [
 # `offload doctor` must be able to say that torch is broken.
 _LATE = {
     "Lion": "offload.optim",
-    "Plan": "offload.planner",
-    "Report": "offload.report",
-    "TrainerCallback": "offload.huggingface",
+    "Plan": "offload.planning.planner",
+    "Report": "offload.telemetry.report",
+    "TrainerCallback": "offload.integrations.huggingface",
     "close": "offload.api",
     "load": "offload.api",
     "plan": "offload.api",
     "prepare": "offload.api",
-    "progress": "offload.progress_line",
+    "progress": "offload.integrations.progress_line",
     "report": "offload.api",
     "resident": "offload.api",
     "save": "offload.api",
-    "save_on_signal": "offload.signals",
+    "save_on_signal": "offload.integrations.signals",
     "wrap": "offload.api",
 }
 

@@ -10,7 +10,7 @@ def main() -> int:
     think better of it.
     """
     try:
-        from offload.cli import main as run
+        from offload.tools.cli import main as run
 
         return run()
     except KeyboardInterrupt:

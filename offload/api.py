@@ -6,35 +6,35 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from offload.accord import draw_up, joined
 from offload.checkpoint.loading import load as load_checkpoint
 from offload.checkpoint.saving import save as save_checkpoint
-from offload.config import Config
-from offload.errors import ConfigError
-from offload.foresight.forecast import Forecast
-from offload.foresight.forecast_request import ForecastRequest
-from offload.foresight.forecaster import forecast
-from offload.foresight.prepare_plan import PreparePlan
-from offload.heap import HEAP
-from offload.hooks import watch_gradients, watch_passes
-from offload.limits import host_bytes, limited, telling_of_the_budget
-from offload.log import LOG
-from offload.model_plan import ModelPlan
-from offload.modes import outside_inference_mode
+from offload.core.config import Config
+from offload.core.errors import ConfigError
+from offload.core.heap import HEAP
+from offload.core.log import LOG
+from offload.core.modes import outside_inference_mode
+from offload.core.torch_versions import warn_if_unknown
+from offload.distributed import Ranks, is_sharded, place_of, ranks_of
 from offload.optim import WrapRequest, attach, is_wrapped
 from offload.optim.opening import open_session
-from offload.planner import Plan
-from offload.prepared import Prepared, prepared_of, refuse_prepared
-from offload.report import Report
-from offload.report_builder import report_on
-from offload.shard import Ranks, is_sharded, place_of, ranks_of
-from offload.torch_versions import warn_if_unknown
-from offload.units import Choice
+from offload.params.hooks import watch_gradients, watch_passes
+from offload.params.prepare_consensus import draw_up, joined
+from offload.params.prepare_plan import PreparePlan
+from offload.params.prepared import Prepared, prepared_of, refuse_prepared
+from offload.params.units import Choice
+from offload.planning.limits import host_bytes, limited, telling_of_the_budget
+from offload.planning.model_plan import ModelPlan
+from offload.planning.planner import Plan
+from offload.telemetry.report import Report
+from offload.telemetry.report_builder import report_on
+
+if TYPE_CHECKING:
+    from offload.tools.forecast.forecast import Forecast
 
 
 @outside_inference_mode
@@ -109,9 +109,9 @@ def prepare(
 
     weights: a safetensors file, or a directory that `save_pretrained` has written, for the values;
     cast to the model's types where those are other floats. What no optimizer changes is read from
-    there each time and never written. A model on the meta device is filled block by block: from
-    the weights, else by its modules (`offload.initialise` says how). Nothing has changed where the
-    two do not fit together.
+    there each time and never written. A model on the meta device is filled block by block: from the
+    weights, else by its modules (`offload.params.initialise` says how). Nothing has changed where
+    the two do not fit together.
 
     units: module classes, or a function of name and module, for what is to be fetched together; by
     itself it takes the model's repeated layers. fields: those of `Config`.
@@ -262,6 +262,10 @@ def _plan_by_name(
             f"plan: expected the name of an optimizer behind that of a model, got "
             f"{type(optimizer).__name__}"
         )
+    # Here, since a training needs none of it.
+    from offload.tools.forecast.forecast_request import ForecastRequest
+    from offload.tools.forecast.forecaster import forecast
+
     return forecast(ForecastRequest.of(model, optimizer=optimizer, **fields))
 
 

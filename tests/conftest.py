@@ -23,7 +23,7 @@ from support.leftovers import await_nothing_held
 from support.loops import LOOP, SEED, SHUFFLE, counted
 from support.loops import settings as settings_of_the_run
 
-from offload.budget import HOST, Budget
+from offload.core.budget import HOST, Budget
 
 # Whoever runs the tests may have a profile of the machine: the tests must not run by it.
 CONFIG = tempfile.mkdtemp(prefix="offload-no-config-")
@@ -151,7 +151,8 @@ def threads_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def sizes_as_before() -> Iterator[None]:
     """Tests make chunks and units small; one that leaves them so would fail others, far away."""
-    from offload import planner, units
+    from offload.params import units
+    from offload.planning import planner
 
     places = ((planner, "CHUNK_NUMEL"), (planner, "LEAST_CHUNK_NUMEL"), (units, "LARGE_BYTES"))
     before = [getattr(module, name) for module, name in places]
@@ -161,7 +162,13 @@ def sizes_as_before() -> Iterator[None]:
 
 def use_own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
     budget = Budget()
-    for name in ("limits", "optim.session", "optim.ground", "prepared", "accounts"):
+    for name in (
+        "planning.limits",
+        "optim.session",
+        "optim.resources",
+        "params.prepared",
+        "telemetry.report_builder",
+    ):
         monkeypatch.setattr(f"offload.{name}.HOST", budget)
     return budget
 
@@ -185,6 +192,6 @@ def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
 @pytest.fixture
 def nothing_is_left(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small chunks, and no host memory is held when the test has ended."""
-    monkeypatch.setattr("offload.planner.CHUNK_NUMEL", 1024)
+    monkeypatch.setattr("offload.planning.planner.CHUNK_NUMEL", 1024)
     yield
     await_nothing_held(own_budget)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 
 import offload
-from offload.checkpoint.scattered import Scattered
-from offload.errors import CapacityError
+from offload.checkpoint.strided_state import Scattered
+from offload.core.errors import CapacityError
 
 PACKAGE = Path(offload.__file__).parent
 FACTORIES = {function.__name__ for function in _device_constructors()}

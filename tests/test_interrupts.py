@@ -20,22 +20,22 @@ from support.interrupts import Moments
 from support.loops import SEED, chosen, tally
 from torch import Tensor, nn
 
-from offload import locks
 from offload.checkpoint import background
-from offload.errors import StateError, StoreTimeout, reason
-from offload.metrics import Metrics
-from offload.placeholder import set_own_grad
-from offload.pool import Pool
-from offload.shard import Ranks
-from offload.sharding import Sharding
-from offload.ticket import Ticket
-from offload.tiers import device_gradients as device_tier
-from offload.tiers.device_gradients import DeviceGradients
-from offload.tiers.gathered import Gathered, GatherMemory, HostGathered
-from offload.tiers.gradients import GradMemory
-from offload.tiers.mean_gradients import MeanGradients, ShardContext
-from offload.transfer import DeviceTransfer
-from offload.units import Member, Unit
+from offload.core import locks
+from offload.core.errors import StateError, StoreTimeout, reason
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.core.ticket import Ticket
+from offload.device import DeviceTransfer
+from offload.distributed import Ranks
+from offload.params import device_gradients as device_tier
+from offload.params.device_gradients import DeviceGradients
+from offload.params.gathered import Gathered, GatherMemory, HostGathered
+from offload.params.gradients import GradMemory
+from offload.params.mean_gradients import MeanGradients, ShardContext
+from offload.params.placeholder import set_own_grad
+from offload.planning.sharding import Sharding
+from offload.planning.unit import Member, Unit
 
 pytestmark = pytest.mark.timeout(chosen(test=300, torture=7200))
 DRAWN = chosen(test=20, torture=500)  # of each kind

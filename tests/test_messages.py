@@ -18,13 +18,13 @@ from support.leftovers import await_nothing_held
 from torch import nn
 
 import offload
-from offload.budget import Budget
-from offload.errors import CapacityError, ConfigError, StateError, StoreError
+from offload.core.budget import Budget
+from offload.core.errors import CapacityError, ConfigError, StateError, StoreError
 from offload.optim.updater import Updater
-from offload.placeholder import is_offloaded
-from offload.prepared import prepared_of
-from offload.store import handout
-from offload.store.files import System
+from offload.params.placeholder import is_offloaded
+from offload.params.prepared import prepared_of
+from offload.storage import handout
+from offload.storage.files import System
 
 WIDTH = 64
 
@@ -132,7 +132,7 @@ def test_a_file_system_without_large_files_is_named(
     def refuse(fd: int, nbytes: int, begin: int = 0) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr("offload.store.files.reserve", refuse)
+    monkeypatch.setattr("offload.storage.files.reserve", refuse)
     with pytest.raises(CapacityError, match=r"EFBIG.*its file system has no files of that size"):
         offload.wrap(adam(layers(24)), host_memory="600KiB", nvme=tmp_path)
 

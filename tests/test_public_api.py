@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offload
-from offload import errors
+from offload.core import errors
 
 pytestmark = pytest.mark.quick
 

@@ -151,8 +151,8 @@ def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 def used_methods() -> set[tuple[str, str]]:
-    """All attributes of streams and events that offload/transfer looks at."""
-    files = [tree for name, tree in trees().items() if name.startswith("transfer/")]
+    """All attributes of streams and events that offload/device looks at."""
+    files = [tree for name, tree in trees().items() if name.startswith("device/")]
     kinds = {name: kind for tree in files for name, kind in typed_names(tree) if kind}
     found = set()
     for node in (node for tree in files for node in ast.walk(tree)):

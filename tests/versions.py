@@ -34,11 +34,11 @@ CHECKS = {
     "names": [*PYTEST, "tests/test_torch_names.py"],
     "bits": [
         *PYTEST,
-        "tests/test_exact_bits.py",
-        "tests/test_updates.py",
-        "tests/test_stats_and_casts.py",
+        "tests/kernels/test_exact_bits.py",
+        "tests/kernels/test_updates.py",
+        "tests/kernels/test_stats_and_casts.py",
     ],
-    "training": [*PYTEST, "tests/test_wrap.py", "tests/test_prepare.py"],
+    "training": [*PYTEST, "tests/optim/test_wrap.py", "tests/params/test_prepare.py"],
     "device": [
         *PYTEST,
         "-mdevice",

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload.errors import StateError, reason
-from offload.locks import Flag, uninterrupted
-from offload.log import LOG
-from offload.ticket import Ticket, TicketState
+from offload.core.errors import StateError, reason
+from offload.core.locks import Flag, uninterrupted
+from offload.core.log import LOG
+from offload.core.ticket import Ticket, TicketState
 
 # Of a save, after which it is not waited for any longer. A file system that takes what it was given
 # before may need its time.

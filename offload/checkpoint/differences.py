@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.errors import ConfigError
+from offload.core.errors import ConfigError
 
 _SHOWN = 20
 

@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.errors import StoreError
-from offload.machine_disk import probe_direct_io
-from offload.metrics import Metrics
-from offload.portable import reserve
-from offload.store.choose import open_engine
-from offload.store.engine import IOEngine
+from offload.core.drive_facts import probe_direct_io
+from offload.core.errors import StoreError
+from offload.core.metrics import Metrics
+from offload.core.portable import reserve
+from offload.storage.choose import open_engine
+from offload.storage.engine import IOEngine
 
 BLOCK_BYTES = 4096
 # The points of a save at which `CheckpointDisk.hook` is called, in their order. The last two come

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.checkpoint.disk import BLOCK_BYTES
-from offload.format.safetensors import TensorPlace, TensorSpec
+from offload.storage.safetensors_header import TensorPlace, TensorSpec
 
 Range = tuple[int, int]  # of bytes: begin, end
 

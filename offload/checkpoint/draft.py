@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from offload.checkpoint.disk import CheckpointDisk, told
-from offload.checkpoint.hidden import (
+from offload.checkpoint.format.directory import CheckpointDirectory
+from offload.checkpoint.staging_dir import (
     MOST_NAME_BYTES,
     PART,
     hidden_name,
@@ -24,10 +25,9 @@ from offload.checkpoint.hidden import (
     remove,
     try_lock,
 )
-from offload.errors import ConfigError, FormatError, StateError, StoreError
-from offload.format.directory import CheckpointDirectory
-from offload.log import LOG
-from offload.metrics import Metrics
+from offload.core.errors import ConfigError, FormatError, StateError, StoreError
+from offload.core.log import LOG
+from offload.core.metrics import Metrics
 
 _TRIES = 16  # of a new name: each can be taken for a leftover before we have its lock
 

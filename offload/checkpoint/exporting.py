@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.disk import told
-from offload.checkpoint.orders import parse_orders, viewed
+from offload.checkpoint.format.manifest import SavedTensor
+from offload.checkpoint.memory_format import parse_orders, viewed
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.saving import MODEL, OPTIMIZER
 from offload.checkpoint.tensors import PIECE_BYTES
 from offload.checkpoint.trees import decoded, unpacked
-from offload.errors import ConfigError, FormatError
-from offload.format.manifest import SavedTensor
-from offload.format.safetensors import TensorSpec, build_header
-from offload.layout import MASTER
+from offload.core.errors import ConfigError, FormatError
+from offload.core.portable import reserve
 from offload.optim.source import as_bytes
-from offload.portable import reserve
-from offload.store.safetensors_file import DTYPES
+from offload.planning.layout import MASTER
+from offload.storage.safetensors_file import DTYPES
+from offload.storage.safetensors_header import TensorSpec, build_header
 
 INDEX = "model.safetensors.index.json"
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from offload.checkpoint import background
 from offload.checkpoint.differences import Differences
+from offload.checkpoint.format.directory import find_newest, pass_over
+from offload.checkpoint.format.manifest import Manifest
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.rank_group import RankGroup
@@ -35,14 +37,12 @@ from offload.checkpoint.saving import (
 )
 from offload.checkpoint.tensors import whole
 from offload.checkpoint.trees import decoded
-from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
-from offload.format.directory import find_newest, pass_over
-from offload.format.manifest import Manifest
-from offload.locks import uninterrupted
-from offload.log import LOG
+from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
+from offload.core.locks import uninterrupted
+from offload.core.log import LOG
 from offload.optim.consistency import CHECKPOINT
 from offload.optim.source import FieldSource
-from offload.store.safetensors_file import DTYPES
+from offload.storage.safetensors_file import DTYPES
 
 
 class _CheckpointTensor:

@@ -25,11 +25,11 @@ from offload.checkpoint.tensors import (
     spec_of,
     write,
 )
-from offload.config import Config
-from offload.errors import ConfigError, FormatError
-from offload.format.safetensors import TensorSpec
+from offload.core.config import Config
+from offload.core.errors import ConfigError, FormatError
+from offload.distributed import Ranks, is_sharded
 from offload.optim.source import FieldSource
-from offload.shard import Ranks, is_sharded
+from offload.storage.safetensors_header import TensorSpec
 
 _EXTRA = "_extra_state"  # what torch calls the state that a module adds by itself
 

@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
 from offload.checkpoint.division import Holding, Range
-from offload.checkpoint.orders import order_of
+from offload.checkpoint.memory_format import order_of
 from offload.checkpoint.rank_group import RankGroup
-from offload.checkpoint.scattered import is_scattered
+from offload.checkpoint.strided_state import is_scattered
 from offload.checkpoint.tensors import Sink, holding_of, local_part, sample, whole, write
 from offload.checkpoint.trees import packed, unpacked
-from offload.errors import ConfigError, FormatError
-from offload.format.safetensors import SIZES, TensorSpec
-from offload.layout import ELEMENT_BYTES, MASTER
+from offload.core.errors import ConfigError, FormatError
+from offload.distributed import is_sharded, like, local_of, rows_of
 from offload.optim import Session, is_wrapped
 from offload.optim.export import Held
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
 from offload.optim.source import FieldSource
-from offload.shard import is_sharded, like, local_of, rows_of
-from offload.store.safetensors_file import DTYPES
+from offload.planning.layout import ELEMENT_BYTES, MASTER
+from offload.storage.safetensors_file import DTYPES
+from offload.storage.safetensors_header import SIZES, TensorSpec
 
 _NOT_SETTINGS = ("params", "param_names")
 # How a step is computed, not what: each optimizer has its own way.

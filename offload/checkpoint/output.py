@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from offload.checkpoint.disk import BLOCK_BYTES, CheckpointDisk, told, write_whole
-from offload.checkpoint.rooms import Room, Rooms
-from offload.errors import ConfigError, OffloadError, StateError, StoreTimeout
-from offload.locks import Gate
-from offload.metrics import Metrics
-from offload.store.engine import Group, Priority, Transfer, make_sums
-from offload.ticket import Ticket
+from offload.checkpoint.io_buffers import Room, Rooms
+from offload.core.errors import ConfigError, OffloadError, StateError, StoreTimeout
+from offload.core.locks import Gate
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
+from offload.storage.engine import Group, Priority, Transfer, make_sums
 
 BUFFER_BYTES = 64 << 20
 _ROOM_BYTES = 4 << 20

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.errors import ConfigError, OffloadError, StateError, kind_of
-from offload.side_channel import SideChannel, meet
+from offload.core.errors import ConfigError, OffloadError, StateError, kind_of
+from offload.distributed.side_channel import SideChannel, meet
 
 ARRIVAL_S = 60.0  # until all ranks have come to the same save or load
 

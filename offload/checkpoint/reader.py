@@ -22,9 +22,13 @@ from typing import Any
 
 from offload.checkpoint.disk import BLOCK_BYTES
 from offload.checkpoint.division import share_of
-from offload.checkpoint.hidden import try_lock
-from offload.checkpoint.rooms import Room, Rooms
-from offload.errors import (
+from offload.checkpoint.format.crc import crc32
+from offload.checkpoint.format.directory import CheckpointDirectory, read_into
+from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor
+from offload.checkpoint.io_buffers import Room, Rooms
+from offload.checkpoint.staging_dir import try_lock
+from offload.core.drive_facts import read_dio_alignment
+from offload.core.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
@@ -32,17 +36,13 @@ from offload.errors import (
     StoreError,
     StoreTimeout,
 )
-from offload.format.crc import crc32
-from offload.format.directory import CheckpointDirectory, read_into
-from offload.format.manifest import CheckedPart, Manifest, SavedTensor
-from offload.format.safetensors import TensorSpec, build_header
-from offload.machine_disk import read_dio_alignment
-from offload.metrics import Metrics
-from offload.portable import drop_cached
-from offload.store.buffers import Buffer
-from offload.store.choose import open_engine
-from offload.store.engine import Group, IOEngine, Priority, Transfer, make_sums
-from offload.ticket import Ticket
+from offload.core.metrics import Metrics
+from offload.core.portable import drop_cached
+from offload.core.ticket import Ticket
+from offload.storage.buffers import Buffer
+from offload.storage.choose import open_engine
+from offload.storage.engine import Group, IOEngine, Priority, Transfer, make_sums
+from offload.storage.safetensors_header import TensorSpec, build_header
 
 _ROOM_BYTES = 4 << 20
 _ROOMS = 8

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from offload.errors import FormatError
-from offload.transfer import device_random_states, set_device_random_states
+from offload.core.errors import FormatError
+from offload.device import device_random_states, set_device_random_states
 
 
 def random_states() -> dict[str, Any]:

@@ -22,23 +22,23 @@ from torch import Tensor, nn
 
 from offload.checkpoint import background
 from offload.checkpoint.division import Holding, within
-from offload.checkpoint.guest import GuestWriter, sweep
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
+from offload.checkpoint.participant_writer import GuestWriter, sweep
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.rng import random_states
-from offload.checkpoint.scattered import Scattered
 from offload.checkpoint.shard import Shard
+from offload.checkpoint.strided_state import Scattered
 from offload.checkpoint.trees import OTHER, Leaves
 from offload.checkpoint.writer import CheckpointWriter
-from offload.errors import ConfigError, reason
-from offload.locks import steadfast, uninterrupted
-from offload.log import LOG
+from offload.core.errors import ConfigError, reason
+from offload.core.locks import steadfast, uninterrupted
+from offload.core.log import LOG
+from offload.core.ticket import Ticket
 from offload.optim import Session, is_wrapped
 from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
 from offload.optim.source import as_bytes
-from offload.ticket import Ticket
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 RNG_RANKS = "rng_ranks"  # of all ranks but the first, where several have saved

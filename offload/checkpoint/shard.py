@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.checkpoint.division import Range, joined, within
+from offload.checkpoint.format.crc import crc32
+from offload.checkpoint.format.manifest import CheckedPart, SavedTensor
+from offload.checkpoint.io_buffers import Room
 from offload.checkpoint.output import Output, OutputFile
-from offload.checkpoint.rooms import Room
-from offload.errors import ConfigError, StateError
-from offload.format.crc import crc32
-from offload.format.manifest import CheckedPart, SavedTensor
-from offload.format.safetensors import TensorPlace, TensorSpec, build_header
-from offload.store.buffers import Buffer
+from offload.core.errors import ConfigError, StateError
+from offload.storage.buffers import Buffer
+from offload.storage.safetensors_header import TensorPlace, TensorSpec, build_header
 
 PART_BYTES = 16 << 20
 

@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.checkpoint.division import Holding, Range
-from offload.errors import ConfigError
-from offload.format.crc import crc32
-from offload.format.safetensors import TensorSpec
+from offload.checkpoint.format.crc import crc32
+from offload.core.errors import ConfigError
+from offload.distributed import is_sharded, local_of, rows_of
 from offload.optim.source import FieldSource, as_bytes
-from offload.shard import is_sharded, local_of, rows_of
-from offload.store.safetensors_file import DTYPES
+from offload.storage.safetensors_file import DTYPES
+from offload.storage.safetensors_header import TensorSpec
 
 PIECE_BYTES = 16 << 20
 _SAMPLE_BYTES = 64 << 10

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.division import Holding
+from offload.checkpoint.format.values import decode, encode
 from offload.checkpoint.tensors import NAMES, Sink, each_piece, spec_of, write
-from offload.errors import ConfigError, FormatError
-from offload.format.limits import MOST_TREE_DEPTH
-from offload.format.safetensors import SIZES, TensorSpec
-from offload.format.values import decode, encode
+from offload.core.errors import ConfigError, FormatError
+from offload.core.format_limits import MOST_TREE_DEPTH
+from offload.storage.safetensors_header import SIZES, TensorSpec
 
 OTHER = "other"
 

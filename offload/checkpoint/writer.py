@@ -30,17 +30,17 @@ from typing import Any
 from offload.checkpoint.disk import CheckpointDisk, refusal, told, write_whole
 from offload.checkpoint.division import Range, divide
 from offload.checkpoint.draft import UnfinishedCheckpoint, check_path
-from offload.checkpoint.older import Older, next_number
+from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME, Manifest
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.retention import Older, next_number
 from offload.checkpoint.shard import Shard, ShardHeader
-from offload.config import format_size
-from offload.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
-from offload.format.manifest import MANIFEST, SHARD_NAME, Manifest
-from offload.format.safetensors import TensorSpec
-from offload.metrics import Metrics
-from offload.portable import drop_cached
+from offload.core.config import format_size
+from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
+from offload.core.metrics import Metrics
+from offload.core.portable import drop_cached
+from offload.storage.safetensors_header import TensorSpec
 
 # The phases of a commit, which all ranks come to.
 WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"

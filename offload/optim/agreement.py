@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from offload.errors import ConfigError, OffloadError, kind_of
-from offload.metrics import Metrics
+from offload.core.errors import ConfigError, OffloadError, kind_of
+from offload.core.metrics import Metrics
+from offload.distributed import Ranks
 from offload.optim.exchange import NETWORK
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.optim.sums import checksums
-from offload.shard import Ranks
 
 _VALUES = "the values of"
 

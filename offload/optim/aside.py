@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import CapacityError, StoreError
-from offload.layout import ELEMENT_BYTES, Chunk
-from offload.metrics import Metrics
+from offload.core.errors import CapacityError, StoreError
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
 from offload.optim.export import Held, Origin, Targets
 from offload.optim.source import FieldPart, KeptField, own_range
-from offload.store import DiskStore
-from offload.store.files import BLOCK_BYTES
-from offload.store.handout import Refusal, allow_memory
-from offload.ticket import Ticket
+from offload.planning.layout import ELEMENT_BYTES, Chunk
+from offload.storage.disk import DiskStore
+from offload.storage.files import BLOCK_BYTES
+from offload.storage.handout import Refusal, allow_memory
 
 _PIECE_NUMEL = 1 << 20  # of what is stored and read at once
 

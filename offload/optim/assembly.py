@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.layout import Slice
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
+from offload.planning.layout import Slice
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

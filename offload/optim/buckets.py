@@ -21,11 +21,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from offload.config import Config
-from offload.errors import ConfigError
+from offload.core.config import Config
+from offload.core.errors import ConfigError
+from offload.distributed.partition import ALIGN_BYTES, Partition
 from offload.optim.recipe import Record
-from offload.partition import ALIGN_BYTES, Partition
-from offload.rank_share import RankShare
+from offload.planning.rank_share import RankShare
 
 BUCKET_BYTES = 32 << 20
 LEAST_BUCKET_BYTES = 64 << 10

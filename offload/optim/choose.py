@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.errors import ConfigError
+from offload.core.errors import ConfigError
 from offload.optim.generic import GenericRecipe
 from offload.optim.lion import Lion
 from offload.optim.recipe import AdagradRecipe, AdamRecipe, LionRecipe, Recipe, SgdRecipe

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offload.errors import StateError
-from offload.log import LOG
+from offload.core.errors import StateError
+from offload.core.log import LOG
+from offload.distributed import local_of
 from offload.optim.recipe import Record
-from offload.shard import local_of
 
 STEP, LOAD = "step", "load_state_dict"
 CHECKPOINT = "load of a checkpoint"

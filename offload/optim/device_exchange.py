@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.metrics import Metrics
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
+from offload.device import Mark
+from offload.distributed.device_network import DeviceNetwork
 from offload.optim.buckets import Buckets
 from offload.optim.exchange import BucketBuffer, Exchange, InFlightRound, Round, Values
-from offload.ticket import Ticket
-from offload.tiers.device_network import DeviceNetwork
-from offload.transfer import Mark
 
 
 class DeviceExchange(Exchange):

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.metrics import Metrics
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
+from offload.distributed import Ranks
 from offload.optim.buckets import Bucket, Buckets
-from offload.shard import Ranks
-from offload.ticket import Ticket
 
 NETWORK = "network"  # the cause of waiting for other ranks
 

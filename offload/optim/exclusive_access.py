@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offload.errors import StateError
-from offload.locks import attempt
+from offload.core.errors import StateError
+from offload.core.locks import attempt
 
 
 class ExclusiveAccess:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offload.optim.recipe import Record
 from offload.optim.source import FieldPart, own_range
-from offload.store.outgoing import Outgoing
+from offload.storage.outgoing import Outgoing
 
 
 class Held(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError
-from offload.layout import MASTER
+from offload.core.errors import ConfigError
 from offload.optim.recipe import Group, Record, SliceUpdate
+from offload.planning.layout import MASTER
 
 _PROBE_NUMEL = 24
 _NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr")

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from offload.metrics import Metrics
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
+from offload.device import DeviceTransfer, Mark
 from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, StagingBuffer
-from offload.ticket import Ticket
-from offload.transfer import DeviceTransfer, Mark
 
 _AS_BITS = {2: torch.int16, 4: torch.int32}
 

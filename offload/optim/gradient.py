@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError
+from offload.core.errors import ConfigError
+from offload.distributed import local_of, placing_of
 from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
-from offload.shard import local_of, placing_of
-from offload.sliced_gradient import SlicedGradient
-from offload.spilled_gradient import ColdValues, SpilledGradient
+from offload.optim.sliced_gradient import SlicedGradient
+from offload.optim.spilled_gradient import ColdValues, SpilledGradient
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 

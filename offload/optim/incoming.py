@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError
-from offload.layout import MASTER
+from offload.core.errors import ConfigError
+from offload.distributed import local_of, part_of, placing_of
 from offload.optim.recipe import Recipe, Record
 from offload.optim.source import FieldSource
-from offload.shard import local_of, part_of, placing_of
+from offload.planning.layout import MASTER
 
 
 def check_states(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.rules import below_one, not_negative
+from offload.kernels.rules import below_one, not_negative
 
 
 class Lion(torch.optim.Optimizer):

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from offload.errors import StateError
+from offload.core.errors import StateError
+from offload.distributed import is_sharded, placing_of, sum_over_meshes
 from offload.optim.pending_step import PendingStep
-from offload.shard import is_sharded, placing_of, sum_over_meshes
 
 
 class GlobalNorm:

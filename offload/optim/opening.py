@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from offload.budget import HOST
-from offload.config import Config
-from offload.limits import limited
+from offload.core.budget import HOST
+from offload.core.config import Config
+from offload.distributed import DeviceLink, Ranks
 from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.buckets import stage_of
 from offload.optim.request import WrapRequest
 from offload.optim.resources import Watch, WatchPasses
 from offload.optim.session import Session
-from offload.shard import DeviceLink, Ranks
+from offload.planning.limits import limited
 
 
 def open_session(

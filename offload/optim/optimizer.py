@@ -17,10 +17,10 @@ from weakref import ref
 
 import torch
 
-from offload.errors import ConfigError, StateError
-from offload.locks import steadfast, uninterrupted
-from offload.log import LOG
-from offload.modes import outside_inference_mode
+from offload.core.errors import ConfigError, StateError
+from offload.core.locks import steadfast, uninterrupted
+from offload.core.log import LOG
+from offload.core.modes import outside_inference_mode
 from offload.optim.consistency import LOAD
 from offload.optim.session import Session
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offload import kernels
 from offload.optim.recipe import Record
-from offload.spilled_gradient import Gradient
+from offload.optim.spilled_gradient import Gradient
 
 
 @dataclass

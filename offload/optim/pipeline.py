@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from offload.layout import Chunk
-from offload.locks import check, steadfast
-from offload.metrics import Metrics
+from offload.core.locks import check, steadfast
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
 from offload.optim.staging import Awaited, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
-from offload.ticket import Ticket
+from offload.planning.layout import Chunk
 
 # Works on a chunk in memory, with its staging buffer if it has one; whether the chunk has changed.
 Act = Callable[[HostChunk, StagingBuffer | None], bool]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.config import format_size
-from offload.layout import ELEMENT_BYTES, MASTER
+from offload.core.config import format_size
+from offload.distributed import like, local_of
 from offload.optim.recipe import Record
-from offload.shard import like, local_of
-from offload.store.handout import Handout
-from offload.store.outgoing import InMemory, Outgoing
+from offload.planning.layout import ELEMENT_BYTES, MASTER
+from offload.storage.handout import Handout
+from offload.storage.outgoing import InMemory, Outgoing
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload import kernels, rules
-from offload.layout import ELEMENT_BYTES, ParamSpec
+from offload import kernels
+from offload.kernels import rules
 from offload.optim.traffic import FIELDS, Traffic, plan_traffic
-from offload.planner import Plan, Speeds
+from offload.planning.layout import ELEMENT_BYTES, ParamSpec
+from offload.planning.planner import Plan, Speeds
 
 DISK_BYTES = 192 << 20  # written, then read and written again
 TENSORS = 2 + len(FIELDS)  # of an update: parameter, gradient and states

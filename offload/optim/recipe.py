@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from offload import kernels, rules
-from offload.errors import ConfigError
-from offload.layout import MASTER
-from offload.shard import local_of, placing_of
-from offload.store.contract import KnownSums
+from offload import kernels
+from offload.core.errors import ConfigError
+from offload.distributed import local_of, placing_of
+from offload.kernels import rules
+from offload.planning.layout import MASTER
+from offload.storage.contract import KnownSums
 
 Group = dict[str, Any]  # a param_group of torch's
 

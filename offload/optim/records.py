@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from offload.errors import ConfigError
-from offload.layout import MASTER, ParamSpec
+from offload.core.errors import ConfigError
 from offload.optim.flat import is_dense
 from offload.optim.recipe import Recipe, Record
+from offload.planning.layout import MASTER, ParamSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError, OffloadError, StateError
+from offload.core.errors import ConfigError, OffloadError, StateError
+from offload.core.ticket import Ticket
 from offload.optim.buckets import Bucket
 from offload.optim.exchange import BucketBuffer, Exchange, Round
 from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
-from offload.ticket import Ticket
 
 HAVING, LEFT = "having", "left"
 REDUCED = "which gradients were reduced"

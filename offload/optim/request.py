@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from offload.config import Config
-from offload.errors import ConfigError
-from offload.limits import check_directories, host_bytes, refuse_unbuilt, telling_of_the_budget
+from offload.core.config import Config
+from offload.core.errors import ConfigError
 from offload.optim.buckets import no_buckets, place_of, share_out, stage_of
 from offload.optim.choose import choose_recipe
 from offload.optim.incoming import check_states
@@ -20,8 +19,14 @@ from offload.optim.probe import measure
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import make_records, spec_of
 from offload.optim.session import check_grad_buffers
-from offload.planner import Plan, make_plan
-from offload.tuning import Chosen, choose
+from offload.planning.limits import (
+    check_directories,
+    host_bytes,
+    refuse_unbuilt,
+    telling_of_the_budget,
+)
+from offload.planning.planner import Plan, make_plan
+from offload.planning.tuning import Chosen, choose
 
 _UNBUILT = (
     "device_memory",

@@ -11,19 +11,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from offload.budget import HOST
-from offload.gauges import resident_bytes, used_by
-from offload.heap import HEAP
-from offload.metrics import Metrics
+from offload.core.budget import HOST
+from offload.core.gauges import resident_bytes, used_by
+from offload.core.heap import HEAP
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.device import DeviceTransfer
 from offload.optim.export import Gatherer
 from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, StagingProvider
 from offload.optim.tiers import Tiers
-from offload.planner import Plan, grad_buffer_bytes, verdicts_bytes
-from offload.pool import Pool
-from offload.store import DiskStore
-from offload.transfer import DeviceTransfer
+from offload.planning.planner import Plan, grad_buffer_bytes, verdicts_bytes
+from offload.storage.disk import DiskStore
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from offload.layout import ELEMENT_BYTES, Chunk, Slice
-from offload.locks import Gate, steadfast, uninterrupted
-from offload.metrics import Metrics
+from offload.core.locks import Gate, steadfast, uninterrupted
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
 from offload.optim.assembly import Assembly, is_row_major
 from offload.optim.consistency import clear_frames
 from offload.optim.recipe import Record
 from offload.optim.tiers import HostChunk, Tiers
-from offload.ticket import Ticket
+from offload.planning.layout import ELEMENT_BYTES, Chunk, Slice
 
 READS = 2  # one comes while the other is written
 _PAGE_BYTES = 4096

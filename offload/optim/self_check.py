@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from offload import kernels, reference, rules
-from offload.errors import StateError
+from offload import kernels
+from offload.core.errors import StateError
+from offload.kernels import reference, rules
 from offload.optim.recipe import SliceUpdate
 
 SAMPLE_NUMEL = 4096  # of each slice: its last elements, where torch's kernels run other code

@@ -16,14 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.budget import HOST, held_by, holder_now
-from offload.config import Config, format_size
-from offload.errors import ConfigError, CorruptionError, OffloadError, StateError
-from offload.heap import HEAP
-from offload.layout import MASTER
-from offload.locks import steadfast
-from offload.log import LOG
-from offload.metrics import Metrics
+from offload.core.budget import HOST, held_by, holder_now
+from offload.core.config import Config, format_size
+from offload.core.errors import ConfigError, CorruptionError, OffloadError, StateError
+from offload.core.heap import HEAP
+from offload.core.locks import steadfast
+from offload.core.log import LOG
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.distributed import (
+    DeviceLink,
+    Ranks,
+    is_initialised,
+    is_sharded,
+    like,
+    local_of,
+    placing_of,
+)
 from offload.optim.agreement import settings_sum
 from offload.optim.aside import Aside
 from offload.optim.assembly import is_same_order
@@ -41,17 +50,16 @@ from offload.optim.resources import OwnResources, ParamOwner, Resources, Watch, 
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.sharded_coordinator import ShardedCoordinator
+from offload.optim.spilled_gradient import Gradient
 from offload.optim.step_stats import StepStats
 from offload.optim.updater import Updater
-from offload.planner import UNKNOWN, Plan, Speeds, make_plan
-from offload.pool import Pool
-from offload.shard import DeviceLink, Ranks, is_initialised, is_sharded, like, local_of, placing_of
-from offload.spilled_gradient import Gradient
-from offload.store import DiskStore
-from offload.store.handout import Handout
-from offload.store.outgoing import Outgoing
-from offload.tuning import NOTHING as NO_TUNING
-from offload.tuning import Chosen
+from offload.planning.layout import MASTER
+from offload.planning.planner import UNKNOWN, Plan, Speeds, make_plan
+from offload.planning.tuning import NOTHING as NO_TUNING
+from offload.planning.tuning import Chosen
+from offload.storage.disk import DiskStore
+from offload.storage.handout import Handout
+from offload.storage.outgoing import Outgoing
 
 States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
 # Gives the place for a field of the state, of a DTensor for our part; None: it stays.

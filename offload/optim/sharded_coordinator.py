@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.config import Config
-from offload.errors import ConfigError, StateError
-from offload.metrics import Metrics
+from offload.core.config import Config
+from offload.core.errors import ConfigError, StateError
+from offload.core.metrics import Metrics
+from offload.distributed import DeviceLink, Ranks
+from offload.distributed.device_network import DeviceNetwork
 from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
 from offload.optim.pending_step import PendingStep
@@ -22,11 +24,9 @@ from offload.optim.recipe import Record
 from offload.optim.reducer import Carried, Reducer
 from offload.optim.resources import OwnResources, WatchPasses
 from offload.optim.sharded_update import ShardedUpdate
-from offload.planner import Plan
-from offload.rank_share import RankShare
-from offload.shard import DeviceLink, Ranks
-from offload.spilled_gradient import Gradient, in_memory
-from offload.tiers.device_network import DeviceNetwork
+from offload.optim.spilled_gradient import Gradient, in_memory
+from offload.planning.planner import Plan
+from offload.planning.rank_share import RankShare
 
 MEETING_S = 60.0
 _CALL_ON_ALL = (

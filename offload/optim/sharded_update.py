@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import StateError
-from offload.metrics import Metrics
+from offload.core.errors import StateError
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.distributed import Ranks
+from offload.distributed.device_network import DeviceNetwork
 from offload.optim.agreement import differing, settings_sum
 from offload.optim.buckets import Bucket, Buckets
 from offload.optim.device_exchange import DeviceExchange
@@ -27,10 +30,7 @@ from offload.optim.reducer import HAVING, LEFT, Reducer
 from offload.optim.resources import WatchPasses
 from offload.optim.source import FieldPart
 from offload.optim.sums import checksums
-from offload.pool import Pool
-from offload.rank_share import RankShare
-from offload.shard import Ranks
-from offload.tiers.device_network import DeviceNetwork
+from offload.planning.rank_share import RankShare
 
 _COMPARED_STEPS = 2  # in which all parameters and gradients are compared; later a sample of them
 _SAMPLE_BYTES = 1 << 20

@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from offload.layout import Slice
 from offload.optim.assembly import is_row_major, is_same_order
 from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
+from offload.planning.layout import Slice
 
 _PIECE_NUMEL = 1 << 20
 

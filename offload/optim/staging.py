@@ -18,13 +18,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.layout import Chunk, Slice
+from offload.core.ticket import Ticket
+from offload.device import DeviceTransfer, Mark
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
-from offload.planner import staging_spans
-from offload.spilled_gradient import Gradient, in_memory
-from offload.ticket import Ticket
-from offload.transfer import DeviceTransfer, Mark
+from offload.optim.spilled_gradient import Gradient, in_memory
+from offload.planning.layout import Chunk, Slice
+from offload.planning.planner import staging_spans
 
 
 class Awaited(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from offload.decoded import Decoded
-from offload.number_log import NumberLog
-from offload.run_file import StepFact
+from offload.core.decoded import Decoded
+from offload.core.number_log import NumberLog
+from offload.core.step_fact import StepFact
 
 MOST_STEPS = 4096  # that are remembered
 _OWN = "number", "begin_s", "end_s"  # of the step itself, in a row

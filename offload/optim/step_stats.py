@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from offload.metrics import NOTHING, Metrics, MetricsSnapshot
+from offload.core.metrics import NOTHING, Metrics, MetricsSnapshot
+from offload.core.step_fact import StepFact
+from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 from offload.optim.step_log import StepLog
-from offload.planner import UNKNOWN, Speeds
-from offload.run_file import StepFact
-from offload.timeline import DISK_READS, DISK_WRITES, Event, busy_s
+from offload.planning.planner import UNKNOWN, Speeds
 
 STEP, MODEL = "step(): ", "model: "  # causes of seconds in it, and since the one before it
 _EARLY = "device_to_host_bytes", "gradients_early_bytes"

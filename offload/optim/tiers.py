@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.errors import StateError
+from offload.core.errors import StateError
+from offload.core.pool import Pool
+from offload.core.ticket import Ticket
 from offload.kernels import SUM_BYTES
-from offload.layout import ELEMENT_BYTES, Chunk, Slice
-from offload.planner import Plan
-from offload.pool import Pool
-from offload.store import DiskStore
-from offload.store.contract import KnownSums
-from offload.store.engine import Priority
-from offload.ticket import Ticket
+from offload.planning.layout import ELEMENT_BYTES, Chunk, Slice
+from offload.planning.planner import Plan
+from offload.storage.contract import KnownSums
+from offload.storage.disk import DiskStore
+from offload.storage.engine import Priority
 
 _KEY = "state chunk "
 

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import torch
 
-from offload.budget import Budget
-from offload.layout import ELEMENT_BYTES, Chunk, ParamSpec
-from offload.metrics import Metrics
+from offload.core.budget import Budget
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.core.ticket import Ticket
+from offload.core.timeline import DISK_READS, DISK_WRITES, busy_s
 from offload.optim.pipeline import Pipeline
 from offload.optim.staging import StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
-from offload.planner import Plan, make_plan
-from offload.pool import Pool
-from offload.store import DiskStore
-from offload.ticket import Ticket
-from offload.timeline import DISK_READS, DISK_WRITES, busy_s
+from offload.planning.layout import ELEMENT_BYTES, Chunk, ParamSpec
+from offload.planning.planner import Plan, make_plan
+from offload.storage.disk import DiskStore
 
 FIELDS = ("exp_avg", "exp_avg_sq")
 _SEED = 1

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.errors import ConfigError
-from offload.layout import MASTER, Slice
-from offload.metrics import Metrics
+from offload.core.errors import ConfigError
+from offload.core.metrics import Metrics
 from offload.optim.consistency import LOAD, STEP, Consistency
 from offload.optim.export import Held, Targets
 from offload.optim.flat import flat, in_order_of
@@ -31,10 +30,11 @@ from offload.optim.resources import Resources
 from offload.optim.saver import Saver, Sink
 from offload.optim.sharded_update import ShardedUpdate
 from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
+from offload.optim.spilled_gradient import Gradient, in_memory
 from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
-from offload.spilled_gradient import Gradient, in_memory
-from offload.store.contract import KnownSums
+from offload.planning.layout import MASTER, Slice
+from offload.storage.contract import KnownSums
 
 
 class Updater:

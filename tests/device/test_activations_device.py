@@ -18,15 +18,15 @@ from support.bits import same_tensors
 from support.device.transfer_cases import register
 from torch import Tensor, nn
 
-from offload.budget import Budget
-from offload.metrics import Metrics
-from offload.pool import Pool
-from offload.store import growing
-from offload.store.growing import GrowingStore
-from offload.tiers import activations
-from offload.tiers.activation_store import HostActivations
-from offload.tiers.activations import Activations
-from offload.transfer import DeviceTransfer
+from offload.core.budget import Budget
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.device import DeviceTransfer
+from offload.params import activations
+from offload.params.activation_store import HostActivations
+from offload.params.activations import Activations
+from offload.storage import growing
+from offload.storage.growing import GrowingStore
 
 KI = 1 << 10
 ROWS = 64

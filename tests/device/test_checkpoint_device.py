@@ -20,10 +20,11 @@ from support.training import train
 from torch import Tensor, nn
 
 import offload
-from offload import planner, prepared, units
-from offload.budget import Budget
+from offload.core.budget import Budget
+from offload.core.pool import Pool
 from offload.optim import resources
-from offload.pool import Pool
+from offload.params import prepared, units
+from offload.planning import planner
 
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]
 KINDS = ["wrap", "prepare"]

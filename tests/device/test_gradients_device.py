@@ -20,12 +20,12 @@ from support.device.transfer_cases import register
 from torch import Tensor, nn
 
 import offload
-from offload import planner
-from offload.budget import Budget
+from offload.core.budget import Budget
+from offload.core.pool import Pool
+from offload.device import Mark
 from offload.optim import grad_buffers, resources
 from offload.optim.grad_buffers import GradBuffer, GradBuffers
-from offload.pool import Pool
-from offload.transfer import Mark
+from offload.planning import planner
 
 Between = Callable[[nn.Module, int], None]  # what a loop does after backward, and in which step
 

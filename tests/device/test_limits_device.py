@@ -18,14 +18,14 @@ from support.models import batch, loss_of, make
 from torch import Tensor, nn
 
 import offload
-from offload import prepared, units
-from offload.budget import Budget
-from offload.errors import CapacityError, ConfigError
+from offload.core.budget import Budget
+from offload.core.errors import CapacityError, ConfigError
+from offload.core.pool import Pool
+from offload.device import DeviceTransfer, find_device, used_bytes
 from offload.optim import resources
-from offload.pool import Pool
-from offload.prepared import prepared_of
-from offload.shares import on_device_bytes
-from offload.transfer import DeviceTransfer, find_device, used_bytes
+from offload.params import prepared, units
+from offload.params.prepared import prepared_of
+from offload.planning.shares import on_device_bytes
 
 WIDTH, LAYERS = 64, 12
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -14,7 +14,7 @@ from support.device.faults import BY_HAND
 from support.device.mutants import Mutant, loaded, mutants, synchronisations
 from support.device.transfer_cases import CASES, run
 
-from offload.errors import StoreTimeout
+from offload.core.errors import StoreTimeout
 
 ALL = mutants()
 FOURTH_EARLY = ("seeded", 8)  # the others have a bit for three streams

@@ -34,16 +34,16 @@ from support.training import step
 from torch import Tensor, nn
 
 import offload
-from offload import planner, prepared, units
-from offload.block import Presence
-from offload.budget import Budget
-from offload.errors import CapacityError, ConfigError, StateError
-from offload.placeholder import is_offloaded
-from offload.pool import Pool
-from offload.prepared import prepared_of
-from offload.shares import least_device_bytes
-from offload.tiers import device_gradients
-from offload.tiers.device_residency import DeviceResidency
+from offload.core.budget import Budget
+from offload.core.errors import CapacityError, ConfigError, StateError
+from offload.core.pool import Pool
+from offload.params import device_gradients, prepared, units
+from offload.params.block import Presence
+from offload.params.device_residency import DeviceResidency
+from offload.params.placeholder import is_offloaded
+from offload.params.prepared import prepared_of
+from offload.planning import planner
+from offload.planning.shares import least_device_bytes
 
 KI = 1 << 10
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]

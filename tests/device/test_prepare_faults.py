@@ -15,11 +15,11 @@ from support.device.mutants import Mutant, mutants_of_models, patched
 from support.device.prepare_cases import EXPECTED, SCENES
 from support.device.transfer_cases import register
 
-from offload import planner, prepared, units
-from offload.budget import Budget
-from offload.errors import OffloadError
-from offload.pool import Pool
-from offload.tiers import device_gradients
+from offload.core.budget import Budget
+from offload.core.errors import OffloadError
+from offload.core.pool import Pool
+from offload.params import device_gradients, prepared, units
+from offload.planning import planner
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,12 @@ from support.models import make
 from support.training import step
 
 import offload
-from offload import planner, progress_line
-from offload.budget import Budget
-from offload.config import format_size
+from offload.core.budget import Budget
+from offload.core.config import format_size
+from offload.core.pool import Pool
+from offload.integrations import progress_line
 from offload.optim import resources
-from offload.pool import Pool
+from offload.planning import planner
 
 
 @pytest.fixture(autouse=True)

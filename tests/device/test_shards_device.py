@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import offload
-from offload import planner
-from offload.budget import Budget
+from offload.core.budget import Budget
+from offload.core.pool import Pool
+from offload.distributed import like
 from offload.optim import resources
-from offload.pool import Pool
-from offload.shard import like
+from offload.planning import planner
 
 SIZES = ((70, 30), (5,), (40, 41))
 

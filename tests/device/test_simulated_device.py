@@ -16,13 +16,15 @@ from support.device.transfer_cases import register
 from support.models import batch, loss_of, make
 
 import offload
-from offload import planner, prepared, run_file, units
-from offload.foresight.simulator import simulate
-from offload.pool import Pool
-from offload.profile import Profile, Tuning
-from offload.run_file import Run
-from offload.shares import DEVICE_SPARE_BYTES
-from offload.workload import Budgets, Workload
+from offload.core.pool import Pool
+from offload.params import prepared, units
+from offload.planning import planner
+from offload.planning.profile import Profile, Tuning
+from offload.planning.shares import DEVICE_SPARE_BYTES
+from offload.telemetry import run_file
+from offload.telemetry.run_file import Run
+from offload.tools.forecast.simulator import simulate
+from offload.tools.forecast.workload import Budgets, Workload
 
 STEPS = 6
 MACHINE = Profile(

@@ -16,10 +16,10 @@ import torch
 from fake_accelerator import DeviceModule
 from support.device.transfer_cases import CASES, SIZE, WAIT_S, WIDTH, bench, matrix, run
 
-from offload.errors import CapacityError, ConfigError, StateError, StoreTimeout
-from offload.metrics import Metrics
-from offload.ticket import Ticket, TicketState, gather
-from offload.transfer import DeviceTransfer, HostTransfer, device, open_transfer
+from offload.core.errors import CapacityError, ConfigError, StateError, StoreTimeout
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket, TicketState, gather
+from offload.device import DeviceTransfer, HostTransfer, device, open_transfer
 
 
 @functools.cache

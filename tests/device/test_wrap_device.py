@@ -15,12 +15,12 @@ from support.device.transfer_cases import register
 from torch import Tensor, nn
 
 import offload
-from offload import planner
-from offload.budget import Budget
+from offload.core.budget import Budget
+from offload.core.pool import Pool
+from offload.device import DeviceTransfer, Mark
 from offload.optim import resources
 from offload.optim.pipeline import Pipeline
-from offload.pool import Pool
-from offload.transfer import DeviceTransfer, Mark
+from offload.planning import planner
 
 SIZES = [(70, 30), (5,), (40, 40), (), (1, 1), (0, 3)]
 STEPS = 5

@@ -37,7 +37,7 @@ def load(
         budget_bytes = int(environment("FAKE_ACCELERATOR_BUDGET", str(1 << 30)))
     _module.set_schedule(schedule, seed)
     # Streams have their bits of the seed from when they are made.
-    if kept := sys.modules.get("offload.transfer.streams"):
+    if kept := sys.modules.get("offload.device.streams"):
         kept.forget()
     _module.set_budget(budget_bytes)
     return _module

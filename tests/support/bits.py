@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.selftest.bits import require_same, require_same_bits, require_same_states
-from offload.selftest.check import CheckFailed
+from offload.tools.selftest.bits import require_same, require_same_bits, require_same_states
+from offload.tools.selftest.check import CheckFailed
 
 
 def assert_same_bits(got: Tensor, expected: Tensor, what: str) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.checkpoint import CheckpointReader, CheckpointWriter
-from offload.format.safetensors import TensorSpec
+from offload.checkpoint.reader import CheckpointReader
+from offload.checkpoint.writer import CheckpointWriter
+from offload.storage.safetensors_header import TensorSpec
 
 Bytes = npt.NDArray[np.uint8]
 Contents = Mapping[str, Mapping[str, Bytes]]  # section -> name -> bytes

@@ -28,7 +28,7 @@ import torch._dynamo  # which the first optimizer imports, in seconds
 import torch.distributed
 
 import offload.api
-import offload.cli  # noqa: F401
+import offload.tools.cli  # noqa: F401
 from offload import kernels
 from support import children
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offload.checkpoint.disk import CheckpointDisk
-from offload.metrics import Metrics
-from offload.store.buffers import Buffer
-from offload.store.engine import Fault, IOEngine, Priority, Transfer
+from offload.core.metrics import Metrics
+from offload.storage.buffers import Buffer
+from offload.storage.engine import Fault, IOEngine, Priority, Transfer
 
 SECTOR = 512
 

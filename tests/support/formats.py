@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.format.manifest import MANIFEST, CheckedPart, Manifest, SavedTensor
-from offload.format.safetensors import TensorSpec, build_header
+from offload.checkpoint.format.manifest import MANIFEST, CheckedPart, Manifest, SavedTensor
+from offload.storage.safetensors_header import TensorSpec, build_header
 
 PART_BYTES = 100  # small, so that most tensors have several parts
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload.format.manifest import MANIFEST
-from offload.format.strict_json import printable
+from offload.checkpoint.format.manifest import MANIFEST
+from offload.core.strict_json import printable
 from support.formats import put_manifest, write_checkpoint
 from support.hostile_watch import Watch, judge, limit_memory, warm_up
 

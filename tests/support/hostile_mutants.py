@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from offload.format.manifest import MANIFEST, Manifest
-from offload.format.verify import verify
+from offload.checkpoint.format.manifest import MANIFEST, Manifest
+from offload.checkpoint.format.verify import verify
 from support.formats import MODEL, put_manifest, write_checkpoint
 from support.hostile_watch import Watch, judge, limit_memory, outcome, warm_up
 

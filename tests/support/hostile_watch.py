@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ConfigError, CorruptionError, FormatError
-from offload.format.directory import CheckpointDirectory, check_name, find_newest
-from offload.format.manifest import MANIFEST
-from offload.format.values import decode
-from offload.format.verify import verify
+from offload.checkpoint.format.directory import CheckpointDirectory, check_name, find_newest
+from offload.checkpoint.format.manifest import MANIFEST
+from offload.checkpoint.format.values import decode
+from offload.checkpoint.format.verify import verify
+from offload.core.errors import ConfigError, CorruptionError, FormatError
 
 # What reading a checkpoint may do, of all that Python tells an audit hook about. So nothing is
 # imported, compiled, run, started, sent, loaded, changed or removed.

@@ -1,4 +1,6 @@
-"""A small random Llama, batches from a seed, and runs to compare, for `tests/integration`."""
+"""A small random Llama, batches from a seed, and runs to compare, for
+`tests/integrations/third_party`.
+"""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 import offload
-from offload.budget import HOST
-from offload.errors import OffloadError
-from offload.format.verify import verify
+from offload.checkpoint.format.verify import verify
+from offload.core.budget import HOST
+from offload.core.errors import OffloadError
 from offload.optim.saver import Saver
 from support.interrupts import Alarm, Moments, Place, is_shared
 from support.kill_loop import digest, make_small

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.selftest.bits import SPECIAL, awkward, require_untouched_around, unaligned
-from offload.selftest.check import CheckFailed
-from offload.selftest.torch_bits import (
+from offload.tools.selftest.bits import SPECIAL, awkward, require_untouched_around, unaligned
+from offload.tools.selftest.check import CheckFailed
+from offload.tools.selftest.torch_bits import (
     LION,
     LION_CASE,
     OptimizerCase,

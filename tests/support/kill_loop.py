@@ -29,12 +29,14 @@ import torch
 import torch._dynamo  # which the first optimizer imports, in seconds
 
 import offload
-from offload import api, planner, units
+from offload import api
 from offload.checkpoint import writer
 from offload.checkpoint.disk import POINTS, CheckpointDisk
-from offload.errors import ConfigError
-from offload.format.directory import find_newest
-from offload.format.verify import verify
+from offload.checkpoint.format.directory import find_newest
+from offload.checkpoint.format.verify import verify
+from offload.core.errors import ConfigError
+from offload.params import units
+from offload.planning import planner
 from support.models import Gpt, batch, loss_of
 
 IMPORTED = (api, torch._dynamo)  # before anything is forked

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from offload.budget import Budget
+from offload.core.budget import Budget
 
 WITHIN_S = 60.0
 

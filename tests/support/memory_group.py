@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from offload.machine import cgroup_levels
+from offload.core.host_facts import cgroup_levels
 
 _LIMITS = ("memory.max", "memory.limit_in_bytes")  # v2, v1
 _GONE_S = 30.0  # by then the kernel has taken the last page of an ended process off the books

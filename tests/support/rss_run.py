@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.heap import HEAP
+from offload.core.heap import HEAP
 from support.memory_group import join
 
 WIDTH = 1024  # a row of a weight has 4 KiB

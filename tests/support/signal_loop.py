@@ -22,8 +22,8 @@ import torch
 import offload
 from offload.checkpoint import writer
 from offload.checkpoint.disk import CheckpointDisk
-from offload.format.directory import find_newest
-from offload.format.verify import verify
+from offload.checkpoint.format.directory import find_newest
+from offload.checkpoint.format.verify import verify
 from support.kill_loop import digest, make_small
 from support.models import Gpt, batch, loss_of
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.store import DiskStore
-from offload.store.choose import ENGINES
-from offload.store.engine import Fault, FaultKind
+from offload.storage.choose import ENGINES
+from offload.storage.disk import DiskStore
+from offload.storage.engine import Fault, FaultKind
 
 __all__ = ["ENGINES"]
 

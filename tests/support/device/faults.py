@@ -17,10 +17,10 @@ from support.mutation import (
     swapped_with_next,
 )
 
-_FILL = at("transfer.device", "DeviceTransfer._fill").call("_upload")
-_WRITE = at("transfer.device", "DeviceTransfer.write").call("_upload")
-_WAIT_OF_OWNER = at("transfer.device", "DeviceTransfer._let_go_of_sources").call("wait_event")
-_BUSY = at("transfer.buffer", "DeviceBuffer.busy").returned()
+_FILL = at("device.device", "DeviceTransfer._fill").call("_upload")
+_WRITE = at("device.device", "DeviceTransfer.write").call("_upload")
+_WAIT_OF_OWNER = at("device.device", "DeviceTransfer._let_go_of_sources").call("wait_event")
+_BUSY = at("device.buffer", "DeviceBuffer.busy").returned()
 
 # Faults of the transfer that are no missing wait.
 BY_HAND = [
@@ -34,16 +34,16 @@ BY_HAND = [
     Fault(
         "a read's source free",
         becomes(
-            at("transfer.device", "DeviceTransfer._download").call("_Download").argument(5), "None"
+            at("device.device", "DeviceTransfer._download").call("_Download").argument(5), "None"
         ),
     ),
     Fault(
         "a ticket ends before its copy",
-        dropped(at("transfer.device", "_Flights.settle").operand("query")),
+        dropped(at("device.device", "_Flights.settle").operand("query")),
     ),
     Fault(
         "a lost transfer's copies",
-        dropped(at("transfer.device", "DeviceTransfer.__init__").call("finalize")),
+        dropped(at("device.device", "DeviceTransfer.__init__").call("finalize")),
     ),
     Fault("memory let go before the wait", swapped_with_next(_WAIT_OF_OWNER)),
     Fault(
@@ -54,70 +54,72 @@ BY_HAND = [
     Fault("filled from elsewhere before the fill", dropped(_BUSY.element("filled"))),
     Fault(
         "no fill is noted",
-        dropped(at("transfer.buffer", "DeviceBuffer._note_filled").assignment("filled")),
+        dropped(at("device.buffer", "DeviceBuffer._note_filled").assignment("filled")),
     ),
     Fault(
         "one view passes unnoticed",
-        becomes(at("transfer.buffer", "_Loan.give_back").comparison("holders").right(), "2"),
+        becomes(at("device.buffer", "_Loan.give_back").comparison("holders").right(), "2"),
     ),
     Fault(
         "the buffer's own tensor is no view",
-        stripped(at("transfer.buffer", "DeviceBuffer.use").call("detach")),
+        stripped(at("device.buffer", "DeviceBuffer.use").call("detach")),
     ),
     Fault(
         "users are not noted",
-        dropped(at("transfer.buffer", "DeviceBuffer.use").call("append")),
+        dropped(at("device.buffer", "DeviceBuffer.use").call("append")),
     ),
 ]
 
-_DETACH = at("tiers.copies", "Copies.detach")
+_DETACH = at("params.copies", "Copies.detach")
 
 # Faults of what models that are prepared for a device rest on.
 OF_MODELS = [
     Fault(
         "nobody waits for a block",
-        calling(at("tiers.device_tier", "DeviceTier.memory_of").call("use"), "_loan.memory.detach"),
+        calling(
+            at("params.device_tier", "DeviceTier.memory_of").call("use"), "_loan.memory.detach"
+        ),
     ),
     Fault(
         "an old copy is used",
-        never(at("tiers.device_tier", "DeviceTier.stale").condition("on_device")),
+        never(at("params.device_tier", "DeviceTier.stale").condition("on_device")),
     ),
     Fault(
         "released without the flip",
-        never(at("tiers.device_tier", "DeviceTier.forget").condition("is_attached")),
+        never(at("params.device_tier", "DeviceTier.forget").condition("is_attached")),
     ),
     Fault("no flip back", dropped(_DETACH.call("hide"))),
     Fault("a lost edit", becomes(_DETACH.comparison("_versions").right(), "_versions(block)")),
     Fault("other memory is lost", never(_DETACH.operand("is_in_place"))),
     Fault(
         "a sum of what has not come",
-        dropped(at("tiers.device_gradients", "DeviceGradients._finish_oldest").call("wait")),
+        dropped(at("params.device_gradients", "DeviceGradients._finish_oldest").call("wait")),
     ),
     Fault(
         "a gradient before it has come",
-        dropped(at("tiers.device_gradients", "DeviceGradients._await").call("wait")),
+        dropped(at("params.device_gradients", "DeviceGradients._await").call("wait")),
     ),
     Fault(
         "a gradient stays and counts twice",
         dropped(
             # The other is where it raises.
-            at("tiers.device_gradients", "DeviceGradients._take").call("set_own_grad", 2, of=2)
+            at("params.device_gradients", "DeviceGradients._take").call("set_own_grad", 2, of=2)
         ),
     ),
     Fault(
         "added to what was there before",
         becomes(
-            at("tiers.device_gradients", "_DownloadAddend._hand_on").condition("is_first"), "True"
+            at("params.device_gradients", "_DownloadAddend._hand_on").condition("is_first"), "True"
         ),
     ),
     Fault(
         "a gradient that is held is overwritten",
-        never(at("tiers.device_gradients", "DeviceGradients._begin").comparison("holders")),
+        never(at("params.device_gradients", "DeviceGradients._begin").comparison("holders")),
     ),
     Fault(
         "a wrong part",
         becomes(
-            at("tiers.device_gradients", "DeviceGradients._stage")
+            at("params.device_gradients", "DeviceGradients._stage")
             .call("_DownloadAddend")
             .argument(3),
             "0",
@@ -126,55 +128,57 @@ OF_MODELS = [
     Fault(
         "a gradient that was lent does not come home",
         dropped(
-            at("tiers.device_gradients", "DeviceGradients._take_back_to_original").call("copy_")
+            at("params.device_gradients", "DeviceGradients._take_back_to_original").call("copy_")
         ),
     ),
     Fault(
         "nothing is copied back",
         dropped(
             # Of what is done at the end of a lending, in reverse.
-            at("tiers.device_residency", "DeviceResidency._end_lending").call("callback", 3, of=3)
+            at("params.device_residency", "DeviceResidency._end_lending").call("callback", 3, of=3)
         ),
     ),
     Fault(
         "loaded values stay away",
         never(
-            at("tiers.device_residency", "DeviceResidency._hide").condition("generation", 2, of=2)
+            at("params.device_residency", "DeviceResidency._hide").condition("generation", 2, of=2)
         ),
     ),
     Fault(
         "parameters are seen outside of runs",
-        never(at("tiers.device_residency", "DeviceResidency.hide").condition("is_attached")),
+        never(at("params.device_residency", "DeviceResidency.hide").condition("is_attached")),
     ),
     Fault(
         "dropped too early",
-        dropped(at("tiers.device_residency", "DeviceResidency._evict").call("await_upload")),
+        dropped(at("params.device_residency", "DeviceResidency._evict").call("await_upload")),
     ),
     Fault(
         "updated before the device has its copy",
-        dropped(at("tiers.device_residency", "DeviceResidency.await_arrival").call("await_upload")),
+        dropped(
+            at("params.device_residency", "DeviceResidency.await_arrival").call("await_upload")
+        ),
     ),
     Fault(
         "loaded before the device has its copy",
-        dropped(at("tiers.device_residency", "DeviceResidency._show").call("await_upload")),
+        dropped(at("params.device_residency", "DeviceResidency._show").call("await_upload")),
     ),
     Fault(
         "gradients are not seen",
         becomes(
-            at("placeholder", "make_device_placeholder").call("_guard").argument(4),
+            at("params.placeholder", "make_device_placeholder").call("_guard").argument(4),
             "OffloadedParameter",
         ),
     ),
     Fault(
         "no room for others",
         becomes(
-            at("tiers.device_budget", "DeviceBudget._room_bytes").call("max", 1, of=2), "0 * it"
+            at("params.device_budget", "DeviceBudget._room_bytes").call("max", 1, of=2), "0 * it"
         ),
     ),
     Fault(
         "too much before anything is known",
         becomes(
-            at("tiers.device_budget", "DeviceBudget.blocks_bytes").call("min").argument(2), "left"
+            at("params.device_budget", "DeviceBudget.blocks_bytes").call("min").argument(2), "left"
         ),
     ),
 ]
@@ -185,7 +189,8 @@ OF_RANKS = [
         Fault(
             "nobody waits for a gathered block",
             calling(
-                at("tiers.gathered_device", "DeviceGathered.use").call("use"), "_loan.memory.detach"
+                at("params.gathered_device", "DeviceGathered.use").call("use"),
+                "_loan.memory.detach",
             ),
         ),
         ("lazy", 0),
@@ -193,14 +198,14 @@ OF_RANKS = [
     (
         Fault(
             "a mean ends before it has been read",
-            stripped(at("tiers.device_network", "DeviceNetwork._reduce").call("then")),
+            stripped(at("distributed.device_network", "DeviceNetwork._reduce").call("then")),
         ),
         ("lazy", 0),
     ),
     (
         Fault(
             "nobody waits for a lift",
-            dropped(at("tiers.gathered_tier", "GatheredTier.await_own").call("wait")),
+            dropped(at("params.gathered_tier", "GatheredTier.await_own").call("wait")),
         ),
         ("eager", 0),
     ),
@@ -208,7 +213,7 @@ OF_RANKS = [
         Fault(
             "updated before the device has its slice",
             dropped(
-                at("tiers.sharded_residency", "ShardedResidency.await_arrival").call("await_own")
+                at("params.sharded_residency", "ShardedResidency.await_arrival").call("await_own")
             ),
         ),
         ("eager", 0),
@@ -216,28 +221,28 @@ OF_RANKS = [
     (
         Fault(
             "a mean before it has come",
-            dropped(at("tiers.mean_gradients", "MeanGradients._finish_oldest").call("wait")),
+            dropped(at("params.mean_gradients", "MeanGradients._finish_oldest").call("wait")),
         ),
         ("lazy", 0),
     ),
     (
         Fault(
             "a staging place is lost",
-            dropped(at("tiers.mean_gradients", "MeanGradients._finish_oldest").call("append")),
+            dropped(at("params.mean_gradients", "MeanGradients._finish_oldest").call("append")),
         ),
         ("lazy", 0),
     ),
     (
         Fault(
             "a gradient on disk has no staging place",
-            dropped(at("tiers.mean_gradients", "MeanGradients._reduce").operand("target")),
+            dropped(at("params.mean_gradients", "MeanGradients._reduce").operand("target")),
         ),
         ("eager", 0),
     ),
     (
         Fault(
             "old whole blocks after the update",
-            dropped(at("tiers.sharded_residency", "ShardedResidency.updating").call("forget")),
+            dropped(at("params.sharded_residency", "ShardedResidency.updating").call("forget")),
         ),
         ("eager", 0),
     ),
@@ -247,7 +252,7 @@ OF_RANKS = [
 OF_STREAMS = [
     Fault(
         "zeroed too late",
-        dropped(at("tiers.gathered_device", "DeviceGatherMemory.make").call("note_fill")),
+        dropped(at("params.gathered_device", "DeviceGatherMemory.make").call("note_fill")),
     ),
 ]
 
@@ -261,7 +266,7 @@ _LATER = (
 OF_STAGE_1 = [
     Fault(
         "gathered while the parameters were still in use",
-        becomes(at("tiers.device_network", "DeviceNetwork.gather_there").call("mark"), _IDLE),
+        becomes(at("distributed.device_network", "DeviceNetwork.gather_there").call("mark"), _IDLE),
     ),
     Fault(
         "gathered before the own part was written",
@@ -282,7 +287,7 @@ OF_STAGE_1 = [
 OF_STAGE_2 = [
     Fault(
         "summed up before the gradients were there",
-        becomes(at("tiers.device_network", "DeviceNetwork.reduce_there").call("mark"), _IDLE),
+        becomes(at("distributed.device_network", "DeviceNetwork.reduce_there").call("mark"), _IDLE),
     ),
     Fault(
         "a buffer filled again too early",

@@ -94,8 +94,8 @@ def _gist(function: Any) -> tuple[Any, ...]:
 def mutants() -> list[Mutant]:
     """Of the transfer: those that are found in its source, then those that are described."""
     found = []
-    for path in sorted((PACKAGE / "transfer").glob("*.py")):
-        module = f"transfer.{path.stem}"
+    for path in sorted((PACKAGE / "device").glob("*.py")):
+        module = f"device.{path.stem}"
         for what, source in _changes(Tree(path.read_text())):
             found.append(Mutant(module, f"{module} {what}", source))
     return [*found, *(mutant_of(fault) for fault in BY_HAND)]
@@ -137,14 +137,14 @@ def synchronisations() -> int:
     """How often the source speaks of streams and events, counted without parsing it."""
     words = [f".{word}(" for word in (*sorted(WAITS), "record_event")]
     words.append("with on(")
-    texts = [path.read_text() for path in (PACKAGE / "transfer").glob("*.py")]
+    texts = [path.read_text() for path in (PACKAGE / "device").glob("*.py")]
     return sum(text.count(word) for text in texts for word in words)
 
 
 @contextmanager
 def loaded(mutant: Mutant) -> Iterator[ModuleType]:
-    """`offload.transfer.device` as it would be with the fault."""
-    names = ["offload.transfer.buffer", "offload.transfer.device"]
+    """`offload.device.device` as it would be with the fault."""
+    names = ["offload.device.buffer", "offload.device.device"]
     kept = {name: sys.modules.pop(name) for name in names}
     try:
         for name in names:

@@ -8,12 +8,12 @@ import torch
 from fake_accelerator import collectives, load
 from torch import Tensor
 
-from offload.budget import Budget
-from offload.pool import Pool
-from offload.shard import ranks_of
-from offload.ticket import Ticket
-from offload.tiers.device_network import DeviceNetwork
-from offload.transfer import DeviceTransfer
+from offload.core.budget import Budget
+from offload.core.pool import Pool
+from offload.core.ticket import Ticket
+from offload.device import DeviceTransfer
+from offload.distributed import ranks_of
+from offload.distributed.device_network import DeviceNetwork
 from support.device.transfer_cases import register
 
 SLICE, BLOCKS = 96, 5  # elements of a slice

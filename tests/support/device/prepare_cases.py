@@ -18,10 +18,10 @@ from fake_accelerator import load
 from torch import Tensor, nn
 
 import offload
-from offload.errors import CapacityError
-from offload.placeholder import is_offloaded
-from offload.prepared import prepared_of
-from offload.shares import least_device_bytes, on_device_bytes
+from offload.core.errors import CapacityError
+from offload.params.placeholder import is_offloaded
+from offload.params.prepared import prepared_of
+from offload.planning.shares import least_device_bytes, on_device_bytes
 from support.allowance import CHECKS
 from support.bits import assert_same_tensors
 from support.loops import chosen

@@ -20,12 +20,12 @@ from fake_accelerator import DeviceModule, collectives, load
 from torch import Tensor, nn
 
 import offload
-from offload import prepared
-from offload.errors import CapacityError, ConfigError, StateError
-from offload.pool import Pool
-from offload.ticket import Ticket
-from offload.tiers.gathered import Gathered
-from offload.tiers.gathered_device import DeviceGathered, DeviceGatherMemory
+from offload.core.errors import CapacityError, ConfigError, StateError
+from offload.core.pool import Pool
+from offload.core.ticket import Ticket
+from offload.params import prepared
+from offload.params.gathered import Gathered
+from offload.params.gathered_device import DeviceGathered, DeviceGatherMemory
 from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.models import WIDTH, WORDS, Gpt, Lora, Thrice

@@ -17,11 +17,11 @@ from fake_accelerator.train_case import SCHEDULES
 from torch import Tensor, nn
 
 import offload
-from offload import planner
-from offload.errors import StateError
+from offload.core.errors import StateError
+from offload.core.pool import Pool
+from offload.distributed import Ranks, ranks_of
 from offload.optim import buckets, resources
-from offload.pool import Pool
-from offload.shard import Ranks, ranks_of
+from offload.planning import planner
 from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.ranks.stages import reduce

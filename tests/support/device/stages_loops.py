@@ -15,7 +15,7 @@ from fake_accelerator import load
 from torch import nn
 
 import offload
-from offload.errors import CapacityError, ConfigError, StateError
+from offload.core.errors import CapacityError, ConfigError, StateError
 from support.device.stages_cases import SOME, Pair, Wide, start, trains
 
 

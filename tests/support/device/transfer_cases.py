@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.budget import Budget
-from offload.pool import Lease, Pool
-from offload.transfer import HostTransfer
+from offload.core.budget import Budget
+from offload.core.pool import Lease, Pool
+from offload.device import HostTransfer
 
 WIDTH, LAYERS, STEPS, RATE = 16, 4, 3, 0.1
 SIZE = 4 * WIDTH * WIDTH  # bytes of a layer

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.selftest.bits import require_same_bits
-from offload.selftest.check import CheckFailed
+from offload.tools.selftest.bits import require_same_bits
+from offload.tools.selftest.check import CheckFailed
 
 Seen = dict[str, Any]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import reference, rules
+from offload.kernels import reference, rules
 from support.fuzz.cases import FUSED, Case, Optimizer
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from offload.errors import CapacityError, OffloadError, StateError
+from offload.core.errors import CapacityError, OffloadError, StateError
 from support.fuzz.cases import Act, Case
 from support.fuzz.interrupts import interrupt_within
 from support.fuzz.judge import Differs, Seen, compare, parameters_of, state_of

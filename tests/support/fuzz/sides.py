@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 import offload
-from offload.ticket import TicketState
+from offload.core.ticket import TicketState
 from support.fuzz import optimizers
 from support.fuzz.cases import Act, Case, Place
 from support.fuzz.judge import Seen, gradients_of, parameters_of, state_of

@@ -18,8 +18,11 @@ import numpy
 import pytest
 import torch
 
-from offload import budget, kernels, planner, units
-from offload.budget import Budget
+from offload import kernels
+from offload.core import budget
+from offload.core.budget import Budget
+from offload.params import units
+from offload.planning import planner
 from support.fuzz.cases import Place
 from support.leftovers import await_nothing_held
 
@@ -63,7 +66,7 @@ def surroundings(folder: Path, threads: int) -> Iterator[Budget]:
 def _own_budget(patch: pytest.MonkeyPatch) -> Budget:
     own = Budget()
     for name, module in list(sys.modules.items()):
-        is_ours = name.startswith("offload.") and name != "offload.budget"
+        is_ours = name.startswith("offload.") and name != "offload.core.budget"
         if is_ours and getattr(module, "HOST", None) is budget.HOST:
             patch.setattr(module, "HOST", own)
     return own

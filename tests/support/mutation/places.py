@@ -27,7 +27,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Place:
-    """One place in a function of a module: `at("tiers.copies", "Copies.detach").call("hide")`.
+    """One place in a function of a module: `at("params.copies", "Copies.detach").call("hide")`.
 
     Whatever is looked for must be there once. Where it is there more often, `nth` (from 1) says
     which and `of` how many there are, so that one more does not move the place unnoticed.

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 import offload
-from offload.checkpoint import guest, rank_group, writer
+from offload.checkpoint import participant_writer, rank_group, writer
 from offload.checkpoint.disk import CheckpointDisk
-from offload.format.verify import verify
-from offload.metrics import Metrics
+from offload.checkpoint.format.verify import verify
+from offload.core.metrics import Metrics
 from support.disk_doubles import FaultyDisk
 
 
@@ -224,7 +224,7 @@ def faults(rank: int, folder: Path, victim: int, stride: int) -> dict[str, int]:
         disks.append(FaultyDisk(nth=nth if rank == victim else 0))
         return disks[-1]
 
-    writer.CheckpointDisk = guest.CheckpointDisk = make  # type: ignore[assignment,misc]
+    writer.CheckpointDisk = participant_writer.CheckpointDisk = make  # type: ignore[assignment,misc]
     seen: dict[str, int] = {}
     offload.save(folder / "second", model, optimizer)
     calls = [len(disks[-1].calls)]
@@ -265,7 +265,7 @@ def kill(
     rank: int, folder: Path, victim: int, point: str, delay_s: float, background: bool
 ) -> dict[str, Any]:
     """One rank is killed while all save, at a point or after a while; what the others see."""
-    writer.CheckpointDisk = guest.CheckpointDisk = _Killer  # type: ignore[misc]
+    writer.CheckpointDisk = participant_writer.CheckpointDisk = _Killer  # type: ignore[misc]
     rank_group.ARRIVAL_S = 5.0  # for one that is killed before it has come
     model, optimizer = build()
     train(model, optimizer, range(2))
@@ -306,7 +306,7 @@ class _Stopper(CheckpointDisk):
 
 def stop(rank: int, folder: Path, victim: int, limit_s: float) -> dict[str, Any]:
     """One rank is stopped while all save, and goes on when the others have said what they see."""
-    writer.CheckpointDisk = guest.CheckpointDisk = _Stopper  # type: ignore[misc]
+    writer.CheckpointDisk = participant_writer.CheckpointDisk = _Stopper  # type: ignore[misc]
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())

@@ -74,7 +74,7 @@ def train(rank: int, store: Path, how: str) -> None:
 
 def leave_work_behind() -> None:
     """Though nobody has the worker any more, and its thread is a daemon."""
-    from offload.shard.worker import Worker
+    from offload.distributed.worker import Worker
 
     def act() -> Any:
         time.sleep(0.5)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import offload
-from offload.errors import ConfigError
+from offload.core.errors import ConfigError
 from support.ranks import checkpoint_cases as cases
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from offload.prepared import Prepared, prepared_of
+from offload.params.prepared import Prepared, prepared_of
 from support.loops import SEED
 from support.models import WIDTH, WORDS, Layer
 

@@ -1,0 +1,360 @@
+"""The manifest of a checkpoint: which files, which tensors and where, and all other values.
+
+One JSON document in ASCII whose last key is `sha256`, the digest of all bytes before the comma in
+front of it. A manifest that was parsed is sound in itself: files and tensors are there once, parts
+tile each tensor, tensors tile the end of each file, values refer to tensors that are there. Whether
+the files agree is for `verify` and whoever reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from offload.checkpoint.format.values import decode
+from offload.core.errors import CorruptionError, FormatError
+from offload.core.format_limits import (
+    MOST_CHECKPOINT_NUMBER,
+    MOST_FILES,
+    MOST_FINGERPRINT_CHARS,
+    MOST_MANIFEST_BYTES,
+    MOST_NAME_CHARS,
+    MOST_NUMBER,
+    MOST_PART_BYTES,
+    MOST_PARTS,
+    MOST_TENSORS,
+)
+from offload.core.strict_json import parse_json, shown
+from offload.storage.safetensors_header import SIZES, check_tensor
+
+FORMAT: Final = "offload checkpoint"
+VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+# The section is part of the name: `model-00001.safetensors`.
+SHARD_NAME: Final = re.compile(r"([a-z][a-z0-9_]{0,63})-([0-9]{5,9})\.safetensors", re.ASCII)
+_KEYS: Final = (
+    "format",
+    "version",
+    "number",
+    "created_s",
+    "fingerprint",
+    "files",
+    "tensors",
+    "values",
+)
+# How every manifest begins, so that its number can be told without parsing all of it.
+_BEGIN: Final = re.compile(rb'\{"format":"offload checkpoint","version":([0-9]{1,9}),')
+_NUMBER: Final = re.compile(rb'"number":([0-9]{1,20}),')
+_END: Final = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
+_END_BYTES: Final = len(',"sha256":""}\n') + 64
+_FINGERPRINT: Final = re.compile(rf"[0-9a-f]{{1,{MOST_FINGERPRINT_CHARS}}}")
+
+
+@dataclass(frozen=True)
+class CheckedPart:
+    """Some bytes of a tensor that were written, and are checked, as one."""
+
+    file: str
+    offset: int  # in the file
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor in a checkpoint. name: `section/name-in-shard`. dtype: as safetensors calls it.
+
+    parts: in the order of the tensor's bytes; an empty tensor has one of no bytes, which says where
+    it belongs.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[CheckedPart, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+    @property
+    def section(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """Its name in the shard."""
+        return self.name.partition("/")[2]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. files: bytes of each. values: by section, as `values.encode` has
+    them. number: one more than that of the newest checkpoint beside it when it was saved.
+    """
+
+    number: int
+    created_s: int
+    fingerprint: str
+    files: Mapping[str, int]
+    tensors: Mapping[str, SavedTensor]
+    values: Mapping[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """The file. Raises `FormatError` for what `parse` would refuse."""
+        _check(self)
+        index = {name: i for i, name in enumerate(self.files)}
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "number": self.number,
+            "created_s": self.created_s,
+            "fingerprint": self.fingerprint,
+            "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files.items()],
+            "tensors": [
+                {
+                    "name": tensor.name,
+                    "dtype": tensor.dtype,
+                    "shape": tensor.shape,
+                    "parts": [[index[p.file], p.offset, p.nbytes, p.crc32] for p in tensor.parts],
+                }
+                for tensor in self.tensors.values()
+            ],
+            "values": dict(self.values),
+        }
+        try:
+            text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"values: expected those that values.encode made: {error}") from error
+        body = text[:-1]
+        end = b',"sha256":"%b"}\n' % hashlib.sha256(body).hexdigest().encode()
+        if len(body) + len(end) > MOST_MANIFEST_BYTES:
+            raise FormatError(
+                f"a manifest of {len(body) + len(end)} bytes cannot be read again, only one of "
+                f"{MOST_MANIFEST_BYTES}; keep less in values, or save large ones as tensors"
+            )
+        return body + end
+
+    @classmethod
+    def parse(cls, text: bytes) -> Manifest:
+        """Raises `FormatError`; `CorruptionError` where bytes are not those that were written."""
+        _check_digest(text)
+        found = parse_json(text)  # the digest too, because to cut it off would copy the rest
+        if tuple(found) != (*_KEYS, "sha256"):
+            raise FormatError(f"expected the keys {', '.join(_KEYS)}, got {shown(list(found))}")
+        files = _parse_files(found["files"])
+        manifest = cls(
+            number=found["number"],
+            created_s=found["created_s"],
+            fingerprint=found["fingerprint"],
+            files=dict(files),
+            tensors=_parse_tensors(found["tensors"], [name for name, _ in files]),
+            values=found["values"],
+        )
+        if len(manifest.files) < len(files):
+            raise FormatError("files: a name is there twice")
+        _check(manifest)
+        return manifest
+
+
+def claimed_version(begin: bytes) -> int | None:
+    """The version of the format that a manifest with this beginning has; None: it is none."""
+    head = _BEGIN.match(begin)
+    return int(head[1]) if head else None
+
+
+def claimed_number(begin: bytes) -> int | None:
+    """The number of a manifest that begins with these bytes; None where none can begin so."""
+    head = _BEGIN.match(begin)
+    number = _NUMBER.match(begin, head.end()) if head else None
+    return int(number[1]) if number and int(number[1]) <= MOST_CHECKPOINT_NUMBER else None
+
+
+# --- parsing --------------------------------------------------------------------------------------
+
+
+def _check_digest(text: bytes) -> None:
+    """It begins and ends as a manifest, its digest is right, the version is ours."""
+    if len(text) > MOST_MANIFEST_BYTES:
+        raise FormatError(f"expected at most {MOST_MANIFEST_BYTES} bytes, got more")
+    end = _END.fullmatch(text[-_END_BYTES:])
+    head = _BEGIN.match(text)
+    if head is None or end is None or not text.isascii():
+        raise FormatError(
+            f'expected JSON in ASCII that begins with the format "{FORMAT}" and a version, and '
+            "ends with its sha256; is it cut off?"
+        )
+    digest = hashlib.sha256(memoryview(text)[:-_END_BYTES]).hexdigest()
+    if digest != end[1].decode():
+        raise CorruptionError(
+            f"its bytes have the sha256 {digest}, expected {end[1].decode()}; it is not what was "
+            "written: take another checkpoint",
+            operation="verify",
+        )
+    if int(head[1]) != VERSION:
+        raise FormatError(
+            f"has version {int(head[1])} of the format, expected {VERSION}; it was written by "
+            "another version of offload: use that one"
+        )
+    if claimed_number(text) is None:
+        raise FormatError("expected its number behind its version")
+
+
+def _parse_files(found: Any) -> list[tuple[str, int]]:
+    _check_list("files", found, MOST_FILES)
+    files = []
+    for file in found:
+        if type(file) is not dict or tuple(file) != ("name", "nbytes"):
+            raise FormatError(f"files: expected name and nbytes, got {shown(file)}")
+        if type(file["name"]) is not str:
+            raise FormatError(f"files: expected a name, got {shown(file['name'])}")
+        files.append((file["name"], file["nbytes"]))
+    return files
+
+
+def _parse_tensors(found: Any, files: list[str]) -> dict[str, SavedTensor]:
+    _check_list("tensors", found, MOST_TENSORS)
+    tensors: dict[str, SavedTensor] = {}
+    for entry in found:
+        if type(entry) is not dict or tuple(entry) != ("name", "dtype", "shape", "parts"):
+            raise FormatError(f"tensors: expected name, dtype, shape, parts, got {shown(entry)}")
+        name = entry["name"]
+        if type(name) is not str:
+            raise FormatError(f"tensors: expected a name, got {shown(name)}")
+        if name in tensors:
+            raise FormatError(f"tensors: {shown(name)} twice")
+        check_tensor(name, entry["dtype"], entry["shape"])
+        _check_list(shown(name), entry["parts"], MOST_PARTS)
+        parts = tuple(_parse_part(name, part, files) for part in entry["parts"])
+        tensors[name] = SavedTensor(name, entry["dtype"], tuple(entry["shape"]), parts)
+    return tensors
+
+
+def _parse_part(name: str, part: Any, files: list[str]) -> CheckedPart:
+    if type(part) is not list or len(part) != 4 or any(type(n) is not int for n in part):
+        raise FormatError(
+            f"{shown(name)}: expected a part of file, offset, nbytes and crc32, got {shown(part)}"
+        )
+    file, offset, nbytes, crc32 = part
+    if not 0 <= file < len(files):
+        raise FormatError(f"{shown(name)}: expected one of {len(files)} files, got {shown(file)}")
+    return CheckedPart(files[file], offset, nbytes, crc32)
+
+
+def _check_list(what: str, found: Any, most: int) -> None:
+    if type(found) is not list or len(found) > most:
+        raise FormatError(f"{what}: expected a list of at most {most}, got {shown(found)}")
+
+
+# --- what holds in every manifest -----------------------------------------------------------------
+
+
+def _check(manifest: Manifest) -> None:
+    _check_whole("number", manifest.number, 1, MOST_CHECKPOINT_NUMBER)
+    _check_whole("created_s", manifest.created_s, 0, MOST_NUMBER)
+    fingerprint = manifest.fingerprint
+    if type(fingerprint) is not str or not _FINGERPRINT.fullmatch(fingerprint):
+        raise FormatError(f"fingerprint: expected hex digits, got {shown(fingerprint)}")
+    if len(manifest.files) > MOST_FILES or len(manifest.tensors) > MOST_TENSORS:
+        raise FormatError(f"expected at most {MOST_FILES} files and {MOST_TENSORS} tensors")
+    for name, nbytes in manifest.files.items():
+        if not SHARD_NAME.fullmatch(name):
+            raise FormatError(
+                f"files: expected names such as model-00001.safetensors, got {shown(name)}"
+            )
+        _check_whole(name, nbytes, 8, MOST_NUMBER)
+    parts = 0
+    for name, tensor in manifest.tensors.items():
+        if name != tensor.name:
+            raise FormatError(f"{shown(name)}: expected its own name, got {shown(tensor.name)}")
+        _check_tensor(tensor, manifest.files)
+        parts += len(tensor.parts)
+    if parts > MOST_PARTS:
+        raise FormatError(f"tensors: expected at most {MOST_PARTS} parts, got {parts}")
+    _check_tiles(manifest)
+    _check_values(manifest)
+
+
+def _check_tensor(tensor: SavedTensor, files: Mapping[str, int]) -> None:
+    """Its parts are its bytes, one behind the other, in one file of its section."""
+    label = shown(tensor.name)
+    check_tensor(tensor.name, tensor.dtype, tensor.shape)
+    if len(tensor.name) > MOST_NAME_CHARS or "/" not in tensor.name:
+        raise FormatError(
+            f"{label}: expected a section, / and a name, in {MOST_NAME_CHARS} letters at most"
+        )
+    if not tensor.parts:
+        raise FormatError(f"{label}: has no parts; one without bytes says where an empty one is")
+    file = tensor.parts[0].file
+    shard = SHARD_NAME.fullmatch(file)
+    if file not in files or shard is None or shard[1] != tensor.section:
+        raise FormatError(f"{label}: expected a file of its section, got {shown(file)}")
+    end = tensor.parts[0].offset
+    for part in tensor.parts:
+        _check_whole(f"{label}: offset", part.offset, 8, files[file])
+        least = 1 if tensor.nbytes else 0
+        _check_whole(f"{label}: nbytes of a part", part.nbytes, least, MOST_PART_BYTES)
+        _check_whole(f"{label}: crc32", part.crc32, 0, (1 << 32) - 1)
+        if part.file != file or part.offset != end:
+            raise FormatError(
+                f"{label}: expected its next part at {end} of {shown(file)}, got {part.offset} of "
+                f"{shown(part.file)}"
+            )
+        end += part.nbytes
+    nbytes = end - tensor.parts[0].offset
+    if nbytes != tensor.nbytes or (nbytes == 0 and len(tensor.parts) > 1):
+        raise FormatError(
+            f"{label}: {tensor.dtype} of shape {shown(tensor.shape)} has {shown(tensor.nbytes)} "
+            f"bytes, its {len(tensor.parts)} parts have {nbytes}"
+        )
+
+
+def _check_tiles(manifest: Manifest) -> None:
+    """The tensors of a file lie one behind the other and reach its end: none overlaps another."""
+    begins: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
+    for tensor in manifest.tensors.values():
+        first = tensor.parts[0]
+        begins[first.file].append((first.offset, tensor.nbytes, tensor.name))
+    for file, places in begins.items():
+        places.sort()
+        end = places[0][0] if places else manifest.files[file]
+        for offset, nbytes, name in places:
+            if offset != end:
+                raise FormatError(
+                    f"{shown(name)}: begins at {offset} of {file}, expected {end}, where the "
+                    "tensor before it ends"
+                )
+            end += nbytes
+        if end != manifest.files[file]:
+            raise FormatError(
+                f"{file}: has {manifest.files[file]} bytes, but its tensors end at {end}"
+            )
+
+
+def _check_values(manifest: Manifest) -> None:
+    if not isinstance(manifest.values, Mapping):
+        raise FormatError(f"values: expected an object, got {shown(manifest.values)}")
+
+    def get(name: str) -> None:
+        if name not in manifest.tensors:
+            raise FormatError(
+                f"values: expected the name of a tensor that is there, got {shown(name)}"
+            )
+
+    for section, tree in manifest.values.items():
+        if type(section) is not str or len(section) > MOST_NAME_CHARS:
+            raise FormatError(f"values: expected the name of a section, got {shown(section)}")
+        decode(tree, get)
+
+
+def _check_whole(what: str, value: Any, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise FormatError(
+            f"{what}: expected a whole number from {least} to {most}, got {shown(value)}"
+        )

@@ -1,0 +1,229 @@
+"""Every byte of a checkpoint against what was written, in a few MiB of memory and without torch.
+
+The manifest has its own digest. Of each file it is checked that it is there, plain and of its size,
+that its header is, byte for byte, the one that the manifest's tensors ask for, and that each part
+has its CRC-32; the parts are all the rest of the file, which the manifest has shown already. What
+else is in the directory is told, but is no damage: no reader will ever look at it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NoReturn
+
+from offload.checkpoint.format.crc import crc32
+from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers, read_into
+from offload.checkpoint.format.manifest import MANIFEST, VERSION, Manifest, SavedTensor
+from offload.core.errors import ConfigError, FormatError, StoreError
+from offload.core.format_limits import MOST_FINDINGS, READ_BYTES
+from offload.core.portable import drop_cached
+from offload.core.strict_json import printable, shown
+from offload.storage.safetensors_header import (
+    LENGTH_BYTES,
+    SHARD_METADATA,
+    TensorPlace,
+    TensorSpec,
+    build_header,
+    parse_header,
+    parse_length,
+)
+
+# The reader's own trouble: nothing is known about the checkpoint then.
+_TROUBLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+Report = Callable[[int, int], None]
+
+
+@dataclass
+class Verdict:
+    """What was found. damage: the first things that are wrong, in words; damages: how many in all.
+    foreign: what else is in the directory. manifest: None where it is damaged itself.
+    """
+
+    path: Path
+    manifest: Manifest | None = None
+    damage: list[str] = field(default_factory=list)
+    damages: int = 0
+    foreign: list[str] = field(default_factory=list)
+    checked_bytes: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.damages == 0
+
+    def add(self, error: str) -> None:
+        self.damages += 1
+        if len(self.damage) < MOST_FINDINGS:
+            self.damage.append(error)
+
+
+def verify(path: str | os.PathLike[str], report: Report = lambda done, total: None) -> Verdict:
+    """Read a checkpoint and tell what is wrong with it. report: gets bytes done and in all, often.
+
+    Raises `ConfigError` where `path` is no checkpoint, or one of another version; `StoreError`
+    where it may not be read.
+    """
+    try:
+        directory = CheckpointDirectory(path)
+    except StoreError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise ConfigError(f"expected the directory of a checkpoint: {error}") from error
+        raise
+    with directory:
+        names = directory.names()
+        if MANIFEST not in names:
+            _refuse(directory)
+        findings = Verdict(directory.path)
+        try:
+            manifest = directory.read_manifest()
+        except (FormatError, StoreError) as error:
+            if isinstance(error, FormatError):
+                _check_version(directory)
+            _note(findings, error)
+            return findings
+        findings.manifest = manifest
+        findings.foreign = [n for n in names if n != MANIFEST and n not in manifest.files]
+        _Verifier(directory, manifest, findings, report).check_files()
+    return findings
+
+
+def _refuse(directory: CheckpointDirectory) -> NoReturn:
+    below = list(list_numbers(directory.path))
+    more = f"; checkpoints below it: {shown(below[:10])}" if below else ""
+    raise ConfigError(
+        f"{printable(directory.path)}: is no checkpoint: it has no {MANIFEST}; give a directory "
+        f"that a save has made{more}"
+    )
+
+
+def _check_version(directory: CheckpointDirectory) -> None:
+    """That we cannot read another version does not mean that it is damaged."""
+    version = directory.claimed_version()
+    if version is not None and version != VERSION:
+        raise ConfigError(
+            f"{printable(directory.path / MANIFEST)}: has version {version} of the format, "
+            f"expected {VERSION}; check it with the version of offload that has written it"
+        )
+
+
+def _note(findings: Verdict, error: FormatError | StoreError) -> None:
+    """Damage; unless the trouble is ours, which is raised."""
+    if isinstance(error, StoreError) and error.errno in _TROUBLE:
+        raise error
+    findings.add(str(error))
+
+
+class _Verifier:
+    """Goes through the files of one manifest, with one buffer."""
+
+    def __init__(
+        self, directory: CheckpointDirectory, manifest: Manifest, findings: Verdict, report: Report
+    ) -> None:
+        self._directory = directory
+        self._files = manifest.files
+        self._findings = findings
+        self._report = report
+        self._total_bytes = sum(manifest.files.values())
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._tensors: dict[str, list[SavedTensor]] = {name: [] for name in manifest.files}
+        for tensor in manifest.tensors.values():
+            self._tensors[tensor.parts[0].file].append(tensor)
+
+    def check_files(self) -> None:
+        done = 0
+        for name, nbytes in self._files.items():
+            self._report(done, self._total_bytes)
+            tensors = sorted(self._tensors[name], key=lambda tensor: tensor.parts[0].offset)
+            try:
+                with self._directory.opened(name) as fd:
+                    self._check_file(fd, name, tensors, done)
+            except (FormatError, StoreError) as error:
+                _note(self._findings, error)
+            done += nbytes
+        self._report(done, self._total_bytes)
+
+    def _check_file(self, fd: int, name: str, tensors: list[SavedTensor], done: int) -> None:
+        path = self._directory.path / name
+        nbytes = os.fstat(fd).st_size
+        if nbytes != self._files[name]:
+            raise FormatError(
+                f"{printable(path)}: has {nbytes} bytes, expected {self._files[name]}"
+            )
+        # What is in the page cache may be right where the disk is not.
+        drop_cached(fd, 0, 0)
+        data_offset = tensors[0].parts[0].offset if tensors else nbytes
+        try:
+            _check_header(fd, path, tensors, data_offset, nbytes)
+            self._findings.checked_bytes += data_offset
+        except FormatError as error:
+            self._findings.add(str(error))
+        for tensor in tensors:
+            self._check_parts(fd, path, tensor, done)
+
+    def _check_parts(self, fd: int, path: Path, tensor: SavedTensor, done: int) -> None:
+        for part in tensor.parts:
+            try:
+                found = self._crc_of(fd, part.offset, part.nbytes, path)
+            except StoreError as error:
+                _note(self._findings, error)
+                continue
+            finally:
+                self._report(done + part.offset + part.nbytes, self._total_bytes)
+            self._findings.checked_bytes += part.nbytes
+            if found != part.crc32:
+                self._findings.add(
+                    f"{printable(path)}: {shown(tensor.name)}: the {part.nbytes} bytes at "
+                    f"{part.offset} have the CRC-32 {found:08x}, expected {part.crc32:08x}"
+                )
+
+    def _crc_of(self, fd: int, offset: int, nbytes: int, path: Path) -> int:
+        value, end = 0, offset + nbytes
+        for at in range(offset, end, READ_BYTES):
+            piece = self._buffer[: min(READ_BYTES, end - at)]
+            read_into(fd, at, piece, path)
+            value = crc32(piece, value)
+        # Read once: it need not push out what others use.
+        drop_cached(fd, offset, nbytes)
+        return value
+
+
+def _check_header(
+    fd: int, path: Path, tensors: list[SavedTensor], data_offset: int, file_bytes: int
+) -> None:
+    """It says of each tensor what the manifest says, and nothing else."""
+    begin = bytearray(LENGTH_BYTES)
+    read_into(fd, 0, begin, path)
+    try:
+        length = parse_length(begin, file_bytes)
+        if LENGTH_BYTES + length != data_offset:
+            raise FormatError(
+                f"its header has {length} bytes, expected {data_offset - LENGTH_BYTES}"
+            )
+        text = bytearray(length)
+        read_into(fd, LENGTH_BYTES, text, path)
+        found, metadata = parse_header(bytes(text), file_bytes - data_offset, data_offset)
+        _compare(found, tensors)
+        specs = [TensorSpec(name, place.dtype, place.shape) for name, place in found.items()]
+        if metadata != SHARD_METADATA or build_header(specs)[0] != bytes(begin + text):
+            raise FormatError("its header is not written as it should be")
+    except FormatError as error:
+        raise FormatError(f"{printable(path)}: {error}") from error.__cause__
+
+
+def _compare(found: dict[str, TensorPlace], tensors: list[SavedTensor]) -> None:
+    expected = {
+        tensor.key: TensorPlace(tensor.dtype, tensor.shape, tensor.parts[0].offset, tensor.nbytes)
+        for tensor in tensors
+    }
+    if found == expected:
+        return
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            raise FormatError(
+                f"{shown(name)}: its header has {found.get(name)}, the manifest has "
+                f"{expected.get(name)}"
+            )

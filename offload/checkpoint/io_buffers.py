@@ -1,0 +1,54 @@
+"""Memory for bytes on their way: pieces of one size, page-aligned, given out and taken back.
+
+The last one that came back goes out first, so a small save touches few of them. Forked children do
+not inherit the memory: the kernel would copy pages under running writes. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import NamedTuple
+
+from offload.storage.buffers import Buffer
+
+
+class Room(NamedTuple):
+    """A piece of memory. `view` shows its bytes and keeps them."""
+
+    address: int
+    view: memoryview
+
+    def buffer(self, nbytes: int) -> Buffer:
+        return Buffer(self.address, nbytes, self.view)
+
+
+class Rooms:
+    def __init__(self, room_bytes: int, count: int, grows: bool = False) -> None:
+        """grows: when all are out, there are `count` more."""
+        self.room_bytes, self._count, self._grows = room_bytes, count, grows
+        self._free: list[Room] = []
+        self.nbytes = 0
+        self._add()
+
+    def _add(self) -> None:
+        area = mmap.mmap(-1, self.room_bytes * self._count)
+        with contextlib.suppress(OSError, AttributeError):
+            area.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError, AttributeError):  # fewer pieces for the drive
+            area.madvise(mmap.MADV_HUGEPAGE)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        view = memoryview(area)
+        for number in reversed(range(self._count)):
+            at = number * self.room_bytes
+            self._free.append(Room(begin + at, view[at : at + self.room_bytes]))
+        self.nbytes += self.room_bytes * self._count
+
+    def take(self) -> Room | None:
+        if not self._free and self._grows:
+            self._add()
+        return self._free.pop() if self._free else None
+
+    def give_back(self, room: Room) -> None:
+        self._free.append(room)

@@ -1,0 +1,112 @@
+"""Which number a new checkpoint gets, and which older ones go when it is safe.
+
+Numbers order the checkpoints of a directory. Those of saves under way count, too: they can be read
+in their hidden directories. Two saves at the same moment may get the same one; neither is older
+than the other then, and neither removes the other.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from offload.checkpoint.disk import CheckpointDisk
+from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers
+from offload.checkpoint.format.manifest import MANIFEST, Manifest
+from offload.checkpoint.staging_dir import (
+    OLD,
+    hidden_name,
+    leads_to,
+    name_within,
+    open_directory,
+    remove,
+    try_lock,
+)
+from offload.core.errors import FormatError, StoreError
+from offload.core.metrics import Metrics
+
+
+def next_number(parent: CheckpointDirectory) -> int:
+    """One more than the newest has."""
+    numbers = list(list_numbers(parent.path).values())
+    for hidden in parent.names():
+        if name_within(hidden) is not None:
+            with (
+                suppress(FormatError, StoreError),
+                CheckpointDirectory(hidden, parent) as directory,
+            ):
+                numbers.append(directory.claimed_number() or 0)
+    return 1 + max(numbers, default=0)
+
+
+class Older:
+    """The checkpoints in `parent` that are older than `newest`, and of the same model: with the
+    same names, types and shapes.
+    """
+
+    def __init__(
+        self, parent: CheckpointDirectory, newest: Manifest, disk: CheckpointDisk, metrics: Metrics
+    ) -> None:
+        self._parent, self._newest = parent, newest
+        self._disk, self._metrics = disk, metrics
+        self._hidden: list[tuple[str, str, int, list[str]]] = []  # was, is, fd, files
+
+    def remove_all_but(self, count: int) -> None:
+        """Remove whole ones beyond the newest `count` of them.
+
+        The new one is safe by now: what cannot be removed is told as a fall-back, not raised. What
+        is not whole, is being read or has other files in it is not touched.
+        """
+        doing = "look at older checkpoints"
+        try:
+            doomed = self._whole()[count:]
+            doing = "hide older checkpoints"
+            for name, files in doomed:
+                self._hide(name, files)
+            if self._hidden:
+                # Before a file of it goes, its name has gone: no power failure shows a torn one.
+                self._disk.fsync_dir(self._parent.fd)
+            doing = "remove older checkpoints"
+            for _, hidden, fd, files in self._hidden:
+                remove(self._disk, self._parent.fd, hidden, fd, files)
+                self._disk.hook("old one removed")
+        except (OSError, FormatError) as error:
+            self._tell(f"could not {doing}: {error}; the new one is whole")
+        finally:
+            while self._hidden:
+                os.close(self._hidden.pop()[2])
+
+    def _whole(self) -> list[tuple[str, list[str]]]:
+        """Name and files of each, the newest first. Those that are not whole do not count."""
+        numbers = list_numbers(self._parent.path)
+        older = [name for name, number in numbers.items() if number < self._newest.number]
+        found = []
+        for name in sorted(older, key=lambda name: (numbers[name], name), reverse=True):
+            with (
+                suppress(FormatError, StoreError),
+                CheckpointDirectory(name, self._parent) as directory,
+            ):
+                manifest = directory.read_manifest()
+                directory.check_files(manifest)
+                if manifest.fingerprint == self._newest.fingerprint:
+                    found.append((name, [*manifest.files, MANIFEST]))
+        return found
+
+    def _hide(self, name: str, files: list[str]) -> None:
+        fd = open_directory(self._parent.fd, name)
+        hidden = hidden_name(name, OLD)
+        self._hidden.append((name, hidden, fd, files))
+        foreign = sorted(set(os.listdir(fd)) - set(files))
+        if foreign:
+            self._tell(f"{name} stays: somebody has put {foreign[0]!r} in it")
+        elif try_lock(fd) is False:
+            self._tell(f"{name} stays: somebody reads or removes it now")
+        elif leads_to(self._parent.fd, name, fd):
+            self._disk.rename(self._parent.fd, name, hidden)
+            self._disk.hook("old one hidden")
+            return
+        self._hidden.pop()
+        os.close(fd)
+
+    def _tell(self, why: str) -> None:
+        self._metrics.fall_back(f"checkpoints in {self._parent.path}", why)

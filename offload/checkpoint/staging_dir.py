@@ -1,0 +1,75 @@
+"""Directories that nobody looks at: checkpoints that are being written, or being removed.
+
+Their names begin with a dot and hold the name that they will have or had. Whoever works on one
+holds a lock on it, which the system takes back when the process ends, however that is. So one whose
+lock is free belongs to nobody any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Final
+
+from offload.checkpoint.disk import CheckpointDisk
+from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME
+
+PART: Final = "part"  # is being written
+OLD: Final = "old"  # is being removed
+MOST_NAME_BYTES: Final = 200  # so that the hidden name is one, too
+_HIDDEN: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(?:part|old)", re.DOTALL)
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def hidden_name(name: str, kind: str) -> str:
+    """A new one for `name`."""
+    return f".{name}.{secrets.token_hex(8)}.{kind}"
+
+
+def name_within(hidden: str) -> str | None:
+    """The name that a hidden one stands for; None: it is none of ours."""
+    found = _HIDDEN.fullmatch(hidden)
+    return found[1] if found else None
+
+
+def open_directory(dir_fd: int, name: str) -> int:
+    return os.open(name, _OPEN, dir_fd=dir_fd)
+
+
+def try_lock(fd: int, shared: bool = False) -> bool | None:
+    """Take the lock of a directory, if it is free. None: there are no locks here."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def leads_to(dir_fd: int, name: str, fd: int) -> bool:
+    """Whether `name` in a directory is the one that is open as `fd`."""
+    try:
+        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save makes files of that name."""
+    return name == MANIFEST or SHARD_NAME.fullmatch(name) is not None
+
+
+def remove(disk: CheckpointDisk, dir_fd: int, name: str, fd: int, files: Iterable[str]) -> None:
+    """Remove the directory `name`, open as `fd`, with `files` in it.
+
+    The manifest goes first: what is left by then, under whatever name, is no checkpoint. Raises
+    `OSError` where something is left.
+    """
+    for file in sorted(files, key=lambda file: (file != MANIFEST, file)):
+        disk.unlink(fd, file)
+    disk.rmdir(dir_fd, name)

@@ -1,0 +1,68 @@
+"""State of parameters whose memory is in another order than their shape, where ranks share it.
+
+A rank's part is a piece of the memory, and lies all over the tensor that is saved. So each field is
+brought together on one rank, another for each parameter, which writes all of it; one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.rank_group import RankGroup
+from offload.optim.assembly import is_row_major
+from offload.optim.export import Held
+from offload.optim.flat import flat
+from offload.optim.recipe import Record
+from offload.optim.source import as_bytes
+from offload.planning.layout import ELEMENT_BYTES
+
+
+def is_scattered(record: Record) -> bool:
+    return record.own is not None and not is_row_major(record.shape, record.stride)
+
+
+class Scattered:
+    """This rank's parts of all such fields, from when they come until they are written."""
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        self._fields = {
+            (each.record.number, field): each.record
+            for each in held
+            if is_scattered(each.record)
+            for field in each.fields
+        }
+        self._parts = {
+            key: torch.empty(0, dtype=torch.float32, device="cpu") for key in self._fields
+        }
+        self._lock = threading.Lock()
+
+    def takes(self, number: int, field: str) -> bool:
+        return (number, field) in self._fields
+
+    def add(self, number: int, field: str, begin_bytes: int, values: Tensor) -> None:
+        """Some of our elements, by their places in the parameter's memory. Any thread."""
+        record = self._fields[number, field]
+        first, end = record.own or (0, 0)
+        with self._lock:
+            if not self._parts[number, field].numel():
+                self._parts[number, field] = torch.empty(
+                    end - first, dtype=torch.float32, device="cpu"
+                )
+            part = self._parts[number, field]
+        begin = begin_bytes // ELEMENT_BYTES - first
+        part[begin : begin + values.numel()].copy_(values)
+
+    def write(self, rank_group: RankGroup, put: Callable[[int, str, Tensor], None]) -> None:
+        """Bring them together. put: for each field that this rank writes."""
+        for (number, field), record in self._fields.items():
+            parts = rank_group.bring_together(as_bytes(self._parts.pop((number, field))))
+            if number % rank_group.count == rank_group.rank:
+                whole = torch.empty_strided(
+                    record.shape, record.stride, dtype=torch.float32, device="cpu"
+                )
+                as_bytes(flat(whole)).copy_(torch.cat(parts))
+                put(number, field, whole.contiguous().view(-1))

@@ -1,0 +1,125 @@
+"""Free space as pure integers: which pieces of a range are free, which are taken.
+
+The host pool cuts its arena with it and the disk store its files. Knows no memory and no files. Not
+thread-safe: the owner has a lock of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from offload.core.errors import StateError
+
+
+@dataclass
+class Extents:
+    """The range [0, capacity), cut into taken and free pieces whose borders are multiples of
+    `align`.
+
+    Best fit: the smallest free piece that is large enough, lowest first, so that large pieces stay
+    whole. Neighbours that are free are always one piece. Sizes are rounded up to `align` and no
+    further. A change that a signal handler interrupts is done or not done, never half; `is_taken`
+    tells which.
+    """
+
+    capacity: int
+    align: int = 1
+    _free: list[tuple[int, int]] = field(init=False)  # (begin, size), by begin
+    _by_size: list[tuple[int, int]] = field(init=False)  # the same as (size, begin)
+    _taken: dict[int, int] = field(init=False, default_factory=dict)  # begin -> size
+    used: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 0 or self.align < 1 or self.capacity % self.align:
+            raise StateError(f"extents: capacity {self.capacity} is not a multiple of {self.align}")
+        self._count_again()
+
+    def _replace(self, first: int, last: int, piece: tuple[int, int] | None) -> None:
+        """Free pieces number `first` to `last` - 1 give way to `piece`, or to none."""
+        for begin, size in self._free[first:last]:
+            del self._by_size[bisect_left(self._by_size, (size, begin))]
+        if piece is None:
+            del self._free[first:last]
+        else:
+            self._free[first:last] = (piece,)
+            insort(self._by_size, (piece[1], piece[0]))
+
+    def round_up(self, size: int) -> int:
+        return -(-size // self.align) * self.align
+
+    def take(self, size: int) -> int | None:
+        """Begin of a free piece of at least `size`, now taken; None when there is none."""
+        begin = self.find(size)
+        if begin is not None:
+            self.take_at(begin, size)
+        return begin
+
+    def find(self, size: int) -> int | None:
+        """Where `take` would take; nothing is changed."""
+        if size < 1:
+            raise StateError(f"extents: expected a size from 1 on, got {size}")
+        place = bisect_left(self._by_size, (self.round_up(size),))
+        return self._by_size[place][1] if place < len(self._by_size) else None
+
+    def take_at(self, begin: int, size: int) -> None:
+        """Take the first `size` of the free piece that starts at `begin`."""
+        size = self.round_up(size)
+        place = bisect_left(self._free, (begin,))
+        found, have = self._free[place]
+        assert found == begin and have >= size
+        try:
+            self._taken[begin] = size
+            rest = (begin + size, have - size) if have > size else None
+            self._replace(place, place + 1, rest)
+            self.used += size
+        except BaseException:
+            self._taken.pop(begin, None)
+            self._count_again()
+            raise
+
+    def give_back(self, begin: int) -> None:
+        """Make the piece that starts at `begin` free again, joined with its free neighbours."""
+        if begin not in self._taken:
+            raise StateError(f"extents: nothing is taken at {begin}")
+        try:
+            size = self._taken.pop(begin)
+            self.used -= size
+            first = last = bisect_left(self._free, (begin,))
+            if last < len(self._free) and self._free[last][0] == begin + size:
+                size += self._free[last][1]
+                last += 1
+            if first > 0 and sum(self._free[first - 1]) == begin:
+                first -= 1
+                begin, before = self._free[first]
+                size += before
+            self._replace(first, last, (begin, size))
+        except BaseException:
+            self._count_again()
+            raise
+
+    def _count_again(self) -> None:
+        """Everything from what is taken: an interrupted change is whole again."""
+        free, end = [], 0
+        for begin, size in [*sorted(self._taken.items()), (self.capacity, 0)]:
+            if begin > end:
+                free.append((end, begin - end))
+            end = begin + size
+        self._free, self._by_size = free, sorted((size, begin) for begin, size in free)
+        self.used = sum(self._taken.values())
+
+    def size_at(self, begin: int) -> int:
+        """Size of the taken piece that starts at `begin`."""
+        return self._taken[begin]
+
+    def is_taken(self, begin: int) -> bool:
+        """Whether a taken piece starts at `begin`."""
+        return begin in self._taken
+
+    @property
+    def largest_free(self) -> int:
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def pieces(self) -> int:
+        return len(self._taken)

@@ -1,0 +1,251 @@
+"""What has happened, in numbers: counters, seconds by cause, events, and every fall-back by name.
+
+The parts of the engine note things here while they run; `Report` reads a snapshot. Any thread;
+cheap enough for every transfer and every chunk. Prints nothing and decides nothing.
+
+Inside a step each moment of its thread belongs to one cause, that of the innermost span, or to
+`OTHER`: so the seconds of a step add up to its wall time. Where torch's profiler runs, each span is
+a range of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch.autograd import profiler
+
+from offload.core.decoded import Decoded
+from offload.core.errors import StateError
+from offload.core.event_log import EventLog
+from offload.core.log import LOG
+from offload.core.number_log import NumberLog
+from offload.core.timeline import STEP, UPDATE, WAITING, Event
+
+OTHER = "other"
+COMPUTING = frozenset(
+    {"update", "gradient norm", "state in", "state out"}
+)  # the other causes are waits
+MOST_EVENTS = 8192  # of the last steps; 40 bytes each, and their names
+MOST_SAMPLES = 4096  # of memory
+_AT_S = "at_s"  # beside the names of memory, in a row of samples
+_SAMPLE_EVERY_S = 0.02  # one costs up to 0.1 ms of the thread that trains
+_SHORT_WAIT_S = 50e-6  # outside of steps, shorter ones are counted and not drawn
+
+
+@dataclass(frozen=True)
+class MetricsSnapshot:
+    """The numbers at one moment. `later - earlier` is what happened in between."""
+
+    counts: Mapping[str, int]
+    seconds: Mapping[str, float]  # of steps, by cause
+    outside: Mapping[str, float]  # of spans that were in no step, or in another thread
+    fallbacks: Mapping[str, str]  # what runs in a lesser way -> why
+
+    @property
+    def wall_s(self) -> float:
+        """Of all steps."""
+        return sum(self.seconds.values())
+
+    def __sub__(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
+        return MetricsSnapshot(
+            MappingProxyType({k: v - earlier.counts.get(k, 0) for k, v in self.counts.items()}),
+            _less(self.seconds, earlier.seconds),
+            _less(self.outside, earlier.outside),
+            self.fallbacks,
+        )
+
+
+class Sample(NamedTuple):
+    """Bytes of each kind of memory at one moment of `time.perf_counter`."""
+
+    at_s: float
+    nbytes: Mapping[str, int]
+
+
+def _less(now: Mapping[str, float], before: Mapping[str, float]) -> Mapping[str, float]:
+    return MappingProxyType({key: value - before.get(key, 0.0) for key, value in now.items()})
+
+
+NOTHING = MetricsSnapshot({}, {}, {}, {})
+
+
+@dataclass
+class Metrics:
+    """One set of numbers; each engine has its own. strict: a fall-back raises instead of being
+    noted.
+    """
+
+    strict: bool = False
+    _counts: Counter[str] = field(default_factory=Counter)
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _outside: dict[str, float] = field(default_factory=dict)
+    _fallbacks: dict[str, str] = field(default_factory=dict)
+    _events: EventLog = field(default_factory=lambda: EventLog(MOST_EVENTS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Of memory, by what it is: who knows the bytes, and what they were when.
+    _gauges: dict[str, Callable[[], int | None]] = field(default_factory=dict)
+    _samples: NumberLog = field(default_factory=lambda: NumberLog(MOST_SAMPLES))
+    _sampled_s: float = 0.0
+    # Of the step under way: its thread, the spans it is in, and since when in the innermost.
+    _stepping: int | None = None
+    _within: list[tuple[str, str]] = field(default_factory=list)
+    _since_s: float = 0.0
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter; names carry their unit: `disk_read_bytes`, `prefetch_hits`."""
+        with self._lock:
+            self._counts[name] += amount
+
+    @contextmanager
+    def step(self, name: str = STEP) -> Iterator[None]:
+        """One step, in this thread; one at a time. What an interrupted one has left is dropped."""
+        begin_s = self._since_s = time.perf_counter()
+        self._within = [(OTHER, "")]
+        self._stepping = threading.get_ident()
+        try:
+            yield
+        finally:
+            end_s = time.perf_counter()
+            self._charge(end_s)
+            self._stepping = None
+            self.event(Event(STEP, name, begin_s, end_s))
+
+    def span(self, cause: str, what: str = "") -> _CauseSpan:
+        """`with` it: the time inside counts for `cause`, also when it ends with an exception, less
+        that of spans inside. what: for the trace.
+        """
+        return _CauseSpan(self, cause, what)
+
+    def _charge(self, now_s: float) -> None:
+        """The time since the last change of cause is that of the innermost span."""
+        cause, what = self._within[-1]
+        with self._lock:
+            self._seconds[cause] = self._seconds.get(cause, 0.0) + now_s - self._since_s
+            if cause != OTHER:
+                row = UPDATE if cause in COMPUTING else WAITING
+                name = f"{cause}: {what}" if what else cause
+                self._events.append(Event(row, name, self._since_s, now_s))
+        self._since_s = now_s
+
+    def event(self, event: Event) -> None:
+        """Keep an act of some resource for the trace. The oldest make room."""
+        with self._lock:
+            self._events.append(event)
+
+    def events(self) -> Sequence[Event]:
+        """Return those so far, in the order in which they ended. There may have been earlier ones
+        if they are `MOST_EVENTS`.
+        """
+        with self._lock:
+            return Decoded(self._events.copy(), _itself)
+
+    def events_since(self, begin_s: float) -> list[Event]:
+        """Those that ended after that, the latest first."""
+        with self._lock:
+            return list(takewhile(lambda event: event.end_s >= begin_s, reversed(self._events)))
+
+    def last_events(self) -> list[Event]:
+        """Those of the last step, whose own is the first, and all that ended after it began."""
+        with self._lock:
+            latest = reversed(self._events)
+            step = next(event for event in latest if event.row == STEP)
+            return [step, *takewhile(lambda event: event.end_s >= step.begin_s, latest)]
+
+    def watch(self, name: str, ask: Callable[[], int | None]) -> None:
+        """Keep samples of some memory while things happen. ask: its bytes now, None when there is
+        nothing to ask any more; called in the thread that trains.
+        """
+        self._gauges[name] = ask
+
+    def sample(self, now_s: float) -> None:
+        """Look at all memory that is watched, unless that was done a moment ago."""
+        if now_s - self._sampled_s < _SAMPLE_EVERY_S or not self._gauges:
+            return
+        self._sampled_s = now_s
+        known = {name: ask() for name, ask in list(self._gauges.items())}
+        self._gauges = {n: ask for n, ask in self._gauges.items() if known.get(n, 0) is not None}
+        found = {name: nbytes for name, nbytes in known.items() if nbytes is not None}
+        with self._lock:
+            self._samples.append({_AT_S: now_s, **found})
+
+    def samples(self) -> Sequence[Sample]:
+        """Return those so far."""
+        with self._lock:
+            return Decoded(self._samples.copy(), _sample)
+
+    def fall_back(self, what: str, why: str) -> None:
+        """Note that `what` runs in a lesser way than it could. The first reason stays."""
+        if self.strict:
+            raise StateError(
+                f"{what}: {why} (strict=True allows no fall-back; mend it, or set strict=False)"
+            )
+        self.note(what, why)
+
+    def note(self, what: str, why: str) -> None:
+        """A line of the report about something that did not go as it should. The first stays."""
+        with self._lock:
+            is_new = what not in self._fallbacks
+            self._fallbacks.setdefault(what, why)
+        if is_new:
+            LOG.warning("fall-back: %s: %s", what, why)
+
+    def snapshot(self) -> MetricsSnapshot:
+        with self._lock:
+            return MetricsSnapshot(
+                MappingProxyType(dict(self._counts)),
+                MappingProxyType(dict(self._seconds)),
+                MappingProxyType(dict(self._outside)),
+                MappingProxyType(dict(self._fallbacks)),
+            )
+
+
+class _CauseSpan:
+    """The time inside belongs to one cause. A class, since a generator costs twice as much."""
+
+    __slots__ = ("_begin_s", "_cause", "_metrics", "_range", "_what")
+
+    def __init__(self, metrics: Metrics, cause: str, what: str) -> None:
+        self._metrics, self._cause, self._what = metrics, cause, what
+        self._range: profiler.record_function | None = None
+
+    def __enter__(self) -> None:
+        if profiler._is_profiler_enabled:
+            self._range = profiler.record_function(f"offload: {self._cause}")
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+        metrics = self._metrics
+        self._begin_s = time.perf_counter()
+        if metrics._stepping == threading.get_ident():
+            metrics._charge(self._begin_s)
+            metrics._within.append((self._cause, self._what))
+
+    def __exit__(self, *exception: object) -> None:
+        metrics, end_s = self._metrics, time.perf_counter()
+        if metrics._stepping == threading.get_ident():
+            metrics._charge(end_s)
+            metrics._within.pop()
+            metrics.sample(end_s)
+        else:
+            name = f"{self._cause}: {self._what}" if self._what else self._cause
+            with metrics._lock:
+                spent_s = metrics._outside.get(self._cause, 0.0) + end_s - self._begin_s
+                metrics._outside[self._cause] = spent_s
+                if end_s - self._begin_s >= _SHORT_WAIT_S:
+                    metrics._events.append(Event(WAITING, name, self._begin_s, end_s))
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+
+
+def _sample(row: Mapping[str, float]) -> Sample:
+    return Sample(row[_AT_S], {name: int(n) for name, n in row.items() if name != _AT_S})
+
+
+def _itself(event: Event) -> Event:
+    return event

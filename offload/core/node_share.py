@@ -1,0 +1,153 @@
+"""Ranks on one machine share it out instead of fighting over it: cores, threads, operations on the
+drives, and the memory that nobody has named a budget for.
+
+Alone, a process has all of it. Among `count` on the same machine each gets cores of its own, whole
+ones and of one memory node where that is possible, as many threads as it has cores, and its part of
+what a drive is given at a time. Whoever has bound the process to some cores already (taskset,
+numactl, torchrun --numa-binding) knows better and is left alone; OFFLOAD_BIND=0 turns the binding
+off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.core.errors import ConfigError
+from offload.core.host_facts import ROOT, read_int, read_text
+from offload.core.log import LOG
+
+BIND = "OFFLOAD_BIND"
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """One process's part of a machine. rank, count: among those on it. cores: bound to these; none:
+    not bound. threads: None: as they were. why: in words, why it is bound, or is not.
+    """
+
+    rank: int = 0
+    count: int = 1
+    cores: tuple[int, ...] = ()
+    threads: int | None = None
+    why: str = "alone on this machine"
+
+    def part_of(self, most: int, least: int = 1) -> int:
+        """Of something that the machine has once, and has no budget."""
+        return max(least, most // self.count)
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return self.why
+        parts = [f"{self.count} ranks on this machine", self.why]
+        if self.threads is not None:
+            parts.append(f"threads for updates {self.threads}")
+        return ", ".join(parts)
+
+
+_current = NodeShare()
+
+
+def current() -> NodeShare:
+    """What this process has settled for."""
+    return _current
+
+
+def settle(rank: int, count: int, limit_threads: Callable[[int], None]) -> NodeShare:
+    """Take the part of the `rank`-th of `count` processes on this machine, once: the first call
+    settles it for good. limit_threads: called with the most threads for updates, if there are any.
+    """
+    global _current
+    if _current.count == 1 and count > 1:
+        nodes, is_whole = read_nodes()
+        _current = divide(rank, count, nodes, is_whole, os.environ.get(BIND, ""))
+        _bind(_current)
+        if _current.threads is not None:
+            limit_threads(_current.threads)
+        LOG.info("%s", _current)
+    return _current
+
+
+def _bind(portion: NodeShare) -> None:
+    if portion.cores:
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # a thread that has just ended
+                os.sched_setaffinity(int(task.name), portion.cores)
+
+
+def divide(
+    rank: int, count: int, nodes: Sequence[Sequence[int]], is_whole: bool, wanted: str
+) -> NodeShare:
+    """A process's part. nodes: the cores of each memory node that it may use, those that share a
+    core's parts next to one another. is_whole: those are all of the machine. wanted: "0" or "1".
+    """
+    assert 0 <= rank < count, (rank, count)
+    if wanted not in ("", "0", "1"):
+        raise ConfigError(f"{BIND}: expected 0 or 1, got {wanted!r}")
+    cores = sum(map(len, nodes))
+    threads = max(1, cores // count)
+    if wanted == "0":
+        return NodeShare(rank, count, (), threads, f"not bound to cores: {BIND}=0")
+    if not is_whole:  # of the cores that were left to it, we cannot know who else has them
+        return NodeShare(rank, count, (), None, f"bound by somebody else to {cores} cores")
+    if cores < count:
+        return NodeShare(rank, count, (), 1, f"not bound: {cores} cores are fewer than ranks")
+    own = _own_cores(rank, count, nodes)
+    node = [str(n) for n, each in enumerate(nodes) if set(each) & set(own)]
+    why = f"bound to cores {_spans(own)} of node {' and '.join(node)}"
+    return NodeShare(rank, count, own, len(own), why)
+
+
+def _own_cores(rank: int, count: int, nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Those of one node, where every node has cores for its ranks; else a part of all."""
+    node = rank * len(nodes) // count
+    there = [other for other in range(count) if other * len(nodes) // count == node]
+    if all(len(each) >= -(-count // len(nodes)) for each in nodes):
+        return _part(nodes[node], there.index(rank), len(there))
+    return _part([core for each in nodes for core in each], rank, count)
+
+
+def _part(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
+    return tuple(sorted(cores[len(cores) * index // count : len(cores) * (index + 1) // count]))
+
+
+def read_nodes(root: Path = ROOT) -> tuple[list[list[int]], bool]:
+    """The cores of each memory node that this process may use, and whether they are all there are.
+    Threads of one core are next to one another.
+    """
+    allowed = os.sched_getaffinity(0)
+    online = parse_cores(read_text(root / "sys/devices/system/cpu/online") or "") or sorted(allowed)
+    directory = root / "sys/devices/system/node"
+    names = sorted(directory.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    nodes = [parse_cores(read_text(path / "cpulist") or "") for path in names] or [online]
+
+    def place(core: int) -> tuple[int, int, int]:
+        topology = root / f"sys/devices/system/cpu/cpu{core}/topology"
+        package = read_int(topology / "physical_package_id")
+        return package or 0, read_int(topology / "core_id") or 0, core
+
+    found = [sorted((c for c in node if c in allowed), key=place) for node in nodes]
+    return [node for node in found if node], set(online) <= allowed
+
+
+def parse_cores(text: str) -> list[int]:
+    """Numbers as the kernel writes them: 0-3,8,10-11."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last.isdigit() or not last):
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _spans(cores: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for core in cores:
+        if spans and core == spans[-1][1] + 1:
+            spans[-1][1] = core
+        else:
+            spans.append([core, core])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,441 @@
+"""Host memory for blocks in flight and for state that lives in memory.
+
+One arena is mapped at the start, exactly as large as the budget, aligned to 2 MiB, on huge pages
+where the system has them, and registered with a device if it is copied to and from one. It is cut
+into leases. A lease has one holder and returns its piece by itself: when it is released, when its
+`with` block is left, or when it is forgotten; but never before the last tensor that was made on it
+is gone, so that no memory is reused under somebody's feet. A request beyond the budget waits or
+raises `CapacityError`; the arena never grows. Any thread. Knows bytes, not tensor names or files.
+
+The arena is not inherited by a forked child (MADV_DONTFORK): the kernel would otherwise copy pages
+under running transfers. Using a pool there is a `StateError`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.core.budget import HOST, Budget
+from offload.core.config import format_size
+from offload.core.errors import CapacityError, ConfigError, StateError
+from offload.core.extents import Extents
+from offload.core.locks import Gate, uninterrupted
+from offload.core.log import LOG
+from offload.core.metrics import Metrics
+
+ARENA_ALIGN = 2 << 20  # a huge page
+PIECE_ALIGN = 4096  # every lease starts at a page: direct I/O wants it, and 64-byte lines follow
+_RECHECK_S = (
+    0.05  # how long a waiting thread may overlook a piece that came back while the lock was held
+)
+
+# Pieces that a stuck operation may still write to. They hold their arena's map, which must outlive
+# the pool then. So do arenas that the device does not let go of.
+_QUARANTINE: list[object] = []
+
+
+class _Arena(mmap.mmap):
+    """The map of a pool. It goes with the last who holds a piece of it, and the accelerator is told
+    just before: a finalizer of a weak reference would come after the memory is gone.
+    """
+
+    unregister: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        unregister, self.unregister = self.unregister, None
+        if unregister is None:
+            return
+        try:
+            unregister()
+        except Exception as error:  # nobody could catch it here
+            LOG.warning("host memory: could not be unpinned, and stays mapped: %s", error)
+            _QUARANTINE.append(self)  # other memory here would be taken for pinned
+
+
+_ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_registered() -> None:
+    """The end of the process unpins all memory, in less time, when torch may be gone already."""
+    for arena in list(_ARENAS):
+        arena.unregister = None
+
+
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
+_MOST_TOUCHING = 8  # threads; more gained nothing where that was measured
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
+_ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
+
+
+class RegistrationError(RuntimeError):
+    """The device's runtime did not take host memory, or does not let go of it."""
+
+
+# Makes the arena known to a device and returns what undoes it; None when there is nobody to tell.
+# Raises `RegistrationError` where the device does not want it.
+Register = Callable[[int, int, torch.device], Callable[[], None] | None]
+
+
+def register_host_memory(
+    address: int, nbytes: int, device: torch.device
+) -> Callable[[], None] | None:
+    """Pin the arena for a GPU. The one call that has no general form in torch."""
+    if device.type != "cuda":
+        return None
+    with torch.accelerator.device_index(device.index):  # else a context is made on the first
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(result) == _ALREADY:  # by somebody whose memory was here, and is gone
+            runtime.cudaHostUnregister(address)
+            result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+        _check_registered(runtime, result, device)
+    return partial(_unregister_host_memory, runtime, address, device)
+
+
+def _unregister_host_memory(runtime: Any, address: int, device: torch.device) -> None:
+    with torch.accelerator.device_index(device.index):
+        _check_registered(runtime, runtime.cudaHostUnregister(address), device)
+
+
+def _check_registered(runtime: Any, result: Any, device: torch.device) -> None:
+    if int(result) == 0:
+        return
+    _clear_last_error(device)
+    if int(result) == _ALREADY:
+        raise StateError(
+            f"host memory: {device} takes some of it for pinned by somebody who has freed it since "
+            "without telling CUDA, and would copy other bytes; start the process anew"
+        )
+    raise RegistrationError(f"{runtime.cudaGetErrorString(result)} ({int(result)})")
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """CUDA keeps the error for the next launch, which is somebody's who has done nothing wrong. A
+    launch reads and clears it; torch has no other call that does. What is there a second time is
+    no refusal: the device is lost.
+    """
+    for has_tried in (False, True):
+        try:
+            torch.full((1,), 1.0, dtype=torch.float32, device=device)
+            return
+        except RuntimeError:
+            if has_tried:
+                raise
+
+
+def _fault_in(address: int, nbytes: int) -> None:
+    """Have the system give all pages now, by several threads: whoever pins them does it by one,
+    which takes three times as long. Where it cannot be asked, that one does it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    advise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    count = max(1, min(_MOST_TOUCHING, len(os.sched_getaffinity(0))))
+    part = -(-nbytes // count // ARENA_ALIGN) * ARENA_ALIGN
+    threads = [
+        threading.Thread(
+            target=advise, args=(address + begin, min(part, nbytes - begin), _MADV_POPULATE_WRITE)
+        )
+        for begin in range(0, nbytes, part)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Bytes of a pool at one moment."""
+
+    capacity_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    largest_free_bytes: int
+    quarantined_bytes: int
+    leases: int
+
+
+class Pool:
+    """An arena of `nbytes`, cut into leases. `close()` gives the memory back once the last lease
+    has returned.
+
+    device: it is copied to and from, so that the arena is registered with it; None, or the CPU: no
+    device hears of it. Where it refuses, copies block, and `metrics` is told.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        register: Register = register_host_memory,
+        budget: Budget = HOST,
+        device: torch.device | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if nbytes < PIECE_ALIGN:
+            raise ConfigError(f"nbytes: expected at least {PIECE_ALIGN} bytes, got {nbytes}")
+        self.capacity_bytes = nbytes - nbytes % PIECE_ALIGN
+        self._pid = os.getpid()
+        share = budget.take(self.capacity_bytes, "host pool")
+        try:
+            arena = _map_arena(self.capacity_bytes)
+        except BaseException:
+            share.release()
+            raise
+        weakref.finalize(arena, share.release).atexit = False  # when the last lease is gone
+        whole = (ctypes.c_char * len(arena)).from_buffer(arena)
+        self._begin = -ctypes.addressof(whole) % ARENA_ALIGN
+        self.address = ctypes.addressof(whole) + self._begin
+        if device is not None and device.type != "cpu":
+            arena.unregister = self._pin(register, device, metrics or Metrics())
+        self._map: _Arena | None = arena  # None: closed
+        self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
+        self._lock = threading.Lock()
+        self._changed = Gate(self._lock)
+        # Pieces that have come back. A finalizer may run at any moment, even in a thread that holds
+        # the lock, so it only leaves the piece here.
+        self._returned: deque[int] = deque()
+        self._queue: deque[object] = deque()  # threads that wait, first come first served
+        self._peak_bytes = 0
+        self._quarantined_bytes = 0
+
+    def _pin(
+        self, register: Register, device: torch.device, metrics: Metrics
+    ) -> Callable[[], None] | None:
+        size = format_size(self.capacity_bytes)
+        LOG.info("host memory: pinning %s for %s", size, device)
+        begin_s = time.monotonic()
+        _fault_in(self.address, self.capacity_bytes)
+        try:
+            unregister = register(self.address, self.capacity_bytes, device)
+        except RegistrationError as error:
+            metrics.fall_back(
+                "pinned host memory",
+                f"{device} refused {size}: {error}; the CPU waits for each copy of it; give "
+                "host_memory= less than may be pinned here (WSL2 and some containers allow "
+                "little), or raise the limit",
+            )
+            return None
+        if unregister is not None:
+            LOG.info("host memory: pinned %s in %.1f s", size, time.monotonic() - begin_s)
+        return unregister
+
+    @uninterrupted
+    def lease(self, nbytes: int, timeout_s: float | None = 0.0, what: str = "a block") -> Lease:
+        """The right to use `nbytes`. Waits up to `timeout_s` (None: as long as it takes) for others
+        to return theirs.
+
+        Raises `CapacityError` with the numbers when it is not to be had, at once when it never will
+        be.
+        """
+        self._check_usable()
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ConfigError(f"nbytes: expected a whole number from 0 on, got {nbytes!r}")
+        size = max(nbytes, 1)  # an empty lease is a lease, too
+        if self._extents.round_up(size) > self.capacity_bytes:
+            raise CapacityError(self._refusal(nbytes, what, "it is larger than the whole pool"))
+        place = object()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            self._queue.append(place)
+            try:
+                begin = self._wait_for(size, place, deadline_s)
+            finally:
+                self._queue.remove(place)
+                self._changed.notify_all()
+            if begin is None:
+                raise CapacityError(
+                    self._refusal(nbytes, what, f"none came free in {timeout_s:g} s")
+                )
+            self._peak_bytes = max(self._peak_bytes, self._extents.used)
+        try:
+            return Lease(self, begin, nbytes)
+        except BaseException:
+            self._put_back(begin)
+            raise
+
+    def _wait_for(self, size: int, place: object, deadline_s: float | None) -> int | None:
+        while True:
+            self._check_usable()
+            self._take_in_returned()
+            if self._queue[0] is place and (begin := self._extents.take(size)) is not None:
+                return begin
+            left_s = _RECHECK_S if deadline_s is None else deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            self._changed.wait(min(left_s, _RECHECK_S))
+
+    def _refusal(self, nbytes: int, what: str, why: str) -> str:
+        free = self.capacity_bytes - self._extents.used
+        return (
+            f"host pool: {what} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
+            f"of {format_size(self.capacity_bytes)} are free, the largest piece is "
+            f"{format_size(self._extents.largest_free)}; {why}; raise host_memory, or use less"
+        )
+
+    def _take_in_returned(self) -> None:
+        while self._returned:
+            self._extents.give_back(self._returned.popleft())
+
+    def _put_back(self, begin: int) -> None:
+        """Called by finalizers: must not block and must not fail."""
+        self._returned.append(begin)
+        self._changed.notify_all()
+
+    def buffer(self) -> memoryview:
+        """The whole arena, to register it with others; whoever has it keeps it."""
+        self._check_usable()
+        return memoryview(self._memory(0, self.capacity_bytes)).cast("B")
+
+    def stats(self) -> PoolStats:
+        self._check_process()
+        with self._lock:
+            self._take_in_returned()
+            return PoolStats(
+                self.capacity_bytes,
+                self._extents.used,
+                self._peak_bytes,
+                self._extents.largest_free,
+                self._quarantined_bytes,
+                self._extents.pieces,
+            )
+
+    def close(self) -> None:
+        """Refuse further leases. Pieces that are still held stay valid until they are returned; the
+        arena goes with the last. Idempotent; in a forked child it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._map = None
+            self._changed.notify_all()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "host pool: made by the parent process; a forked child must not use it"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._map is None:
+            raise StateError("host pool: closed")
+
+    def _memory(self, begin: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+        arena = self._map
+        if arena is None:
+            raise StateError("host pool: closed")
+        return (ctypes.c_char * nbytes).from_buffer(arena, self._begin + begin)
+
+
+class Lease:
+    """The right to use one piece of a pool. One holder; `release()` ends it, leaving a `with` block
+    too.
+    """
+
+    def __init__(self, pool: Pool, begin: int, nbytes: int) -> None:
+        self._pool = pool
+        self._begin = begin
+        self.nbytes = nbytes
+        # Whoever can reach the memory holds this object, tensors included. When it goes, the piece
+        # goes back.
+        memory = pool._memory(begin, max(nbytes, 1))
+        self._return = weakref.finalize(memory, pool._put_back, begin)
+        self._return.atexit = False
+        self._held: ctypes.Array[ctypes.c_char] | None = memory
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._memory())
+
+    def tensor(
+        self, dtype: torch.dtype = torch.uint8, numel: int | None = None, offset_bytes: int = 0
+    ) -> Tensor:
+        """A tensor on the lease's memory; it keeps the memory, also after the lease is released."""
+        memory = self._memory()
+        if numel is None:
+            numel = (self.nbytes - offset_bytes) // dtype.itemsize
+        end = offset_bytes + numel * dtype.itemsize
+        if not (0 <= offset_bytes <= end <= self.nbytes):
+            raise ConfigError(
+                f"offset_bytes, numel: [{offset_bytes}, {end}) is not within {self.nbytes} bytes"
+            )
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def buffer(self) -> memoryview:
+        """The memory as bytes; it keeps the memory as a tensor does."""
+        return memoryview(self._memory())[: self.nbytes].cast("B")
+
+    def release(self) -> None:
+        """End the lease. The piece returns to the pool as soon as no tensor or view is left on it.
+        Idempotent.
+        """
+        self._held = None
+
+    def quarantine(self) -> None:
+        """Never give this piece back: an operation on it is stuck and may still write to it."""
+        memory = self._memory()
+        if self._return.detach():
+            with self._pool._lock:
+                self._pool._quarantined_bytes += self._pool._extents.size_at(self._begin)
+        _QUARANTINE.append(memory)
+        self._held = None
+
+    def _memory(self) -> ctypes.Array[ctypes.c_char]:
+        if self._held is None:
+            raise StateError("lease: already released")
+        if os.getpid() != self._pool._pid:
+            raise StateError("lease: made by the parent process; a forked child must not use it")
+        return self._held
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _map_arena(nbytes: int) -> _Arena:
+    """Private memory for `nbytes` and the way to the next huge page, which is never touched."""
+    arena = _Arena(-1, nbytes + ARENA_ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            arena.madvise(getattr(mmap, advice))
+    _ARENAS.add(arena)
+    return arena
+
+
+def _keep_inherited_arenas() -> None:
+    """In a forked child: never unmap the parent's arenas. They are not mapped here, and other
+    memory of the child's may lie in their place.
+    """
+    for arena in list(_ARENAS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))
+
+
+os.register_at_fork(after_in_child=_keep_inherited_arenas)

@@ -1,0 +1,70 @@
+"""Small files of ours, for their owner only: written whole or not at all, read up to a size."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from offload.core.errors import ConfigError, FormatError, StoreError
+
+
+def write_private(path: Path, content: str | bytes) -> None:
+    """Replace `path` with a file that only its owner can read; all of it or nothing. Raises
+    `ConfigError` where that cannot be such a file, `StoreError` where the system refuses.
+    """
+    try:
+        _write(path, content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise _refusal("write", path, error) from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        there = None
+    if there is not None and not stat.S_ISREG(there.st_mode):
+        raise ConfigError(f"path: expected a new or an ordinary file, {path} is something else")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    except FileNotFoundError as error:
+        raise ConfigError(f"path: the directory {path.parent} is not there; make it") from error
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """What is in an ordinary file. Raises `FormatError` where it is another, or has more than
+    `most_bytes`, and `StoreError` where it cannot be read.
+    """
+    try:
+        # A pipe would let us wait for somebody to write.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise FormatError(f"{path}: expected an ordinary file")
+            with open(handle, "rb", closefd=False) as file:
+                text = file.read(most_bytes + 1)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise _refusal("read", path, error) from error
+    if len(text) > most_bytes:
+        raise FormatError(f"{path}: has more than {most_bytes} bytes; expected a small file")
+    return text
+
+
+def _refusal(operation: str, path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path}: cannot {operation} it: {error.strerror}",
+        errno=error.errno,
+        operation=operation,
+        file=str(path),
+    )

@@ -1,0 +1,439 @@
+"""Tickets: one asynchronous act each.
+
+Whoever starts something that ends later hands out a ticket. It ends once, with a result or with an
+error, and is waited for once, in the thread that wants the result; the error is raised there. What
+must happen afterwards is chained with `then`, what must happen together is put together with
+`gather`. An error that nobody waits for is not lost: it is reported when the ticket is dropped. A
+ticket does not know who produces its result. Any thread.
+
+Follow-ups run one after the other in the thread that ends the act, which is often the only one that
+ends anything. So nothing waits in a follow-up: that is refused instead of hanging for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from offload.core.errors import StateError, StoreTimeout
+from offload.core.locks import acquire, uninterrupted
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class GivenUp(StateError):
+    """The act was ended because its owner was closed. Who waits is told; if nobody does, the one
+    who closed it knows.
+    """
+
+
+class TicketState(Enum):
+    PENDING = "pending"  # the act is under way
+    DONE = "done"  # it has ended well; the result is here
+    FAILED = "failed"  # it has ended badly; the error is here
+    COLLECTED = "collected"  # somebody has taken the result or the error
+
+    __hash__ = object.__hash__  # members are single; Enum's own is Python, and slow
+
+
+MOVES = {
+    TicketState.PENDING: {TicketState.DONE, TicketState.FAILED},
+    TicketState.DONE: {TicketState.COLLECTED},
+    TicketState.FAILED: {TicketState.COLLECTED},
+    TicketState.COLLECTED: set(),
+}
+
+
+class Ticket(Generic[T]):
+    """One asynchronous act. `what` names it in errors; `describe` adds what is in flight to a
+    time-out's message.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_behind",
+        "_describe",
+        "_error",
+        "_gate",
+        "_lock",
+        "_next",
+        "_result",
+        "_state",
+        "_taken",
+        "_urged",
+        "land",
+        "urge",
+        "what",
+    )
+
+    def __init__(self, what: str, describe: Callable[[], str] | None = None) -> None:
+        self.what = what
+        # Called when somebody begins to wait, in whatever thread: must not block.
+        self.urge: Callable[[], None] | None = None
+        # Called instead in the thread that waits for this very act, with its time limit: may block.
+        self.land: Callable[[float | None], None] | None = None
+        self._describe = describe
+        self._state = TicketState.PENDING
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._taken = False  # somebody waits, or will: a second one is refused
+        self._urged = False
+        self._behind: tuple[Ticket[Any], ...] = ()  # this one ends after those
+        self._next: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        # Held until the act has ended: a lock costs a twentieth of an Event.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    @classmethod
+    def of(cls, result: T, what: str = "done already") -> Ticket[T]:
+        """A ticket that has ended well."""
+        ticket: Ticket[T] = cls(what)
+        ticket.finish(result)
+        return ticket
+
+    # --- for the producer -------------------------------------------------------------------------
+
+    def finish(self, result: T) -> None:
+        """The act has ended well."""
+        self._end(TicketState.DONE, result, None)
+
+    def fail(self, error: BaseException) -> None:
+        """The act has ended with `error`."""
+        self._end(TicketState.FAILED, None, error)
+
+    def _end(self, state: TicketState, result: T | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._move_to(state)
+            self._result = result
+            self._error = error
+            follow = self._next
+            # What has ended refers to nobody: a cycle would keep it, and its error, until some
+            # collection.
+            self._next = self.urge = self.land = None
+            self._behind = ()
+        self._gate.release()
+        if follow is not None:
+            _run(follow)
+
+    # --- for the consumer -------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the act has ended, well or badly."""
+        return self._state is not TicketState.PENDING
+
+    @property
+    def state(self) -> TicketState:
+        return self._state
+
+    @uninterrupted
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until the act has ended; return its result or raise its error. Once.
+
+        A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
+        """
+        if self._state is TicketState.PENDING:
+            self._await(timeout_s)
+        else:
+            self._claim()
+        return self._collect()
+
+    def _await(self, timeout_s: float | None) -> None:
+        """Claim the ticket, and block until the act has ended."""
+        if _here.queue is not None:
+            raise StateError(
+                f"{self.what}: waited for in a follow-up, whose thread may be the one that has to "
+                "end it; return the ticket from the action, or chain with then"
+            )
+        self._claim()
+        try:
+            land = self.land  # it goes when the act ends
+            if land is None:
+                self._hurry()
+                ended = self._pass_gate(timeout_s)
+            else:
+                ended = self._land(land, timeout_s)
+        except BaseException:  # Ctrl-C: the act goes on, and may be waited for again
+            self._unclaim()
+            raise
+        if not ended:
+            self._unclaim()
+            table = f"; in flight: {self._describe()}" if self._describe else ""
+            raise StoreTimeout(
+                f"{self.what}: not done after {timeout_s:g} s{table}", operation=self.what
+            )
+
+    def _land(self, land: Callable[[float | None], None], timeout_s: float | None) -> bool:
+        begin_s = time.monotonic()
+        land(timeout_s)
+        # Another thread may have seen that it is over, and be about to say so.
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
+        return self._pass_gate(left_s)
+
+    def then(self, action: Callable[[T], U | Ticket[U]], what: str | None = None) -> Ticket[U]:
+        """A ticket for `action`, which starts when this act has ended well, in the thread that
+        ended it, or in this one if it has ended already.
+
+        `action` must not block; to wait in it is refused. It may return a ticket of its own, which
+        is then waited for. When this act fails, the new ticket fails with the same error and
+        `action` is not called.
+        """
+        self._claim()
+        following: Ticket[U] = Ticket(what or self.what, self._describe)
+        following._behind = (self,)
+
+        def go_on() -> None:
+            try:
+                result = action(self._collect())
+                if isinstance(result, Ticket):
+                    result._hand_over_to(following)
+                    return
+            except BaseException as error:
+                following.fail(error)
+                return
+            following.finish(result)
+
+        self._call_at_end(go_on)
+        return following
+
+    def _pass_gate(self, timeout_s: float | None) -> bool:
+        """Wait for the end; False when the time is over first."""
+        if self._state is not TicketState.PENDING:  # the gate may be shut behind one who was
+            return True  # interrupted there
+        return acquire(self._gate, math.inf if timeout_s is None else max(timeout_s, 0.0))
+
+    def _hand_over_to(self, other: Ticket[T]) -> None:
+        """End `other` as this one ends."""
+        self._claim()
+        other._behind = (self,)
+        if other._urged:
+            self._hurry()
+
+        def pass_on() -> None:
+            try:
+                result = self._collect()
+            except BaseException as error:
+                other.fail(error)
+            else:
+                other.finish(result)
+
+        self._call_at_end(pass_on)
+
+    def _hurry(self) -> None:
+        """Tell all producers on the way to this one's end that somebody waits."""
+        tickets: list[Ticket[Any]] = [self]
+        for ticket in tickets:  # and those that are added meanwhile
+            ticket._urged = True
+            urge = ticket.urge  # it goes when the act ends
+            if urge is not None:
+                urge()
+            tickets += ticket._behind
+
+    def _call_at_end(self, function: Callable[[], None]) -> None:
+        with self._lock:
+            if self._state is TicketState.PENDING:
+                self._next = function
+                return
+        _run(function)
+
+    def _claim(self) -> None:
+        with self._lock:
+            if self._taken:
+                raise StateError(f"{self.what}: this ticket has been waited for already; wait once")
+            self._taken = True
+
+    def _unclaim(self) -> None:
+        with self._lock:
+            self._taken = False
+
+    def _collect(self) -> T:
+        with self._lock:
+            result, error = self._result, self._error
+            self._result = self._error = None  # a ticket that is kept must not keep buffers alive
+            self._move_to(TicketState.COLLECTED)
+        if error is None:
+            return result  # type: ignore[return-value]
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame
+
+    def _move_to(self, state: TicketState) -> None:
+        if state not in MOVES[self._state]:
+            raise StateError(f"{self.what}: {self._state.name} -> {state.name} is not a legal move")
+        self._state = state
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is None or isinstance(error, GivenUp):
+            return
+        # Nobody asked: tell, as Python does for errors it cannot raise.
+        message = f"{self.what}: nobody waited for"
+        if sys.unraisablehook is not sys.__unraisablehook__:
+            sys.unraisablehook(_Unraisable(type(error), error, error.__traceback__, message, self))
+        elif sys.stderr is not None:  # Python's own hook takes nothing that Python has not made
+            print(f"{message}: {self!r}", file=sys.stderr)
+            traceback.print_exception(type(error), error, error.__traceback__)
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.what}: {self._state.value}>"
+
+
+class _Unraisable:
+    """The argument of sys.unraisablehook, which cannot be made directly."""
+
+    err_msg: str | None
+
+    def __init__(self, kind: Any, value: Any, trace: Any, message: str, thing: Any) -> None:
+        self.exc_type, self.exc_value, self.exc_traceback = kind, value, trace
+        self.err_msg, self.object = message, thing
+
+
+class _FollowUps(threading.local):
+    """What this thread has still to call; None: it is not in a follow-up."""
+
+    queue: deque[Callable[[], None]] | None = None
+
+
+_here = _FollowUps()
+
+
+def in_follow_up() -> bool:
+    """Whether this thread runs the follow-up of a ticket, and so must not wait."""
+    return _here.queue is not None
+
+
+def _run(function: Callable[[], None]) -> None:
+    """Call `function` and all that follows from it. A loop: chains may be longer than the stack."""
+    if _here.queue is not None:
+        _here.queue.append(function)
+        return
+    queue = _here.queue = deque([function])
+    interruption = None
+    while queue:
+        try:
+            queue.popleft()()
+        except BaseException as error:  # of a signal handler: the others must be told all the same
+            interruption = error
+    _here.queue = None
+    if interruption is not None:
+        raise interruption
+
+
+def gather(tickets: Iterable[Ticket[T]], what: str) -> Ticket[list[T]]:
+    """A ticket that ends when all have ended: with all results in order, or with the first ticket's
+    error; a time-out is told rather than another. Further errors are its context.
+
+    It never ends early, so that no buffer of a slower act is still in use when it has ended.
+    """
+    tickets = tuple(tickets)
+    tables = tuple(dict.fromkeys(ticket._describe for ticket in tickets if ticket._describe))
+    together: Ticket[list[T]] = Ticket(
+        what, (lambda: "; ".join(t() for t in tables)) if tables else None
+    )
+    together._behind = tickets
+    if not tickets:
+        together.finish([])
+        return together
+    results: list[Any] = [None] * len(tickets)
+    errors: dict[int, BaseException] = {}
+    lock = threading.Lock()
+    left = len(tickets)
+
+    def end_one(index: int) -> None:
+        nonlocal left
+        try:
+            results[index] = tickets[index]._collect()
+        except BaseException as error:
+            errors[index] = error
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            if errors:
+                together.fail(_first_of([errors[index] for index in sorted(errors)]))
+            else:
+                together.finish(results)
+
+    _claim_all(tickets)
+    for index, ticket in enumerate(tickets):
+        ticket._call_at_end(lambda index=index: end_one(index))  # type: ignore[misc]
+    return together
+
+
+def _claim_all(tickets: tuple[Ticket[Any], ...]) -> None:
+    claimed: list[Ticket[Any]] = []
+    try:
+        for ticket in tickets:
+            ticket._claim()
+            claimed.append(ticket)
+    except BaseException:
+        for ticket in claimed:
+            ticket._unclaim()
+        raise
+
+
+def _first_of(errors: list[BaseException]) -> BaseException:
+    """The error to raise, with the others as its context. Memory that is still in use matters most,
+    then a drive that does not answer.
+    """
+
+    def rank(error: BaseException) -> int:
+        if not isinstance(error, StoreTimeout):
+            return 2
+        return 0 if error.errno == errno.ETIMEDOUT else 1
+
+    first = min(errors, key=rank)
+    last, known = _end_of(first, set())
+    for error in errors:
+        if id(error) not in known:
+            last.__context__ = error
+            last, known = _end_of(error, known)
+    return first
+
+
+def _end_of(error: BaseException, known: set[int]) -> tuple[BaseException, set[int]]:
+    """The last of an error's contexts, and all that are known by now. Contexts that are known
+    already, such as what was being handled when several of them were raised, are cut off: whoever
+    follows a circle never comes to its end.
+    """
+    known = known | {id(error)}
+    while error.__context__ is not None and id(error.__context__) not in known:
+        error = error.__context__
+        known.add(id(error))
+    error.__context__ = None
+    return error, known
+
+
+def split(ticket: Ticket[T]) -> tuple[Ticket[T], Ticket[T]]:
+    """Two tickets that end as this one does, for two who wait."""
+    both: tuple[Ticket[T], Ticket[T]] = (
+        Ticket(ticket.what, ticket._describe),
+        Ticket(ticket.what, ticket._describe),
+    )
+    ticket._claim()
+    for one in both:
+        one._behind = (ticket,)
+
+    def pass_on() -> None:
+        try:
+            result = ticket._collect()
+        except BaseException as error:
+            for one in both:
+                one.fail(error)
+        else:
+            for one in both:
+                one.finish(result)
+
+    ticket._call_at_end(pass_on)
+    return both

@@ -1,0 +1,454 @@
+"""Copies to and from one accelerator, on two streams of their own, and a third one for what happens
+between devices.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.core.errors import ConfigError, StateError
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket
+from offload.core.timeline import TO_DEVICE, TO_HOST, Event
+from offload.device.buffer import DeviceBuffer, DeviceMemory
+from offload.device.checks import check_copy, cut, indexed, on
+from offload.device.streams import lend
+
+READS_IN_FLIGHT_BYTES = 256 << 20
+_LOOK_AGAIN_S = 0.0005  # where an event is waited for with a deadline, which torch does not offer
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place on a stream: everything that was given to the stream before."""
+
+    stream: torch.Stream
+    event: torch.Event
+
+
+@dataclass(eq=False)
+class _InFlightCopy:
+    """One copy under way, and what must stay where it is until the copy is over."""
+
+    event: torch.Event
+    ticket: Ticket[Any]
+    result: Tensor | None
+    held: tuple[Tensor, ...]
+    nbytes: int = field(kw_only=True)
+    begin_s: float = field(default_factory=time.perf_counter, kw_only=True)
+
+    def let_go(self) -> None:
+        """The copy is over. Whoever is told so finds that nothing here holds its memory."""
+        self.held = ()
+
+
+@dataclass(eq=False)
+class _Download(_InFlightCopy):
+    """A copy to the host. owner: the stream in whose order `source` may be dropped before the copy
+    is over; None: it may not.
+    """
+
+    source: Tensor | None
+    owner: torch.Stream | None
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.source = None
+
+
+class _Flights:
+    """The copies of one stream, in its order. Apart from the transfer, so that a transfer that is
+    forgotten still waits for them.
+    """
+
+    def __init__(self, stream: torch.Stream, row: str, metrics: Metrics) -> None:
+        self.stream, self.row, self.metrics = stream, row, metrics
+        self.lock = threading.Lock()
+        self.queue: deque[Any] = deque()
+
+    def settle(self) -> None:
+        """End the tickets of the copies that are over. Never blocks."""
+        while True:
+            with self.lock:
+                if not self.queue or not self.queue[0].event.query():
+                    return
+                flight = self.queue.popleft()
+            self._tell(flight)
+            flight.let_go()
+            flight.ticket.finish(flight.result)
+
+    def _tell(self, flight: _InFlightCopy) -> None:
+        # Until somebody noticed that it is over, which may be later than it was.
+        what, end_s = flight.ticket.what, time.perf_counter()
+        self.metrics.event(Event(self.row, what, flight.begin_s, end_s, flight.nbytes))
+
+    def fail(self, flight: _InFlightCopy, error: Exception) -> None:
+        """End one ticket with the device's error, unless somebody else has ended it."""
+        with self.lock:
+            if flight not in self.queue:
+                return
+            self.queue.remove(flight)
+        flight.ticket.fail(error)
+
+    def finish(self) -> None:
+        """Wait for all copies and end their tickets."""
+        self.stream.synchronize()
+        self.settle()
+
+
+class DeviceTransfer:
+    """Copies to and from one accelerator, through `torch.accelerator`, `torch.Stream` and
+    `torch.Event`. Any thread.
+
+    budget_bytes: what all buffers may hold together (None: what the device has).
+    reads_in_flight_bytes: how much device memory may wait for its copy to the host; beyond that
+    the stream that computes waits for the oldest copy, the CPU does not.
+    """
+
+    zero_copy = False
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        budget_bytes: int | None = None,
+        reads_in_flight_bytes: int = READS_IN_FLIGHT_BYTES,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.device = indexed(torch.device(device))
+        # Before something was pinned, `is_pinned` may say no without having looked.
+        with torch.accelerator.device_index(self.device.index):  # else for the first one
+            torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.metrics = metrics or Metrics()
+        self._reads_in_flight_bytes = reads_in_flight_bytes
+        self._streams, self._give_back = lend(self, self.device)
+        self._up, self._down = self._streams.up, self._streams.down
+        self._between_lock = threading.Lock()
+        self.memory = DeviceMemory(self.device, self._up, budget_bytes)
+        self._upward = _Flights(self._up, TO_DEVICE, self.metrics)
+        self._downward = _Flights(self._down, TO_HOST, self.metrics)
+        self._lander = _Lander(self.device)
+        self._closed = False
+        for flights in (self._upward, self._downward):
+            weakref.finalize(self, flights.finish)
+
+    # --- to the device ----------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> DeviceBuffer:
+        """Device memory to be filled. Raises `CapacityError` with the numbers when the budget is
+        spent, `DeviceFullError` when the device is. is_urgent: not before everybody has given up
+        what is idle there.
+        """
+        self._check_open()
+        self.poll()
+        memory = self.memory.allocate(nbytes, what, is_urgent)
+        return DeviceBuffer(memory, self._up, self._fill, self._across, what)
+
+    def fetch(self, host: Tensor, what: str = "a block") -> DeviceBuffer:
+        """A device buffer with the bytes of `host`, which is held until they are there."""
+        buffer = self.allocate(host.nbytes, what)
+        buffer.fill(host)
+        return buffer
+
+    def _fill(
+        self,
+        host: Tensor,
+        target: Tensor,
+        what: str,
+        after: list[torch.Event],
+        note: Callable[[torch.Event], None],
+    ) -> Ticket[None]:
+        self._check_open()
+        self._check_pair(host, target, what)
+        self.poll()
+        # The target is not held: its memory is given back in the order of `up`, as this copy runs.
+        return self._upload(host, target, what, after, None, (host,), note)
+
+    def mark(self) -> Mark:
+        """The present place of this thread's current stream."""
+        stream = torch.accelerator.current_stream(self.device)
+        return Mark(stream, stream.record_event())
+
+    def write(
+        self, host: Tensor, target: Tensor, after: Mark, what: str = "a copy"
+    ) -> Ticket[Tensor]:
+        """Copy `host` onto the device tensor `target`, once everything before `after` is done with
+        it. Neither may be touched before the ticket is done; a stream may use `target` after
+        `join`. The result is `target`. Never blocks.
+        """
+        self._check_open()
+        self._check_pair(host, target, what)
+        self.poll()
+        return self._upload(host, target.detach(), what, [after.event], target, (host, target))
+
+    def _upload(
+        self,
+        host: Tensor,
+        target: Tensor,
+        what: str,
+        after: Iterable[torch.Event],
+        result: Tensor | None,
+        held: tuple[Tensor, ...],
+        note: Callable[[torch.Event], None] = lambda event: None,
+    ) -> Ticket[Any]:
+        asynchronous = self._is_registered(host)
+        flights = self._upward
+        with flights.lock:  # the order of the queue is that of the stream
+            for event in after:
+                self._up.wait_event(event)
+            with on(self._up):
+                target.copy_(host, non_blocking=asynchronous)
+            event, nbytes = self._up.record_event(), host.nbytes
+            flight = _InFlightCopy(event, Ticket(what), result, held, nbytes=nbytes)
+            note(flight.event)
+            self._follow(flights, flight)
+        self.metrics.count("host_to_device_bytes", host.nbytes)
+        return flight.ticket
+
+    def join(self) -> None:
+        """Let this thread's current stream wait for all copies to the device so far."""
+        current = torch.accelerator.current_stream(self.device)
+        current.wait_event(self._up.record_event())
+
+    # --- between devices --------------------------------------------------------------------------
+
+    def across(self, act: Callable[[], None], after: Iterable[torch.Event]) -> Mark:
+        """Call `act`, whose work goes to the stream between devices, once these events have passed
+        (of a `Mark`, or those of `DeviceBuffer.busy`). Returns the place behind it. What it touches
+        must be held until then. Never blocks.
+        """
+        return Mark(self._stream_between, self._across(act, after))
+
+    def _across(self, act: Callable[[], None], after: Iterable[torch.Event]) -> torch.Event:
+        self._check_open()
+        stream = self._stream_between
+        with self._between_lock:
+            for event in after:
+                stream.wait_event(event)
+            with on(stream):
+                act()
+            return stream.record_event()
+
+    @property
+    def _stream_between(self) -> torch.Stream:
+        with self._between_lock:
+            return self._streams.between
+
+    def take_thread(self) -> None:
+        """Make the device this thread's current one, for good: in threads of ours. Otherwise torch
+        would go back to the first device after every call, and make a context there, which costs
+        hundreds of megabytes for each process of a machine with several.
+        """
+        torch.accelerator.set_device_index(self.device.index)
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let this thread's current stream wait for everything before `mark`."""
+        torch.accelerator.current_stream(self.device).wait_event(mark.event)
+
+    # --- to the host ------------------------------------------------------------------------------
+
+    def read(
+        self, source: Tensor, host: Tensor, what: str = "a copy", after: Mark | None = None
+    ) -> Ticket[Tensor]:
+        """Copy the device tensor `source` to `host`, once everything before `after` is done. The
+        result is `host`. `source` may not be written before the ticket is done. Never blocks.
+
+        after: None is now, on this thread's current stream, which then must be the one that made
+        `source`: a gradient in the hook that gets it. Only then `source` may be dropped at once
+        and counts against `reads_in_flight_bytes`; otherwise it is held until the copy is over.
+        """
+        return self._read(source, host, what, after, [(source.detach(), host)])[0]
+
+    def read_in_parts(
+        self,
+        source: Tensor,
+        host: Tensor,
+        part_bytes: int,
+        what: str = "a copy",
+        after: Mark | None = None,
+    ) -> list[Ticket[Tensor]]:
+        """As `read`, with a ticket for every `part_bytes`, in order: the first part can be worked
+        on while the next is under way. Each result is a part of `host`, flat.
+        """
+        check_copy(host, source, what)
+        flat, target = source.detach().view(-1), host.view(-1)
+        parts = cut(source.numel(), part_bytes // source.element_size())
+        return self._read(source, host, what, after, [(flat[p], target[p]) for p in parts])
+
+    def _read(
+        self,
+        source: Tensor,
+        host: Tensor,
+        what: str,
+        after: Mark | None,
+        pairs: list[tuple[Tensor, Tensor]],
+    ) -> list[Ticket[Tensor]]:
+        self._check_open()
+        self._check_pair(host, source, what)
+        self.poll()
+        mark = after or self.mark()
+        owner = mark.stream if after is None else None
+        asynchronous = self._is_registered(host)
+        with self._downward.lock:  # the order of the queue is that of the stream
+            self._down.wait_event(mark.event)
+            tickets = [self._download(*pair, what, owner, asynchronous) for pair in pairs]
+            self._let_go_of_sources()
+        self.metrics.count("device_to_host_bytes", host.nbytes)
+        return tickets
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory of torch's own that copies need not wait for; outside of every pool."""
+        with torch.accelerator.device_index(self.device.index):
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def _download(
+        self,
+        source: Tensor,
+        host: Tensor,
+        what: str,
+        owner: torch.Stream | None,
+        asynchronous: bool,
+    ) -> Ticket[Tensor]:
+        """Under the lock of the flights."""
+        with on(self._down):
+            host.detach().copy_(source, non_blocking=asynchronous)
+        event = self._down.record_event()
+        flight = _Download(event, Ticket(what), host, (host,), source, owner, nbytes=host.nbytes)
+        self._follow(self._downward, flight)
+        return flight.ticket
+
+    def _let_go_of_sources(self) -> None:
+        """Where too much device memory waits for its copy to the host, drop the oldest in the order
+        of the stream that owns it: that stream waits for the copy before it uses the memory again.
+        Under the lock of the flights.
+        """
+        flights = [f for f in self._downward.queue if f.source is not None and f.owner is not None]
+        sizes = {}  # parts of one gradient share their memory
+        for flight in flights:
+            storage = flight.source.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        for flight in flights:
+            if sum(sizes.values()) <= self._reads_in_flight_bytes:
+                return
+            address = flight.source.untyped_storage().data_ptr()
+            flight.owner.wait_event(flight.event)
+            flight.source = None
+            if not any(f.source is not None and _at(f.source, address) for f in flights):
+                del sizes[address]
+
+    # --- what is under way ------------------------------------------------------------------------
+
+    def _follow(self, flights: _Flights, flight: _InFlightCopy) -> None:
+        """Have the flight's ticket end when the flight is over. Under the lock of the flights."""
+        spent, lander = _Waiting(flights, flight, self.metrics), self._lander
+        flight.ticket.land = spent.land
+        flight.ticket.urge = lambda: lander.take(spent)
+        flights.queue.append(flight)
+
+    def poll(self) -> None:
+        """End the tickets of all copies that are over, and so give back what they held. Every call
+        does it in passing; whoever waits for host memory calls it in between. Never blocks.
+        """
+        self._upward.settle()
+        self._downward.settle()
+
+    def close(self) -> None:
+        """Wait for all copies and end their tickets. Idempotent; buffers stay valid."""
+        self._closed = True
+        self._upward.finish()
+        self._downward.finish()
+        self._give_back()
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(f"transfer to {self.device}: closed")
+
+    def _check_pair(self, host: Tensor, device: Tensor, what: str) -> None:
+        check_copy(host, device, what)
+        if device.device != self.device:
+            raise ConfigError(f"{what}: expected a tensor on {self.device}, got {device.device}")
+        if not host.is_cpu:
+            raise ConfigError(f"{what}: expected a tensor in host memory, got {host.device}")
+
+    def _is_registered(self, host: Tensor) -> bool:
+        """Whether the CPU can go on while `host` is copied; where it cannot, that is told."""
+        if not host.numel() or host.is_pinned():
+            return True
+        self.metrics.fall_back(
+            f"copies to and from {self.device.type}",
+            "host memory is not registered with the device, so the CPU waits for each copy",
+        )
+        return False
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """The wait for one flight."""
+
+    flights: _Flights
+    flight: _InFlightCopy
+    metrics: Metrics
+
+    def land(self, timeout_s: float | None) -> None:
+        """Block until the copy is over, or the time is; then end what has ended."""
+        try:
+            with self.metrics.span("device copy"):
+                self._wait(timeout_s)
+        except Exception as error:  # the device's: a kernel before the copy has failed, say
+            self.flights.fail(self.flight, error)
+            return
+        self.flights.settle()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        event = self.flight.event
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while deadline_s is not None and not event.query():
+            if time.monotonic() >= deadline_s:
+                return
+            time.sleep(_LOOK_AGAIN_S)
+        event.synchronize()  # also where it has passed: this is where the device tells of errors
+
+
+class _Lander:
+    """A thread that waits for copies on which something else waits: a chain, several together.
+    Whoever waits for a copy itself does so in its own thread. Started when it is first needed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = False
+
+    def take(self, waiting: _Waiting) -> None:
+        with self._lock:
+            if not self._started:
+                self._started = True
+                thread = threading.Thread(
+                    target=_land_all, args=(self._queue, self._device), daemon=True
+                )
+                thread.start()
+                weakref.finalize(self, self._queue.put, None)
+        self._queue.put(waiting)
+
+
+def _land_all(waits: queue.SimpleQueue[_Waiting | None], device: torch.device) -> None:
+    torch.accelerator.set_device_index(device.index)  # see DeviceTransfer.take_thread
+    while (waiting := waits.get()) is not None:
+        waiting.land(None)
+        del waiting  # it holds the flight's memory
+
+
+def _at(tensor: Tensor, address: int) -> bool:
+    return tensor.untyped_storage().data_ptr() == address

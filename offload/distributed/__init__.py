@@ -1,0 +1,54 @@
+"""Ranks, by `torch.distributed`, which nothing outside of this package imports."""
+
+from offload.distributed.group import (
+    Connections,
+    Members,
+    connections_of,
+    deadline_of,
+    default_store,
+    is_connected,
+    is_initialised,
+    members_of,
+    name_for,
+    place_of,
+)
+from offload.distributed.link import DeviceLink
+from offload.distributed.placing import (
+    Placing,
+    Rows,
+    is_sharded,
+    like,
+    local_of,
+    part_of,
+    placing_of,
+    rows_of,
+    sum_over_meshes,
+)
+from offload.distributed.ranks import Ranks, ranks_of
+from offload.distributed.worker import Worker
+
+__all__ = [
+    "Connections",
+    "DeviceLink",
+    "Members",
+    "Placing",
+    "Ranks",
+    "Rows",
+    "Worker",
+    "connections_of",
+    "deadline_of",
+    "default_store",
+    "is_connected",
+    "is_initialised",
+    "is_sharded",
+    "like",
+    "local_of",
+    "members_of",
+    "name_for",
+    "part_of",
+    "place_of",
+    "placing_of",
+    "ranks_of",
+    "rows_of",
+    "sum_over_meshes",
+]

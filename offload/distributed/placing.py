@@ -1,0 +1,177 @@
+"""Tensors that torch shares out over ranks, `DTensor`s: the part that this process has, and where
+the others are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.core.errors import ConfigError, StateError
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor, of which this process has a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A DTensor's part that this process has, which shares its memory; else the tensor itself. Not
+    to be kept: FSDP2 exchanges it.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    wait = getattr(local, "wait", None)  # that of a collective which is still under way
+    return wait() if wait is not None else local
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where a DTensor's parts are."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]  # of the whole
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether parts are still to be added up over ranks."""
+        return any(one.is_partial() for one in self.placements)
+
+    def __str__(self) -> str:
+        where = ", ".join(map(repr, self.placements))
+        return f"{self.shape} placed as ({where}) over a mesh of {tuple(self.mesh.shape)}"
+
+
+def placing_of(tensor: Tensor) -> Placing | None:
+    """None: it is no DTensor."""
+    if not is_sharded(tensor):
+        return None
+    given: Any = tensor
+    return Placing(given.device_mesh, tuple(given.placements), tuple(given.shape))
+
+
+def like(param: Tensor, local: Tensor) -> Tensor:
+    """A DTensor placed as `param` is, with `local`, wherever that is, as this process's part;
+    shares its memory. `local` itself where `param` is no DTensor.
+    """
+    if not is_sharded(param):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    # Not `from_local`: that would move it to the mesh's device, and with CPU offload it stays here.
+    spec: Any = param._spec  # type: ignore[attr-defined]
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    made: Any = DTensor
+    return cast("Tensor", made(local, replace(spec, tensor_meta=meta), requires_grad=False))
+
+
+def part_of(param: Tensor, whole: Tensor) -> Tensor | None:
+    """The part of an ordinary tensor that this process would have, were it placed as the DTensor
+    `param` is; shares its memory. None where it has another shape, or that cannot be told.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placing = placing_of(param)
+    assert placing is not None
+    simple = all(type(one) in (Shard, Replicate) for one in placing.placements)
+    if not simple or tuple(whole.shape) != placing.shape:
+        return None
+    shape, begin = compute_local_shape_and_global_offset(
+        placing.shape, placing.mesh, placing.placements
+    )
+    part = whole
+    for dim, (size, first) in enumerate(zip(shape, begin, strict=True)):
+        part = part.narrow(dim, first if size else 0, size)
+    return part
+
+
+def sum_over_meshes(values: Sequence[tuple[Placing | None, float]], went_well: bool) -> float:
+    """The sum of what all ranks have for their parts of DTensors, with the same bits on all. What
+    several ranks have alike counts once, as the first of them has it; that goes for ordinary
+    tensors beside the DTensors, too.
+
+    Every rank comes with the same placings in the same order, also one whose own part has not gone
+    well: then all the others raise `StateError`, and nobody waits for it.
+    """
+    first = next(placing.mesh for placing, _ in values if placing is not None)
+    by_mesh: dict[Any, dict[tuple[Any, ...] | None, list[float]]] = {}
+    for placing, value in values:
+        mesh, placements = (placing.mesh, placing.placements) if placing else (first, None)
+        by_mesh.setdefault(mesh, {}).setdefault(placements, []).append(value)
+    found: list[float] = []
+    failed: set[int] = set()
+    for mesh, kinds in by_mesh.items():
+        own = [0.0 if went_well else 1.0, *(math.fsum(each) for each in kinds.values())]
+        table = _gathered(mesh, own)
+        failed |= set(mesh.mesh[table[..., 0] != 0].tolist())
+        for column, placements in enumerate(kinds, start=1):
+            found += _once(table[..., column], placements)
+    if failed and went_well:
+        raise StateError(
+            f"step: rank {', '.join(map(str, sorted(failed)))} could not take part, so that the "
+            "norm of all gradients is not known; its own error tells why. Nothing has changed here"
+        )
+    return math.fsum(found)
+
+
+def _once(table: Tensor, placements: tuple[Any, ...] | None) -> list[float]:
+    """Without what ranks have alike. placements: None, all of it."""
+    for dim in reversed(range(table.dim())):
+        if placements is None or placements[dim].is_replicate():
+            table = table.select(dim, 0)
+    return cast("list[float]", table.reshape(-1).tolist())
+
+
+def _gathered(mesh: Any, own: Sequence[float]) -> Tensor:
+    """What each rank of a mesh has, by its place in the mesh."""
+    table = torch.tensor(own, dtype=torch.float64, device=mesh.device_type)
+    try:
+        for dim in reversed(range(mesh.ndim)):
+            every = table.new_empty((mesh.size(dim), *table.shape))
+            dist.all_gather_single(every.view(-1), table.reshape(-1), group=mesh.get_group(dim))
+            table = every
+    except RuntimeError as error:
+        raise StateError(
+            f"step: the ranks of the mesh {tuple(mesh.shape)} could not exchange the norms of "
+            f"their gradients; has one of them gone? {error}"
+        ) from error
+    return table.cpu()
+
+
+class Rows(NamedTuple):
+    """The rows [begin, end) of a tensor that a rank has. is_first_holder: of those that have the
+    same, it is the first.
+    """
+
+    begin: int
+    end: int
+    is_first_holder: bool
+
+
+def rows_of(name: str, tensor: Any) -> Rows:
+    """Of a DTensor. Refuses one that is spread over ranks in another way than by rows."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(not (each.is_replicate() or each.is_shard(0)) for each in placements):
+        raise ConfigError(
+            f"{name}: is spread over ranks as {placements}; only rows (Shard(0)) and copies "
+            "(Replicate()) can be in a checkpoint"
+        )
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    where = mesh.get_coordinate()
+    if where is None or not shape:
+        return Rows(0, 0, False) if where is None else Rows(0, 1, not any(where))
+    copies = [at for at, each in zip(where, placements, strict=True) if each.is_replicate()]
+    return Rows(offset[0], offset[0] + shape[0], not any(copies))

@@ -1,0 +1,299 @@
+"""Ranks that do one thing together, such as a save, and speak of it over connections of their own.
+
+A meeting begins when all ranks have come to it; who comes alone hears that after a deadline, and
+has left no trace: the next one may be whole. What is said are small things, in turns, from one
+thread of each rank. Who leaves, or dies, is missed at once by whoever listens. Nothing of it is
+known to the groups that torch keeps: neither their order nor their number changes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.core.errors import StateError
+from offload.core.locks import acquire, nap, uninterrupted
+from offload.distributed import (
+    Connections,
+    Members,
+    Worker,
+    connections_of,
+    deadline_of,
+    default_store,
+    members_of,
+    name_for,
+)
+
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
+_BEAT_S = 1.0  # between two signs of life
+_LEAST_BYTES_S = 20 << 20  # a second; what moves fewer has stopped
+_MEETINGS: Counter[str] = Counter()  # how many there have been, by name
+_LOCK = threading.Lock()
+
+
+def meet(what: str, process_group: Any, deadline_s: float) -> SideChannel | None:
+    """A meeting of the ranks of `process_group` (None: all; False: none). None where this process
+    is alone. All ranks come to it in the same order.
+    """
+    members = members_of(process_group)
+    if members is None:
+        return None
+    name, limit_s = name_for("meeting", members.ranks), deadline_of(process_group)
+    deadline_s, side_channel = min(deadline_s, limit_s), None
+    try:
+        with uninterrupted:
+            with _LOCK:
+                key = f"{name}/{_MEETINGS[name]}"
+                count = len(members.ranks)
+                late = _arrive(default_store(), key, members.rank, count, what, deadline_s)
+                _MEETINGS[name] += 1
+            side_channel = SideChannel(
+                members.rank, count, _connect(key, members, what, deadline_s), limit_s
+            )
+            if late is not None:
+                raise late
+    except BaseException as error:
+        if (
+            side_channel is not None
+        ):  # Ctrl-C; the others are in it, and hear at once that we have gone
+            side_channel.leave(error)
+        raise
+    return side_channel
+
+
+@uninterrupted  # but for its naps
+def _arrive(
+    store: Any, key: str, rank: int, count: int, what: str, deadline_s: float
+) -> BaseException | None:
+    """Return when all are there. Otherwise it is as if this rank had never come. An interruption
+    is raised; where the last one has come in that very moment it is returned: the others have gone
+    on to meet us.
+    """
+    until_s, nap_s = time.monotonic() + deadline_s, _FIRST_NAP_S
+    store.set(f"{key}/{rank}", "here")
+    if store.add(key, 1) == count:
+        store.set(f"{key}/go", "go")
+        return None
+    try:
+        while not store.check([f"{key}/go"]):
+            if time.monotonic() > until_s:
+                raise StateError(_missing(store, key, rank, count, what, deadline_s))
+            nap(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    except BaseException as error:
+        if store.add(key, -1) + 1 < count:
+            with suppress(RuntimeError):
+                store.delete_key(f"{key}/{rank}")
+            raise
+        store.add(key, 1)  # the last one has come in this very moment
+        return None if isinstance(error, StateError) else error
+    return None
+
+
+def _connect(key: str, members: Members, what: str, deadline_s: float) -> Connections:
+    try:
+        return connections_of(key, members, deadline_s)
+    except RuntimeError as error:
+        raise StateError(
+            f"{what}: the ranks cannot be connected, or one has gone in this moment; look at what "
+            f"the other ranks have said ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _missing(store: Any, key: str, rank: int, count: int, what: str, deadline_s: float) -> str:
+    missing = [str(n) for n in range(count) if n != rank and not store.check([f"{key}/{n}"])]
+    return (
+        f"{what}: rank {rank} has waited {deadline_s:g} s for rank {', '.join(missing) or '?'} of "
+        f"{count}; call it on every rank, at the same point of the program"
+    )
+
+
+class SideChannel:
+    """Of `count` ranks, this being `rank`. One thread speaks at a time; any may `leave`.
+
+    While a rank works on what it will say, a thread of its own tells the others every moment that
+    it is still there. So a rank that was stopped, or hangs as a whole, is missed after `limit_s`,
+    by name, however long the work of the others takes.
+    """
+
+    def __init__(self, rank: int, count: int, connections: Connections, limit_s: float) -> None:
+        self.rank, self.count = rank, count
+        self._connections, self._limit_s = connections, limit_s
+        self._why: BaseException | None = None
+        self._is_over = False
+        self._talk: _Talk | None = None
+        self._lock = threading.Lock()
+        self._thread = Worker("offload speaks", at_end=connections.close)
+
+    def begin(self, what: str) -> None:
+        """Be heard from now on, until what there is to say is said by `exchange` or `gather`."""
+        with self._lock:
+            if self._is_over:
+                raise self._why or StateError(f"{what}: rank {self.rank} has left")
+            talk = self._talk = _Talk(what)
+            self._thread.put(lambda: self._converse(talk))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every rank has to say, by rank: anything that JSON can express. Raises `StateError`
+        where one has gone, or is not heard for too long.
+        """
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(one.numpy().tobytes()) for one in self.gather(data)]
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """The bytes of every rank, by rank, as many as it has."""
+        talk = self._talk
+        assert talk is not None, "begin comes first"
+        talk.say(mine)
+        nap_s = _FIRST_NAP_S
+        try:
+            while talk.found is None:
+                if talk.error is not None or self._why is not None:
+                    raise self._why or talk.error  # type: ignore[misc]
+                nap(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        except BaseException as error:
+            self.leave(error)
+            raise
+        return talk.found
+
+    def leave(self, why: BaseException | None = None) -> None:
+        """Idempotent. Who waits for us hears that we have gone. why: what this rank's own thread
+        gets, if it is waiting for others now, or asks them later.
+        """
+        with self._lock:
+            self._why = self._why or why or StateError(f"rank {self.rank} has left")
+            self._is_over = True
+            if self._talk is not None:
+                self._talk.end()
+        self._thread.end()  # closes the connections, when nothing is under way on them
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _converse(self, talk: _Talk) -> Callable[[], None]:
+        try:
+            sizes = self._say_sizes(talk)
+            if sizes is not None:
+                assert talk.mine is not None
+                parts = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+                parts[self.rank] = talk.mine
+                self._swap(talk.what, talk.mine, parts)
+                talk.found = parts
+        except StateError as error:
+            talk.error = error
+        except BaseException as error:  # of the connections
+            talk.error = StateError(
+                f"{talk.what}: another rank has gone; look at what the other ranks have said, and "
+                f"start all of them again ({str(error).strip().splitlines()[:1]})"
+            )
+            talk.error.__cause__ = error
+        return lambda: None
+
+    def _say_sizes(self, talk: _Talk) -> list[int] | None:
+        """How many bytes each has to say, when all know it; None: we have left. Until then each
+        says, every moment, that it is there.
+        """
+        while not talk.is_over:
+            talk.await_news(min(_BEAT_S, self._limit_s / 4))
+            mine = -1 if talk.mine is None else talk.mine.numel()
+            heads = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
+            heads[self.rank] = torch.tensor([mine], dtype=torch.int64, device="cpu")
+            self._swap(talk.what, heads[self.rank], heads)
+            sizes = [int(head.item()) for head in heads]
+            if min(sizes) >= 0:
+                return sizes
+        return None
+
+    def _swap(self, what: str, mine: Tensor, parts: Sequence[Tensor]) -> None:
+        """Send ours to everybody, and fill everybody's part. From rank to rank: who does not send
+        is known.
+        """
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        coming = {r: self._connections.receive(parts[r], r) for r in others if parts[r].numel()}
+        going = [self._connections.send(mine, rank) for rank in others if mine.numel()]
+        most = max((part.nbytes for part in parts), default=0)
+        limit = timedelta(seconds=self._limit_s + most / _LEAST_BYTES_S)
+        for rank, work in coming.items():
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                raise StateError(
+                    f"{what}: rank {rank} has gone, or was not heard of within "
+                    f"{limit.total_seconds():g} s (is its process stopped?); look at what it and "
+                    f"the other ranks have said, and start all of them again "
+                    f"({str(error).strip().splitlines()[0]})"
+                ) from error
+        for work in going:
+            work.wait(limit)
+
+
+class _Talk:
+    """One thing that all ranks say."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.mine: Tensor | None = None  # None: it is still being worked on
+        self.found: list[Tensor] | None = None
+        self.error: BaseException | None = None
+        self.is_over = False  # nobody waits for it any more
+        self._news = threading.Lock()  # free when there are some
+        acquire(self._news, 0.0)
+
+    def say(self, mine: Tensor) -> None:
+        self.mine = mine
+        self._tell()
+
+    def end(self) -> None:
+        self.is_over = True
+        self._tell()
+
+    def _tell(self) -> None:
+        with suppress(RuntimeError):  # it was told already
+            self._news.release()
+
+    def await_news(self, timeout_s: float) -> None:
+        """Return when there is something to say, or nobody waits for it, or the time is over."""
+        if self.mine is None and not self.is_over:
+            acquire(self._news, timeout_s)
+
+
+class SharedFlag:
+    """One that any rank may ring and all can hear, without waiting for one another: what is asked
+    of it each time is one question to the store that all ranks share. All ranks make their bells in
+    the same order.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._store, name = default_store(), name_for("flag", members.ranks)
+        with _LOCK:
+            _MEETINGS[name] += 1
+        self._key, self._round = f"{name}/{_MEETINGS[name]}", 0
+
+    @classmethod
+    def of(cls, process_group: Any) -> SharedFlag | None:
+        """None where this process is alone."""
+        members = members_of(process_group)
+        return None if members is None else cls(members)
+
+    def ring(self, said: Any) -> None:
+        """Only the first one in a round is heard."""
+        if self._store.add(f"{self._key}/{self._round}/count", 1) == 1:
+            self._store.set(f"{self._key}/{self._round}", json.dumps(said))
+
+    def heard(self) -> Any | None:
+        """What was said with it in this round; None: nobody has rung."""
+        key = f"{self._key}/{self._round}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def next_round(self) -> None:
+        """All have heard it."""
+        self._round += 1

@@ -1,0 +1,1 @@
+"""Where other programs meet the engine: progress lines, signals, Hugging Face's `Trainer`."""

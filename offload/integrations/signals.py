@@ -1,0 +1,377 @@
+"""Signals that ask a training to save: before its time is over, or at its end.
+
+A handler only notes the signal. The save happens at a safe point: the end of `optimizer.step()`,
+or `point()` where other objects are saved, too, whose turn comes after the step. A thread that was
+there from the beginning sees to the limit, whatever the main thread is doing.
+
+Among ranks a signal that one of them gets is for all. At its next safe point that rank rings a bell
+(`side_channel.py`), and goes on; all save at the safe point behind that one. Nobody can be past it:
+it takes all ranks to come there. What it costs each time is one look at the bell. A forked child (a
+loader's worker) is no training: it has none of this, and signals to it are its own. What goes wrong
+is a line on stderr, whatever becomes of the log: the process may end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.api import save
+from offload.checkpoint import background
+from offload.checkpoint.draft import check_path
+from offload.checkpoint.optimizer import innermost
+from offload.checkpoint.rank_group import RankGroup
+from offload.checkpoint.saving import cancel_all, check_arguments, process_group_of
+from offload.checkpoint.trees import Leaves
+from offload.core.errors import ConfigError, StateError
+from offload.core.log import LOG
+from offload.distributed.side_channel import SharedFlag
+from offload.optim import is_wrapped
+from offload.optim.optimizer import session_of
+from offload.params.prepared import prepared_of
+
+GOES_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})  # after these training goes on
+_GRACE = 0.2  # share of the limit that is left for removing a save that was cancelled
+_MOST_GRACE_S = 2.0
+_CREDENTIALS = struct.Struct("3i")  # process, user, group of whoever has written
+
+
+class SaveRequest(Enum):
+    NOTHING = "nothing"  # no signal yet
+    SAVE = "save"  # save, and go on
+    END = "end"  # save, and end
+    ENDING = "ending"  # has saved, or could not
+
+
+MOVES = {
+    SaveRequest.NOTHING: {SaveRequest.SAVE, SaveRequest.END},
+    SaveRequest.SAVE: {SaveRequest.NOTHING, SaveRequest.END},
+    SaveRequest.END: {SaveRequest.ENDING},
+    SaveRequest.ENDING: set(),
+}
+
+
+class save_on_signal:
+    """Save `model` and `optimizer` when one of `signals` comes, as `offload.save` does. Until
+    `close()`, or used as `with offload.save_on_signal(...) as saver:`. In the main thread, one at a
+    time: further models and optimizers are given by name, as stateful.
+
+    After SIGUSR1 and SIGUSR2 training goes on; after any other signal (SIGTERM) the process ends
+    with exit code 128 + the signal's number, `limit_s` seconds after it at the latest. A step or
+    save that is under way comes to its end first. What cannot be saved within the limit is
+    cancelled and removed; older checkpoints are as they were. A signal after the last step is
+    answered where `with` ends. A save that fails is told on stderr, after SIGUSR1 also in the
+    report.
+
+    path: of the new checkpoint; where it is there already, `<path>-2`, `<path>-3`, ... or a
+    function that returns one. extra: plain values, or a function that returns them at the save.
+    stateful: as in `offload.save`. With any (a scheduler steps after the optimizer), call
+    `saver.point()` at the end of every iteration: that is where it saves.
+
+    With several ranks, on all of them: a signal to one is one to all, and all save together, one
+    step later than one process would. So leave two steps and a save within the limit.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str] | Callable[[], str | PathLike[str]],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        limit_s: float = 10.0,
+        extra: Any = None,
+        keep: int | None = None,
+        **stateful: Any,
+    ) -> None:
+        self._signals = _checked(signals, limit_s)
+        _check_save(path, model, extra, keep, stateful)
+        self._path, self._model, self._optimizer = path, model, optimizer
+        self._limit_s, self._extra, self._keep = limit_s, extra, keep
+        self._stateful = stateful
+        self._ask = SaveRequest.NOTHING
+        self._signal = 0
+        self._steps = 0  # since the last point
+        self._points = 0  # safe points so far
+        self._goal = 0  # the one at which all ranks save, or have saved
+        self._group = process_group_of(optimizer, prepared_of(model))
+        self._flag = SharedFlag.of(self._group)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._inner = innermost(optimizer)  # accelerate's own has no hooks
+        _refuse_second()
+        self._hook = self._inner.register_step_post_hook(self._after_step)
+        # Not a pipe: forked children share it, and of what comes here the sender is known.
+        self._from, self._to = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if hasattr(socket, "SO_PASSCRED"):
+            self._from.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._to.setblocking(False)
+        self._guard = threading.Thread(
+            target=_watch, args=(self._from, self._signals, limit_s), daemon=True
+        )
+        self._guard.start()
+        # The system's handler writes there at once, even while some library computes for long.
+        self._wakeup_before = signal.set_wakeup_fd(self._to.fileno(), warn_on_full_buffer=False)
+        if self._wakeup_before != -1:  # an event loop has its own; then the handler tells
+            signal.set_wakeup_fd(self._wakeup_before)
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        _OPEN.append(self)
+
+    # --- signals ----------------------------------------------------------------------------------
+
+    def _note(self, number: int, frame: object) -> None:
+        """The handler. In the main thread, between any two instructions of anything."""
+        if os.getpid() != self._pid:  # forked by some library, past Python
+            if number not in GOES_ON:
+                os._exit(128 + number)
+            return
+        if self._wakeup_before != -1:
+            with suppress(OSError):
+                self._to.send(bytes([number]))
+        wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
+        if wanted in MOVES[self._ask]:
+            self._ask = wanted
+            self._signal = number
+
+    # --- safe points ------------------------------------------------------------------------------
+
+    def _after_step(self, *_: object) -> None:
+        if not self._stateful:
+            self._act()
+            return
+        self._steps += 1
+        if self._steps > 2:  # two: it may have been made in the middle of an iteration
+            names = ", ".join(self._stateful)
+            raise StateError(
+                f"save_on_signal: {names} must be saved after its own step: call point() of what "
+                "save_on_signal returned at the end of every iteration"
+            )
+
+    def point(self) -> None:
+        """Save here if a signal has come. Everything that is saved belongs to the same step."""
+        self._steps = 0
+        self._act()
+
+    def _act(self) -> None:
+        if self._is_closed or (self._flag is not None and not self._is_heard(self._flag)):
+            return
+        if self._ask not in (SaveRequest.SAVE, SaveRequest.END):
+            return
+        asked, number = self._ask, self._signal
+        self._ask = SaveRequest.NOTHING if asked is SaveRequest.SAVE else SaveRequest.ENDING
+        name = signal.Signals(number).name
+        try:
+            if self._stateful and self._steps:
+                raise StateError(
+                    "a step came after the last point(), so that not all fits together"
+                )
+            path = self._save()
+            LOG.info("%s: saved %s", name, path)
+        except Exception as error:
+            _tell(f"{name}: nothing was saved: {error}")
+            if asked is SaveRequest.SAVE and is_wrapped(self._inner):
+                session_of(self._inner).metrics.note(f"save on {name}", f"failed: {error}")
+        if asked is SaveRequest.END:
+            raise SystemExit(128 + number)
+
+    def _is_heard(self, flag: SharedFlag) -> bool:
+        """Whether all ranks are to save now."""
+        self._points += 1
+        if self._points <= self._goal:
+            return self._points == self._goal
+        if self._ask in (SaveRequest.SAVE, SaveRequest.END):
+            flag.ring({"signal": self._signal, "point": self._points + 1})
+        said = flag.heard()
+        if said is None or self._ask is SaveRequest.ENDING:
+            return False
+        self._take_over(int(said["signal"]))
+        if self._points < int(said["point"]):
+            return False
+        # Loops that never wait for one another may be at different points: on to the last one.
+        rank_group = RankGroup.gather("save_on_signal", self._group)
+        try:
+            last = int(max(rank_group.by_consensus("points", lambda: self._points)))
+        finally:
+            rank_group.leave()
+        flag.next_round()
+        self._goal = last
+        return self._points == last
+
+    def _take_over(self, number: int) -> None:
+        """A signal that another rank has got."""
+        wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
+        if wanted in MOVES[self._ask]:
+            self._ask, self._signal = wanted, number
+            self._to.send(bytes([number]))  # the limit is ours, too
+
+    def _save(self) -> Any:
+        try:
+            background.settle([self._model, self._inner])
+        except StateError as error:  # of an earlier one: this one is still to be made
+            _tell(str(error))
+        extra = self._extra() if callable(self._extra) else self._extra
+        return save(
+            self._new_path(),
+            self._model,
+            self._optimizer,
+            extra=extra,
+            keep=self._keep,
+            **self._stateful,
+        )
+
+    def _new_path(self) -> Path:
+        if callable(self._path):
+            return Path(self._path())
+        path, count = Path(self._path), 1
+        while os.path.lexists(path):
+            count += 1
+            path = Path(f"{self._path}-{count}")
+        return path
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Handlers are as before. Idempotent. A process that is ending keeps its limit."""
+        if self._is_closed:
+            return
+        _check_thread()
+        self._is_closed = True
+        _unregister(self)
+        self._hook.remove()
+        if self._ask in (SaveRequest.END, SaveRequest.ENDING):
+            return
+        self._give_back()
+        self._to.shutdown(socket.SHUT_WR)  # ends the thread
+        self._guard.join()
+        self._to.close()
+
+    def _give_back(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if self._wakeup_before == -1:
+            signal.set_wakeup_fd(-1)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: signals are as they were before."""
+        self._is_closed = True
+        with suppress(ValueError):
+            self._give_back()
+        self._from.close()
+        self._to.close()
+
+    def __enter__(self) -> save_on_signal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._act()
+        finally:
+            self.close()
+
+
+# --- one in a process -----------------------------------------------------------------------------
+
+_OPEN: list[save_on_signal] = []
+
+
+def _refuse_second() -> None:
+    if _OPEN:
+        raise StateError(
+            "save_on_signal: there is one already, and a signal has one handler; close() it first, "
+            "or give it all there is to save by name: save_on_signal(path, model, optimizer, "
+            "other=model2, other_optimizer=optimizer2)"
+        )
+
+
+def _unregister(saver: save_on_signal) -> None:
+    with suppress(ValueError):
+        _OPEN.remove(saver)
+
+
+def _forget_in_child() -> None:
+    while _OPEN:
+        _OPEN.pop()._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# --- the thread -----------------------------------------------------------------------------------
+
+
+def _watch(messages: socket.socket, signals: Sequence[int], limit_s: float) -> None:
+    """Waits for a signal after which the process ends, then for the limit."""
+    with messages:
+        while data := _received(messages):
+            ends = [number for number in data if number in signals and number not in GOES_ON]
+            if ends:
+                _see_to_the_limit(ends[0], limit_s)
+
+
+def _received(messages: socket.socket) -> bytes:
+    """Numbers of signals that have come to this very process; empty: there will be no more."""
+    while True:
+        data, about, _, _ = messages.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
+        senders = [_CREDENTIALS.unpack(each)[0] for *_, each in about]
+        if not data or all(sender == os.getpid() for sender in senders):
+            return data
+
+
+def _see_to_the_limit(number: int, limit_s: float) -> None:
+    grace_s = min(_GRACE * limit_s, _MOST_GRACE_S)
+    time.sleep(limit_s - grace_s)
+    name = signal.Signals(number).name
+    _tell(f"{name}: no safe point or no save within {limit_s:g} s: nothing was saved by it")
+    cancel_all(SystemExit(128 + number))  # in whatever thread saves
+    time.sleep(grace_s)
+    os._exit(128 + number)
+
+
+def _tell(what: str) -> None:
+    """Past everything that may be closed, full or in use by another thread by now."""
+    LOG.error("%s", what)
+    with suppress(OSError):
+        os.write(2, f"offload: {what}\n".encode(errors="replace"))
+
+
+def _checked(signals: Sequence[int], limit_s: float) -> tuple[int, ...]:
+    _check_thread()
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < 1e6:
+        raise ConfigError(f"limit_s: expected seconds above 0, got {limit_s!r}")
+    try:
+        found = tuple(signal.Signals(number) for number in signals)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"signals: expected numbers of signals, got {signals!r}") from error
+    if not found or {signal.SIGKILL, signal.SIGSTOP} & set(found):
+        raise ConfigError(f"signals: expected some that can be handled, got {signals!r}")
+    return found
+
+
+def _check_save(
+    path: Any, model: nn.Module, extra: Any, keep: int | None, stateful: Mapping[str, Any]
+) -> None:
+    """What every save would refuse is refused now, not when the signal comes."""
+    if not callable(path) and not isinstance(path, str | PathLike):
+        raise ConfigError(f"path: expected a path or a function, got {type(path).__name__}")
+    check_arguments("later" if callable(path) else check_path(path), model, keep, stateful)
+    if not callable(extra):
+        Leaves().encode("extra", extra)
+
+
+def _check_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise StateError("save_on_signal: only the main thread gets signals; call it there")

@@ -1,0 +1,198 @@
+"""What kernels and stores may be given: checks of tensors, done before a byte is written.
+
+The native core works on raw addresses, so a mistake here would be a crash or silent damage there.
+Every refusal is a `ConfigError` that names the argument, what it is and what it should be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.core.errors import ConfigError
+
+_MADV_POPULATE_READ = 22  # both since Linux 5.14
+_MADV_POPULATE_WRITE = 23
+
+
+class Argument(NamedTuple):
+    """A tensor that was checked, and where it lies: bytes [begin, end)."""
+
+    name: str
+    tensor: Tensor
+    numel: int
+    begin: int
+    end: int
+
+
+def check_tensor(
+    name: str, tensor: object, dtypes: Sequence[torch.dtype] | None = None
+) -> Argument:
+    """`tensor` as an argument, if it is dense host memory of one of `dtypes` (None: of any)."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if not tensor.is_cpu:
+        raise ConfigError(
+            f"{name}: expected a tensor in host memory, got device {tensor.device}; "
+            "copy it to the CPU first"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ConfigError(f"{name}: expected a dense tensor, got {kind}")
+    if dtypes is not None and tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ConfigError(f"{name}: expected {expected}, got {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{name}: expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}; pass .contiguous()"
+        )
+    if tensor.is_neg():
+        raise ConfigError(f"{name}: is a lazily negated view; pass .resolve_neg()")
+    if tensor.is_conj():
+        raise ConfigError(f"{name}: is a lazily conjugated view; pass .resolve_conj()")
+    numel = tensor.numel()
+    if not numel:
+        return Argument(name, tensor, 0, 0, 0)
+    begin, nbytes = _check_memory(name, tensor), numel * tensor.element_size()
+    return Argument(name, tensor, numel, begin, begin + nbytes)
+
+
+def _check_memory(name: str, tensor: Tensor) -> int:
+    """Where `tensor` begins, if there is memory behind every element of it."""
+    kind = type(tensor).__name__
+    try:
+        address, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    # Fake, functional, wrapping tensors; for some torch warns instead, which may be made an error.
+    except (RuntimeError, NotImplementedError, UserWarning) as error:
+        raise ConfigError(f"{name}: a {kind} without memory: {error}") from error
+    needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+    if needed > stored:
+        raise ConfigError(
+            f"{name}: a {kind} that reaches to byte {needed} of a storage that has {stored}; its "
+            "memory was freed or made smaller"
+        )
+    if address == 0:
+        raise ConfigError(f"{name}: a {kind} without memory of its own; pass its local tensor")
+    return address
+
+
+def check_sizes(arguments: Sequence[Argument]) -> int:
+    """The number of elements that all `arguments` have; the first one sets it."""
+    first = arguments[0]
+    for other in arguments:
+        if other.numel != first.numel:
+            raise ConfigError(
+                f"{other.name}: expected {first.numel} elements as in {first.name}, "
+                f"got {other.numel}"
+            )
+    return first.numel
+
+
+def check_apart(arguments: Sequence[Argument]) -> None:
+    """No two of `arguments` share a byte."""
+    before: Argument | None = None
+    for this in sorted((a for a in arguments if a.numel), key=_begin_of):
+        if before is not None and this.begin < before.end:
+            raise ConfigError(
+                f"{this.name}: overlaps {before.name} by {before.end - this.begin} bytes; give "
+                "each its own memory"
+            )
+        before = this
+
+
+def _begin_of(argument: Argument) -> int:
+    return argument.begin
+
+
+def check_writable(arguments: Sequence[Argument]) -> None:
+    for argument in arguments:
+        check_pages(argument.name, argument.begin, argument.end, writable=True)
+
+
+def check_readable(argument: Argument) -> None:
+    check_pages(argument.name, argument.begin, argument.end, writable=False)
+
+
+def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
+    """The first and the last page of [begin, end) can be touched: a tensor may lie on a read-only
+    map, and a mapped file may be cut short.
+    """
+    if begin == end or not _can_probe():
+        return
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    if _populate_call()(begin, end, mmap.PAGESIZE, advice) == 0:
+        return
+    for page in sorted({begin & -mmap.PAGESIZE, (end - 1) & -mmap.PAGESIZE}):
+        code = _populate(page, advice)
+        if code == errno.EFAULT:  # touching the page would be the end of the process
+            raise ConfigError(
+                f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
+            )
+        # Mappings of a driver refuse the probe although they can be written; the map of the process
+        # decides.
+        if code != 0 and writable and not _mapped_writable(page):
+            raise ConfigError(
+                f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
+            )
+
+
+def note_writes(arguments: Sequence[Argument]) -> None:
+    """Tell autograd that the tensors have changed, as an in-place operation of torch does.
+
+    Inference tensors count no versions; torch passes them over.
+    """
+    torch.autograd.graph.increment_version([argument.tensor for argument in arguments])
+
+
+@cache
+def _populate_call() -> Callable[[int, int, int, int], int]:
+    """The native core's call where it is there, else the same by ctypes: ten times as slow."""
+    try:
+        from offload import _native
+    except ImportError:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+        def populate(begin: int, end: int, page_bytes: int, advice: int) -> int:
+            for page in (begin & -page_bytes, (end - 1) & -page_bytes):
+                if madvise(page, page_bytes, advice) != 0:
+                    return ctypes.get_errno()
+            return 0
+
+        return populate
+    return _native.populate
+
+
+def _populate(page: int, advice: int) -> int:
+    """0 if the page can be touched so, otherwise the kernel's error number."""
+    return _populate_call()(page, page + 1, mmap.PAGESIZE, advice)
+
+
+@cache
+def _can_probe() -> bool:
+    """Whether this kernel knows the probe; without it read-only memory is not noticed before the
+    write.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    byte = ctypes.create_string_buffer(1)
+    return _populate(ctypes.addressof(byte) & -mmap.PAGESIZE, _MADV_POPULATE_WRITE) == 0
+
+
+def _mapped_writable(address: int) -> bool:
+    with open("/proc/self/maps", errors="replace") as maps:
+        for line in maps:
+            span, permissions = line.split(maxsplit=2)[:2]
+            begin, end = (int(part, 16) for part in span.split("-"))
+            if begin <= address < end:
+                return "w" in permissions
+    return False

@@ -1,0 +1,353 @@
+"""The gradients of parameters that are used on a device: in host memory, from the moment that
+autograd has made them.
+
+Each is copied to its place as soon as it is final, on a side stream, and the device's is dropped.
+What later passes bring goes to a staging place and is added on the host, in the order in which it
+arrived and in the gradient's own type: the bits that torch's own sum on the device has. Seen from
+outside a gradient is an ordinary host tensor, that belongs to whoever holds it; nobody sees one
+whose bytes are still under way. Those that host memory has no room for go on to the store from
+there (`spill.py`), and a handle is seen instead.
+
+Autograd calls `arrived` from its own threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.core.errors import ConfigError, StateError
+from offload.core.holders import holders
+from offload.core.locks import steadfast, uninterrupted
+from offload.core.metrics import Metrics
+from offload.core.pool import PIECE_ALIGN, Pool
+from offload.core.ticket import Ticket, TicketState
+from offload.device import DeviceTransfer
+from offload.optim.spilled_gradient import SpilledGradient
+from offload.params.gradients import GradMemory, spill
+from offload.params.placeholder import own_grad, set_own_grad
+from offload.params.spill import SpillArea, Spilled
+from offload.planning.unit import Unit
+from offload.storage.outgoing import Outgoing
+
+STAGING_PLACES = 3
+STAGING_MOST_BYTES = 32 << 20  # of one place; a larger gradient passes in parts
+
+
+def staging_bytes(params: Sequence[Tensor]) -> int:
+    """Host memory for what is to be added to the gradients of these."""
+    return STAGING_PLACES * (-(-_place_bytes(params) // PIECE_ALIGN) * PIECE_ALIGN)
+
+
+def _place_bytes(params: Sequence[Tensor]) -> int:
+    largest = max((param.numel() * param.element_size() for param in params), default=0)
+    return min(largest, STAGING_MOST_BYTES)
+
+
+@dataclass
+class _DownloadAddend:
+    """A part of a gradient, from element `begin` on, on its way to a staging place, that is to be
+    added to `target`. is_first: there is nothing yet to add it to.
+    """
+
+    param: Tensor
+    target: Tensor | Spilled  # flat
+    begin: int
+    values: Tensor
+    slot: Tensor
+    ticket: Ticket[Tensor]
+    is_first: bool
+
+    def finish(self) -> None:
+        """It has come."""
+        if isinstance(self.target, Spilled):
+            self._hand_on(self.target)
+        else:
+            self.target[self.begin : self.begin + self.values.numel()].add_(self.values)
+
+    def _hand_on(self, spilled: Spilled) -> None:
+        if not self.is_first:
+            spilled.add(self.values, self.begin)
+        elif self.values.numel() == spilled.shape.numel():
+            spilled.take(self.values.view(spilled.shape))
+        else:
+            spilled.write(self.values, self.begin)
+
+
+class DeviceGradients:
+    """Of one model. params: those that autograd tells of, by number. places: host memory for their
+    gradients. area: where those of `spilled` go. Others have their gradients in memory of torch's.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[int, Tensor],
+        places: GradMemory,
+        pool: Pool,
+        transfer: DeviceTransfer,
+        metrics: Metrics,
+        name_of: Callable[[Tensor], str],
+        spilled: frozenset[Tensor] = frozenset(),
+        area: SpillArea | None = None,
+    ) -> None:
+        self._params = params
+        self._places = {params[number]: place for number, place in places.by_number.items()}
+        self._name_of = name_of
+        self._spilled = spilled
+        self.area = area
+        self._transfer = transfer
+        self._metrics = metrics
+        self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
+        self._arriving: dict[Tensor, Ticket[Tensor]] = {}  # copies to where the gradient is
+        self._addends: deque[_DownloadAddend] = deque()
+        self._exposed: set[Tensor] = set()  # their gradients are on the device
+        self._lock = threading.RLock()
+        self._slot_bytes = _place_bytes([*self._places, *spilled])
+        self._slots: list[Tensor] = []  # staging places that are free
+        for _ in range(STAGING_PLACES if self._slot_bytes else 0):
+            with pool.lease(self._slot_bytes, what="gradients to be added") as lease:
+                self._slots.append(lease.tensor())
+
+    # --- during backward --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward pass begins. Here that makes no difference."""
+
+    def visited(self, unit: Unit) -> None:
+        """Backward has reached a unit. Here that makes no difference."""
+
+    def arrived(self, number: int) -> None:
+        """Autograd has made a parameter's gradient, or added to it, on this thread's current
+        stream.
+        """
+        param = self._params[number]
+        with self._lock:
+            if param not in self._exposed:
+                self._take(param)
+
+    @steadfast  # what has gone in part would be added once more, as a whole
+    def _take(self, param: Tensor) -> None:
+        """Move what autograd has left at the parameter to host memory."""
+        grad = own_grad(param)
+        if grad is None:
+            return
+        if grad.requires_grad:
+            set_own_grad(param, None)
+            raise StateError(
+                "backward(create_graph=True): the gradients of a model that is prepared for a "
+                "device go to host memory and have no graph there; leave create_graph out, or take "
+                "a plain model for second derivatives"
+            )
+        self._finish_what_has_come()
+        held = self._sums.get(param)
+        if held is None:
+            self._begin(param, grad.detach())
+        else:
+            self._add(param, held, grad.detach())
+        set_own_grad(param, None)
+
+    def _begin(self, param: Tensor, grad: Tensor) -> None:
+        if not _is_plain(grad, param.dtype):
+            self._sums[param] = grad.cpu()
+            return
+        if param in self._spilled and grad.numel():
+            spilled = spill(self.area, param, self._name_of(param), self._metrics)
+            if spilled is not None:
+                assert self.area is not None
+                self._sums[param] = self.area.show(param, spilled)
+                self._stage(param, spilled, grad, is_first=True)
+                return
+        place = self._places.get(param)
+        if place is None or holders(place) > 1:
+            if place is not None:
+                self._metrics.count("gradients_outside_of_their_place")
+            place = self._transfer.pinned(grad.numel(), grad.dtype)
+        self._sums[param] = place.view(grad.shape)
+        if grad.numel():
+            self._arriving[param] = self._read(grad.contiguous().view(-1), place)
+
+    def _add(self, param: Tensor, held: Tensor, grad: Tensor) -> None:
+        plain = _is_plain(grad, held.dtype) and _is_plain(held, grad.dtype)
+        target = held.away if isinstance(held, SpilledGradient) else held.detach().view(-1)
+        if not plain or not held.is_contiguous() or not self._slot_bytes or target is None:
+            self._settle_one(param)
+            with torch.no_grad():
+                held.add_(grad.cpu())
+            return
+        assert isinstance(target, Tensor | Spilled)
+        self._stage(param, target, grad, is_first=False)
+
+    def _stage(self, param: Tensor, target: Tensor | Spilled, grad: Tensor, is_first: bool) -> None:
+        """Bring a gradient to `target` by way of the staging places."""
+        source = grad.contiguous().view(-1)
+        step = self._slot_bytes // grad.element_size()
+        for begin, end in _parts(target, grad.numel(), step):
+            if not self._slots:
+                self._finish_oldest()
+            slot = self._slots.pop()
+            values = slot.view(grad.dtype)[: end - begin]
+            ticket = self._read(source[begin:end], values)
+            self._addends.append(
+                _DownloadAddend(param, target, begin, values, slot, ticket, is_first)
+            )
+
+    def _read(self, source: Tensor, host: Tensor) -> Ticket[Tensor]:
+        return self._transfer.read(source, host, "a gradient")
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until every gradient is in host memory, as a whole."""
+        with self._lock:
+            while self._addends:
+                self._finish_oldest()
+            for param in list(self._arriving):
+                self._await(param)
+            if self.area is not None:
+                self.area.poll()
+
+    def _settle_one(self, param: Tensor) -> None:
+        while any(addend.param is param for addend in self._addends):
+            self._finish_oldest()
+        self._await(param)
+
+    def _finish_what_has_come(self) -> None:
+        while self._addends and self._addends[0].ticket.done:
+            self._finish_oldest()
+
+    @uninterrupted  # but for its wait, after which it is the oldest still
+    def _finish_oldest(self) -> None:
+        addend = self._addends[0]
+        try:
+            addend.ticket.wait()  # copies run in their order: what it is added to has come, too
+        except BaseException:
+            if addend.ticket.state is TicketState.COLLECTED:  # it has failed
+                self._addends.popleft()
+                self._slots.append(addend.slot)
+            raise
+        self._addends.popleft()
+        try:
+            with torch.no_grad():
+                addend.finish()
+        finally:
+            self._slots.append(addend.slot)
+
+    @uninterrupted  # but for its wait, after which it is still under way
+    def _await(self, param: Tensor) -> None:
+        ticket = self._arriving.get(param)
+        if ticket is None:
+            return
+        try:
+            ticket.wait()
+        except BaseException:
+            if ticket.state is TicketState.COLLECTED:  # it has failed
+                del self._arriving[param]
+            raise
+        del self._arriving[param]
+
+    # --- seen from outside ------------------------------------------------------------------------
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """A parameter's gradient, in host memory, once all of it is there."""
+        with self._lock:
+            if param in self._exposed:
+                return own_grad(param)
+            self._take(param)  # of a parameter that nobody told of
+            self._settle_one(param)
+            return self._sums.get(param)
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None:
+        """Another gradient for a parameter, or none."""
+        if grad is not None and (grad.shape != param.shape or grad.dtype != param.dtype):
+            raise ConfigError(
+                f"grad: expected {tuple(param.shape)} of {param.dtype}, as the parameter is, got "
+                f"{tuple(grad.shape)} of {grad.dtype}"
+            )
+        with self._lock:
+            self._settle_one(param)
+            set_own_grad(param, None)
+            self._sums.pop(param, None)
+            if grad is not None:
+                self._sums[param] = grad if grad.is_cpu else grad.cpu()
+
+    @contextmanager
+    def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the gradients of these are on the device, where their parameters are seen."""
+        fresh = [param for param in params if param not in self._exposed]
+        for param in fresh:
+            held = self.of(param)
+            self._exposed.add(param)
+            if held is not None:
+                set_own_grad(param, held.to(self._transfer.device))
+        try:
+            yield
+        finally:
+            for param in fresh:
+                self._take_back_to_original(param)
+
+    def _take_back_to_original(self, param: Tensor) -> None:
+        with self._lock:
+            self._exposed.discard(param)
+            grad, held = own_grad(param), self._sums.get(param)
+            if grad is None:
+                self._sums.pop(param, None)
+            elif held is not None and held.shape == grad.shape and held.dtype == grad.dtype:
+                held.detach().copy_(grad.detach())  # whoever holds it sees what was done to it
+            else:
+                self._sums[param] = grad.detach().cpu()
+            set_own_grad(param, None)
+
+    # --- beginning and end ------------------------------------------------------------------------
+
+    def take_in(self, params: Sequence[Tensor]) -> None:
+        """Gradients that these have already."""
+        for param in params:
+            grad = param.grad
+            if grad is not None:
+                self._sums[param] = grad if grad.is_cpu else grad.cpu()
+                param.grad = None
+
+    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
+        """Cut spilled gradients as the update will ask for them."""
+        if self.area is not None:
+            for param, each in slices.items():
+                self.area.cut(param, param.numel(), [at for one in each for at in one])
+
+    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
+        """Leave every parameter, which is an ordinary one again, with its gradient; spilled ones in
+        memory that `make` gives.
+        """
+        with self._lock:
+            self.settle()
+            if self.area is not None:
+                self.area.close(make)
+            for param, grad in self._sums.items():
+                here = grad.here if isinstance(grad, SpilledGradient) else grad
+                param.grad = None if here is None else here.to(param.device)
+            self._sums.clear()
+            self._places.clear()  # graphs that are still there hold us
+            self._slots.clear()
+
+
+def _parts(target: Tensor | Spilled, numel: int, step: int) -> Iterator[tuple[int, int]]:
+    """At most so many elements each, and whole pieces of what is spilled."""
+    if not isinstance(target, Spilled):
+        yield from ((begin, min(begin + step, numel)) for begin in range(0, numel, step))
+        return
+    begin = end = 0
+    for piece in target.pieces:
+        if piece.end - begin > step:
+            yield begin, end
+            begin = piece.begin
+        end = piece.end
+    yield begin, end
+
+
+def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:
+    return grad.layout == torch.strided and grad.dtype == dtype

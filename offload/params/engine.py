@@ -1,0 +1,442 @@
+"""A prepared model: its parameters come before they are used and go when there is no room.
+
+Told by the hooks when units run and by autograd what it keeps and wants back. Parameters that
+autograd would keep are kept as references instead, and looked up again in backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.core.errors import StateError
+from offload.core.heap import HEAP
+from offload.core.locks import uninterrupted
+from offload.core.metrics import Metrics
+from offload.core.modes import entered_outside, outside_inference_mode
+from offload.core.pool import Pool
+from offload.device import DeviceTransfer
+from offload.params.activations import Activations
+from offload.params.block import Block, Reference
+from offload.params.casts import Casts
+from offload.params.device_gradients import DeviceGradients
+from offload.params.device_residency import DeviceResidency
+from offload.params.gradients import Gradients, GradMemory, Spill
+from offload.params.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
+from offload.params.mean_gradients import ShardContext
+from offload.params.residency import Parts, Residency
+from offload.params.saved_storage import PackedTensor
+from offload.params.sharded_gradients import ShardedGradients
+from offload.params.sharded_residency import ShardedResidency
+from offload.params.trace import Phase, Trace
+from offload.planning.unit import Unit, enclosing
+from offload.storage.disk import DiskStore
+from offload.storage.memory import MemoryStore
+from offload.storage.outgoing import Outgoing, in_memory
+
+
+class Beginning(Protocol):
+    """Gives blocks their first values, where those are not in memory already."""
+
+    def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None: ...
+
+    def finish(self, residency: Residency) -> None: ...
+
+    def forget(self, residency: Residency) -> None: ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a model runs, if not on the CPU. limit_bytes: for everything that is there."""
+
+    transfer: DeviceTransfer
+    limit_bytes: int
+
+
+class _UnitRuns(threading.local):
+    """What is under way in a thread."""
+
+    open = 0  # runs of the model and of units that have not ended
+
+    def __init__(self) -> None:
+        self.saving: list[Any] = []  # hooks that are in force for each of them; None: those before
+
+
+class Engine:
+    """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
+    they are counted in the budget, and have places where they need them: in the store if `spill`
+    says so. among: other ranks that have a part of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        pool: Pool,
+        store: DiskStore | MemoryStore | None,
+        metrics: Metrics,
+        depth: int | None = 2,
+        keeps_gradients: bool = True,
+        start: Beginning | None = None,
+        on: Device | None = None,
+        spill: Spill | None = None,
+        shard_context: ShardContext | None = None,
+    ) -> None:
+        self.device = torch.device("cpu") if on is None else on.transfer.device
+        self.model = model
+        self.units = units
+        self.metrics = metrics
+        self._names = {m.param: m.name for unit in units for m in unit.members}
+        self._unit_of = {m.param: unit for unit in units for m in unit.members}
+        self._pool = pool
+        self._runs = _UnitRuns()
+        self._running = 0  # threads in which something runs
+        self._lock = threading.Lock()
+        self._backward = False  # one runs, and has reached a unit
+        self.activations: Activations | None = None  # None: autograd keeps them in memory
+        self.recomputes = False  # layers are run again in backward
+        self._casts = Casts(self.device, metrics)
+        self._handles: list[Any] = []
+        trace = Trace(_fingerprint(units), len(units))
+        parts = Parts(units, pool, store, trace, self, metrics, depth)
+        trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
+        placed = trained if keeps_gradients else {}
+        spill = spill or Spill()
+        area = spill.open(pool, store, metrics)
+        self.gradients: Gradients | DeviceGradients | ShardedGradients
+        self.residency: Residency
+        if shard_context is not None:
+            sharded = ShardedResidency(
+                parts, shard_context.ranks, shard_context.sharding, shard_context.gather_memory
+            )
+            self.residency = sharded
+            self.gradients = ShardedGradients(
+                units, placed, shard_context, pool, metrics, sharded.left_in_backward, area
+            )
+            trained = placed
+        elif on is None:
+            trained = placed
+            self.gradients = Gradients(placed, metrics, self.name_of, spill.params, area)
+            self.residency = Residency(parts)
+        else:
+            here = {n: param for n, param in placed.items() if param not in spill.params}
+            self.gradients = DeviceGradients(
+                trained,
+                GradMemory(here, pool),
+                pool,
+                on.transfer,
+                metrics,
+                self.name_of,
+                spill.params,
+                area,
+            )
+            self.residency = DeviceResidency(parts, on.transfer, on.limit_bytes)
+        try:
+            if not isinstance(self.gradients, Gradients):
+                self.gradients.take_in(list(self._names))
+            self._take_in(start)
+            self._handles = follow(model, units, self)
+            self._handles += watch_gradients(
+                trained, self.gradients.arrived, reduces=shard_context is not None
+            )
+        except BaseException:
+            if start is not None:
+                start.forget(self.residency)
+            self.close()
+            raise
+
+    def _take_in(self, start: Beginning | None) -> None:
+        kept = enclosing(self.units)
+        first = sorted(self.units, key=lambda unit: unit.number not in kept)  # at one end of memory
+        for unit in first:
+            block = self.residency.blocks[unit.number]
+            if start is None:
+                self.residency.take_in(block)
+            else:
+                start.take_in(self.residency, block, unit.number in kept)
+            if unit.number in kept:
+                self.residency.keep(block)
+        if start is not None:
+            start.finish(self.residency)
+        self.residency.watch_edits()
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    @outside_inference_mode
+    def enter(self) -> None:
+        if self._runs.open == 0:
+            if not _in_backward():
+                self._backward = False  # the last one may have ended with an exception
+                self.residency.collect_edits()
+                self._casts.restart()
+            with self._lock:
+                self._running += 1
+        self._runs.saving.append(self._begin_saving())
+        self._runs.open += 1
+
+    def _begin_saving(self) -> Any:
+        """Have a say in what autograd keeps, where parameters or activations may have to go. What
+        ends it, if it was begun.
+        """
+        if self.residency.never_drops and self.activations is None:
+            return None
+        others = _hooks_of_others()
+        is_counted = others is not None and _is_checkpoint(others[0])
+        if not is_counted and (self._runs.open or (others is not None and _in_backward())):
+            return None  # ours are in force, or somebody's who came after us
+        pack = partial(self._pack_counted if is_counted else self._pack, others and others[0])
+        unpack = partial(self._unpack_counted if is_counted else self._unpack, others and others[1])
+        saving = saved_tensors_hooks(pack, unpack)
+        saving.__enter__()
+        return saving
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Have the same say inside the block, in which a checkpoint runs something."""
+        begun = self._begin_saving()
+        try:
+            yield
+        finally:
+            if begun is not None:
+                begun.__exit__()
+
+    @outside_inference_mode
+    def leave(self) -> None:
+        runs = self._runs
+        runs.open -= 1
+        assert runs.open >= 0, "a run has ended that had not begun"
+        saving = runs.saving.pop()
+        if saving is not None:
+            saving.__exit__()
+        if runs.open:
+            return
+        with self._lock:
+            self._running -= 1
+            is_last = self._running == 0
+        if is_last and not self._backward:
+            self.residency.prefetch.pause()
+        if is_last and _in_backward():
+            self.residency.hide()
+        elif is_last:
+            self.residency.watch_edits()
+
+    @outside_inference_mode
+    def expect(self, numel: int) -> None:
+        if not self._runs.open:
+            self.residency.expect(numel)
+
+    @outside_inference_mode
+    def before_forward(self, unit: Unit) -> None:
+        phase = self._phase()
+        self._casts.begin(unit, are_kept=self._keeps_casts(phase))
+        self.residency.use(unit, phase)
+        if phase is Phase.BACKWARD:
+            self.gradients.visited(unit)
+        try:
+            self.enter()
+        except BaseException:
+            self.residency.done(unit)
+            raise
+
+    @outside_inference_mode
+    def after_forward(self, unit: Unit, outputs: list[Tensor]) -> None:
+        self.leave()
+        self.residency.done(unit)
+        HEAP.look()
+        if torch.is_grad_enabled():
+            made = [tensor for tensor in outputs if tensor.grad_fn is not None]
+            if made:
+                call_in_backward(made, lambda: self._visit(unit))
+
+    @uninterrupted
+    @outside_inference_mode
+    def _visit(self, unit: Unit) -> None:
+        self._begin_backward()
+        self.residency.visit(unit, Phase.BACKWARD)
+        self.gradients.visited(unit)
+        HEAP.look()
+
+    @outside_inference_mode
+    def _begin_backward(self) -> None:
+        if not self._backward and _in_backward():
+            self._backward = True
+            self.residency.collect_edits()
+            self.gradients.begin()
+            at_end_of_backward(self._end_backward)
+
+    @uninterrupted
+    @outside_inference_mode
+    def _end_backward(self) -> None:
+        self._backward = False
+        self.residency.prefetch.pause()
+        self.gradients.settle()
+        self.residency.watch_edits()
+
+    def _keeps_casts(self, phase: Phase) -> bool:
+        """Whether autograd keeps casts of weights on the device, as it keeps what a layer makes."""
+        if phase is not Phase.FORWARD or self.recomputes or self.activations is not None:
+            return False
+        others = _hooks_of_others()
+        return others is None or not _is_checkpoint(others[0])
+
+    def _phase(self) -> Phase:
+        if _in_backward():  # recomputation
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+
+    # --- what autograd keeps ----------------------------------------------------------------------
+
+    @uninterrupted
+    def _pack(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+        block = self.residency.block_of(tensor)
+        if block is not None:
+            self.residency.note_edit(block)
+            return Reference.to(block, tensor)
+        if others:
+            return others(tensor)
+        saved = self.activations.save(tensor) if self.activations else None
+        return saved or _KeptTensor.of(tensor)
+
+    @uninterrupted
+    def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+        """Inside a checkpoint, which counts what is saved in the first run and in the second, and
+        keeps what the second saves until backward has come to it. Of a parameter it gets something
+        of the same shape: it would keep the block of every unit.
+        """
+        assert others is not None, "those of a checkpoint"
+        block = self.residency.block_of(tensor)
+        if block is None:
+            return others(tensor)
+        self.residency.note_edit(block)
+        return _Counted(Reference.to(block, tensor), others(_like(tensor)))
+
+    @uninterrupted
+    @outside_inference_mode
+    def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
+        if isinstance(kept, _KeptTensor | PackedTensor):
+            return kept.checked()
+        if not isinstance(kept, Reference):
+            assert others is not None, "nobody else packs"
+            return others(kept)
+        self._begin_backward()
+        if kept.generation != kept.block.generation:
+            raise StateError(
+                f"{kept.block.name}: its parameters have changed since the forward pass whose "
+                "backward needs them; run the forward pass again"
+            )
+        return kept.view(self.residency.memory_of(kept.block))
+
+    def _unpack_counted(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
+        """Inside a checkpoint: it runs the whole segment again, unit by unit, before there is a
+        view of a parameter. Backward of some operations asks for a weight before their input, and
+        the view would hold the room that the other units need.
+        """
+        if not isinstance(kept, _Counted):
+            return self._unpack(others, kept)
+        self._unpack(others, kept.holder)
+        return self._unpack(others, kept.parameter)
+
+    # --- parameters that somebody asks for --------------------------------------------------------
+
+    def name_of(self, param: Tensor) -> str:
+        return self._names[param]  # type: ignore[index]
+
+    @uninterrupted
+    @outside_inference_mode
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        if not self._runs.open and not _in_backward():
+            return False
+        units = [self._unit_of[param] for param in params]  # type: ignore[index]
+        with self.residency.using(units):
+            return True
+
+    @contextmanager
+    def resident(self, units: Sequence[Unit]) -> Iterator[None]:
+        """The parameters of these are there, all at once, for code that we do not see."""
+        params = [member.param for unit in units for member in unit.members]
+        exposed, grads = self.residency.exposed(units), self.gradients.exposed(params)
+        with entered_outside(exposed), entered_outside(grads):
+            yield
+
+    # --- end --------------------------------------------------------------------------------------
+
+    @uninterrupted
+    @outside_inference_mode
+    def close(self, make: Callable[[Tensor], Outgoing] = in_memory) -> None:
+        """Leave the model with all its parameters in places that `make` gives. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for block in self.residency.in_order_of_return():
+            self.residency.give_back(block, make)
+        self.gradients.give_back(make)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A parameter that is saved inside a checkpoint. holder: what the checkpoint has for it."""
+
+    parameter: Reference
+    holder: Any
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, type and device, in the memory of one element."""
+    return tensor.detach().new_empty(()).expand(tensor.shape)
+
+
+@dataclass(frozen=True)
+class _KeptTensor:
+    """A saved tensor that stays as it is. Without its history: a node that keeps its own output
+    would keep itself. torch leaves looking at the version to whoever has hooks.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _KeptTensor:
+        return cls(tensor.detach(), tensor._version)
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a {self.tensor.dtype} tensor of shape "
+                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
+
+
+def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """What somebody else does with saved tensors here: offloads activations, recomputes them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _is_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether they are those of torch's checkpointing: it keeps no tensor, and counts them."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _fingerprint(units: Sequence[Unit]) -> str:
+    """Of the names, shapes and types of all parameters, and of how they are grouped."""
+    lines = [
+        f"{unit.number} {m.name} {tuple(m.param.shape)} {m.param.dtype} {unit.needs}"
+        for unit in units
+        for m in unit.members
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

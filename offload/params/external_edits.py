@@ -1,0 +1,106 @@
+"""What others do to parameters that are in memory, by whatever means: found afterwards.
+
+Values that were written in place are found by a checksum of the block, taken before others get
+their turn; values that were put there by `param.data = ...` by their address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from offload import kernels
+from offload.core.errors import StateError
+from offload.params.block import Block
+from offload.params.placeholder import restore
+
+
+class ExternalEdits:
+    """To blocks that are attached in host memory. settle: is called with a block before its memory
+    changes. One thread at a time.
+    """
+
+    def __init__(self, settle: Callable[[Block], None]) -> None:
+        self._settle = settle
+        self._may_come = False  # others have their turn
+
+    def begin(self, blocks: Iterable[Block]) -> None:
+        """From now on there may be some."""
+        self._may_come = True
+        for block in blocks:
+            is_safe = block.is_stored or block.writing is not None
+            if block.is_attached and block.nbytes and is_safe and block.seen is None:
+                assert block.memory is not None
+                block.seen = kernels.checksum(block.memory)
+
+    def end(self) -> None:
+        """From now on there are none, in place."""
+        self._may_come = False
+
+    def find(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Those with edits, one after the other; each has them when it comes."""
+        # No memory is kept in this frame: that of an error would hold it.
+        blocks = [block for block in blocks if block.memory is not None]
+        rebound = untangle([(b, b.memory) for b in blocks if b.memory is not None])
+        for block in blocks:
+            is_other = block.number in rebound and self.take_in_rebound(block)
+            if self._may_come and block.seen is not None:
+                assert block.memory is not None
+                is_other |= block.seen != kernels.checksum(block.memory)
+            if is_other:
+                yield block
+
+    def take_in_rebound(self, block: Block) -> bool:
+        """Of `find`, what needs no look at all the bytes."""
+        assert block.memory is not None
+        return take_in_rebound(block, block.memory, self._settle)
+
+
+def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:
+    """Give parameters memory of their own that somebody has put into that of another, or another
+    way into their own, by `a.data, b.data = b.data, a.data` or `w.data = w.data.t()`. So it does
+    not matter which of them is taken in first. places: blocks, and where they are computed with.
+    Returns the numbers of the blocks that have parameters elsewhere.
+    """
+    rebound: set[int] = set()
+    for block, memory in places:
+        for member in block.strangers(memory.data_ptr()):
+            rebound.add(block.number)
+            address = member.param.untyped_storage().data_ptr()
+            if any(address == each.untyped_storage().data_ptr() for _, each in places):
+                member.param.data = member.param.data.clone()
+    return rebound
+
+
+def take_in_rebound(
+    block: Block, memory: Tensor, settle: Callable[[Block], None] | None = None
+) -> bool:
+    """Copy values that somebody has put into parameters by `param.data = ...` to the block's
+    memory, and the parameters are there again. False: there were none. Raises `StateError` where
+    the values are of another shape or type or on another device; nothing is copied then.
+    """
+    strange = block.strangers(memory.data_ptr())
+    for member in strange:  # no view of the memory is made yet: an error's frames would hold it
+        got = _kind(member.param.dtype, member.param.shape, member.param.device)
+        expected = _kind(member.dtype, member.shape, memory.device)
+        if got != expected:
+            raise StateError(
+                f"{member.name}: expected {expected}, as it was prepared, got {got} by .data = "
+                "...; convert the values, not the parameter"
+            )
+    if not strange:
+        return False
+    names = {member.name for member in strange}
+    places = [(m, values) for m, values in block.views(memory) if m.name in names]
+    if settle is not None:
+        settle(block)
+    for member, values in places:
+        values.copy_(member.param.detach())
+        restore(member.param, values)
+    return True
+
+
+def _kind(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{dtype} {tuple(shape)} on {device}"

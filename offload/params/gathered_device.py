@@ -1,0 +1,105 @@
+"""Whole blocks and whole gradients of a model that is shared out over ranks, on their devices.
+
+A slice goes up from this rank's host memory, and the devices gather the block among themselves; of
+gradients the devices take the mean, and this rank's slice of it comes down. The stream that
+computes waits, the CPU only until the device has been told what to do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from offload.core.config import format_size
+from offload.core.errors import CapacityError
+from offload.core.ticket import Ticket
+from offload.device import DeviceBuffer
+from offload.distributed.device_network import DeviceNetwork
+from offload.params.gathered import Claim, Gathered
+from offload.planning.shares import on_device_bytes
+
+
+class DeviceGathered:
+    """In device memory. coming: ends when the device has been told of the gather, with what ends
+    when the slice is there.
+    """
+
+    def __init__(self, buffer: DeviceBuffer, coming: Ticket[Ticket[None]] | None = None) -> None:
+        self.buffer = buffer
+        self.taken_bytes = on_device_bytes(buffer.nbytes)
+        self._coming = coming
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address
+
+    def arrive(self) -> Ticket[None] | None:
+        ticket = self._coming
+        upload = None if ticket is None else ticket.wait()
+        self._coming = None  # not before: somebody may press Ctrl-C
+        return upload
+
+    def use(self) -> Tensor:
+        return self.buffer.use()
+
+    def release(self) -> bool:
+        return self.buffer.release()
+
+
+class DeviceGatherMemory:
+    """Of the ranks of a network. left_bytes: of device memory, that nothing else is meant for."""
+
+    def __init__(self, network: DeviceNetwork, left_bytes: int) -> None:
+        self.device = network.transfer.device
+        self._network, self._transfer = network, network.transfer
+        self._left_bytes = left_bytes
+        self._lock = threading.Lock()
+
+    def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Gathered:
+        buffer = self._transfer.allocate(nbytes, what)
+        return DeviceGathered(
+            buffer, self._network.gather(buffer, own, what, after) if nbytes else None
+        )
+
+    def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
+        buffer = self._transfer.allocate(nbytes, what)
+        buffer.use().zero_()  # all of it: one kernel is cheaper than one for every gap
+        buffer.note_fill()  # gradients may come from several streams
+        return DeviceGathered(buffer)
+
+    def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
+        assert isinstance(whole, DeviceGathered), what
+        if not target.numel():
+            return Ticket.of(target)
+        return self._network.reduce_scatter(whole.buffer, target.dtype, target, what)
+
+    def take(self, nbytes: int, what: str) -> Claim:
+        with self._lock:
+            left = self._left_bytes
+            if nbytes <= left:
+                self._left_bytes -= nbytes
+                return _DeviceClaim(self, nbytes)
+        raise CapacityError(
+            f"{self.device}: {what} need {format_size(nbytes)} ({nbytes} bytes); beside units that "
+            f"are gathered one by one and their gradients {format_size(left)} of device_memory are "
+            "left, for activations too; raise device_memory, or use less"
+        )
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._left_bytes += nbytes
+
+    def poll(self) -> None:
+        self._transfer.poll()
+
+
+class _DeviceClaim:
+    def __init__(self, gather_memory: DeviceGatherMemory, nbytes: int) -> None:
+        self._gather_memory, self._nbytes = gather_memory, nbytes
+
+    def release(self) -> None:
+        nbytes, self._nbytes = self._nbytes, 0
+        self._gather_memory.give_back(nbytes)

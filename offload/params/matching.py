@@ -1,0 +1,174 @@
+"""Which tensor of a model gets which tensor of its weights. A check of names, shapes and types.
+
+Tied parameters may be there under any of their names; if they are there twice, with the same
+values. Modules that peft has put around others are looked through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.errors import ConfigError, FormatError
+from offload.core.log import LOG
+from offload.params.initialise import made_by_adapters
+from offload.storage.safetensors_file import Entry, SafetensorsFile
+from offload.storage.weights import Weights
+
+_MOST_LISTED = 20
+_COMPARED_BYTES = 1 << 20
+
+
+class WeightPlace(NamedTuple):
+    """Where a tensor's values are."""
+
+    file: SafetensorsFile
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Match:
+    """Places of the model's tensors; kept: names of those that are not in the weights, and have
+    values.
+    """
+
+    places: dict[Tensor, WeightPlace] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+
+
+def match(model: nn.Module, weights: Weights) -> Match:
+    """Raises `ConfigError` with all names that do not fit together. Changes nothing.
+
+    What the weights do not have is refused, but for parameters in memory of a model whose others
+    are on the meta device: adapters, say. Buffers that a state_dict would not have may be missing,
+    and adapters that peft can fill.
+    """
+    names = list(_names(model))
+    tensors = {alias: tensor for name, tensor in names for alias in _aliases(name)}
+    tensors |= dict(names)
+    found: dict[Tensor, list[WeightPlace]] = {}
+    for name, place in weights.entries.items():
+        if name in tensors:
+            found.setdefault(tensors[name], []).append(WeightPlace(*place))
+    unexpected = [name for name in weights.entries if name not in tensors]
+    missing, kept = _missing(model, found)
+    complaints = [
+        *_listed("it does not have", missing),
+        *_listed("the model has no", _not_ignored(model, unexpected)),
+        *_listed("expected as in the model", _misfits(names, found)),
+    ]
+    if complaints:
+        hint = (
+            " (what is not in the weights keeps its values only if the rest is on the meta device)"
+        )
+        raise ConfigError(
+            f"weights: {weights.path} does not fit the model: {'; '.join(complaints)}"
+            + (hint if missing else "")
+        )
+    for places in found.values():
+        _check_same(places)
+    _tell_of_casts(found)
+    return Match({tensor: places[0] for tensor, places in found.items()}, tuple(kept))
+
+
+def _names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _aliases(name: str) -> Iterator[str]:
+    """What a tensor was called before peft put a layer of its own around the one that has it."""
+    bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    if bare != name:
+        yield bare
+
+
+def _missing(
+    model: nn.Module, found: dict[Tensor, list[WeightPlace]]
+) -> tuple[list[str], list[str]]:
+    """Names that would have no values, and of those that keep theirs."""
+    has_meta = any(param.is_meta for param in model.parameters())
+    passing: set[Tensor] = {
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    }
+    for module in model.modules():
+        passing |= {tensor for tensor in made_by_adapters(module) if tensor.is_meta}
+    missing: list[str] = []
+    kept: list[str] = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor in found or tensor in passing:
+            continue
+        (kept if has_meta and not tensor.is_meta else missing).append(name)
+    return missing, kept
+
+
+def _not_ignored(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Without those that a Hugging Face model says are of no use to it."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    has_rotary = any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers())
+    patterns = [*patterns, *([r"rotary_emb\.inv_freq"] if has_rotary else [])]
+    return [name for name in names if not any(re.search(p, name) for p in patterns)]
+
+
+def _misfits(
+    names: Iterable[tuple[str, Tensor]], found: dict[Tensor, list[WeightPlace]]
+) -> Iterator[str]:
+    for name, tensor in dict((tensor, (name, tensor)) for name, tensor in names).values():
+        for _, entry in found.get(tensor, ()):
+            if entry.shape != tuple(tensor.shape):
+                yield f"{name} of shape {tuple(tensor.shape)}, got {entry.shape}"
+            elif entry.dtype != tensor.dtype and not _can_cast(entry.dtype, tensor.dtype):
+                yield f"{name} of {tensor.dtype}, got {entry.dtype}"
+
+
+def _can_cast(given: torch.dtype, wanted: torch.dtype) -> bool:
+    return given.is_floating_point and wanted.is_floating_point
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    if not names:
+        return []
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return [f"{what} {', '.join(names[:_MOST_LISTED])}{more}"]
+
+
+def _check_same(places: list[WeightPlace]) -> None:
+    """A tied parameter under several names must have one value."""
+    first = places[0]
+    for other in places[1:]:
+        if first.entry.dtype != other.entry.dtype or not _are_equal(first, other):
+            raise FormatError(
+                f"weights: {first.entry.name} and {other.entry.name} are one parameter of the "
+                f"model, but {first.file.path} and {other.file.path} have different values for "
+                "them; leave one out, or untie them"
+            )
+
+
+def _are_equal(one: WeightPlace, other: WeightPlace) -> bool:
+    left, right = bytearray(_COMPARED_BYTES), bytearray(_COMPARED_BYTES)
+    for begin in range(0, one.entry.nbytes, _COMPARED_BYTES):
+        nbytes = min(_COMPARED_BYTES, one.entry.nbytes - begin)
+        one.file.read_into(one.entry.offset + begin, memoryview(left)[:nbytes])
+        other.file.read_into(other.entry.offset + begin, memoryview(right)[:nbytes])
+        if left[:nbytes] != right[:nbytes]:
+            return False
+    return True
+
+
+def _tell_of_casts(found: dict[Tensor, list[WeightPlace]]) -> None:
+    casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for tensor, places in found.items():
+        kinds = places[0].entry.dtype, tensor.dtype
+        casts[kinds] = casts.get(kinds, 0) + 1
+    for (given, wanted), count in casts.items():
+        if given != wanted:
+            LOG.info("weights: %d tensors are cast from %s to %s", count, given, wanted)

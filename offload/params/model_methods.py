@@ -1,0 +1,277 @@
+"""What a prepared model does for whoever treats it as a plain one.
+
+`state_dict`, `load_state_dict` and `to` are called module by module, as torch does it; around each
+module's own part its parameters are in memory. So models larger than memory can be saved, loaded
+and handed to a trainer that moves them to the device they are for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.errors import ConfigError, OffloadError, StateError
+from offload.core.metrics import Metrics
+from offload.core.modes import outside_inference_mode
+from offload.optim.consistency import clear_frames
+from offload.params.hooks import Interception, intercept
+from offload.params.residency import Residency
+from offload.planning.unit import Unit
+from offload.storage.files import BLOCK_BYTES
+from offload.storage.handout import Handout
+from offload.storage.outgoing import Outgoing
+
+
+class Services:
+    """Of one prepared model. directories: where tensors that are handed out may be, when they do
+    not fit in memory. tell_age: warns where the parameters are of two ages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        residency: Residency,
+        unit_of: Mapping[nn.Parameter, Unit],
+        directories: Sequence[Path],
+        metrics: Metrics,
+        tell_age: Callable[[], None],
+    ) -> None:
+        self._metrics = metrics
+        self._tell_age = tell_age
+        self._residency = residency
+        self._unit_of = unit_of
+        self._directories = directories
+        self._device = residency.device
+        self._saved: tuple[Any, dict[Tensor, Tensor]] = (lambda: None, {})
+        self._now = threading.local()  # .handout: of the state_dict() that a thread is making
+        self._interceptions: list[Interception] = [intercept(model, "parameters", _own)]
+        for module in model.modules():
+            self._interceptions += [
+                intercept(module, "state_dict", self._state_dict),
+                intercept(module, "_save_to_state_dict", self._save),
+                intercept(module, "_load_from_state_dict", self._load),
+                intercept(module, "_apply", self._apply),
+                intercept(module, "__reduce_ex__", _refuse_copy),
+            ]
+
+    def close(self) -> None:
+        for interception in self._interceptions:
+            interception.remove()
+        self._interceptions = []
+
+    def _open_handout(self, is_written_first: bool = False) -> Handout:
+        """Host memory outside of the budget; files where the model does not fit in memory."""
+        fits = self._residency.has_room_for_all
+        blocks = sum(-(-m.nbytes // BLOCK_BYTES) for unit in self._all for m in unit.members)
+        return Handout(
+            () if fits else self._directories,
+            self._metrics,
+            is_written_first=is_written_first,
+            expected_bytes=blocks * BLOCK_BYTES,
+        )
+
+    @property
+    def _all(self) -> list[Unit]:
+        return list({unit.number: unit for unit in self._unit_of.values()}.values())
+
+    @contextmanager
+    def rooms(self, is_first: bool) -> Iterator[Callable[[Tensor], Outgoing]]:
+        """What gives the places for parameters and gradients that go back to their owner.
+        is_first: those of all parameters are made now, and written, with their files mapped: where
+        that fails nothing has changed yet.
+        """
+        ready: dict[tuple[Any, ...], list[Outgoing]] = {}
+        with self._open_handout(is_written_first=is_first) as handout:
+            for key in self._returning() if is_first else ():
+                ready.setdefault(key, []).append(handout.room(*key))
+            handout.settle()
+            for place in (place for each in ready.values() for place in each):
+                _ = place.tensor
+
+            def take(values: Tensor) -> Outgoing:
+                key = values.shape, values.stride(), values.dtype
+                found = ready.get(key)
+                return found.pop() if found else handout.room(*key)
+
+            yield take
+
+    def _returning(self) -> Iterator[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+        """Shape, strides and type of each parameter that goes back to host memory."""
+        for unit in self._all:
+            if self._residency.is_here(self._residency.blocks[unit.number]):
+                for member in unit.members:
+                    if self._residency.original_device_of(member.param).type == "cpu":
+                        yield member.shape, member.stride, member.dtype
+
+    def _units(self, module: nn.Module) -> list[Unit]:
+        own = [
+            self._unit_of[p]
+            for p in module._parameters.values()
+            if p is not None and p in self._unit_of
+        ]
+        return list({unit.number: unit for unit in own}.values())
+
+    # --- what torch does with a module ------------------------------------------------------------
+
+    def _state_dict(
+        self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """All that it hands out is on the drive, or in memory, when it returns."""
+        if self._handout is not None:  # that of a module around this one
+            return original(*args, **kwargs)
+        self._tell_age()
+        try:
+            with self._handing_out():
+                return original(*args, **kwargs)
+        except OffloadError as error:
+            clear_frames(error)  # they hold the memory that the next call needs
+            raise
+
+    @property
+    def _handout(self) -> Handout | None:
+        return getattr(self._now, "handout", None)
+
+    @contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        with self._open_handout() as handout:
+            self._now.handout = handout
+            try:
+                yield
+            finally:
+                self._now.handout = None
+            handout.finish()
+
+    @outside_inference_mode
+    def _save(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,
+    ) -> None:
+        """Copies, unless everything is in memory for good: then the tensors themselves, as of a
+        plain model.
+        """
+        if keep_vars:
+            original(destination, prefix, keep_vars)
+            return
+        with self._residency.in_host(self._units(module), only_looks=True):
+            try:
+                original(destination, prefix, keep_vars)
+                if not self._residency.never_drops:
+                    self._copy_all(module, destination, prefix)
+            except BaseException:  # its traceback would keep the memory that other units need
+                for name in module._parameters:
+                    destination.pop(prefix + name, None)
+                raise
+
+    def _copy_all(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
+        """In place of the parameters themselves."""
+        with nullcontext() if self._handout is not None else self._handing_out():
+            for name, param in module._parameters.items():
+                if param is not None and prefix + name in destination:
+                    destination[prefix + name] = self._copy(param, destination)
+
+    def _copy(self, param: Tensor, destination: dict[str, Any]) -> Tensor:
+        """One for each parameter, also where several names have it."""
+        assert self._handout is not None, "begun before"
+        saved_to, copies = self._saved
+        if saved_to() is not destination:
+            copies = {}
+            if isinstance(destination, OrderedDict):  # others cannot be remembered
+                self._saved = weakref.ref(destination, lambda _: copies.clear()), copies
+        if param not in copies:
+            values = param.detach()
+            stride = torch.empty_like(values, device="meta").stride()  # of a dense one
+            place = self._handout.room(values.shape, stride, values.dtype)
+            place.fill(values)
+            copies[param] = place.tensor
+        return copies[param]
+
+    @outside_inference_mode
+    def _load(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *rest: Any,
+    ) -> None:
+        units = self._units(module)
+        if units and local_metadata.get("assign_to_params_buffers", False):
+            raise ConfigError(
+                "load_state_dict: assign=True would put other parameters in the place of prepared "
+                "ones; leave it out, and the values are copied"
+            )
+        with self._residency.in_host(units):
+            for unit in units:
+                self._residency.changed(self._residency.blocks[unit.number])
+            original(state_dict, prefix, local_metadata, *rest)
+
+    def _apply(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        function: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> nn.Module:
+        """Buffers as torch does it; for parameters it must not change anything."""
+        params = [p for p in module.parameters(recurse=recurse) if p in self._unit_of]
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            sample = torch.empty(1, dtype=dtype, device=self._device)
+            with torch.no_grad():
+                result = function(sample)
+            is_shared = result.is_cpu and result.is_shared()  # type: ignore[no-untyped-call]
+            if result is not sample or is_shared:  # on a GPU it always is
+                raise ConfigError(
+                    f"model: its parameters stay {dtype} on {self._device}, where they were "
+                    "prepared for; .to(...), .half(), .share_memory() and the like cannot change "
+                    "that: offload.close(model) first, or prepare it that way"
+                )
+        for inner in module.modules() if recurse else [module]:
+            for name, buffer in inner._buffers.items():
+                if buffer is not None:
+                    inner._buffers[name] = function(buffer)
+        return module
+
+
+def _own(
+    module: nn.Module, original: Callable[..., Iterator[nn.Parameter]], *args: Any, **kwargs: Any
+) -> Iterator[nn.Parameter]:
+    """Its parameters; but not for `DataParallel`, which is about to copy all of them to all devices
+    at once. That asks for them before it does anything else, and gives no other sign.
+    """
+    caller = sys._getframe(1)
+    if caller.f_code is nn.DataParallel.forward.__code__:
+        around: Any = caller.f_locals["self"]  # a frame that was asked keeps its variables
+        if len(around.device_ids) > 1:
+            refuse_data_parallel(around.device_ids)
+    return original(*args, **kwargs)
+
+
+def refuse_data_parallel(device_ids: Sequence[int]) -> NoReturn:
+    raise ConfigError(
+        f"model: is in nn.DataParallel over devices {list(device_ids)}, which copies all "
+        "parameters to all of them in every pass; start the program with CUDA_VISIBLE_DEVICES=0 to "
+        "train on one (Hugging Face's Trainer puts every model into DataParallel where it "
+        "sees several), or with torchrun --nproc-per-node=N to train on all"
+    )
+
+
+def _refuse_copy(module: nn.Module, *_: object) -> None:
+    """What `copy` and `pickle` ask for."""
+    raise StateError(
+        f"{type(module).__name__}: a module of a prepared model cannot be copied or pickled; take "
+        "its state_dict(), or copy tensors inside `with offload.resident(module):`"
+    )

@@ -1,0 +1,300 @@
+"""Parameters that are somewhere else: their shape is here, their values are not.
+
+A guarded parameter keeps its identity, shape, type and gradient. Its values are one NaN, seen from
+every index, and its class lets no operation at them: whoever asks for them either makes them come
+(within a forward pass of the model, where the owner can tell how long they are needed), or gets an
+error that says how to ask. So nobody computes with a parameter that is not there, and what gets
+past every check computes NaN, not something plausible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.errors import StateError
+
+_OWNER = "_offload_owner"
+_VALUES = "_offload_values_class"  # the class the parameter has when its values are there
+
+# What speaks of a parameter without its values.
+_ATTRIBUTES = (
+    "_backward_hooks",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "dtype",
+    "grad",
+    "grad_dtype",
+    "grad_fn",
+    "is_leaf",
+    "is_mkldnn",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+    "volatile",
+)
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_floating_point",
+    "is_inference",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+)
+
+
+class Owner(Protocol):
+    """Knows where the values of guarded parameters are."""
+
+    device: torch.device  # where they are when they are used
+
+    def name_of(self, param: Tensor) -> str:
+        """What the model calls the parameter."""
+
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        """Make all these values come, if now is a time when they may; whether they are there."""
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose values are away."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _harmless():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        offloaded = list(_offloaded_in((args, kwargs or {})))
+        if func in _answers():
+            return _answers()[func](*args, **(kwargs or {}))
+        wanted = {param: _owner(param) for param in offloaded}
+        _bring_all(wanted, func)
+        gone = {param: _owner(param) for param in _offloaded_in((args, kwargs or {}))}
+        if gone:  # for the others: all at once, then
+            _bring_all(wanted | gone, func)
+        # Their class is the ordinary one again.
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise StateError(_refusal(self, "copied"))
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise StateError(_refusal(self, "pickled"))
+
+
+class OffloadedDeviceParameter(OffloadedParameter):
+    """One whose values are used on a device, while its gradient is in host memory: its owner is
+    asked for it, for torch has them only together.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        answer = _of_gradients().get(func)
+        if answer is not None and isinstance(args[0], OffloadedDeviceParameter):
+            return answer(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class GradientKeeper(Protocol):
+    """Has the gradients of parameters on a device."""
+
+    def of(self, param: Tensor) -> Tensor | None: ...
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None: ...
+
+
+def make_placeholder(param: Tensor, owner: Owner) -> None:
+    """Take the values of a parameter away; their memory is whoever else holds it. One that is
+    guarded already has another owner from now on.
+    """
+    if isinstance(param, OffloadedParameter):
+        setattr(param, _OWNER, owner)
+    else:
+        _guard(param, owner, placeholder_storage(param.dtype), OffloadedParameter)
+
+
+def make_device_placeholder(param: Tensor, owner: Owner, placeholder_storage: Tensor) -> None:
+    """The same for a parameter that is used on a device. nowhere: one value there, so that torch
+    sees it on the same device at all times; its node of the graph would be another otherwise, and
+    the sum of what arrives there would be rounded differently. The owner's `gradients` is a
+    `GradientKeeper`.
+    """
+    if type(param) is OffloadedParameter:  # in host memory, until now
+        restore(param, torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape))
+    if isinstance(param, OffloadedDeviceParameter):
+        setattr(param, _OWNER, owner)
+    else:
+        _guard(param, owner, placeholder_storage, OffloadedDeviceParameter)
+
+
+def _guard(param: Tensor, owner: Owner, value: Tensor, kind: type[OffloadedParameter]) -> None:
+    setattr(param, _VALUES, type(param))
+    setattr(param, _OWNER, owner)
+    param.data = value.expand(param.shape)
+    param.__class__ = kind
+
+
+def restore(param: Tensor, values: Tensor) -> None:
+    """Give a parameter values of the same shape and type."""
+    if isinstance(param, OffloadedParameter):
+        kind = getattr(param, _VALUES)
+        param.__class__ = kind
+        delattr(param, _VALUES)
+        delattr(param, _OWNER)
+    param.data = values
+
+
+def own_grad(param: Tensor) -> Tensor | None:
+    """What autograd has left at the parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad
+
+
+def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        param.grad = grad
+
+
+def is_offloaded(param: object) -> bool:
+    return isinstance(param, OffloadedParameter)
+
+
+def _bring_all(owners: Mapping[Tensor, Owner], func: Callable[..., Any]) -> None:
+    found: dict[int, list[Tensor]] = {}
+    for param, owner in owners.items():
+        found.setdefault(id(owner), []).append(param)
+    for params in found.values():
+        if not owners[params[0]].bring(params):
+            name = getattr(func, "__name__", str(func))
+            if name in ("__get__", "__set__", "__delete__"):
+                name = getattr(getattr(func, "__self__", None), "__name__", name)
+            raise StateError(_refusal(params[0], f"used by {name}"))
+
+
+def _refusal(param: Tensor, what: str) -> str:
+    return (
+        f"{_owner(param).name_of(param)}: cannot be {what}, its values are not in memory; use it "
+        "inside `with offload.resident(module):`, where module is one that has it"
+    )
+
+
+def _owner(param: Tensor) -> Owner:
+    owner: Owner = getattr(param, _OWNER)
+    return owner
+
+
+def _offloaded_in(value: object) -> Iterable[Tensor]:
+    if isinstance(value, OffloadedParameter):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _offloaded_in(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _offloaded_in(one)
+
+
+@cache
+def _harmless() -> frozenset[Any]:
+    accessors = [getattr(Tensor, name, None) for name in _ATTRIBUTES]
+    found = [a.__get__ for a in accessors if a is not None]
+    for name in ("grad", "requires_grad", "_backward_hooks"):
+        found += [getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__]
+    found += [getattr(Tensor, name) for name in _METHODS]
+    return frozenset(found)
+
+
+@cache
+def _of_gradients() -> dict[Any, Callable[..., Any]]:
+    def keeper(param: Tensor) -> GradientKeeper:
+        found: GradientKeeper = _owner(param).gradients  # type: ignore[attr-defined]
+        return found
+
+    grad: Any = Tensor.grad
+    return {
+        grad.__get__: lambda param, *_: keeper(param).of(param),
+        grad.__set__: lambda param, value: keeper(param).put(param, value),
+        grad.__delete__: lambda param: keeper(param).put(param, None),
+    }
+
+
+@cache
+def _answers() -> dict[Any, Callable[..., Any]]:
+    """What the owner knows better than the parameter that is away."""
+    answers: dict[Any, Callable[..., Any]] = {
+        Tensor.device.__get__: lambda param, _=None: _owner(param).device,
+        Tensor.stride: _stride,
+        Tensor.is_contiguous: lambda param, **_: True,
+        Tensor.get_device: lambda param: _index(_owner(param).device),
+        Tensor.__repr__: _describe,
+        Tensor.__str__: _describe,
+        Tensor.__format__: _describe,
+    }
+    for kind in ("cpu", "cuda", "meta", "mps", "mtia", "xla", "xpu"):
+        answers[getattr(Tensor, f"is_{kind}").__get__] = partial(_is_on, kind)
+    return answers
+
+
+def _stride(param: Tensor, dim: int | None = None) -> Any:
+    """As it is where the values are: one row behind the other."""
+    strides = torch.empty(param.shape, device="meta").stride()
+    return strides if dim is None else strides[dim]
+
+
+def _is_on(kind: str, param: Tensor, _: object = None) -> bool:
+    return _owner(param).device.type == kind
+
+
+def _index(device: torch.device) -> int:
+    return -1 if device.type == "cpu" else (device.index or 0)
+
+
+def placeholder_storage(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """One value that nobody takes for a parameter's."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), torch.nan, dtype=dtype, device=device)
+    if dtype == torch.bool:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.full((), torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def _describe(param: Tensor, *_: object, **__: object) -> str:
+    name, shape = _owner(param).name_of(param), tuple(param.shape)
+    return f"Parameter {name} {shape} {param.dtype}, not in memory"

@@ -1,0 +1,559 @@
+"""A model and its optimizer, prepared: one pool, one store, and what moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+
+from offload.core.budget import HOST, Share
+from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError
+from offload.core.gauges import resident_bytes, used_by
+from offload.core.heap import HEAP
+from offload.core.locks import steadfast, uninterrupted
+from offload.core.log import LOG
+from offload.core.metrics import Metrics
+from offload.core.pool import PIECE_ALIGN, Pool
+from offload.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
+from offload.distributed import Ranks
+from offload.distributed.device_network import DeviceNetwork
+from offload.optim import Session, attach
+from offload.optim.consistency import clear_frames
+from offload.optim.export import Gatherer
+from offload.optim.grad_buffers import GradBuffers
+from offload.optim.recipe import Recipe, Record
+from offload.optim.request import states_of
+from offload.optim.resources import Resources
+from offload.optim.sliced_gradient import NO_SCALER
+from offload.optim.staging import StagingProvider
+from offload.optim.tiers import Tiers, is_chunk_key
+from offload.params.activation_store import ActivationStore, DiskActivations, HostActivations
+from offload.params.activations import Activations
+from offload.params.block_staging import BlockStaging
+from offload.params.engine import Device, Engine
+from offload.params.gathered import GatherMemory, HostGatherMemory
+from offload.params.gathered_device import DeviceGatherMemory
+from offload.params.hooks import forget_interrupted_backward, watch_gradients
+from offload.params.mean_gradients import ShardContext
+from offload.params.model_buffers import ModelBuffers
+from offload.params.model_methods import Services
+from offload.params.prepare_consensus import agreed, by_consensus, same_random
+from offload.params.prepare_plan import PreparePlan
+from offload.params.recompute import Recompute, layers_of
+from offload.params.sharded_gradients import ShardedGradients
+from offload.params.sharded_state import UnitGatherer
+from offload.params.spill import Shelf, slot_bytes
+from offload.params.trace import Trace
+from offload.planning.layout import Chunk, slices_by_param
+from offload.planning.planner import Plan
+from offload.storage.disk import DiskStore
+from offload.storage.growing import GrowingStore
+from offload.storage.outgoing import Outgoing
+
+T = TypeVar("T")
+_PREPARED = "_offload_prepared"
+_NO_SYNC = "no_sync"
+
+
+def refuse_prepared(model: nn.Module) -> None:
+    """A model, or a part of one, is prepared once."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if prepared_of(module) is not None:
+            what = f"its {name}" if name else "it"
+            raise ConfigError(f"model: {what} is prepared already; offload.close(...) that first")
+
+
+def prepared_of(module: object) -> Prepared | None:
+    """What a module was prepared with, as a whole model or as a part of one."""
+    found: Prepared | None = getattr(module, _PREPARED, None)
+    return found
+
+
+class Prepared:
+    """Opened for a model, with an optimizer or without, as the outline of both says, which is ours
+    from now on. Nothing has changed when it raises.
+    """
+
+    def __init__(
+        self,
+        prepare_plan: PreparePlan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.prepare_plan = prepare_plan
+        self.ranks = ranks  # that it is shared out over; None: all of it is here
+        self.config, self.units, self.shares = (
+            prepare_plan.config,
+            prepare_plan.units,
+            prepare_plan.shares,
+        )
+        self.metrics = Metrics(strict=self.config.strict)
+        prepare_plan.chosen.begin(self.metrics)
+        if prepare_plan.device_note is not None:
+            self.metrics.fall_back("device_memory", prepare_plan.device_note)
+        self._unit_of = prepare_plan.unit_of
+        self._directories = prepare_plan.directories
+        self.pool: Pool | None = None
+        self.state_pool: Pool | None = None
+        self.store: DiskStore | None = None
+        self._spare: DiskStore | None = None
+        self.transfer: DeviceTransfer | None = None
+        self.buffers: ModelBuffers | None = None
+        self.engine: Engine | None = None
+        self.recompute: Recompute | None = None
+        self._activations_share: Share | None = None
+        self._gradients_share: Share | None = None
+        self._whole_share: Share | None = None
+        self.session: Session | None = None
+        self._start = prepare_plan.start
+        try:
+            if self._start is not None:
+                self._start.begin()
+            by_consensus(ranks, "memory and disk", self._open_memory)
+            self._watch_memory()
+            by_consensus(ranks, "device", self._open_device)
+            shard_context = self._shard_context()
+            with same_random(ranks):
+                by_consensus(
+                    ranks, "the start of the model", lambda: self._open_model(model, shard_context)
+                )
+            self._open_activations(model)
+            if optimizer is not None and prepare_plan.recipe is not None:
+                recipe = prepare_plan.recipe
+                by_consensus(
+                    ranks, "optimizer state", lambda: self._open_optimizer(optimizer, recipe)
+                )
+            assert self.engine is not None
+            self.engine.residency.commit()
+        except BaseException:
+            if self._start is not None and self.engine is not None:
+                self._start.forget(self.engine.residency)
+            start = self._start
+            self._close_model()
+            if start is not None:
+                start.restore()
+            raise
+
+    def _open_memory(self) -> None:
+        shares = self.shares
+        # Blocks come and go; what the optimizer keeps must not be in their way. On the CPU autograd
+        # has memory for gradients.
+        sharding = self.prepare_plan.sharding
+        is_made_here = self.prepare_plan.is_on_cpu and sharding is None
+        # Blocks, and what gradients pass through.
+        params = shares.params + (shares.staging if is_made_here else shares.gradients)
+        self.pool = self._copied_pool(max(params, PIECE_ALIGN))
+        if sharding is not None and not sharding.on_device:
+            what = "whole parameters and gradients"
+            self._whole_share = self._take_share(sharding.fixed_bytes, what)
+        if is_made_here:
+            self._gradients_share = self._take_share(shares.gradients - shares.staging, "gradients")
+        if shares.state:
+            self.state_pool = Pool(shares.state, budget=HOST)  # no device comes to see it
+        memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
+        room = self.prepare_plan.disk_room_bytes
+        if room:
+            options = self.prepare_plan.chosen.store_options
+            self.store = DiskStore(
+                self._directories, room, metrics=self.metrics, memory=memory, **options
+            )
+
+    def _copied_pool(self, nbytes: int) -> Pool:
+        """Of memory that is copied to and from the device, if there is one."""
+        return Pool(nbytes, budget=HOST, device=self.prepare_plan.device, metrics=self.metrics)
+
+    def _watch_memory(self) -> None:
+        """Samples of it go with the timeline. Who is watched is not held."""
+        watched = {"host: parameters": self.pool, "host: optimizer state": self.state_pool}
+        for name, pool in watched.items():
+            if pool is not None:
+                self.metrics.watch(name, used_by(pool))
+        if self.store is not None:
+            self.metrics.watch("disk", used_by(self.store))
+        if not self.prepare_plan.is_on_cpu:
+            self.metrics.watch("device", partial(used_bytes, self.prepare_plan.device))
+        self.metrics.watch("process", resident_bytes)
+        HEAP.serve(self, self.metrics)
+
+    def _take_share(self, nbytes: int, what: str) -> Share:
+        """Of the budget, for memory that others allocate; as long as we are there."""
+        share = HOST.take(nbytes, what)
+        finalize(self, share.release).atexit = False
+        return share
+
+    def _open_spare(self) -> DiskStore | None:
+        """A store for frozen blocks that were not to be written, and were changed all the same."""
+        stored = {unit.number for unit in self.prepare_plan.stored}
+        left = [self.prepare_plan.host_bytes_of(u) for u in self.units if u.number not in stored]
+        room = sum(-(-nbytes // 4096) * 4096 for nbytes in left)
+        if self._directories and room and self._spare is None:
+            LOG.info("weights that were to stay in their files are changed, and are swapped now")
+            room += min(room, self.shares.params)
+            self._spare = DiskStore(self._directories, room, metrics=self.metrics)
+        return self._spare
+
+    def _open_device(self) -> None:
+        if self.prepare_plan.is_on_cpu:
+            return
+        # As much as one unit's gradients may wait on the device for their copies.
+        waiting = max((unit.nbytes for unit in self.units), default=0)
+        self.transfer = DeviceTransfer(
+            self.prepare_plan.device,
+            reads_in_flight_bytes=min(waiting, READS_IN_FLIGHT_BYTES),
+            metrics=self.metrics,
+        )
+
+    def _open_model(self, model: nn.Module, shard_context: ShardContext | None) -> None:
+        assert self.pool is not None
+        wanted = self.config.prefetch_depth
+        depth = None if wanted == "auto" else int(wanted)
+        device = Device(self.transfer, self.prepare_plan.device_bytes) if self.transfer else None
+        if self._start is not None:
+            self._start.open(self.metrics, self.store)
+        self.engine = Engine(
+            model,
+            self.units,
+            self.pool,
+            self.store,
+            self.metrics,
+            depth,
+            keeps_gradients=self.shares.gradients + self.shares.gradients_on_disk > 0,
+            spill=self.prepare_plan.spill,
+            start=self._start,
+            on=device,
+            shard_context=shard_context,
+        )
+        if not self.prepare_plan.is_on_cpu:
+            self.buffers = ModelBuffers(
+                model, self.prepare_plan.device
+            )  # they have their values now
+        residency = self.engine.residency
+        residency.has_room_for_all = self.shares.holds_all_params
+        residency.block_store.open_spare = self._open_spare
+        self.services = Services(
+            model, residency, self._unit_of, self._directories, self.metrics, self._tell_age
+        )
+        for module in model.modules():
+            object.__setattr__(module, _PREPARED, self)
+        if self.ranks is not None and not hasattr(model, _NO_SYNC):  # as DDP has it
+            object.__setattr__(model, _NO_SYNC, self.no_sync)
+
+    def _tell_age(self) -> None:
+        if self.session is not None:
+            self.session.consistency.tell("model.state_dict()")
+
+    def check_age(self) -> None:
+        """Refuse to save parameters that a step has left in its middle."""
+        if self.session is not None:
+            self.session.consistency.check()
+
+    def _shard_context(self) -> ShardContext | None:
+        sharding = self.prepare_plan.sharding
+        if self.ranks is None or sharding is None:
+            return None
+        gather_memory: GatherMemory = HostGatherMemory(self.ranks)
+        if self.transfer is not None:
+            network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
+            gather_memory = DeviceGatherMemory(network, self.prepare_plan.device_left_bytes)
+        return ShardContext(self.ranks, sharding, gather_memory, self.prepare_plan.spilled_units)
+
+    def _open_activations(self, model: nn.Module) -> None:
+        assert self.engine is not None
+        if self.config.activations == "recompute":
+            blocks = self.engine.residency.blocks
+            layers = layers_of(model, self.units, self.prepare_plan.has_choice)
+            if not layers:
+                self.metrics.fall_back(
+                    "recomputation of activations",
+                    "no layer is in a list of layers, and none was chosen by units=...: all that "
+                    "they make is kept",
+                )
+            self.recompute = Recompute(
+                layers,
+                lambda unit: tuple(blocks[number].generation for number in unit.needs),
+                self.metrics,
+                saving=self.engine.saving,
+            )
+            self.engine.recomputes = True
+        elif self.config.activations == "offload":
+            device = self.engine.device
+            self.engine.activations = Activations(
+                self._activation_store(device), device, self.metrics
+            )
+
+    def _activation_store(self, device: torch.device) -> ActivationStore:
+        """Where activations go."""
+        nbytes = self.shares.activations
+        store = GrowingStore(self._directories, self.metrics) if self._directories else None
+        if device.type != "cpu":
+            transfer = DeviceTransfer(device, metrics=self.metrics)
+            return HostActivations(transfer, self._copied_pool(nbytes), store)
+        assert store is not None, "check_preparable has seen it"
+        self._activations_share = self._take_share(nbytes, "activations")
+        return DiskActivations(store, nbytes)
+
+    def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        session = Session(
+            optimizer,
+            recipe,
+            self.config,
+            self.shares.state,
+            watch_gradients,
+            host=self,
+            chosen=self.prepare_plan.chosen,
+        )
+        try:
+            session.updater.take_in(states_of(optimizer, session.updater.records, recipe))
+        except BaseException:
+            session.close()
+            raise
+        self.session = session
+        attach(optimizer, session)
+        if not self._has_plain_gradients:  # so that a GradScaler tells of itself, and is refused
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    @property
+    def _has_plain_gradients(self) -> bool:
+        return self.prepare_plan.is_on_cpu and self.ranks is None
+
+    # --- for the optimizer's session --------------------------------------------------------------
+
+    def unit_of(self, param: Tensor) -> int | None:
+        unit = self._unit_of.get(param)  # type: ignore[call-overload]
+        return None if unit is None else unit.number
+
+    def original_device_of(self, param: Tensor) -> torch.device:
+        assert self.engine is not None
+        residency = self.engine.residency
+        return residency.original_device_of(param)
+
+    def own_of(self, param: Tensor) -> tuple[int, int] | None:
+        return self.prepare_plan.own_of(param)
+
+    def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
+        return agreed(self.ranks, "step", look, tell)
+
+    def sum_over_ranks(self, value: float) -> float:
+        return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]
+
+    def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+        if self.ranks is None or self.prepare_plan.sharding is None:
+            return None
+        return UnitGatherer(self.ranks, self.prepare_plan.sharding, self.units, records)
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        return self.ranks is not None and self.ranks.is_broken
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._has_plain_gradients:
+            return
+        if hasattr(optimizer, "found_inf"):
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            if self.ranks is not None:
+                raise StateError(f"GradScaler: {NO_SCALER}")
+            raise StateError(
+                "GradScaler: cannot be used with a model on a device whose gradients are in host "
+                "memory: torch reads the scale there before it has come; train in bfloat16, which "
+                "needs none"
+            )
+
+    def check(self, records: Sequence[Record], plan: Plan) -> None:
+        for record in records:
+            if record.param not in self._unit_of:
+                raise ConfigError(
+                    f"{record.name}: is not of the model that was prepared; close() and prepare "
+                    "them again, together"
+                )
+        needed = plan.disk_capacity_bytes
+        reserved = self.prepare_plan.state_plan.disk_capacity_bytes
+        if needed > reserved:
+            raise CapacityError(
+                f"nvme: the optimizer state needs {needed} bytes of disk now, {reserved} were "
+                "reserved for it; parameters that were frozen, or in no optimizer, when the model "
+                "was prepared have no room: close() and prepare again"
+            )
+
+    def make_resources(self, records: Sequence[Record], plan: Plan) -> Resources:
+        assert self.engine is not None
+        residency = self.engine.residency
+        places, firsts = {}, {}
+        for record in records:
+            unit = self._unit_of[record.param]  # type: ignore[index]
+            block = residency.blocks[unit.number]
+            begin = next(m.begin for m in unit.members if m.param is record.param)
+            places[record.number] = block, begin - block.span[0], record.dtype
+            firsts[record.number] = record.own[0] if record.own else 0
+        gradients = self.engine.gradients
+        staging: Shelf | None = None
+        if gradients.area is not None:
+            gradients.cut_for(_slices_of(records, plan.chunks))
+            gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
+            staging = Shelf(gradients.area, firsts)
+        staging_buffers = BlockStaging(residency, places, staging, firsts)
+        return _SharedResources(self.state_pool, self.store, plan, staging_buffers)
+
+    def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
+        """Bytes of an element, of each parameter whose gradient is spilled."""
+        spilled, units = self.prepare_plan.spill.params, self.prepare_plan.spilled_units
+        return {
+            record.number: record.dtype.itemsize
+            for record in records
+            if record.param in spilled or self._unit_of[record.param].number in units  # type: ignore[index]
+        }
+
+    @property
+    def most_chunk_numel(self) -> int | None:
+        return self.prepare_plan.most_chunk_numel
+
+    # --- for users --------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        assert self.engine is not None
+        gradients = self.engine.gradients
+        return gradients.no_sync() if isinstance(gradients, ShardedGradients) else nullcontext()
+
+    @contextmanager
+    def resident(self, module: nn.Module) -> Iterator[None]:
+        assert self.engine is not None
+        own = [self._unit_of[p] for p in module.parameters() if p in self._unit_of]
+        units = list({unit.number: unit for unit in own}.values())
+        with self.engine.resident(units):
+            yield
+
+    @property
+    def stores(self) -> list[DiskStore]:
+        """All that are open, of parameters and optimizer state."""
+        return [store for store in (self.store, self._spare) if store is not None]
+
+    @property
+    def trace(self) -> Trace:
+        """Of the order in which units run."""
+        assert self.engine is not None
+        return self.engine.residency.trace
+
+    @contextmanager
+    def at_hand(self, number: int, to_change: bool = False) -> Iterator[None]:
+        """The parameters of a unit in host memory. to_change: they get other values there."""
+        assert self.engine is not None
+        residency = self.engine.residency
+        with residency.in_host([self.units[number]]):
+            if to_change:
+                residency.changed(residency.blocks[number])
+            yield
+
+    # --- end --------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def close(self) -> None:
+        """Leave model and optimizer as ordinary ones. Idempotent."""
+        if self.has_lost_ranks:
+            LOG.error("close(): other ranks cannot be asked any more: parameters have no values")
+        session = self.session
+        if session is not None and session.is_alive:
+            session.optimizer.close()  # type: ignore[attr-defined]  # ends with `ended`
+        else:
+            self.ended()
+
+    @uninterrupted
+    def ended(self) -> None:
+        """The optimizer is a plain one again; so is the model from now on."""
+        if self.session is not None:
+            self.session.end()
+            self.session = None
+        self._close_model(is_room_first=True)
+
+    def _close_model(self, is_room_first: bool = False) -> None:
+        """is_room_first: before anything changes there is room for all parameters; else it is made
+        as they come.
+        """
+        if self.engine is not None:
+            try:
+                with self.services.rooms(is_room_first) as make:
+                    self._close_engine(self.engine, make)
+            except OffloadError as error:
+                clear_frames(error)  # they hold the memory that the next call needs
+                raise
+        self._close_rest()
+
+    def _close_engine(self, engine: Engine, make: Callable[[Tensor], Outgoing]) -> None:
+        """make: gives places for parameters."""
+        if self.recompute is not None:
+            self.recompute.close()
+            self.recompute = None
+        if engine.activations is not None:
+            engine.activations.close()
+        self.services.close()
+        engine.close(make)
+        for module in engine.model.modules():
+            object.__delattr__(module, _PREPARED)
+        if vars(engine.model).get(_NO_SYNC) == self.no_sync:
+            object.__delattr__(engine.model, _NO_SYNC)
+        self.engine = None
+
+    @steadfast  # the model does not know of us any more: nobody could close what is left
+    def _close_rest(self) -> None:
+        """What is there without an engine, too."""
+        forget_interrupted_backward()  # its graph would hold the engine, and memory of it
+        for share in (self._activations_share, self._gradients_share, self._whole_share):
+            if share is not None:
+                share.release()
+        self._activations_share = self._gradients_share = self._whole_share = None
+        if self.buffers is not None:
+            self.buffers.give_back()
+        if self.transfer is not None:
+            self.transfer.close()
+        self.buffers = self.transfer = None
+        for store in (self.store, self._spare):
+            if store is not None:
+                store.close()
+        if self._start is not None:
+            self._start.close()
+            self._start = None
+        for pool in (self.pool, self.state_pool):
+            if pool is not None:
+                pool.close()
+        self.store = self._spare = self.pool = self.state_pool = None
+        if self.ranks is not None:
+            self.ranks.close()
+
+
+def _slices_of(
+    records: Sequence[Record], chunks: Sequence[Chunk]
+) -> dict[Tensor, list[tuple[int, int]]]:
+    """The elements of each parameter that the update asks for at once."""
+    return {
+        records[number].param: [(part.begin, part.end) for _, part in each]
+        for number, each in slices_by_param(chunks).items()
+    }
+
+
+class _SharedResources:
+    """What an optimizer stands on beside its model."""
+
+    def __init__(
+        self, pool: Pool | None, store: DiskStore | None, plan: Plan, staging_buffers: BlockStaging
+    ) -> None:
+        self.pool = pool
+        self.copies: Pool | None = None
+        self.store = store
+        self.staging_buffers: StagingProvider | None = staging_buffers
+        self.grad_buffers: GradBuffers | None = None
+        self.tiers = Tiers(plan, pool, store)
+
+    def close(self) -> None:
+        if self.staging_buffers is not None:
+            self.staging_buffers.close()
+        self.staging_buffers = None
+        if self.store is not None:
+            for name in filter(is_chunk_key, self.store.names()):  # the model's blocks stay
+                self.store.free(name)
+        self.tiers = None  # type: ignore[assignment]  # it holds memory

@@ -1,0 +1,335 @@
+"""Layers that are run again in backward, so that what they made inside need not be kept.
+
+torch's own checkpointing around each layer of a prepared model, put in place without touching the
+model: only what goes into a layer is kept. The second run gives the bits of the first: random
+numbers are those of the first (`draws`), and so are buffers that the layer itself changes (batch
+norm's statistics), which change once, not twice. Now and then that is compared. A layer that
+recomputes already is left alone, be it by itself, within, or by somebody around it.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from offload.core.errors import StateError
+from offload.core.metrics import Metrics
+from offload.params.draws import Draw, drawing_again, is_default, source_at, sources_of
+from offload.params.hooks import Interception, intercept
+from offload.params.units import large_layers
+from offload.planning.unit import Unit, enclosing
+
+# Buffers up to this size are copied at each run, larger ones only where their version shows that
+# the run has changed them: batch norm changes its own without one.
+COPIED_BYTES = 64 << 10
+# Of a layer's runs the first ones, and later every so many, are compared with their second run.
+CHECKED_FIRST, CHECKED_EVERY = 2, 32
+
+GenerationsOf = Callable[[Unit], tuple[int, ...]]
+Saving = Callable[[], AbstractContextManager[None]]
+Layers = Mapping[nn.Module, tuple[Unit, ...]]  # and the units that have their parameters
+_CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while it runs something
+
+
+@dataclass(eq=False)
+class _RecomputedLayer:
+    units: tuple[Unit, ...]
+    is_probed: bool = False  # has run once, and was watched
+    runs: int = 0
+    generators: list[object] = field(default_factory=list)  # that it was seen to use
+    is_let_alone: bool = False  # recomputes itself
+
+    @property
+    def name(self) -> str:
+        return self.units[0].name
+
+    def is_due(self) -> bool:
+        """Whether this run is one of those that are compared."""
+        self.runs += 1
+        return self.runs <= CHECKED_FIRST or self.runs % CHECKED_EVERY == 0
+
+
+class Recompute:
+    """Around each of these layers until `close`. generations_of: of the blocks that a unit needs;
+    they tell whether its parameters have changed since. compares: some runs with their second.
+    saving: entered around what a checkpoint runs.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        generations_of: GenerationsOf,
+        metrics: Metrics,
+        compares: bool = True,
+        saving: Saving = nullcontext,
+    ) -> None:
+        self._compares = compares
+        self._saving = saving
+        self._generations_of = generations_of
+        self._metrics = metrics
+        self._interceptions: list[Interception] = [
+            intercept(module, "forward", partial(self._forward, _RecomputedLayer(units)))
+            for module, units in layers.items()
+        ]
+
+    def _forward(
+        self,
+        layer: _RecomputedLayer,
+        module: nn.Module,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not torch.is_grad_enabled() or layer.is_let_alone or _is_within_checkpoint():
+            return original(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        if any(map(_is_cache, values)):
+            self._metrics.fall_back(
+                "recomputation of activations",
+                f"{layer.name} is given a cache, which a second run would fill twice; what it "
+                "makes is kept; set model.config.use_cache = False for training",
+            )
+            return original(*args, **kwargs)
+        run = _LayerRun(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
+        run.saving = self._saving
+        run.is_compared = self._compares and layer.is_due()
+        # Keywords, too, are given as values: then torch looks after the tensors among them. To be
+        # compared, a second run must go on to its output.
+        return checkpoint(run, *values, use_reentrant=False, early_stop=not run.is_compared)
+
+    def close(self) -> None:
+        for interception in self._interceptions:
+            interception.remove()
+        self._interceptions = []
+
+
+@dataclass(eq=False)
+class _LayerRun:
+    """One run of a layer, and then the same again in each backward pass."""
+
+    layer: _RecomputedLayer
+    module: nn.Module
+    original: Callable[..., Any]
+    keywords: tuple[str, ...]
+    generations_of: GenerationsOf
+    metrics: Metrics
+    saving: Saving = nullcontext
+    generations: tuple[int, ...] | None = None  # None: has not run
+    buffers: list[_ModuleBuffer] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    is_compared: bool = False
+    crc: int | None = None  # of what it has returned
+
+    def __call__(self, *values: Any) -> Any:
+        number = len(values) - len(self.keywords)
+        named = dict(zip(self.keywords, values[number:], strict=True))
+        call = partial(self.original, *values[:number], **named)
+        with self.saving():
+            return self._first(call) if self.generations is None else self._again(call)
+
+    def _first(self, call: Callable[[], Any]) -> Any:
+        self.generations = self._generations()
+        self.buffers = [_ModuleBuffer.of(*found) for found in _buffers_of(self.module)]
+        self.draws = [Draw.of(s) for s in sources_of(self.module, self.layer.generators)]
+        output = call() if self.layer.is_probed else self._probe(call)
+        self.draws = [draw for draw in self.draws if draw.is_used]
+        for buffer in self.buffers:
+            buffer.note_change()
+        if self.is_compared:
+            self.crc = _crc_of(output)
+        return output
+
+    def _generations(self) -> tuple[int, ...]:
+        return tuple(number for u in self.layer.units for number in self.generations_of(u))
+
+    def _probe(self, call: Callable[[], Any]) -> Any:
+        with _Probe(type(self)._probe.__code__) as probe:
+            output = call()
+        self.layer.is_probed = True
+        self.layer.generators = [draw.source.owner for draw in probe.draws]
+        known = {id(draw.source.owner) for draw in self.draws}
+        self.draws += [draw for draw in probe.draws if id(draw.source.owner) not in known]
+        if probe.has_found:
+            self.layer.is_let_alone = True
+            self.metrics.count("layers_that_recompute_themselves")
+        return output
+
+    def _again(self, call: Callable[[], Any]) -> Any:
+        name = self.layer.name
+        if self.generations != self._generations():
+            raise StateError(
+                f"{name}: its parameters have changed since the forward pass whose backward needs "
+                "them; run the forward pass again"
+            )
+        with _as_they_were(self.buffers, name), drawing_again(self.draws):
+            output = call()
+        if self.is_compared and self.crc != _crc_of(output):
+            self._tell_of_difference(output)
+        return output
+
+    def _tell_of_difference(self, output: Any) -> None:
+        """An error where the same work gives the same bits; some kernels of devices do not."""
+        told = (
+            f"{self.layer.name}: run again in backward it gave other values than in forward, so "
+            "that its gradients would be those of another run; it draws random numbers from where "
+            "nobody looks, or keeps something from one run to the next: make its generator an "
+            'attribute of the module, or prepare with activations="keep" or "offload"'
+        )
+        if all(tensor.is_cpu for tensor in _tensors(output)):
+            raise StateError(told)
+        self.metrics.fall_back("recomputation of activations", told)
+
+
+@dataclass(eq=False)
+class _ModuleBuffer:
+    """A module's buffer before a run of it. copy: of its values then; None: it has them still."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, tensor: Tensor) -> _ModuleBuffer:
+        return cls(module, name, tensor, tensor._version, tensor.detach().clone())
+
+    def note_change(self) -> None:
+        """After the run: a large copy is kept only where the run has changed something."""
+        if self.tensor.nbytes > COPIED_BYTES and self.is_same():
+            self.copy = None
+
+    def is_same(self) -> bool:
+        now = self.module._buffers.get(self.name)
+        return now is self.tensor and now._version == self.version
+
+
+@contextmanager
+def _as_they_were(buffers: Sequence[_ModuleBuffer], layer: str) -> Iterator[None]:
+    """Inside, buffers are what they were before the first run; what the second makes of them is
+    forgotten.
+    """
+    copied = [buffer for buffer in buffers if buffer.copy is not None]
+    for buffer in buffers:
+        if buffer.copy is None and not buffer.is_same():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: buffer {buffer.name} of {layer}, which the forward pass has "
+                "used; run the forward pass again"
+            )
+    now = [buffer.module._buffers.get(buffer.name) for buffer in copied]
+    try:
+        for buffer in copied:
+            assert buffer.copy is not None
+            buffer.module._buffers[buffer.name] = buffer.copy.clone()
+        yield
+    finally:
+        for buffer, tensor in zip(copied, now, strict=True):
+            buffer.module._buffers[buffer.name] = tensor
+
+
+class _Probe(TorchFunctionMode):
+    """Finds out whether something is run by a checkpoint, between here and the function that has
+    `outermost`; and which generators are drawn from.
+    """
+
+    def __init__(self, outermost: CodeType) -> None:
+        super().__init__()
+        self._outermost = outermost
+        self.has_found = False
+        self.draws: list[Draw] = []  # of generators that are handed to torch, before their first
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.has_found = self.has_found or _is_within_checkpoint(self._outermost)
+        owner = kwargs.get("generator") if kwargs else None
+        if owner is not None and not is_default(owner):
+            self._note(owner)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, owner: object) -> None:
+        if all(draw.source.owner is not owner for draw in self.draws):
+            source = source_at(owner)
+            self.draws += [] if source is None else [Draw.of(source)]
+
+
+def layers_of(
+    model: nn.Module, units: Sequence[Unit], is_chosen: bool
+) -> dict[nn.Module, tuple[Unit, ...]]:
+    """Layers among layers, or those that the user has chosen as units; not what was put together
+    from left-overs. A layer may be one unit, one of several in a unit, or, if it is very large,
+    several units.
+    """
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    listed = {child for m in model.modules() if isinstance(m, lists) for child in m.children()}
+    around_others = enclosing(units)
+    found: dict[nn.Module, tuple[Unit, ...]] = {
+        module: (unit,)
+        for unit in units
+        for module in unit.modules
+        if unit.number not in around_others
+        and any(True for _ in module.children())
+        and (module in listed or (is_chosen and len(unit.modules) == 1))
+    }
+    if is_chosen:
+        return found
+    unit_of = {module: unit for unit in units for module in unit.modules}
+    for layer in large_layers(model):
+        within = [unit_of[inner] for inner in layer.modules() if inner in unit_of]
+        found[layer] = tuple({unit.number: unit for unit in within}.values())
+    return found
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for inner in module.modules():
+        for name, tensor in inner._buffers.items():
+            if tensor is not None:
+                yield inner, name, tensor
+
+
+def _is_within_checkpoint(outermost: CodeType | None = None) -> bool:
+    """Whether this runs inside a checkpointed function, or its recomputation. Of either kind, and
+    whatever hooks are in between: seen by who has called whom.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_globals.get("__name__") == _CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _crc_of(output: Any) -> int:
+    """Of the bytes of all tensors in it."""
+    crc = 0
+    for tensor in _tensors(output):
+        values: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(values, crc)
+    return crc
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves = tree_leaves(output)
+    return [t for t in leaves if type(t) is Tensor and t.layout == torch.strided and t.numel()]
+
+
+def _is_cache(value: object) -> bool:
+    """Whether a layer adds to it: keys and values of earlier tokens, as transformers keep them."""
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")

@@ -1,0 +1,50 @@
+"""Optimizer state of which each rank has slices, put together for whoever wants all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.distributed import Ranks
+from offload.optim.recipe import Record
+from offload.optim.source import FieldPart
+from offload.planning.sharding import Sharding
+from offload.planning.unit import Member, Unit
+
+
+class UnitGatherer:
+    """One unit's field at a time is in memory whole. All ranks have state of the same parameters.
+    records: those that have state, or more.
+    """
+
+    def __init__(
+        self, ranks: Ranks, sharding: Sharding, units: Sequence[Unit], records: Sequence[Record]
+    ) -> None:
+        self._ranks, self._sharding = ranks, sharding
+        numbers = {record.param: record.number for record in records}
+        self._places: dict[int, tuple[Unit, Member]] = {}
+        self._groups: list[list[int]] = []
+        for unit in units:
+            held = {numbers[m.param]: (unit, m) for m in unit.members if m.param in numbers}
+            self._places.update(held)
+            self._groups.append(list(held))
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        return self._groups
+
+    def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
+        ranks, (unit, first) = self._ranks, self._places[next(iter(own))]
+        size = first.dtype.itemsize
+        numel = self._sharding.slices(unit).slice_bytes // size
+        rows = torch.zeros(ranks.count, numel, dtype=torch.float32, device="cpu")
+        found: dict[int, Tensor] = {}
+        for number, part in own.items():
+            member = self._places[number][1]
+            begin = member.begin // size
+            found[number] = rows.view(-1)[begin : begin + member.shape.numel()]
+            found[number][part.begin : part.begin + part.values.numel()].copy_(part.values)
+        ranks.gather(rows, rows[ranks.rank], f"{field} of {unit.name}").wait()
+        return found

@@ -1,0 +1,220 @@
+"""The recorded order in which units are used, and what it says will come next.
+
+Always on: every use is one token, a phase and a unit, in one history. What comes next is what came
+next the last time that the present looked like this: the longest run of last tokens that has been
+there before is found again, and the history is read on from there. So a wrong guess costs one miss,
+an order that was seen once is known, and training, evaluation and generation do not disturb one
+another. A backward pass that was never seen is taken to be its forward pass in reverse.
+
+Knows units by number only. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from offload.core.errors import FormatError
+from offload.core.private_file import read_small, write_private
+from offload.storage.safetensors_file import parse_json
+
+CONTEXTS = (8, 4, 2, 1)  # lengths of the runs that are looked up, longest first
+KEEP_TOKENS = 1 << 16  # of history; half of it is dropped when it is full
+VERSION = 1
+MOST_FILE_BYTES = 32 * KEEP_TOKENS  # of a saved trace; a use takes half of that
+_PACE_WEIGHT = 0.3  # of the newest time until the next use, against those before
+
+
+class Phase(Enum):
+    FORWARD = "forward"  # in training: a backward pass may follow
+    BACKWARD = "backward"
+    EVALUATION = "evaluation"
+
+
+_PHASES = list(Phase)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A unit is used in a phase."""
+
+    phase: Phase
+    unit: int
+
+
+class Trace:
+    """The history of one model's units. fingerprint: of the model, so that a saved trace is not
+    taken for another's.
+    """
+
+    def __init__(self, fingerprint: str, units: int) -> None:
+        self.fingerprint = fingerprint
+        self.units = units
+        self.hits = self.misses = 0  # uses that the use before them foretold, or not
+        # Tokens, a number for each phase and unit; 4 bytes each, for a run may have all of them.
+        self._history = array("i")
+        self._dropped = 0  # tokens that were before the history
+        self._seen: dict[tuple[int, ...], int] = {}  # a run of tokens -> where it last ended
+        self._match: int | None = None  # where the present run ended before
+        self._pace_s: dict[int, float] = {}
+
+    # --- recording --------------------------------------------------------------------------------
+
+    def record(self, phase: Phase, unit: int, since_last_s: float | None = None) -> None:
+        """A unit is used now. since_last_s: time since the use before, without waiting."""
+        token = self._token(Use(phase, unit))
+        if self._history:
+            foretold = next(self._tokens_ahead(), None)
+            self.hits += foretold == token
+            self.misses += foretold != token
+            if since_last_s is not None:
+                self._note_pace(self._history[-1], since_last_s)
+        self._learn(token)
+
+    @property
+    def last(self) -> Use | None:
+        """The present use."""
+        return self._use(self._history[-1]) if self._history else None
+
+    def uses(self) -> list[tuple[int, int]]:
+        """All that are remembered: the number of the phase, and the unit."""
+        return [divmod(token, self.units) for token in self._history]
+
+    def _learn(self, token: int) -> None:
+        self._history.append(token)
+        self._match = self._find()
+        now = self._dropped + len(self._history) - 1
+        for length in CONTEXTS:
+            if length <= len(self._history):
+                self._seen[tuple(self._history[-length:])] = now
+        if len(self._history) > KEEP_TOKENS:
+            self._forget_half()
+
+    def _find(self) -> int | None:
+        """Where the longest run that ends now ended before."""
+        for length in CONTEXTS:
+            if length <= len(self._history):
+                found = self._seen.get(tuple(self._history[-length:]))
+                if found is not None:
+                    return found
+        return None
+
+    def _forget_half(self) -> None:
+        half = len(self._history) // 2
+        del self._history[:half]
+        self._dropped += half
+        self._seen = {run: at for run, at in self._seen.items() if at >= self._dropped}
+        if self._match is not None and self._match < self._dropped:
+            self._match = None
+
+    def _note_pace(self, token: int, seconds: float) -> None:
+        before = self._pace_s.get(token, seconds)
+        self._pace_s[token] = before + _PACE_WEIGHT * (seconds - before)
+
+    def pace_s(self, use: Use) -> float | None:
+        """Seconds from this use to the next one, waiting left out; None: not known."""
+        return self._pace_s.get(self._token(use))
+
+    def paces_s(self) -> list[float]:
+        """Of all uses that are known."""
+        return list(self._pace_s.values())
+
+    # --- foretelling ------------------------------------------------------------------------------
+
+    def ahead(self) -> Iterator[Use]:
+        """What will be used after the present use, without end where the past repeats itself."""
+        return map(self._use, self._tokens_ahead())
+
+    def _tokens_ahead(self) -> Iterator[int]:
+        history = self._history
+        if self._match is not None:
+            begin, end = self._match + 1 - self._dropped, len(history)
+            while True:  # what led from there to here leads on from here
+                for at in range(begin, end):
+                    yield history[at]
+        if history and self._use(history[-1]).phase is Phase.BACKWARD:
+            yield from self._reversed_forward()
+
+    def _reversed_forward(self) -> Iterator[int]:
+        """For a backward pass that has never been here: the forward pass, back from this unit."""
+        uses = map(self._use, self._history)
+        forward = [use.unit for use in uses if use.phase is Phase.FORWARD]
+        unit = self._use(self._history[-1]).unit
+        if unit in forward:
+            last = len(forward) - 1 - forward[::-1].index(unit)
+            for earlier in reversed(forward[:last]):
+                yield self._token(Use(Phase.BACKWARD, earlier))
+
+    def _token(self, use: Use) -> int:
+        return _PHASES.index(use.phase) * self.units + use.unit
+
+    def _use(self, token: int) -> Use:
+        phase, unit = divmod(token, self.units)
+        return Use(_PHASES[phase], unit)
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to a file that only its owner can read; one that is there is replaced."""
+        write_private(Path(path), json.dumps(self.to_dict()))
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Know what a saved trace knows, as if that had been before all that was recorded here.
+        Nothing may be running. Raises `FormatError` where the file is no trace, or another model's,
+        and `StoreError` where it cannot be read; nothing has changed then.
+        """
+        text = read_small(Path(path), MOST_FILE_BYTES)
+        try:
+            whole = Trace.from_dict(parse_json(text), self.fingerprint, self.units)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error.__cause__
+        for token in self._history:
+            whole._learn(token)
+        self._history, self._dropped = whole._history, whole._dropped
+        self._seen, self._match = whole._seen, whole._match
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a file: plain numbers and words."""
+        return {
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            "units": self.units,
+            "history": [list(use) for use in self.uses()],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], fingerprint: str, units: int) -> Trace:
+        """What `to_dict` gave, for the same model. Raises `FormatError` where it is not that."""
+        if not isinstance(data, Mapping) or data.get("version") != VERSION:
+            raise FormatError(f"trace: expected version {VERSION}; record it anew")
+        if (data.get("fingerprint"), data.get("units")) != (fingerprint, units):
+            raise FormatError(
+                f"trace: was recorded for a model {data.get('fingerprint')!r} of "
+                f"{data.get('units')!r} units, this one is {fingerprint!r} of {units}; record it "
+                "anew"
+            )
+        trace = cls(fingerprint, units)
+        for phase, unit in _checked_history(data.get("history"), units):
+            trace._learn(trace._token(Use(phase, unit)))
+        return trace
+
+
+def _checked_history(history: object, units: int) -> list[tuple[Phase, int]]:
+    if not isinstance(history, list) or len(history) > KEEP_TOKENS:
+        raise FormatError(f"trace: expected a list of at most {KEEP_TOKENS} uses")
+    found = []
+    for token in history:
+        well_formed = isinstance(token, list) and len(token) == 2
+        if not well_formed or any(type(number) is not int for number in token):
+            raise FormatError(f"trace: expected [phase, unit], got {token!r}")
+        phase, unit = token
+        if not (0 <= phase < len(_PHASES) and 0 <= unit < units):
+            raise FormatError(f"trace: expected a phase below 3 and a unit below {units}: {token}")
+        found.append((_PHASES[phase], unit))
+    return found

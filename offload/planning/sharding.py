@@ -1,0 +1,110 @@
+"""What a model that is shared out over ranks needs on each of them. A pure function of sizes.
+
+Each rank has a slice of every unit's block, of its gradients and of its optimizer state. To compute
+with a unit its block is gathered whole, for a while, and so are its gradients until they are
+reduced: one unit at a time at least, beside those that hold others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offload.core.config import format_size
+from offload.core.errors import CapacityError
+from offload.distributed.partition import Partition
+from offload.planning.shares import DEVICE_SPARE_BYTES, on_device_bytes
+from offload.planning.unit import Unit, enclosing
+
+DEPTH = 2  # whole blocks ahead, where nothing else was said: all ranks need the same number
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over `count` ranks, of which this is `rank`. whole_bytes: for gathered blocks.
+    gradient_bytes: for whole gradients on their way. Both are the same on all ranks. depth: whole
+    blocks ahead. on_device: what is whole is on a device.
+    """
+
+    rank: int
+    count: int
+    whole_bytes: int = 0
+    gradient_bytes: int = 0
+    depth: int = DEPTH
+    on_device: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.count}, stage 3: 1/{self.count} of parameters, gradients "
+            f"and state here; {format_size(self.whole_bytes)} for gathered parameters, "
+            f"{self.depth} units ahead, {format_size(self.gradient_bytes)} for whole gradients"
+            f"{', on the device' if self.on_device else ''}"
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.whole_bytes + self.gradient_bytes
+
+    def slices(self, unit: Unit) -> Partition:
+        return Partition(unit.nbytes, self.count)
+
+    def slice_bytes(self, unit: Unit) -> int:
+        return self.slices(unit).slice_bytes
+
+    def whole_of(self, unit: Unit) -> int:
+        """What a unit takes where it is whole."""
+        padded = self.slices(unit).padded_bytes
+        return on_device_bytes(padded) if self.on_device else padded
+
+    def own(self, unit: Unit, param: object) -> tuple[int, int]:
+        """The elements of a parameter of the unit that are this rank's."""
+        member = next(m for m in unit.members if m.param is param)
+        numel, itemsize = member.shape.numel(), member.dtype.itemsize
+        return self.slices(unit).own(self.rank, member.begin, numel, itemsize)
+
+    def with_least(self, units: Sequence[Unit], trained: Sequence[int]) -> Sharding:
+        """With which the model just works, and blocks come ahead. trained: numbers of the units
+        that have gradients.
+        """
+        whole = list(map(self.whole_of, units))
+        ahead = self.depth * max(whole, default=0)
+        grads = [size if n in trained else 0 for n, size in enumerate(whole)]
+        # Of a device it comes to host memory, which has places for it (`staging_bytes`).
+        slices = [0 if self.on_device else self.slice_bytes(units[n]) for n in trained]
+        # One unit's is made while another's is under way, with what comes of it.
+        gradients = _least(units, grads) + max(grads, default=0) + 2 * max(slices, default=0)
+        return replace(
+            self,
+            whole_bytes=min(sum(whole), _least(units, whole) + ahead),
+            gradient_bytes=min(sum(grads) + sum(slices), gradients),
+        )
+
+    def with_room(self, units: Sequence[Unit], left_bytes: int) -> Sharding:
+        """Whole blocks stay longer where there is room."""
+        whole = sum(map(self.whole_of, units))
+        return replace(self, whole_bytes=min(whole, self.whole_bytes + max(0, left_bytes)))
+
+    def left_on_device(self, buffer_bytes: int, others_bytes: int, limit_bytes: int) -> int:
+        """What of a limit for everything on a device nothing is meant for; refuses one that is too
+        low. buffer_bytes: of the model. others_bytes: on the device already.
+        """
+        buffers = on_device_bytes(buffer_bytes) + DEVICE_SPARE_BYTES
+        works = self.fixed_bytes + buffers + others_bytes
+        if works > limit_bytes:
+            raise CapacityError(
+                f"device_memory: {format_size(limit_bytes)} ({limit_bytes} bytes) are allowed on "
+                f"each rank; one unit at a time, gathered from {self.count} ranks, needs "
+                f"{format_size(self.whole_bytes)} with {self.depth} more ahead, whole gradients on "
+                f"their way {format_size(self.gradient_bytes)}, the model's buffers "
+                f"{format_size(buffer_bytes)}, others hold {format_size(others_bytes)}; the least "
+                f"that works is about {works} bytes, and what activations take; raise "
+                "device_memory, or lower prefetch_depth"
+            )
+        return limit_bytes - works
+
+
+def _least(units: Sequence[Unit], sizes: Sequence[int]) -> int:
+    """When one unit at a time is there, beside those that hold others."""
+    kept = enclosing(units)
+    most = max((sum(sizes[n] for n in u.needs if n not in kept) for u in units), default=0)
+    return sum(sizes[number] for number in kept) + most

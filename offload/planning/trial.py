@@ -1,0 +1,332 @@
+"""One trial of `offload tune`, inside the process that trains.
+
+The environment variable OFFLOAD_TRIAL names a file with the order: which tuning to run with, how
+many steps to let pass and how many to measure, and where the result goes. `tuning.choose` takes the
+order's tuning instead of any profile's, every step is told here, and after the last one the result
+is written and SystemExit(0) raised out of `optimizer.step()`. So the loop that is measured is the
+user's own, as it is.
+
+The result is written anew at every step, whole or not: whoever reads it knows how far a loop came
+that ended early. The tuner reads these files without torch, so nothing here needs it to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from offload.core.errors import ConfigError, FormatError, StoreError
+from offload.core.private_file import read_small, write_private
+from offload.core.step_fact import StepFact
+from offload.core.strict_json import parse_json, printable
+from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
+from offload.core.typed import read_as
+from offload.planning.profile import Tuning
+
+_T = TypeVar("_T")
+ENVIRONMENT = "OFFLOAD_TRIAL"
+MOST_FILE_BYTES = 1 << 20
+_STEP, _MODEL = "step(): ", "model: "  # as the ledger names causes of seconds
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a trial is to do. warm_up: steps before the first that is measured, 1 at least: an
+    iteration begins with the end of a step. result: the file for it.
+    """
+
+    tuning: Tuning
+    warm_up: int
+    steps: int
+    result: str
+
+    def __post_init__(self) -> None:
+        if self.warm_up < 1 or self.steps < 1:
+            raise FormatError(
+                f"warm_up, steps: expected 1 or more of each, got {self.warm_up}, {self.steps}"
+            )
+
+    @property
+    def steps_needed(self) -> int:
+        return self.warm_up + self.steps
+
+    def save(self, path: Path) -> None:
+        write_private(path, json.dumps(asdict(self), allow_nan=False))
+
+
+@dataclass(frozen=True)
+class TrialTarget:
+    """A model that was opened, as a profile tells them apart."""
+
+    model: str
+    device: str
+    host_bytes: int | None
+    device_bytes: int | None
+    directories: int
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial has seen. The seconds of whole iterations, from the end of a step to that of the
+    next; all else is the median iteration's. is_whole: no step is missing.
+
+    targets: every model that was opened. tunes_depth, tunes_activations: the loop leaves these
+    open. layer_bytes: of the units that there are most of; None: the model is not prepared.
+    stall_share: of an iteration, in which its thread waited. rates: the best of any iteration.
+    peak_bytes: of each kind of memory.
+    """
+
+    targets: tuple[TrialTarget, ...] = ()
+    is_whole: bool = False
+    steps_done: int = 0
+    seconds: tuple[float, ...] = ()
+    is_prepared: bool = False
+    tunes_depth: bool = False
+    tunes_activations: bool = False
+    threads: int = 1
+    layer_bytes: int | None = None
+    layers: int = 0
+    stall_share: float = 0.0
+    compute_s: float = 0.0
+    update_s: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    disk_bytes_per_s: float | None = None
+    update_bytes_per_s: float | None = None
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Moved in an iteration."""
+        return self.read_bytes + self.written_bytes
+
+
+def load_order(path: Path) -> Order:
+    return _load(Order, path)
+
+
+def load_result(path: Path) -> TrialResult | None:
+    """None: there is none, since nothing was prepared or wrapped."""
+    return _load(TrialResult, path) if path.exists() else None
+
+
+def _load(kind: type[_T], path: Path) -> _T:
+    try:
+        return read_as(kind, parse_json(read_small(path, MOST_FILE_BYTES)))
+    except FormatError as error:
+        raise FormatError(f"{printable(path)}: {error}") from error
+
+
+# --- the trial of this process --------------------------------------------------------------------
+
+
+class _MemorySample(Protocol):
+    @property
+    def nbytes(self) -> Mapping[str, int]: ...
+
+
+class Watched(Protocol):
+    """The metrics of one engine."""
+
+    def events_since(self, begin_s: float) -> list[Event]: ...
+
+    def samples(self) -> Sequence[_MemorySample]: ...
+
+
+class _TrialUnit(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def modules(self) -> Sequence[object]: ...
+
+    @property
+    def needs(self) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """A prepared model."""
+
+    @property
+    def units(self) -> Sequence[_TrialUnit]: ...
+
+
+@dataclass(frozen=True)
+class _TrialIteration:
+    seconds: float
+    waited_s: float
+    compute_s: float
+    update_s: float
+    disk_s: float
+    counts: Mapping[str, int]
+    updating_s: float  # in the kernels themselves
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.counts.get("disk_read_bytes", 0) + self.counts.get("disk_written_bytes", 0)
+
+
+class Trial:
+    """Follows the steps of the optimizer that steps first; a second one's are part of the
+    iteration. Of the thread that trains.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.order = load_order(path)
+        self._targets: dict[TrialTarget, None] = {}
+        self._is_prepared = self._tunes_depth = self._tunes_activations = False
+        self._followed: Watched | None = None
+        self._last: StepFact | None = None
+        self._steps = 0
+        self._iterations: list[_TrialIteration] = []
+
+    @property
+    def tuning(self) -> Tuning:
+        return self.order.tuning
+
+    def note_target(self, target: TrialTarget) -> None:
+        """A model, or an optimizer's parameters, will be opened with the order's tuning."""
+        self._targets[target] = None
+        self._write(TrialResult(tuple(self._targets)))
+
+    def note_prepared(self, tunes_depth: bool, tunes_activations: bool) -> None:
+        """What is opened is a model, and leaves these to the tuning."""
+        self._is_prepared = True
+        self._tunes_depth |= tunes_depth
+        self._tunes_activations |= tunes_activations
+
+    def note_step(self, step: StepFact, metrics: Watched, model: object, threads: int) -> None:
+        """One has ended. model: that it belongs to, if it is a prepared one. Raises SystemExit
+        when there were enough.
+        """
+        if self._followed is not None and self._followed is not metrics:
+            return
+        self._followed = metrics
+        self._steps += 1
+        if self._steps > self.order.warm_up and self._last is not None:
+            events = metrics.events_since(self._last.end_s)
+            self._iterations.append(_iteration(self._last, step, events))
+        self._last = step
+        self._write(self._result(metrics, model, threads))
+        if self._steps >= self.order.steps_needed:
+            raise SystemExit(0)
+
+    def _result(self, metrics: Watched, model: object, threads: int) -> TrialResult:
+        layers = layer_sizes(model.units) if isinstance(model, Divided) else []
+        usual = statistics.multimode(layers)
+        common: dict[str, Any] = {
+            "targets": tuple(self._targets),
+            "is_whole": self._steps >= self.order.steps_needed,
+            "steps_done": self._steps,
+            "is_prepared": self._is_prepared,
+            "tunes_depth": self._tunes_depth,
+            "tunes_activations": self._tunes_activations,
+            "threads": threads,
+            "layer_bytes": max(usual, default=None),
+            "layers": layers.count(max(usual, default=0)),
+            "peak_bytes": _peak_bytes(metrics),
+        }
+        return TrialResult(**common, **_figures(self._iterations))
+
+    def _write(self, result: TrialResult) -> None:
+        write_private(Path(self.order.result), json.dumps(asdict(result), allow_nan=False))
+
+
+_TRIALS: dict[str, Trial] = {}  # of this process: there is one, by the name of its file
+
+
+def current() -> Trial | None:
+    """The trial that this process is; None: it is none. Raises `ConfigError` where the order is not
+    there.
+    """
+    name = os.environ.get(ENVIRONMENT)
+    if not name:
+        return None
+    if name not in _TRIALS:
+        try:
+            _TRIALS[name] = Trial(Path(name))
+        except (StoreError, FormatError) as error:
+            raise ConfigError(
+                f"{ENVIRONMENT}: {error}; `offload tune` sets it for its trials, unset it elsewhere"
+            ) from error
+    return _TRIALS[name]
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def layer_sizes(units: Sequence[_TrialUnit]) -> list[int]:
+    """Bytes that each layer's parameters take, its frozen ones among them."""
+    return [sum(units[n].nbytes for n in unit.needs) for unit in units if unit.modules]
+
+
+def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _TrialIteration:
+    # Here, since it imports torch, which the tuner does without.
+    from offload.core.metrics import COMPUTING, OTHER
+
+    in_step = {c.removeprefix(_STEP): s for c, s in step.seconds.items() if c.startswith(_STEP)}
+    outside = {c.removeprefix(_MODEL): s for c, s in step.seconds.items() if c.startswith(_MODEL)}
+    update_s = sum(s for cause, s in in_step.items() if cause in COMPUTING | {OTHER})
+    model_waits_s = sum(s for cause, s in outside.items() if cause not in COMPUTING)
+    whole_s = step.end_s - before.end_s
+    return _TrialIteration(
+        seconds=whole_s,
+        waited_s=sum(in_step.values()) - update_s + model_waits_s,
+        compute_s=max(0.0, step.begin_s - before.end_s - model_waits_s),
+        update_s=update_s,
+        disk_s=busy_s(event for event in events if event.row in (DISK_READS, DISK_WRITES)),
+        counts=step.counts,
+        updating_s=in_step.get("update", 0.0),
+    )
+
+
+def _figures(iterations: Sequence[_TrialIteration]) -> dict[str, Any]:
+    if not iterations:
+        return {}
+
+    def count(name: str) -> int:
+        return round(statistics.median(i.counts.get(name, 0) for i in iterations))
+
+    disk = [i.disk_bytes / i.disk_s for i in iterations if i.disk_bytes and i.disk_s]
+    update = [
+        i.counts["updated_bytes"] / i.updating_s
+        for i in iterations
+        if i.counts.get("updated_bytes") and i.updating_s
+    ]
+    return {
+        "seconds": tuple(i.seconds for i in iterations),
+        "stall_share": statistics.median(min(1.0, i.waited_s / i.seconds) for i in iterations),
+        "compute_s": statistics.median(i.compute_s for i in iterations),
+        "update_s": statistics.median(i.update_s for i in iterations),
+        "read_bytes": count("disk_read_bytes"),
+        "written_bytes": count("disk_written_bytes"),
+        "to_device_bytes": count("host_to_device_bytes"),
+        "to_host_bytes": count("device_to_host_bytes"),
+        "disk_bytes_per_s": max(disk, default=None),
+        "update_bytes_per_s": max(update, default=None),
+    }
+
+
+def _peak_bytes(metrics: Watched) -> dict[str, int]:
+    found = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES}
+    for sample in metrics.samples():
+        for name, nbytes in sample.nbytes.items():
+            found[name] = max(found.get(name, 0), nbytes)
+    return found
+
+
+_RSS_BYTES = 1 if sys.platform == "darwin" else 1024

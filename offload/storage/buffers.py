@@ -1,0 +1,137 @@
+"""A piece of host memory to move: where it is, how long, and who keeps it alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from offload.core.errors import ConfigError
+from offload.kernels.arguments import check_pages, check_tensor
+
+_STRIDED = torch.strided
+_mode_is_on = torch._C._is_torch_function_mode_enabled
+
+
+class ByteRange(NamedTuple):
+    """Bytes [begin, end) of memory."""
+
+    begin: int
+    end: int
+
+
+class Buffer(NamedTuple):
+    """`owner` is held while an operation may touch the memory, so that nobody can reuse it."""
+
+    address: int
+    nbytes: int
+    owner: object
+
+    @classmethod
+    def of(
+        cls, name: str, memory: Any, writable: bool, anonymous: tuple[ByteRange, ...] = ()
+    ) -> Buffer:
+        """The memory of a contiguous host tensor, or of anything that shows its bytes (a lease's
+        `buffer()`, an array). anonymous: spans in which every page can be touched, see
+        `find_anonymous`; elsewhere the first and the last page are tried.
+        """
+        found = _of_plain_tensor(memory) if type(memory) is torch.Tensor else None
+        if found is None:
+            if isinstance(memory, torch.Tensor):
+                found = cls._of_tensor(name, memory)
+            else:
+                found = cls._of_view(name, memory, writable)
+        begin, end = found.address, found.address + found.nbytes
+        for first, last in anonymous:
+            if first <= begin and end <= last:
+                return found
+        check_pages(name, begin, end, writable)
+        return found
+
+    @classmethod
+    def _of_view(cls, name: str, memory: Any, writable: bool) -> Buffer:
+        try:
+            view = memoryview(memory)
+        except TypeError as error:
+            kind = type(memory).__name__
+            raise ConfigError(f"{name}: expected a tensor or a buffer, got {kind}") from error
+        if not view.c_contiguous:
+            raise ConfigError(f"{name}: expected contiguous memory, got strides {view.strides}")
+        if writable and view.readonly:
+            raise ConfigError(f"{name}: expected memory that can be written, got a read-only view")
+        if view.nbytes == 0:
+            return cls(0, 0, memory)
+        array = np.frombuffer(view, dtype=np.uint8)
+        return cls(array.ctypes.data, view.nbytes, array)
+
+    @classmethod
+    def _of_tensor(cls, name: str, tensor: torch.Tensor) -> Buffer:
+        with torch._C.DisableTorchFunction():
+            found = check_tensor(name, tensor)
+            # Not the tensor, which may be given other memory at any time.
+            return cls(found.begin, found.end - found.begin, tensor.untyped_storage())
+
+    def part(self, begin: int, nbytes: int) -> Buffer:
+        if nbytes == self.nbytes and begin == 0:
+            return self
+        assert 0 <= begin <= begin + nbytes <= self.nbytes
+        return Buffer(self.address + begin, nbytes, self.owner)
+
+
+def _of_plain_tensor(tensor: torch.Tensor) -> Buffer | None:
+    """As `Buffer._of_tensor` finds it, at half its price; None: let that one see, and say what is
+    wrong. Every write and read asks.
+    """
+    if (
+        _mode_is_on()
+        or not tensor.is_cpu
+        or tensor.layout is not _STRIDED
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.is_conj()
+    ):
+        return None
+    try:
+        begin, storage = tensor.data_ptr(), tensor.untyped_storage()
+        end = begin + tensor.nbytes
+        if begin == 0 or end == begin or end > storage.data_ptr() + storage.nbytes():
+            return None
+    except (RuntimeError, NotImplementedError, UserWarning):  # it has no memory
+        return None
+    return Buffer(begin, end - begin, storage)
+
+
+def find_anonymous(memory: Iterable[Buffer]) -> tuple[ByteRange, ...]:
+    """Those of `memory` that are private, writable and of no file: as long as their owner lives
+    nobody can cut them short, and they need not be tried again for each request.
+    """
+    try:
+        with open("/proc/self/maps", errors="replace") as file:
+            maps = [_parse_map(line) for line in file]
+    except OSError:  # not Linux, or not mounted: they are tried each time
+        return ()
+    anonymous = [span for span, is_anonymous in maps if is_anonymous]
+    return tuple(
+        ByteRange(each.address, each.address + each.nbytes)
+        for each in memory
+        if _is_covered(each.address, each.address + each.nbytes, anonymous)
+    )
+
+
+def _parse_map(line: str) -> tuple[ByteRange, bool]:
+    span, permissions, _, _, inode, *_ = line.split()
+    begin, end = span.split("-")
+    return ByteRange(int(begin, 16), int(end, 16)), permissions.startswith("rw") and (
+        permissions.endswith("p") and inode == "0"
+    )
+
+
+def _is_covered(begin: int, end: int, spans: Iterable[ByteRange]) -> bool:
+    """Whether `spans`, in order of memory, have every byte of [begin, end)."""
+    for span in spans:
+        if span.begin <= begin < span.end:
+            begin = span.end
+    return begin >= end

@@ -1,0 +1,465 @@
+"""Chunks of bytes on drives: copy on write, every byte checked.
+
+A chunk lies in extents of swap files. The table that says where is in memory, with the checksum of
+each piece and a generation: the files alone are worthless, and need be, for they end with the
+process. A write takes fresh extents, and the table changes when all of it is on the drive; so a
+failed write changes nothing, and readers of the old generation are not disturbed. A generation
+keeps its extents until it is neither current nor read nor pinned by a snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError, StoreError
+from offload.core.locks import Gate, attempt
+from offload.core.metrics import Metrics
+from offload.core.ticket import Ticket, in_follow_up
+from offload.core.timeline import DISK_READS, DISK_WRITES, Event
+from offload.storage.buffers import Buffer, find_anonymous
+from offload.storage.choose import check_numbers, open_engine
+from offload.storage.contract import (
+    DirectoryStats,
+    KnownSums,
+    StoreStats,
+    check_request,
+    check_sums,
+)
+from offload.storage.engine import (
+    PIECE_BYTES,
+    SUM_BYTES,
+    TIMEOUT_S,
+    Group,
+    IOEngine,
+    Priority,
+    Sums,
+    Transfer,
+    make_sums,
+)
+from offload.storage.files import SwapFile, System, close_swap_files, open_swap_files
+from offload.storage.space import Extent, Space
+from offload.storage.table import ChunkTable, Version
+
+_WRITES = DISK_WRITES, "disk_written_bytes"  # where they are drawn and counted
+_READS = DISK_READS, "disk_read_bytes"
+_RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
+
+
+class _Operation(Group):
+    """A write or a read under way. It ends once: whoever takes the version from it ends it."""
+
+    __slots__ = ("begin_s", "is_expected", "is_write", "known", "name", "store", "version")
+
+    def __init__(self, store: DiskStore, name: str, is_write: bool, priority: Priority) -> None:
+        what = f"write of {name}" if is_write else f"read of {name}"
+        super().__init__(Ticket(what, store._describe), priority)
+        self.store = store
+        self.name = name
+        self.is_write = is_write
+        self.known: KnownSums | None = None
+        self.version: Version | None = None
+        self.is_expected = False  # its bytes count as waiting
+        self.begin_s = 0.0
+
+    def end(self, error: OffloadError | None) -> None:
+        self.store._ended(self, error)
+
+
+class DiskStore:
+    """A store in unnamed files of one directory or several, `capacity_bytes` in all.
+
+    The space is reserved at once; a copy-on-write store needs room for what it holds and for the
+    writes that are under way. Each write goes to the directory with the shortest queue. engine:
+    "io_uring", "threads" or "aiofiles" instead of the best one. memory: arenas to register with
+    io_uring (`pool.buffer()`, tensors), held until the store is closed. piece_bytes: of one
+    operation and its checksum, whole blocks. depth: operations in flight at once; None: what
+    this process has of a drive.
+    """
+
+    def __init__(
+        self,
+        directories: Path | str | Sequence[Path | str],
+        capacity_bytes: int,
+        *,
+        metrics: Metrics | None = None,
+        engine: str | None = None,
+        memory: Sequence[Any] = (),
+        timeout_s: float = TIMEOUT_S,
+        depth: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        system: System | None = None,
+    ) -> None:
+        if isinstance(directories, Path | str):
+            directories = [directories]
+        paths = [Path(os.path.realpath(directory)) for directory in directories]
+        if not paths or len(set(paths)) < len(paths):
+            raise ConfigError(f"directories: expected one or several, each once, got {paths}")
+        if capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes: expected 1 or more, got {capacity_bytes}")
+        check_numbers(timeout_s, depth, piece_bytes)
+        arenas = [Buffer.of("memory", each, writable=True) for each in memory]
+        anonymous = find_anonymous(arenas)
+        self.metrics = metrics or Metrics()
+        self.timeout_s = timeout_s
+        self._system = system or System()
+        self._files = open_swap_files(paths, capacity_bytes, self._system)
+        try:
+            for file in self._files:
+                if piece_bytes % file.align:
+                    raise ConfigError(
+                        f"piece_bytes: expected a multiple of {file.align}, which {file.label} "
+                        f"asks for, got {piece_bytes}"
+                    )
+                for note in file.notes:
+                    self.metrics.fall_back(f"disk store {file.directory}", note)
+            self.engine: IOEngine = open_engine(
+                [file.fd for file in self._files],
+                arenas,
+                metrics=self.metrics,
+                name=engine,
+                timeout_s=timeout_s,
+                depth=depth,
+                piece_bytes=piece_bytes,
+            )
+        except BaseException:
+            close_swap_files(self._files)
+            raise
+        self._describe = self.engine.describe  # for every ticket the same
+        self._anonymous = anonymous if self.engine.held else ()  # the engine keeps it alive
+        self._space = Space(self._files)
+        self._table = ChunkTable(self._space)
+        self._read_bytes = [0] * len(self._files)
+        self._written_bytes = [0] * len(self._files)
+        self._lock = threading.Lock()
+        self._room = Gate(self._lock)
+        self._writers_waiting = 0  # there
+        self._failed: OffloadError | None = None
+        self._open = list(self._files)
+        self._close = weakref.finalize(self, _shut, self.engine, self._open)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(
+        self,
+        name: str,
+        source: Any,
+        priority: Priority = Priority.WRITE_BACK,
+        sums: KnownSums | None = None,
+    ) -> Ticket[None]:
+        """Start to store `source` as the next generation of `name`. sums: see `Store.write`; they
+        are copied before it returns, and spare a second look at bytes that have just been made.
+
+        Waits while room is held only by writes under way or old generations being read; raises
+        `CapacityError` with the numbers when it never comes. In the follow-up of a ticket, where
+        nothing may wait, it raises `StateError` instead of waiting.
+        """
+        priority = check_request(name, priority)
+        memory = Buffer.of(name, source, False, self._anonymous)
+        operation = _Operation(self, name, True, priority)
+        if sums is not None:
+            check_sums(name, sums, memory.nbytes)
+            operation.known = sums if self.engine.takes_sums else None
+        self._check_usable()
+        return self._operate(operation, memory, self._begin_write)
+
+    def _begin_write(self, operation: _Operation, memory: Buffer) -> None:
+        """Room for a new generation. Under the lock."""
+        version = operation.version = Version(operation.name, memory.nbytes)
+        self._wait_for_room(version)
+        known = operation.known
+        if known is not None:
+            version.sums = _cut_sums(known, version.extents)
+            operation.known = known if version.sums else None
+        if not version.sums:
+            sum_bytes = self.engine.sum_bytes
+            version.sums = [make_sums(nbytes, sum_bytes) for _, _, nbytes in version.extents]
+        self._table.begin(version)
+
+    def _wait_for_room(self, version: Version) -> None:
+        deadline_s: float | None = None
+        while True:
+            self._table.take_in()
+            if self._space.take(version.nbytes, version.extents):
+                return
+            now_s = time.monotonic()
+            deadline_s = deadline_s or now_s + self.timeout_s
+            hopeless = self._space.round_up(version.nbytes) > self._space.capacity_bytes
+            if hopeless or not any(self._space.waiting_bytes) or now_s > deadline_s:
+                raise CapacityError(self._space.refusal(version.name, version.nbytes))
+            if in_follow_up():
+                raise StateError(
+                    f"disk store: {version.name} has to wait for room, in the follow-up of a "
+                    "ticket, whose thread may be the one that makes room"
+                )
+            self._writers_waiting += 1
+            try:
+                self._room.wait(_RECHECK_S)
+            finally:
+                self._writers_waiting -= 1
+            self._check_usable()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read(
+        self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
+    ) -> Ticket[None]:
+        """Start to fill `target` with the current generation of `name`."""
+        priority = check_request(name, priority)
+        memory = Buffer.of(name, target, True, self._anonymous)
+        self._check_usable()
+        return self._operate(_Operation(self, name, False, priority), memory, self._begin_read)
+
+    def _begin_read(self, operation: _Operation, memory: Buffer) -> None:
+        self._hold(operation, self._table.version(operation.name), memory)
+
+    def _hold(self, operation: _Operation, version: Version, memory: Buffer) -> None:
+        """Keep a version for a read into `memory` that is about to start. Under the lock."""
+        if memory.nbytes != version.nbytes:
+            raise ConfigError(
+                f"{version.name}: expected a target of {version.nbytes} bytes as stored, got "
+                f"{memory.nbytes}"
+            )
+        version.holders += 1
+        operation.version = version
+
+    # --- both -------------------------------------------------------------------------------------
+
+    def _operate(
+        self, operation: _Operation, memory: Buffer, begin: Callable[[_Operation, Buffer], None]
+    ) -> Ticket[None]:
+        """Start an operation on the version that `begin` gives it, under the lock. Whatever raises,
+        a signal handler included, is followed by exactly one `_ended`.
+        """
+        try:
+            with self._lock:
+                begin(operation, memory)
+                self._expect(operation)
+            self.engine.submit(operation, self._transfers(operation, memory))
+        except BaseException:
+            if not operation.begun:
+                self._ended(operation, StateError(f"{operation.name}: could not be started"))
+            raise
+        return operation.ticket
+
+    def _expect(self, operation: _Operation) -> None:
+        """An operation is about to start. Under the lock."""
+        assert operation.version is not None
+        waiting_bytes = self._space.waiting_bytes.copy()
+        for file, _, nbytes in operation.version.extents:
+            waiting_bytes[file] += nbytes
+        self._space.waiting_bytes = waiting_bytes
+        operation.is_expected = True
+        operation.begin_s = time.perf_counter()
+
+    def _transfers(self, operation: _Operation, memory: Buffer) -> list[Transfer]:
+        version, is_write = operation.version, operation.is_write
+        assert version is not None
+        name, files, sums = version.name, self._files, version.sums
+        is_known = operation.known is not None
+        if len(sums) == 1:  # nearly always
+            ((file, offset, _),) = version.extents
+            return [Transfer(name, is_write, files[file], offset, memory, sums[0], is_known)]
+        transfers, begin = [], 0
+        for (file, offset, nbytes), each in zip(version.extents, sums, strict=True):
+            part = memory.part(begin, nbytes)
+            transfers.append(Transfer(name, is_write, files[file], offset, part, each, is_known))
+            begin += nbytes
+        return transfers
+
+    def _ended(self, operation: _Operation, error: OffloadError | None) -> None:
+        """An operation has ended, or was given up. One hold of the lock for all of it: a writer
+        that waits for room and sees nothing under way gives up.
+        """
+        moved = self._written_bytes if operation.is_write else self._read_bytes
+        with self._lock:
+            version, operation.version = operation.version, None
+            if version is None:
+                return
+            if operation.is_expected:
+                waiting_bytes = self._space.waiting_bytes
+                for file, _, nbytes in version.extents:
+                    waiting_bytes[file] -= nbytes
+                    if error is None:
+                        moved[file] += nbytes
+            if operation.is_write:
+                self._table.end(version, error)
+            else:
+                self._table.let_go_after(version, error)
+            if self._writers_waiting:
+                self._room.notify_all()
+        if error is None:
+            self._tell(version, operation)
+
+    def _tell(self, version: Version, operation: _Operation) -> None:
+        row, count = _WRITES if operation.is_write else _READS
+        metrics, name, nbytes = self.metrics, version.name, version.nbytes
+        metrics.count(count, nbytes)
+        metrics.event(Event(row, name, operation.begin_s, time.perf_counter(), nbytes))
+
+    # --- the table --------------------------------------------------------------------------------
+
+    def free(self, name: str) -> None:
+        """Forget the chunk, and every write of it that is under way."""
+        self._check_usable()
+        table = self._table
+        table.check_known(name)
+        # A finalizer may do this, in the thread that holds the lock: whoever takes it next goes on.
+        table.freed.append((name, table.generation))
+        with attempt(self._lock) as is_ours:
+            if is_ours:
+                table.take_in()
+                self._room.notify_all()
+
+    def snapshot(self, names: Iterable[str] | None = None) -> DiskSnapshot:
+        self._check_usable()
+        with self._lock:
+            versions = self._table.pin(names)
+        return DiskSnapshot(self, versions)
+
+    def names(self) -> list[str]:
+        self._check_usable()
+        with self._lock:
+            self._table.take_in()
+            return sorted(self._table.current)
+
+    def nbytes_of(self, name: str) -> int:
+        self._check_usable()
+        with self._lock:
+            return self._table.version(name).nbytes
+
+    def generation_of(self, name: str) -> int:
+        self._check_usable()
+        with self._lock:
+            return self._table.version(name).generation
+
+    # --- the whole --------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Return when the drives have taken all complete writes.
+
+        A failure is final: the system may have dropped bytes that it had accepted, and asking again
+        would hide it. The store then refuses everything.
+        """
+        self._check_usable()
+        for file in self._files:
+            try:
+                self._system.sync(file.fd)
+            except OSError as error:
+                self._failed = StoreError(
+                    f"disk store: sync of {file.label} failed ({os.strerror(error.errno or 0)}): "
+                    "bytes that were accepted may be lost; go back to a checkpoint and use another "
+                    "drive",
+                    errno=error.errno,
+                    operation="sync",
+                    file=file.label,
+                )
+                raise self._failed from error
+
+    def stats(self) -> StoreStats:
+        self.engine.check_process()
+        with self._lock:
+            self._table.take_in()
+            directories = tuple(
+                DirectoryStats(
+                    str(file.directory),
+                    file.nbytes,
+                    self._space.used_bytes_of(number),
+                    self._read_bytes[number],
+                    self._written_bytes[number],
+                    file.align > 1,
+                )
+                for number, file in enumerate(self._files)
+            )
+            return StoreStats(
+                self.engine.name,
+                self._space.capacity_bytes,
+                self._space.used_bytes,
+                self._space.peak_bytes,
+                self._table.quarantined_bytes,
+                len(self._table.current),
+                directories,
+            )
+
+    def close(self) -> None:
+        """End what is in flight and give the files back. Idempotent; after an interruption it goes
+        on where it was.
+        """
+        _shut(self.engine, self._open)
+        self._close.detach()
+
+    def _check_usable(self) -> None:
+        if self._failed is not None:
+            raise StateError("disk store: unusable since an error before") from self._failed
+        self.engine.check_usable()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _cut_sums(known: KnownSums, extents: Sequence[Extent]) -> list[Sums]:
+    """Known sums by extents; nothing where extents end within what one sum is of."""
+    found, begin = [], 0
+    for _, _, nbytes in extents:
+        if begin % SUM_BYTES:
+            return []
+        first, begin = begin // SUM_BYTES, begin + nbytes
+        found.append(array("Q", known[first : -(-begin // SUM_BYTES)].tobytes()))
+    return found
+
+
+class DiskSnapshot:
+    """Versions of a `DiskStore`, held until it is released."""
+
+    def __init__(self, store: DiskStore, versions: dict[str, Version]) -> None:
+        self.generations = {name: version.generation for name, version in versions.items()}
+        self._store = store
+        self._versions = versions
+        self._release = weakref.finalize(
+            self, store._table.released.extend, list(versions.values())
+        )
+        self._release.atexit = False
+
+    def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
+        priority = check_request(name, priority)
+        memory = Buffer.of(name, target, True, self._store._anonymous)
+        self._store._check_usable()
+
+        def hold(operation: _Operation, memory: Buffer) -> None:
+            version = self._versions.get(name)
+            if version is None or not self._release.alive:
+                why = "released" if not self._release.alive else f"without {name!r}"
+                raise StateError(f"snapshot: {why}")
+            self._store._hold(operation, version, memory)
+
+        operation = _Operation(self._store, name, False, priority)
+        return self._store._operate(operation, memory, hold)
+
+    def release(self) -> None:
+        """Let the old generations go. Idempotent."""
+        self._release()
+
+    def __enter__(self) -> DiskSnapshot:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _shut(engine: IOEngine, files: list[SwapFile]) -> None:
+    """Close what a store had. In a forked child it is the parent's, and stays."""
+    if not engine.is_ours():
+        return
+    engine.close()
+    # A file that the kernel may still use stays open until the end.
+    if engine.is_over and engine.abandoned_bytes == 0:
+        close_swap_files(files)

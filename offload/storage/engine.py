@@ -1,0 +1,411 @@
+"""The contract of the I/O engines, and what they have in common.
+
+An engine moves bytes between memory and files, asynchronously. It is given a group of transfers and
+returns one ticket for all of them. It cuts them into pieces, keeps several in flight, does waiting
+reads before prefetches before write-backs, continues short transfers, tries EINTR and EAGAIN again,
+and computes (write) or compares (read) checksums of each piece. What cannot be mended fails the
+ticket with a `StoreError` that says all there is to know. An operation that the system does not
+answer within `timeout_s` fails with `StoreTimeout` and a table of what is in flight; its memory is
+kept, for it may still be written to.
+
+Engines know files and addresses; they do not know chunks, generations or free space.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from itertools import count
+from typing import NamedTuple, Protocol, TypeAlias
+
+from offload.core.config import format_size
+from offload.core.errors import CorruptionError, OffloadError, StateError, StoreError, StoreTimeout
+from offload.core.locks import attempt, steadfast
+from offload.core.ticket import GivenUp, Ticket
+from offload.storage.buffers import Buffer
+
+PIECE_BYTES = 1 << 20
+SUM_BYTES = 128 << 10  # of one checksum that is known before a write; as in kernels/checksum.h
+DEPTH = 16
+MOST_DEPTH = 4096  # a ring has twice as many places, and no more than 32768
+TIMEOUT_S = 30.0
+# Engines with an operation that never ended: what it may still touch must outlive everything.
+_STUCK: list[IOEngine] = []
+Sums: TypeAlias = "array[int]"
+
+
+class Priority(IntEnum):
+    """Whose turn it is; the lower number goes first."""
+
+    WAITED_FOR = 0
+    PREFETCH = 1
+    WRITE_BACK = 2
+
+
+class IOFile(Protocol):
+    """An open file. align: of addresses, offsets and lengths; 1 behind the page cache."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def align(self) -> int: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+class Transfer(NamedTuple):
+    """Bytes between memory and a file. `sums` has one place for each `sum_bytes` of the engine's: a
+    write fills them in, a read compares them. A read of what was never written here has none;
+    nothing is compared then.
+    """
+
+    name: str  # of the tensor or chunk, for messages
+    is_write: bool
+    file: IOFile
+    offset: int
+    memory: Buffer
+    sums: Sums
+    is_known: bool = False  # of a write: its sums that are not 0 are those of the bytes
+
+    @property
+    def operation(self) -> str:
+        return "write" if self.is_write else "read"
+
+
+_NO_SUM: Sums = array("Q", [0])
+
+
+def make_sums(nbytes: int, sum_bytes: int) -> Sums:
+    return _NO_SUM * -(-nbytes // sum_bytes)
+
+
+class FaultKind(Enum):
+    """What an injected fault does to an operation; values as in kernels/io_engine.h."""
+
+    NONE = 0
+    ERROR = 1  # it fails with an errno
+    SHORT_HALF = 2  # half of the bytes are moved
+    SHORT_ZERO = 3  # none
+    FLIP = 4  # one bit of what is moved is wrong
+    LOST_WRITE = 5  # it claims success and does nothing
+    LOST_COMPLETION = 6  # nobody ever hears of it again
+    DELAY = 7
+
+
+@dataclass(frozen=True)
+class Fault:
+    """For tests: the `nth` operation from now (from 1, repeated attempts count) goes wrong; with
+    `forever` all operations from then on.
+    """
+
+    kind: FaultKind
+    nth: int = 1
+    forever: bool = False
+    code: int = errno.EIO  # of ERROR; milliseconds of DELAY
+    seed: int = 0  # which bit FLIP takes
+
+
+class Group:
+    """Transfers that end together, with one ticket. The owner says in `end` what happens then."""
+
+    __slots__ = ("begun", "engine", "error", "ids", "is_dropped", "left", "priority", "ticket")
+
+    def __init__(self, ticket: Ticket[None], priority: Priority) -> None:
+        self.ticket = ticket
+        self.priority = priority
+        self.engine: IOEngine | None = None
+        self.begun = False  # the engine has it: `end` will be called
+        self.is_dropped = False  # nobody has the ticket: its start was interrupted
+        self.ids: Sequence[int] = ()
+        self.left = 0
+        self.error: OffloadError | None = None
+
+    def end(self, error: OffloadError | None) -> None:
+        """Called once, in a thread of the engine's, before the ticket ends. A time-out with
+        ETIMEDOUT is told rather than any other error: then the memory and the file's bytes are not
+        free although the ticket has ended.
+        """
+
+    def urge(self) -> None:
+        """Somebody waits for it."""
+        if self.priority > Priority.WAITED_FOR:
+            self.priority = Priority.WAITED_FOR
+            assert self.engine is not None, "nobody is urged before submit"
+            for number in self.ids:
+                self.engine._promote(number)
+
+
+class IOEngine(ABC):
+    """One engine. Any thread; `close` ends it, and forked children may not use it."""
+
+    name: str
+    piece_bytes: int
+    sum_bytes: int  # of one checksum; a piece is a number of these
+    takes_sums = False  # `Transfer.is_known` counts
+
+    def __init__(self, name: str, piece_bytes: int, timeout_s: float) -> None:
+        self.name, self.piece_bytes, self.timeout_s = name, piece_bytes, timeout_s
+        self.sum_bytes = piece_bytes
+        self.notes: list[str] = []  # what was wished for and refused
+        self.held: Sequence[Buffer] = ()  # memory that lives until the engine is closed
+        self._pid = os.getpid()
+        self._numbers = count(1)
+        self._lock = threading.RLock()  # a finalizer may come back to it in the same thread
+        self._flying: dict[int, tuple[Transfer, Group]] = {}
+        self._abandoned: dict[int, Transfer] = {}  # timed out; their memory may still be touched
+        self._closed = False
+        self._broken: BaseException | None = None  # what has ended the engine's own thread
+        self._closing = threading.Lock()
+        self.is_over = False  # closed, and nothing is in flight or it is abandoned
+
+    # --- for the store ----------------------------------------------------------------------------
+
+    def submit(self, group: Group, transfers: Sequence[Transfer]) -> None:
+        """Start `transfers`; the group's ticket ends when the last of them has ended.
+
+        When it raises after the group has `begun`, by Ctrl-C perhaps, its `end` is called all the
+        same: what has started goes on, and the memory is in use until then.
+        """
+        entries: dict[int, tuple[Transfer, Group]] = {}
+        for transfer in transfers:
+            entries[next(self._numbers)] = transfer, group
+        group.ids, group.left, group.engine = tuple(entries), len(entries), self
+        try:
+            group.begun = True
+            self.check_usable()
+            with self._lock:
+                if self._closed or self._broken is not None:
+                    self.check_usable()
+                self._flying.update(entries)  # from here on `close` knows of it
+            if group.priority > Priority.WAITED_FOR:
+                group.ticket.urge = group.urge
+            for number, (transfer, _) in entries.items():
+                self._start(number, transfer, group.priority)
+            if not entries:
+                self._end_group(group)
+        except BaseException:
+            self._give_up(group)
+            raise
+
+    def _give_up(self, group: Group) -> None:
+        """End what has not started of a group, perhaps all of it."""
+        group.is_dropped = True
+        with self._lock:
+            was_known = group.left < len(group.ids) or any(n in self._flying for n in group.ids)
+        if not was_known:
+            group.error = StateError(f"{group.ticket.what}: could not be started")
+            self._end_group(group)
+        for number in group.ids if was_known else ():
+            self._withdraw(number)
+
+    def is_ours(self) -> bool:
+        """Whether this process made the engine, rather than its parent."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        if not self.is_ours():
+            raise StateError("store: made by the parent process; a forked child must not use it")
+
+    def check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            self.check_process()
+        if self._closed:
+            raise StateError("store: closed")
+        if self._broken is not None:
+            raise StateError(
+                "store: its I/O engine has failed; start again from a checkpoint"
+            ) from self._broken
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory that timed-out operations may still touch."""
+        with self._lock:
+            return sum(transfer.memory.nbytes for transfer in self._abandoned.values())
+
+    def describe(self) -> str:
+        """What is in flight, one operation a line."""
+        rows = []
+        with self._lock:
+            transfers = {number: entry[0] for number, entry in self._flying.items()}
+            transfers |= self._abandoned
+        for number, seconds in sorted(self._ages().items(), key=lambda row: -row[1]):
+            transfer = transfers.get(number)
+            if transfer is None:
+                continue
+            age = "waits in the queue" if seconds < 0 else f"for {seconds:.1f} s"
+            rows.append(
+                f"{transfer.operation} of {transfer.name}, {format_size(transfer.memory.nbytes)} "
+                f"at {transfer.offset} of {transfer.file.label}, {age}"
+            )
+        shown = rows[:20] + ([f"and {len(rows) - 20} more"] if len(rows) > 20 else [])
+        return "nothing" if not shown else "\n  " + "\n  ".join(shown)
+
+    # --- for the engines --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, number: int, transfer: Transfer, priority: Priority) -> None: ...
+
+    @abstractmethod
+    def _withdraw(self, number: int) -> None:
+        """End a transfer, unless it was started: then it goes on."""
+
+    @abstractmethod
+    def _promote(self, number: int) -> None:
+        """Somebody waits for this one now. The engine may be closed."""
+
+    @abstractmethod
+    def _ages(self) -> dict[int, float]:
+        """Seconds for which each transfer has been in flight; negative: still in the queue."""
+
+    @abstractmethod
+    def sum_of(self, memory: Buffer) -> int:
+        """The checksum of `sum_bytes` or less."""
+
+    @abstractmethod
+    def inject(self, fault: Fault) -> None:
+        """From now on operations go wrong as `fault` says. For tests."""
+
+    @abstractmethod
+    def attempts(self) -> int:
+        """Operations since the last `inject`. For tests."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End what is in flight. It may be interrupted and called again."""
+
+    def close(self) -> None:
+        """End what is in flight, refuse what comes. Idempotent; after an interruption it goes on
+        where it was.
+        """
+        if not self.is_ours():
+            return
+        with steadfast, attempt(self._closing) as is_first:
+            if is_first:  # else somebody is at it
+                with self._lock:
+                    self._closed = True
+                if not self.is_over:
+                    self._stop()
+                    self.is_over = True
+
+    def _keep_if_stuck(self, ended: bool) -> None:
+        if not ended or self._abandoned:
+            _STUCK.append(self)
+
+    def _end(self, number: int, code: int, at: int = 0) -> None:
+        """Transfer `number` has ended with errno `code`, `at` bytes behind its begin."""
+        with self._lock:
+            entry = self._flying.pop(number, None)
+            if entry is None:  # given up before
+                self._abandoned.pop(number, None)
+                return
+            transfer, group = entry
+            if code:
+                self._note_failure(number, transfer, group, code, at)
+            group.left -= 1
+            if group.left:
+                return
+        # Whoever waits may want the memory for something else in the very moment the ticket ends.
+        del entry, transfer
+        self._end_group(group)
+
+    def _note_failure(
+        self, number: int, transfer: Transfer, group: Group, code: int, at: int
+    ) -> None:
+        """Under the lock."""
+        if code == errno.ETIMEDOUT:
+            self._abandoned[number] = transfer
+        if group.error is None or code == errno.ETIMEDOUT:
+            group.error = self._error(transfer, code, at)
+
+    def _end_group(self, group: Group) -> None:
+        try:
+            group.end(group.error)
+        except BaseException as broken:
+            group.ticket.fail(broken)
+            return
+        if group.is_dropped:
+            return
+        error = group.error
+        if error is None:
+            group.ticket.finish(None)
+        else:
+            group.ticket.fail(error)
+
+    def _break(self, error: BaseException) -> None:
+        """The engine's own thread has ended with `error`: nobody would hear of what is in flight.
+        It may go on all the same, so its memory is set aside.
+        """
+        self._broken = error
+        for number in list(self._flying):
+            self._end(number, errno.ETIMEDOUT)
+
+    def _forget(self, number: int) -> None:
+        """A transfer that had timed out has ended after all."""
+        with self._lock:
+            self._abandoned.pop(number, None)
+
+    def _error(self, transfer: Transfer, code: int, at: int) -> OffloadError:
+        where = f"{transfer.file.label}, offset {transfer.offset + at}"
+        what = f"{transfer.operation} of {transfer.name} ({format_size(transfer.memory.nbytes)})"
+        facts = {
+            "errno": code,
+            "operation": transfer.operation,
+            "file": transfer.file.label,
+            "offset_bytes": transfer.offset + at,
+            "tensor": transfer.name,
+        }
+        if code == errno.ECANCELED:
+            return GivenUp(f"{what}: the store was closed before it was done")
+        if code == errno.ETIMEDOUT and self._broken is not None:
+            return StoreTimeout(
+                f"{what}: the I/O engine has failed ({self._broken!r}); the memory is set aside, "
+                "the store is unusable: start again from a checkpoint",
+                **facts,  # type: ignore[arg-type]
+            )
+        if code == errno.ETIMEDOUT:
+            return StoreTimeout(
+                f"{what}: no answer from {where} within {self.timeout_s:g} s; the drive or its "
+                "driver hangs (see dmesg); its memory is set aside, the rest goes on; in flight: "
+                f"{self.describe()}",
+                **facts,  # type: ignore[arg-type]
+            )
+        if code == errno.ETIME:
+            return StoreTimeout(
+                f"{what}: not started, {where} has not answered any operation before it within "
+                f"{self.timeout_s:g} s; the drive or its driver hangs (see dmesg); in flight: "
+                f"{self.describe()}",
+                **facts,  # type: ignore[arg-type]
+            )
+        if code == errno.EBADMSG:
+            return CorruptionError(
+                f"{what}: what came back from {where} is not what was written; the drive, its "
+                "cable or the memory is faulty, somebody else wrote to the file, or the source "
+                "was changed before its write had ended: do not trust it; go back to a checkpoint "
+                "and use another drive",
+                **facts,  # type: ignore[arg-type]
+            )
+        return StoreError(
+            f"{what}: {errno.errorcode.get(code, code)} ({os.strerror(code)}) in {where}; "
+            f"{_REMEDIES.get(code, 'see dmesg for what the system says about it')}",
+            **facts,  # type: ignore[arg-type]
+        )
+
+
+_REMEDIES = {
+    errno.EIO: "the drive reports a failure: see dmesg and smartctl, use another drive",
+    errno.ENOSPC: "the drive is full although its space was reserved: make room on it",
+    errno.EDQUOT: "your quota is used up: raise it, or use another directory",
+    errno.EAGAIN: "the system refused again and again: it is out of I/O resources",
+    errno.ENODATA: "the file ends too early: was it cut short?",
+    errno.ENOMEM: "the system has no memory left for a buffer: lower host_memory",
+    errno.EFAULT: "the memory is gone: was it unmapped, or its file cut short?",
+    errno.EBADF: "the file was closed by somebody else",
+}

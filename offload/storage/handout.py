@@ -1,0 +1,312 @@
+"""Tensors that one call hands out and that memory has no room for, together on a file or a few.
+
+A file has no name and goes with the last tensor on it. Values get there by write calls, whose
+errors are typed, and are synced before anybody relies on them; the map, one for all tensors of a
+file, is for whoever gets them. We neither write through it nor read from it: a page that finds no
+room on the drive would end the process, and one that does not get there would do so in silence.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from offload.core.config import format_size
+from offload.core.errors import StoreError
+from offload.core.host_facts import free_memory_bytes, read_memory
+from offload.core.metrics import Metrics
+from offload.storage.files import BLOCK_BYTES, System
+from offload.storage.outgoing import InMemory, Outgoing, in_order
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_SPARE = 2  # times as much must be free, for what is handed out in memory
+_PIECE_BYTES = 4 << 20  # of one write call; what must be converted is there twice
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+class Refusal(NamedTuple):
+    """Why a directory cannot have it. Not the error: its traceback would hold tensors."""
+
+    why: str
+    errno: int | None
+    directory: str
+
+
+class Handout:
+    """All tensors that one call hands out. directories: tried in turn; none: ordinary memory.
+    is_written_first: a room is filled with zeros when it is made, so that what is written to it
+    later, also through the map, finds its place on the drive. expected_bytes: room for so much may
+    be asked for; the map is as large, and one file is enough even if tensors are seen before the
+    last room is made. defers: ranks take part, which would wait for us: errors are kept for
+    `finish`, and what is written after one goes nowhere.
+
+    Left without `finish` it closes its files; tensors that were seen stay. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        metrics: Metrics,
+        *,
+        is_written_first: bool = False,
+        expected_bytes: int = 0,
+        defers: bool = False,
+    ) -> None:
+        self._directories = [Path(directory) for directory in directories]
+        self._metrics = metrics
+        self._is_written_first = is_written_first
+        self._expected_bytes = expected_bytes
+        self._defers = defers
+        self._error: StoreError | None = None
+        self._files: list[_HandoutFile] = []
+        self._system = System()
+
+    def __enter__(self) -> Handout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def room(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Outgoing:
+        """For a dense tensor: in the first directory that has room. Where none has, in host
+        memory, if so much more is free; the report says so. Else a `StoreError`.
+        """
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes == 0 or not self._directories:
+            return InMemory(torch.empty_strided(shape, stride, dtype=dtype, device="cpu"))
+        refusals: list[Refusal] = []
+        for directory in self._directories:
+            try:
+                file, begin = self._take(directory, nbytes)
+            except StoreError as error:
+                refusals.append(Refusal(str(error), error.errno, os.fspath(directory)))
+                continue
+            return _OnFile(self, file, begin, shape, stride, dtype)
+        try:
+            allow_memory(nbytes, refusals, self._metrics)
+        except StoreError as error:
+            self._raise(error)
+            return _Nowhere()
+        # Touched at once, so that the next one sees it gone.
+        return InMemory(torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_())
+
+    def _take(self, directory: Path, nbytes: int) -> tuple[_HandoutFile, int]:
+        """Room in the newest file there, or in a new one."""
+        file = next((f for f in reversed(self._files) if f.directory == directory), None)
+        if file is not None and file.can_grow(nbytes):
+            try:
+                return file, file.take(nbytes, self._is_written_first)
+            except StoreError as error:
+                if error.errno != errno.EFBIG:
+                    raise  # another one has no more room
+        file = _HandoutFile(directory, self._system, self._expected_bytes)
+        try:
+            begin = file.take(nbytes, self._is_written_first)
+        except BaseException:
+            file.close()
+            raise
+        self._files.append(file)
+        return file, begin
+
+    def act(self, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Write something, say, unless an error is kept already."""
+        if self._error is not None:
+            return
+        try:
+            act(*args, **kwargs)
+        except StoreError as error:
+            self._raise(error)
+
+    def _raise(self, error: StoreError) -> None:
+        if not self._defers:
+            raise error
+        self._error = self._error or error.with_traceback(None)  # which would hold tensors
+
+    def settle(self) -> None:
+        """Return when all that was written is on the drive."""
+        for file in self._files:
+            file.sync()
+
+    def finish(self) -> None:
+        """All is written: it is on the drive when this returns, and of each file one descriptor is
+        left, that of its map.
+        """
+        if self._error is not None:
+            raise self._error
+        self.settle()
+        for file in self._files:
+            file.memory()
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for file in self._files:
+            file.close()
+
+
+class _HandoutFile:
+    """One without a name, 0600, which grows from room to room until it is mapped."""
+
+    def __init__(self, directory: Path, system: System, expected_bytes: int) -> None:
+        self.directory = directory
+        self._system = system
+        self._memory: mmap.mmap | None = None
+        self._end = 0  # of the last room
+        self._is_dirty = False
+        self._fd, _ = self._call("open", system.open_unnamed, directory)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        system.keep_in_place(self._fd)  # as long as it is empty
+        with suppress(OSError):  # length without room; where that is refused, it just grows
+            os.ftruncate(self._fd, expected_bytes)
+
+    def can_grow(self, nbytes: int) -> bool:
+        return self._memory is None or self._next + nbytes <= len(self._memory)
+
+    @property
+    def _next(self) -> int:
+        return -(-self._end // BLOCK_BYTES) * BLOCK_BYTES
+
+    def take(self, nbytes: int, is_written: bool) -> int:
+        """Reserve room for so much; where it begins. Nothing is taken when it raises. is_written:
+        it is filled with zeros.
+        """
+        begin = self._next
+        self._call("reserve", self._system.reserve, self._fd, nbytes, begin)
+        if is_written:
+            zeros = memoryview(bytes(min(nbytes, _PIECE_BYTES)))
+            for at in range(0, nbytes, _PIECE_BYTES):
+                self.write(begin + at, zeros[: nbytes - at])
+        self._end = begin + nbytes
+        return begin
+
+    def write(self, begin: int, data: memoryview) -> None:
+        """All of it; one call may write less."""
+        self._is_dirty = True
+        while data:
+            written = self._call("write", self._write, begin, data)
+            begin, data = begin + written, data[written:]
+
+    def _write(self, begin: int, data: memoryview) -> int:
+        written = self._system.write(self._fd, data, begin)
+        if written == 0:
+            raise OSError(errno.EIO, "a write call wrote nothing")
+        return written
+
+    def sync(self) -> None:
+        """Only once for what was written: a second one would not tell again what has failed."""
+        if self._is_dirty:
+            self._is_dirty = False
+            self._call("sync", self._system.sync, self._fd)
+
+    def memory(self) -> mmap.mmap:
+        """The whole file. It keeps a descriptor of its own, and the file."""
+        if self._memory is None:
+            self._memory = self._call("map", mmap.mmap, self._fd, 0)
+        return self._memory
+
+    def close(self) -> None:
+        self._close()
+
+    def _call(self, operation: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        # Not a closure: the frames of an error would hold it, and it our memory.
+        try:
+            return call(*args, **kwargs)
+        except OSError as error:
+            raise _refusal(operation, self.directory, error) from error
+
+
+class _OnFile:
+    """From one byte of a file on."""
+
+    def __init__(
+        self,
+        whole: Handout,
+        file: _HandoutFile,
+        begin: int,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self._whole, self._file, self._begin = whole, file, begin
+        self._shape, self._stride, self._dtype = shape, stride, dtype
+
+    @property
+    def tensor(self) -> Tensor:
+        """With a storage of its own, so that saving it saves no others."""
+        numel, memory = self._shape.numel(), self._file.memory()
+        flat = torch.frombuffer(memory, dtype=self._dtype, count=numel, offset=self._begin)
+        return flat.as_strided(self._shape, self._stride)
+
+    def write(self, begin: int, values: Tensor) -> None:
+        self._whole.act(self._write, begin, values)
+
+    def _write(self, begin: int, values: Tensor) -> None:
+        step = _PIECE_BYTES // self._dtype.itemsize
+        for first in range(0, values.numel(), step):
+            some = values[first : first + step].to(device="cpu", dtype=self._dtype).contiguous()
+            at = self._begin + (begin + first) * self._dtype.itemsize
+            self._file.write(at, some.view(torch.uint8).numpy().data)
+
+    def fill(self, values: Tensor) -> None:
+        self.write(0, in_order(values, self._stride))
+
+    def settle(self) -> None:
+        self._whole.act(self._file.sync)
+
+
+class _Nowhere:
+    """For what had no room, until the error is told."""
+
+    @property
+    def tensor(self) -> Tensor:
+        raise AssertionError("the error was told before")
+
+    def write(self, begin: int, values: Tensor) -> None: ...
+
+    def fill(self, values: Tensor) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def allow_memory(nbytes: int, refusals: Sequence[Refusal], metrics: Metrics) -> None:
+    """Whether what no directory takes may be in host memory instead; a `StoreError` where not."""
+    told = "; ".join(refusal.why for refusal in refusals)
+    free = free_memory_bytes(read_memory()) or 0
+    if nbytes * _SPARE > free:
+        remedy = "make room in one of the directories"
+        if all(refusal.errno in _NO_DESCRIPTOR for refusal in refusals):
+            remedy = "close files, or allow more"
+        raise StoreError(
+            f"{told}; and of host memory {format_size(free)} are free; {remedy} and call again: "
+            "nothing is lost (offload.save(path, model, optimizer) to another drive needs no such "
+            "room)",
+            errno=refusals[0].errno,
+            operation="map",
+            file=refusals[0].directory,
+        )
+    metrics.fall_back("values that are handed out", f"{told}; they are in host memory instead")
+
+
+def _refusal(operation: str, directory: Path, error: OSError) -> StoreError:
+    if error.errno in _NO_DESCRIPTOR:
+        why = f"too many open files; `ulimit -n` allows more ({error})"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = f"no room there ({error})"
+    else:
+        why = str(error)
+    return StoreError(
+        f"{directory}: cannot {operation} a file for state to hand out: {why}",
+        errno=error.errno,
+        operation=operation,
+        file=os.fspath(directory),
+    )

@@ -1,0 +1,182 @@
+"""The native engines: io_uring, and threads with pread and pwrite. The work is done in C++ without
+the GIL; here one thread takes in what has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from offload.storage.buffers import Buffer
+from offload.storage.engine import (
+    DEPTH,
+    PIECE_BYTES,
+    SUM_BYTES,
+    TIMEOUT_S,
+    Fault,
+    IOEngine,
+    Priority,
+    Transfer,
+)
+
+_WAITED_FOR = int(Priority.WAITED_FOR)
+_POLL_S = 0.25  # how often overdue operations are looked for, at least
+_OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
+
+
+class NativeEngine(IOEngine):
+    """An `IoEngine` of the native core, and the thread that finishes its tickets."""
+
+    def __init__(
+        self,
+        name: str,
+        native: Any,
+        notes: Sequence[str],
+        timeout_s: float,
+        memory: Sequence[Buffer] = (),
+    ) -> None:
+        super().__init__(name, native.piece_bytes, timeout_s)
+        self.sum_bytes = native.sum_bytes
+        self.takes_sums = self.sum_bytes == SUM_BYTES
+        self.notes += notes
+        self.held = memory  # known to the ring by its address: nobody else may come to lie there
+        self._native = native  # None: closed, and all has ended
+        self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
+        self._stopped = False
+        _OPEN.add(self)
+        self._pump.start()
+
+    def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
+        self._native.submit(
+            number,
+            transfer.is_write,
+            transfer.file.fd,
+            transfer.memory.address,
+            transfer.memory.nbytes,
+            transfer.offset,
+            transfer.file.align,
+            transfer.sums.buffer_info()[0],
+            int(priority),
+            transfer.is_known,
+        )
+
+    def _withdraw(self, number: int) -> None:
+        if not self._native.knows(number):
+            self._end(number, errno.ECANCELED)
+
+    def _promote(self, number: int) -> None:
+        native = self._native
+        if native is not None:
+            native.promote(number, _WAITED_FOR)
+
+    def _ages(self) -> dict[int, float]:
+        ages: dict[int, float] = {}
+        native = self._native
+        for number, _, _, _, seconds in native.in_flight() if native is not None else ():
+            ages[number] = max(seconds, ages.get(number, seconds))
+        return ages
+
+    def sum_of(self, memory: Buffer) -> int:
+        from offload import _native
+
+        return int(_native.checksum(memory.address, memory.nbytes))
+
+    def inject(self, fault: Fault) -> None:
+        self._native.inject(fault.kind.value, fault.code, fault.nth, fault.forever, fault.seed)
+
+    def attempts(self) -> int:
+        return int(self._native.attempts())
+
+    def _take_in(self) -> None:
+        # A round counts for no more than its length: when the process was stopped for long, or a
+        # follow-up was slow, that is not the drive's fault.
+        round_s = min(_POLL_S, self.timeout_s / 4)
+        try:
+            while not self._stopped or self._flying:
+                self._take_in_once(round_s, self.timeout_s, round_s)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _take_in_once(self, wait_s: float, age_s: float, round_s: float) -> None:
+        """Write off what the kernel has had for longer than `age_s`, wait for what ends, end it."""
+        # One call: whoever waits for a ticket wants the GIL as soon as it has ended.
+        done, late = self._native.take_in(wait_s, age_s, round_s)
+        broken = None
+        for number, code, at in done:
+            try:
+                self._end(number, code, at)
+            except BaseException as error:  # the others have ended, too
+                broken = error
+        for number in late:
+            self._forget(number)
+        if broken is not None:
+            raise broken
+
+    def _stop(self) -> None:
+        self._stopped = True
+        ended = self._native.stop(self.timeout_s)
+        if threading.current_thread() is not self._pump and self._pump.ident is not None:
+            self._pump.join(self.timeout_s + 1.0)
+        if not self._pump.is_alive():
+            self._take_in_once(0.0, math.inf, 0.0)  # what has come back late
+            if ended and not self._abandoned:
+                self._native, self.held = None, ()  # however long somebody keeps this object
+        self._keep_if_stuck(ended)
+        _OPEN.discard(self)
+
+
+def open_threads(
+    timeout_s: float = TIMEOUT_S, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES
+) -> NativeEngine:
+    from offload import _native
+
+    return _opened("threads", _native.thread_engine(depth, piece_bytes), (), timeout_s)
+
+
+def open_io_uring(
+    files: Sequence[int],
+    memory: Sequence[Buffer] = (),
+    timeout_s: float = TIMEOUT_S,
+    depth: int = DEPTH,
+    piece_bytes: int = PIECE_BYTES,
+) -> NativeEngine:
+    """Raises OSError where the kernel forbids rings. memory: to register; held until `close`."""
+    from offload import _native
+
+    regions = [(each.address, each.nbytes) for each in memory]
+    native, notes = _native.uring_engine(depth, piece_bytes, regions, list(files))
+    return _opened("io_uring", native, notes, timeout_s, tuple(memory))
+
+
+def _opened(
+    name: str,
+    native: Any,
+    notes: Sequence[str],
+    timeout_s: float,
+    memory: Sequence[Buffer] = (),
+) -> NativeEngine:
+    try:
+        return NativeEngine(name, native, notes, timeout_s, memory)
+    except BaseException:  # Ctrl-C: its thread may run already, and nobody has it
+        for engine in list(_OPEN):
+            if engine._native is native:
+                engine.close()
+                break
+        else:
+            native.stop(timeout_s)
+        raise
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter goes: a thread that comes back from C++ later would end the process
+    badly.
+    """
+    for engine in list(_OPEN):
+        engine.close()

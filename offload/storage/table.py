@@ -1,0 +1,130 @@
+"""The table of a disk store: which generation of each chunk counts, and who needs an old one still.
+
+A generation keeps its room until it is neither current nor read nor pinned by a snapshot. Not
+thread-safe: the store has a lock. Only `released` and `freed` are added to without it: by
+finalizers, in the very thread that holds the lock perhaps. `take_in` does the rest for whoever has
+it next.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Iterable
+
+from offload.core.errors import OffloadError, StateError, StoreTimeout
+from offload.storage.engine import Sums
+from offload.storage.space import Extent, Space
+
+
+class Version:
+    """One generation of a chunk. `holders`: the table, snapshots and operations that need it."""
+
+    __slots__ = ("extents", "generation", "holders", "is_stuck", "name", "nbytes", "sums")
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name, self.nbytes = name, nbytes
+        self.generation = 0  # not begun
+        self.extents: list[Extent] = []
+        self.sums: list[Sums] = []  # of each extent
+        self.holders = 1
+        self.is_stuck = False  # an operation on it may never end
+
+
+class ChunkTable:
+    """Chunks by name, in `space`."""
+
+    def __init__(self, space: Space) -> None:
+        self.current: dict[str, Version] = {}
+        self.writing: dict[str, list[int]] = {}  # generations under way
+        self.freed_at: dict[str, int] = {}  # writes up to this generation no longer count
+        self.quarantined_bytes = 0
+        self._space = space
+        self.generation = 0  # the latest
+        self.released: deque[Version] = deque()  # by snapshots
+        self.freed: deque[tuple[str, int]] = deque()  # names, up to a generation
+
+    def version(self, name: str) -> Version:
+        """The current generation of `name`."""
+        self.take_in()
+        version = self.current.get(name)
+        if version is None:
+            raise StateError(self._unknown(name))
+        return version
+
+    def check_known(self, name: str) -> None:
+        if name not in self.current and name not in self.writing:
+            raise StateError(self._unknown(name))
+
+    def _unknown(self, name: str) -> str:
+        hint = " (its first write is not done)" if name in self.writing else ""
+        return f"store: nothing is stored as {name!r}{hint}; {len(self.current)} chunks are there"
+
+    def pin(self, names: Iterable[str] | None) -> dict[str, Version]:
+        """The current generations of `names` (all), held until they are released."""
+        self.take_in()
+        wanted = list(self.current) if names is None else list(names)
+        versions = {name: self.version(name) for name in wanted}
+        for version in versions.values():
+            version.holders += 1
+        return versions
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def begin(self, version: Version) -> None:
+        """A write of `version` is about to start: it is the latest generation now."""
+        self.generation += 1
+        version.generation = self.generation
+        self.writing.setdefault(version.name, []).append(version.generation)
+
+    def end(self, version: Version, error: OffloadError | None) -> None:
+        """Its write has ended, or was given up, perhaps before it began."""
+        name, generation, freed_at = version.name, version.generation, 0
+        if self.freed_at:
+            freed_at = self.freed_at.get(name, 0)
+        under_way = self.writing.get(name)
+        if under_way is not None:
+            if generation in under_way:  # else it was interrupted before
+                under_way.remove(generation)
+            if not under_way:
+                del self.writing[name]
+                self.freed_at.pop(name, None)
+        current = self.current.get(name)
+        if error is not None:
+            self.let_go_after(version, error)
+        elif generation <= freed_at or (current is not None and generation < current.generation):
+            self._let_go(version)  # freed meanwhile, or a later write was faster
+        else:
+            self.current[name] = version
+            if current is not None:
+                self._let_go(current)
+
+    # --- what is no longer needed -----------------------------------------------------------------
+
+    def let_go_after(self, version: Version, error: OffloadError | None) -> None:
+        """An operation on the version has ended, or was given up."""
+        if not isinstance(error, StoreTimeout) or error.errno != errno.ETIMEDOUT:
+            self._let_go(version)
+        elif not version.is_stuck:
+            # The drive may still write or read there one day: the hold stays, for ever.
+            version.is_stuck = True
+            self.quarantined_bytes += sum(self._space.round_up(e.nbytes) for e in version.extents)
+
+    def _let_go(self, version: Version) -> None:
+        version.holders -= 1
+        assert version.holders >= 0
+        if version.holders == 0:
+            self._space.give_back(version.extents)
+
+    def take_in(self) -> None:
+        """Let go of what was released and freed without the lock."""
+        while self.released:
+            self._let_go(self.released.popleft())
+        while self.freed:
+            name, generation = self.freed.popleft()
+            if name in self.writing:
+                self.freed_at[name] = generation
+            version = self.current.get(name)
+            if version is not None and version.generation <= generation:
+                del self.current[name]
+                self._let_go(version)

@@ -1,0 +1,195 @@
+"""A run as a file: what `Report.save_trace` writes, and `offload report` and `offload plan --trace`
+read.
+
+The file is a timeline for chrome://tracing and ui.perfetto.dev, which pass over what they do not
+know: one more key, `offload`, has what the run was and did. Read strictly, and within bounds.
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.core.errors import FormatError
+from offload.core.private_file import read_small, write_private
+from offload.core.step_fact import StepFact
+from offload.core.strict_json import parse_json, printable, shown
+from offload.core.timeline import ROWS, Event, to_chrome
+from offload.core.typed import read_as
+
+KEY = "offload"
+VERSION = 1
+MOST_FILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class UnitFact:
+    """is_kept: never goes. is_original: read from the files that it came from, never written."""
+
+    name: str
+    nbytes: int
+    needs: tuple[int, ...]
+    is_kept: bool
+    is_weight_block: bool
+
+
+@dataclass(frozen=True)
+class ParamFact:
+    """A parameter that is trained. fields: of its optimizer state, fp32 each. unit: its number;
+    None: the model is not prepared. grad_bytes: that its gradient takes.
+    """
+
+    name: str
+    numel: int
+    element_bytes: int
+    fields: tuple[str, ...]
+    unit: int | None
+    grad_bytes: int
+    is_on_device: bool
+
+
+@dataclass(frozen=True)
+class About:
+    """What the run was. prefetch_depth, activations: as they were asked for. host_bytes,
+    device_bytes: budgets in force; None: none. shares: of host memory, by what they are for.
+    order: phase (0 forward, 1 backward, 2 evaluation) and unit of the last uses.
+    """
+
+    title: str
+    made_by: str
+    date: str
+    cpu: str
+    cores: int
+    device: str
+    kind: str  # wrap or prepare
+    prefetch_depth: str
+    activations: str
+    tuned: str | None
+    host_bytes: int | None
+    device_bytes: int | None
+    directories: int
+    plan: str  # for people
+    shares: dict[str, int]
+    chunk_numel: int | None  # of optimizer state that goes to disk
+    units: tuple[UnitFact, ...]
+    params: tuple[ParamFact, ...]
+    order: tuple[tuple[int, ...], ...]
+    steps: tuple[StepFact, ...]
+    fallbacks: dict[str, str]
+    numbers: dict[str, float]  # of the report, from its start on
+
+
+@dataclass(frozen=True)
+class Run:
+    """Times are seconds from the first event or step on. samples: of memory, seconds and bytes of
+    each kind, in the order of `memory`.
+    """
+
+    about: About
+    events: tuple[Event, ...]
+    memory: tuple[str, ...]
+    samples: tuple[tuple[float, tuple[int, ...]], ...]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """To a file that only its owner can read; one that is there is replaced."""
+        text = json.dumps(self.to_dict(), allow_nan=False)
+        if len(text) > MOST_FILE_BYTES:
+            raise FormatError(
+                f"trace: would have {len(text)} bytes, more than the {MOST_FILE_BYTES} that are "
+                "read again"
+            )
+        write_private(Path(path), text)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **to_chrome(self.events),
+            KEY: {
+                "version": VERSION,
+                "about": asdict(self.about),
+                "events": [list(event) for event in self.events],
+                "memory": list(self.memory),
+                "samples": [[at_s, *nbytes] for at_s, nbytes in self.samples],
+            },
+        }
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """Raises `FormatError` where it is no such file, `StoreError` where it cannot be read."""
+    text = read_small(Path(path), MOST_FILE_BYTES)
+    try:
+        return from_dict(parse_json(text))
+    except FormatError as error:
+        raise FormatError(
+            f"{printable(path)}: {error}; expected what offload.report(...).save_trace(path) writes"
+        ) from error
+
+
+def from_dict(data: Any) -> Run:
+    found = data.get(KEY) if isinstance(data, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise FormatError(f"has no {KEY!r}")
+    if found.get("version") != VERSION:
+        raise FormatError(f"expected version {VERSION}, got {shown(found.get('version'))}")
+    about = read_as(About, found.get("about"), "about")
+    _check_units(about)
+    memory = read_as(tuple[str, ...], found.get("memory"), "memory")
+    events = tuple(_event(item) for item in _list(found, "events"))
+    samples = tuple(_sample(item, len(memory)) for item in _list(found, "samples"))
+    return Run(about, events, memory, samples)
+
+
+def _check_units(about: About) -> None:
+    count = len(about.units)
+    named = [n for unit in about.units for n in unit.needs]
+    of_params = [param.unit for param in about.params if param.unit is not None]
+    if of_params and len(of_params) < len(about.params):
+        raise FormatError("about.params: expected a unit for each of them, or for none")
+    named += of_params
+    for use in about.order:
+        if len(use) != 2 or use[0] > 2:
+            raise FormatError(f"about.order: expected [phase, unit], got {shown(use)}")
+        named.append(use[1])
+    if any(number >= count for number in named):
+        raise FormatError(f"about: names unit {max(named)}, there are {count}")
+
+
+def _list(found: Mapping[str, Any], name: str) -> list[Any]:
+    value = found.get(name)
+    if not isinstance(value, list):
+        raise FormatError(f"{name}: expected a list, got {shown(value)}")
+    return value
+
+
+def _event(item: Any) -> Event:
+    if isinstance(item, list) and len(item) == 5 and item[0] in ROWS:
+        row, name, begin_s, end_s, nbytes = item
+        is_right = isinstance(name, str) and _are_numbers(begin_s, end_s, nbytes)
+        if is_right and begin_s <= end_s and type(nbytes) is int and nbytes >= 0:
+            return Event(row, name, float(begin_s), float(end_s), nbytes)
+    raise FormatError(f"events: expected [row, name, begin, end, bytes], got {shown(item)}")
+
+
+def _sample(item: Any, count: int) -> tuple[float, tuple[int, ...]]:
+    if isinstance(item, list) and len(item) == count + 1 and _are_numbers(*item):
+        return float(item[0]), tuple(int(nbytes) for nbytes in item[1:])
+    raise FormatError(f"samples: expected {count + 1} numbers, got {shown(item)}")
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(
+        isinstance(v, int | float) and not isinstance(v, bool) and -1e15 < v < 1e18 for v in values
+    )
+
+
+def relative(
+    events: Sequence[Event], samples: Sequence[tuple[float, tuple[int, ...]]], start_s: float
+) -> tuple[tuple[Event, ...], tuple[tuple[float, tuple[int, ...]], ...]]:
+    """The same with times from `start_s` on; what was before is left out."""
+    shifted = (e._replace(begin_s=e.begin_s - start_s, end_s=e.end_s - start_s) for e in events)
+    late = ((at_s - start_s, nbytes) for at_s, nbytes in samples)
+    return tuple(e for e in shifted if e.begin_s >= 0), tuple(s for s in late if s[0] >= 0)

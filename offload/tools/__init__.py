@@ -1,0 +1,6 @@
+"""What is run beside a training and never imported by one: the command line and its commands.
+
+`cli` has the commands; `forecast` predicts a training that has not run, `bench` measures a machine,
+`tune` searches its best tuning, `selftest` proves the engine on it, `doctor` says what it can do,
+`html_report` draws the page of a run.
+"""

@@ -1,0 +1,145 @@
+"""How much of everything the measurements use, and what they may write to drives at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.optim.traffic import FIELDS, plan_traffic
+from offload.planning.layout import ELEMENT_BYTES
+from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL, Plan
+from offload.tools.bench.figure import Repeats
+
+_MOST_RUNS = 400  # of what writes nothing
+_STEP_SECONDS = 8  # training may take so many times what a figure takes
+_SUSTAINED_FILES = 5  # the files take this part of what is written in all
+TENTHS = 10
+RUNS_A_TENTH = 4
+ROUNDS = 5  # of something alone, and beside busy drives
+# Of a trained parameter, at most: itself, its gradient, its state; and room for new generations.
+_WRITTEN_BYTES_A_STEP = ELEMENT_BYTES * 4
+_ROOM_BYTES = ELEMENT_BYTES * 8
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Of the model whose training is measured: a `StandIn`."""
+
+    layers: int = 4
+    hidden: int = 384
+    vocabulary: int = 4096
+    heads: int = 6
+    intermediate: int = 1024
+    batch: int = 4
+    length: int = 128
+
+    @property
+    def numel(self) -> int:
+        """Parameters, norms included."""
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + (2 * self.vocabulary + 1) * self.hidden
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+@dataclass(frozen=True)
+class BenchSizes:
+    """seconds: that one figure is measured for, about. Bytes on drives are those of one directory,
+    but for `beside_bytes` and the model's, which all directories share.
+    """
+
+    seconds: float = 1.0
+    least_runs: int = 3
+    memory_bytes: int = 256 << 20  # of each side of a copy: more than caches hold
+    update_numel: int = 16 << 20
+    disk_bytes: int = 512 << 20  # that lie there; a run moves them once
+    disk_runs: int = 4  # of each kind, at most
+    chunk_numel: int = DISK_CHUNK_NUMEL
+    buffers: int = BUFFERS
+    beside_bytes: int = 1 << 30  # written while something else is measured, at most
+    sustained_bytes: int = 0  # written to see a drive's cache full; 0: not done
+    copy_bytes: int = 256 << 20  # between host and device
+    product_width: int = 4096  # at most; less where a product would take too long
+    model: ModelSize = ModelSize()
+    steps: int = 6  # of training, at most
+    warm_up_steps: int = 2
+
+    @property
+    def runs(self) -> Repeats:
+        return Repeats(self.seconds, self.least_runs, _MOST_RUNS)
+
+    @property
+    def writing_runs(self) -> Repeats:
+        return Repeats(self.seconds, min(2, self.disk_runs), self.disk_runs)
+
+    @property
+    def step_runs(self) -> Repeats:
+        return Repeats(_STEP_SECONDS * self.seconds, min(2, self.steps), self.steps)
+
+    # --- what moves -------------------------------------------------------------------------------
+
+    def traffic(self, directories: int) -> Plan:
+        return plan_traffic(self.disk_bytes * directories, self.buffers, self.chunk_numel)
+
+    @property
+    def sustained_traffic(self) -> Plan:
+        """What is written again and again: a part of all that is written."""
+        return plan_traffic(self._sustained_files_bytes, self.buffers, self.chunk_numel)
+
+    @property
+    def sustained_chunks(self) -> int:
+        """That are read and written after the first filling."""
+        left_bytes = self.sustained_bytes - self._sustained_files_bytes
+        return max(TENTHS * 2 * self.buffers, left_bytes // self.chunk_bytes)
+
+    @property
+    def _sustained_files_bytes(self) -> int:
+        least_bytes = (2 * self.buffers + 1) * self.chunk_bytes
+        return max(self._whole(self.sustained_bytes // _SUSTAINED_FILES), least_bytes)
+
+    # --- what it costs: arithmetic alone, since a plan of very much takes long --------------------
+
+    def burst_written_bytes(self, directories: int) -> int:
+        """By the runs over so many directories at once: the filling, the runs that write, and what
+        those leave in buffers.
+        """
+        moved_bytes = self._whole(self.disk_bytes * directories) + self._buffers_bytes
+        return (1 + 2 * self.disk_runs) * moved_bytes
+
+    def sustained_written_bytes(self) -> int:
+        """To one directory."""
+        if not self.sustained_bytes:
+            return 0
+        moved_bytes = self.sustained_chunks * self.chunk_bytes
+        return self._sustained_files_bytes + moved_bytes + self._buffers_bytes
+
+    def beside_written_bytes(self) -> int:
+        """While something is measured: also what is under way when a round ends."""
+        return self.beside_bytes + ROUNDS * self._buffers_bytes
+
+    def training_written_bytes(self) -> int:
+        steps = 2 + self.warm_up_steps + self.steps  # its first values are written, and its last
+        return steps * self.model.numel * _WRITTEN_BYTES_A_STEP
+
+    def room_bytes(self) -> int:
+        """That a directory must have free."""
+        files_bytes = self._whole(self.disk_bytes)
+        if self.sustained_bytes:
+            files_bytes = max(files_bytes, self._sustained_files_bytes)
+        return max(files_bytes + self._buffers_bytes, self.model.numel * _ROOM_BYTES)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_numel * ELEMENT_BYTES * len(FIELDS)
+
+    @property
+    def _buffers_bytes(self) -> int:
+        return self.buffers * self.chunk_bytes
+
+    def _whole(self, nbytes: int) -> int:
+        """In whole chunks."""
+        return -(-nbytes // self.chunk_bytes) * self.chunk_bytes
+
+
+DEFAULT = BenchSizes()

@@ -1,0 +1,225 @@
+"""All measurements in turn, and what they have found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from offload.device import DeviceTransfer, Transfer, find_device, open_transfer
+from offload.optim.traffic import Traffic
+from offload.planning.planner import Plan
+from offload.tools.bench.beside import measure_beside
+from offload.tools.bench.compute import DTYPES, Product, measure_product
+from offload.tools.bench.copies import measure_copies
+from offload.tools.bench.disk import DiskFigures, fill, measure_disk, measure_sustained
+from offload.tools.bench.figure import Figure, Listener
+from offload.tools.bench.memory import measure_memory
+from offload.tools.bench.sizes import DEFAULT, BenchSizes
+from offload.tools.bench.training import StepFigures, measure_training
+from offload.tools.bench.update import measure_update, update_run
+
+ALL = "all directories"
+
+
+class SurveyPart(Enum):
+    """What can be measured alone."""
+
+    MEMORY = "memory"
+    UPDATE = "update"
+    DISK = "disk"
+    COPIES = "copies"
+    COMPUTE = "compute"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """directories: absolute, each once, and with room."""
+
+    parts: frozenset[SurveyPart]
+    directories: tuple[Path, ...]
+    sizes: BenchSizes = DEFAULT
+
+    def __contains__(self, part: SurveyPart) -> bool:
+        return part in self.parts
+
+    @property
+    def needs_traffic(self) -> bool:
+        """Whether bytes move beside those of training."""
+        return bool(
+            self.directories
+            and self.parts & {SurveyPart.DISK, SurveyPart.UPDATE, SurveyPart.COMPUTE}
+        )
+
+    @property
+    def most_written_bytes(self) -> int:
+        """To all drives together."""
+        count, sizes, nbytes = len(self.directories), self.sizes, 0
+        if not count:
+            return 0
+        if self.needs_traffic:
+            nbytes += sizes.burst_written_bytes(count)
+        if SurveyPart.DISK in self:
+            each = sizes.burst_written_bytes(1) if count > 1 else 0
+            nbytes += count * (each + sizes.sustained_written_bytes())
+        besides = len(self.parts & {SurveyPart.UPDATE, SurveyPart.COMPUTE})
+        nbytes += besides * sizes.beside_written_bytes()
+        return nbytes + (sizes.training_written_bytes() if SurveyPart.STEP in self else 0)
+
+
+@dataclass
+class SurveyResult:
+    """What was measured; None: it was not. notes: why something was not, or not as it should be."""
+
+    device: str | None = None
+    memory: Figure | None = None
+    update: Figure | None = None
+    update_ceiling: Figure | None = None
+    products: dict[str, Figure] = field(default_factory=dict)  # by type
+    disks: list[DiskFigures] = field(default_factory=list)  # one directory each
+    together: DiskFigures | None = None
+    to_device: Figure | None = None
+    to_host: Figure | None = None
+    compute_beside: Figure | None = None
+    update_beside: Figure | None = None
+    step: StepFigures | None = None
+    notes: list[str] = field(default_factory=list)
+    written_bytes: int = 0
+
+    @property
+    def figures(self) -> list[Figure]:
+        """In the order of the table."""
+        disks = [figure for disk in self.disks for figure in disk.all]
+        if self.together is not None and len(self.disks) > 1:
+            disks += self.together.all
+        found = [
+            self.memory,
+            self.update,
+            self.update_ceiling,
+            *self.products.values(),
+            self.to_device,
+            self.to_host,
+            *disks,
+            self.update_beside,
+            self.compute_beside,
+            *([self.step.seconds, self.step.tokens] if self.step else []),
+        ]
+        return [figure for figure in found if figure is not None]
+
+
+def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
+    """Takes a while; leaves nothing, however it ends."""
+    found = SurveyResult()
+    device = find_device("auto")
+    if device.type != "cpu":
+        found.device = device.type
+    transfer = open_transfer(device)
+    try:
+        _survey_alone(found, transfer, wanted, listener)
+        if wanted.needs_traffic:
+            _survey_drives(found, transfer, wanted, listener)
+    finally:
+        transfer.close()
+    if SurveyPart.STEP in wanted:
+        directories = [str(path) for path in wanted.directories]
+        found.step = measure_training(directories, device, wanted.sizes, listener)
+        found.written_bytes += found.step.written_bytes
+    if SurveyPart.DISK in wanted and wanted.sizes.sustained_bytes:
+        _survey_sustained(found, wanted, listener)  # last: drives need a rest after it
+    if not wanted.directories:
+        found.notes.append("no directory was named: no drive was measured")
+    return found
+
+
+def _survey_alone(
+    found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
+) -> None:
+    """What needs no drive."""
+    sizes = wanted.sizes
+    if SurveyPart.MEMORY in wanted:
+        found.memory = measure_memory(sizes, listener)
+    if SurveyPart.UPDATE in wanted:
+        with update_run(sizes) as update:
+            found.update, found.update_ceiling = measure_update(update, sizes, listener)
+    if SurveyPart.COMPUTE in wanted:
+        for dtype in DTYPES:
+            found.products[dtype] = measure_product(dtype, transfer, sizes, listener)
+    if SurveyPart.COPIES in wanted:
+        if isinstance(transfer, DeviceTransfer):
+            found.to_device, found.to_host = measure_copies(transfer, sizes, listener)
+        else:
+            found.notes.append("torch sees no accelerator: no copies were measured")
+
+
+def _survey_drives(
+    found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
+) -> None:
+    """Each directory, all of them together, and then something else beside."""
+    directories = wanted.directories
+    if SurveyPart.DISK in wanted and len(directories) > 1:
+        for path in directories:
+            with _traffic(found, wanted.sizes.traffic(1), [path]) as traffic:
+                found.disks.append(_measure_filled(traffic, [path], wanted, str(path), listener))
+    label = str(directories[0]) if len(directories) == 1 else ALL
+    with _traffic(found, wanted.sizes.traffic(len(directories)), directories) as traffic:
+        if SurveyPart.DISK in wanted:
+            found.together = _measure_filled(traffic, directories, wanted, label, listener)
+            found.disks = found.disks or [found.together]
+        else:
+            fill(traffic, wanted.sizes, label, listener)
+        _survey_beside(found, traffic, transfer, wanted, listener)
+
+
+def _measure_filled(
+    traffic: Traffic, paths: Sequence[Path], wanted: Wanted, label: str, listener: Listener
+) -> DiskFigures:
+    fill(traffic, wanted.sizes, label, listener)
+    return measure_disk(traffic, map(str, paths), wanted.sizes, label, listener)
+
+
+def _survey_beside(
+    found: SurveyResult, traffic: Traffic, transfer: Transfer, wanted: Wanted, listener: Listener
+) -> None:
+    sizes = wanted.sizes
+    if SurveyPart.UPDATE in wanted:
+        with update_run(sizes) as update:
+            found.update_beside = measure_beside(
+                "AdamW beside busy drives", update.run_s, traffic, sizes, listener
+            )
+    if SurveyPart.COMPUTE in wanted:
+        fastest = max(found.products, key=lambda name: found.products[name].median)
+        product = Product(fastest, transfer, sizes.product_width, sizes.seconds / 100)
+        found.compute_beside = measure_beside(
+            f"products {fastest} beside busy drives", product.seconds, traffic, sizes, listener
+        )
+    for part, figure in (
+        (SurveyPart.UPDATE, found.update_beside),
+        (SurveyPart.COMPUTE, found.compute_beside),
+    ):
+        if part in wanted and figure is None:
+            found.notes.append(
+                f"{part.value}: the drives were done before one run beside them was; its speed "
+                "beside them is not known"
+            )
+
+
+def _survey_sustained(found: SurveyResult, wanted: Wanted, listener: Listener) -> None:
+    for number, path in enumerate(wanted.directories):
+        with _traffic(found, wanted.sizes.sustained_traffic, [path]) as traffic:
+            first, last = measure_sustained(traffic, wanted.sizes, str(path), listener)
+        found.disks[number] = replace(found.disks[number], first=first, last=last)
+
+
+@contextmanager
+def _traffic(found: SurveyResult, plan: Plan, directories: Sequence[Path]) -> Iterator[Traffic]:
+    """Whose wear and fall-backs are noted."""
+    with Traffic(plan, directories) as traffic:
+        yield traffic
+        found.written_bytes += traffic.written_bytes
+    for what, why in traffic.metrics.snapshot().fallbacks.items():
+        note = f"{what}: {why}"
+        if note not in found.notes:
+            found.notes.append(note)

@@ -1,0 +1,111 @@
+"""How long an iteration takes: a small model, prepared within a part of what it needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.api import prepare, report
+from offload.params.prepared import prepared_of
+from offload.planning.layout import ELEMENT_BYTES
+from offload.tools.bench.figure import Figure, FigureUnit, Listener, repeat
+from offload.tools.bench.sizes import BenchSizes, ModelSize
+from offload.tools.forecast.synthetic_llama import StandIn
+
+_SEED = 1
+_NEEDS_BYTES = ELEMENT_BYTES * 4  # of a parameter: itself, its gradient, two moments
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One iteration. stall_share: of the last one, what forward and backward waited for parameters;
+    None: they were there. host_bytes: that were allowed.
+    """
+
+    seconds: Figure
+    tokens: Figure
+    stall_share: float | None
+    host_bytes: int
+    read_bytes: int  # from the first value to the last
+    written_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds.median,
+            "tokens_per_s": self.tokens.median,
+            "stall_share": self.stall_share,
+            "host_bytes": self.host_bytes,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+
+def measure_training(
+    directories: Sequence[str], device: torch.device, sizes: BenchSizes, listener: Listener
+) -> StepFigures:
+    """With AdamW, in float32. Half of what it needs is in host memory, the rest on the directories;
+    without any, all of it is in host memory.
+    """
+    name = "training step"
+    listener.begin(name)
+    host_bytes = sizes.model.numel * _NEEDS_BYTES * (1 if directories else 3) // 2
+    fields: dict[str, Any] = {"nvme": list(directories)} if directories else {}
+    fields |= {"device": device, "host_memory": host_bytes}
+    with torch.random.fork_rng(devices=[]):  # a user's own numbers stay as they are
+        torch.manual_seed(_SEED)
+        with torch.device("meta"):
+            model = _make_model(sizes.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        model, optimizer = prepare(model, optimizer, **fields)
+        made = prepared_of(model)
+        assert made is not None, "it has just been prepared"
+        try:
+            each_s = _train(model, optimizer, device, sizes, listener)
+            told = report(optimizer)
+        finally:
+            optimizer.close()
+    tokens, counts = sizes.model.tokens, made.metrics.snapshot().counts  # closing writes, too
+    figures = StepFigures(
+        seconds=Figure.of(name, FigureUnit.SECONDS, each_s),
+        tokens=Figure.of("training tokens", FigureUnit.TOKENS_PER_S, [tokens / s for s in each_s]),
+        stall_share=told.model.stall_share if told.model else None,
+        host_bytes=host_bytes,
+        read_bytes=counts.get("disk_read_bytes", 0),
+        written_bytes=counts.get("disk_written_bytes", 0),
+    )
+    listener.done(figures.seconds)
+    listener.done(figures.tokens)
+    return figures
+
+
+def _make_model(size: ModelSize) -> StandIn:
+    return StandIn(
+        size.layers, size.hidden, size.vocabulary, size.heads, size.intermediate, size.length
+    )
+
+
+def _train(
+    model: Any, optimizer: Any, device: torch.device, sizes: BenchSizes, listener: Listener
+) -> list[float]:
+    """Seconds of each iteration that counts."""
+    size = sizes.model
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    shape = size.batch, size.length
+
+    def iterate() -> float:
+        tokens = torch.randint(size.vocabulary, shape, generator=generator, device="cpu")
+        begin_s = time.perf_counter()
+        loss = model.loss(tokens.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # a device may be behind
+        return time.perf_counter() - begin_s
+
+    for _ in range(sizes.warm_up_steps):
+        iterate()
+    return repeat(iterate, sizes.step_runs, listener.at, warm_up=False)

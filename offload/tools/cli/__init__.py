@@ -1,0 +1,91 @@
+"""The command line: `offload COMMAND ...`.
+
+Each command is one module of this package with the members of `Command`, and a line in `COMMANDS`.
+Exit codes: 0 all is well, 1 the command has found something wrong, 2 it could not do its work (bad
+arguments, an `OffloadError`, a stdout that takes no result), 130 interrupted. Results go to stdout,
+everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+import offload
+from offload.core.errors import OffloadError
+from offload.tools.cli import bench, doctor, export, plan, report, selftest, tune, verify
+from offload.tools.cli.output import OutputError, complain, drop, results
+
+EXIT_ERROR: Final = 2
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
+
+
+class Command(Protocol):
+    """What a module of this package offers to be a command."""
+
+    @property
+    def SUMMARY(self) -> str:
+        """One line for `offload --help`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's own arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the work, print to `results()`, return the exit code. May raise OffloadError."""
+
+
+COMMANDS: Final[Mapping[str, Command]] = {
+    "bench": bench,
+    "doctor": doctor,
+    "export": export,
+    "plan": plan,
+    "report": report,
+    "selftest": selftest,
+    "tune": tune,
+    "verify": verify,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `args.command` is the module that was asked for."""
+    parser = argparse.ArgumentParser(
+        prog="offload", description="Train models larger than memory in an unchanged PyTorch loop."
+    )
+    parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
+        command.add_arguments(sub)
+        sub.set_defaults(command=command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` is without the program's name.
+
+    Bad arguments, `--help` and `--version` leave by SystemExit, as argparse does.
+    """
+    try:
+        with results() as stream:  # before any work: is there a stdout?
+            try:
+                args = make_parser().parse_args(argv)
+            except SystemExit:
+                stream.flush()  # what --help and --version have printed
+                raise
+        command: Command = args.command
+        return command.run(args)
+    except OutputError as error:
+        complain(str(error))
+        drop(sys.stdout)
+        return EXIT_ERROR
+    except OffloadError as error:
+        complain(str(error))
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader went away (`offload doctor | head`)
+        drop(sys.stdout)
+        return EXIT_ERROR

@@ -1,0 +1,297 @@
+"""`offload bench`: how fast this machine is, as a profile that `plan` and `tune` read.
+
+Everything that can be refused is refused before anything is measured. What is measured, and how, is
+in `offload.tools.bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import offload
+from offload.core.config import format_size
+from offload.core.drive_facts import DirectoryFacts, read_directory
+from offload.core.errors import CapacityError, ConfigError, FormatError, OffloadError, StoreError
+from offload.core.host_facts import read_accelerator, read_memory, read_torch
+from offload.core.strict_json import printable
+from offload.planning import profile
+from offload.planning.profile import Profile
+from offload.tools.bench.output import BenchProgress, describe, warn
+from offload.tools.cli.output import complain, results
+
+if TYPE_CHECKING:
+    from offload.tools.bench.survey import SurveyResult, Wanted
+
+SUMMARY: Final = "Measure this machine: memory, update, drives, copies, products, a training step."
+PARTS: Final = ("memory", "update", "disk", "copies", "compute", "step")
+FIRST_GIB, FURTHER_GIB = 11, 16  # written at most: to one directory, for each further one
+SUSTAINED_GB: Final = 64.0
+MOST_SECONDS: Final = 600.0
+EXIT_ERROR: Final = 2
+
+_EPILOG = f"""\
+Drives wear by writing: a run with one directory writes at most {FIRST_GIB} GiB to it, each further
+directory costs at most {FURTHER_GIB} GiB more; --sustained writes GB to each directory beside that,
+and a little more. The files have no names and are gone when it ends, however it ends.
+
+example:
+  offload bench /mnt/nvme0 /mnt/nvme1
+  offload bench /mnt/nvme0 --only disk --sustained 100 --output drive.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`offload bench [DIR ...] [--sustained [GB]] [--seconds S] [--only PARTS] [--output FILE]`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "directories",
+        metavar="DIR",
+        nargs="*",
+        help="directories for swapped bytes, one on each drive; without any, no drive is measured",
+    )
+    parser.add_argument(
+        "--sustained",
+        metavar="GB",
+        nargs="?",
+        type=_positive("GB; name directories before --sustained", 4.0, 1e6),
+        const=SUSTAINED_GB,
+        help="also write so much to each directory, to see how fast it is when its cache is full "
+        f"({SUSTAINED_GB:.0f} if GB is left out)",
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=_positive("seconds", 0.01, MOST_SECONDS),
+        help="how long one figure is measured, about (1 if left out)",
+    )
+    parser.add_argument(
+        "--only", metavar="PARTS", help=f"measure some parts only, of {','.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the profile there, not to the machine's own"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+
+
+def _positive(what: str, least: float, most: float) -> Any:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {least:g} to {most:g} {what}, got {text!r}")
+        return value
+
+    return parse
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, measure, write the profile, print."""
+    directories = check_directories(args.directories)
+    parts = parse_parts(args.only, bool(directories), args.sustained is not None)
+    target = check_target(args.output)
+    _warn_of_strangers(target, load_known(target))
+    wanted = _make_request(args, directories, parts)
+    progress = BenchProgress(sys.stderr)
+    nbytes = format_size(wanted.most_written_bytes)
+    progress.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
+    found, made = _measure(wanted, target, progress)
+    code = 0
+    saved: Path | None = target
+    try:
+        _save(made, target)
+    except OffloadError as error:  # the figures may have taken long: they are shown all the same
+        complain(str(error))
+        code, saved = EXIT_ERROR, None
+    with results() as stream:
+        if args.json:
+            print(json.dumps(as_json(found, wanted, made, saved)), file=stream)
+        else:
+            encoding = stream.encoding or "utf-8"
+            for line in describe(found, wanted.most_written_bytes, made, saved):
+                print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+    return code
+
+
+def _make_request(
+    args: argparse.Namespace, directories: Sequence[DirectoryFacts], parts: frozenset[str]
+) -> Wanted:
+    """Raises `CapacityError` where a directory has no room for it."""
+    told = read_torch()
+    if told.error is not None:
+        raise ConfigError(f"bench: torch cannot be imported ({told.error}); see `offload doctor`")
+    # Here, because other commands must work where torch does not.
+    from offload.tools.bench import sizes
+    from offload.tools.bench.survey import SurveyPart, Wanted
+
+    chosen = sizes.DEFAULT
+    if args.seconds is not None:
+        chosen = replace(chosen, seconds=args.seconds)
+    if args.sustained is not None:
+        chosen = replace(chosen, sustained_bytes=int(args.sustained * 1e9))
+    wanted = Wanted(
+        frozenset(map(SurveyPart, parts)), tuple(found.path for found in directories), chosen
+    )
+    if wanted.most_written_bytes:
+        _check_room(directories, chosen.room_bytes())
+    return wanted
+
+
+def _measure(wanted: Wanted, target: Path, progress: BenchProgress) -> tuple[SurveyResult, Profile]:
+    from offload.tools.bench.record import make_profile
+    from offload.tools.bench.survey import survey
+
+    try:
+        found = survey(wanted, progress)
+    finally:
+        progress.end()
+    # Again: somebody may have tuned in the meantime.
+    before = load_known(target)
+    today = date.today().isoformat()
+    return found, make_profile(found, before, read_memory(), read_accelerator(), today)
+
+
+def as_json(
+    found: SurveyResult, wanted: Wanted, made: Profile, saved: Path | None
+) -> dict[str, Any]:
+    return {
+        "version": offload.__version__,
+        "path": None if saved is None else str(saved),
+        "profile": made.to_dict(),
+        "figures": [figure.to_dict() for figure in found.figures],
+        "step": found.step.to_dict() if found.step else None,
+        "notes": found.notes,
+        "written_bytes": found.written_bytes,
+        "most_written_bytes": wanted.most_written_bytes,
+    }
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def parse_parts(text: str | None, has_directories: bool, is_sustained: bool) -> frozenset[str]:
+    """Which parts are measured."""
+    parts = frozenset(PARTS)
+    if text is None:
+        parts -= frozenset() if has_directories else {"disk"}
+    else:
+        parts = frozenset(name.strip() for name in text.split(","))
+        unknown = sorted(parts - set(PARTS))
+        if unknown:
+            raise ConfigError(
+                f"--only: expected some of {','.join(PARTS)}, got {', '.join(map(ascii, unknown))}"
+            )
+        if "disk" in parts and not has_directories:
+            raise ConfigError("--only disk: name at least one directory on the drive")
+    if is_sustained and ("disk" not in parts or not has_directories):
+        raise ConfigError("--sustained: measures drives; name a directory, and disk in --only")
+    return parts
+
+
+def check_directories(texts: Sequence[str]) -> list[DirectoryFacts]:
+    """Each is there, once, and takes files."""
+    found = [_check_directory(text) for text in texts]
+    paths = [directory.path for directory in found]
+    if len(set(paths)) < len(paths):
+        names = ", ".join(printable(path) for path in paths)
+        raise ConfigError(f"directories: expected each once, got {names}")
+    for directory in found:
+        if directory.ram_backed:
+            warn(f"{printable(directory.path)} lies in memory: its figures are no drive's")
+    return found
+
+
+def _check_directory(text: str) -> DirectoryFacts:
+    if not text or "\0" in text:
+        raise ConfigError(f"directory: expected a path, got {text!r}")
+    name, found = printable(text), read_directory(Path(text))
+    if not found.exists:
+        raise ConfigError(f"{name}: is not there; make the directory, or mount the drive")
+    if found.error == "ENOTDIR":
+        raise ConfigError(f"{name}: is not a directory; give the directory itself")
+    if not found.writable:
+        remedy = {
+            "EROFS": "mount it for writing, or name another",
+            "ENOSPC": "no room is left: make some, or name another",
+            "EDQUOT": "your quota is used up: make room, or name another",
+        }.get(str(found.error), "let your user write there, or name another")
+        raise ConfigError(f"{name}: no file can be made there ({found.error}); {remedy}")
+    return found
+
+
+def _check_room(directories: Sequence[DirectoryFacts], needed_bytes: int) -> None:
+    for directory in directories:
+        free = directory.free_bytes
+        if free is not None and free < needed_bytes:
+            raise CapacityError(
+                f"{printable(directory.path)}: the measurement needs {format_size(needed_bytes)} "
+                f"({needed_bytes} bytes) for a while, {format_size(free)} ({free} bytes) are "
+                "free; make room, or give --sustained less"
+            )
+
+
+# --- the profile's file ---------------------------------------------------------------------------
+
+
+def check_target(output: str | None) -> Path:
+    """Where the profile goes. Nothing is made yet."""
+    if output is not None and (not output or "\0" in output):
+        raise ConfigError(f"--output: expected a file, got {output!r}")
+    path = profile.own_path() if output is None else Path(output)
+    parent = path.parent
+    if output is None:  # those that are missing will be made
+        parent = next((each for each in path.parents if os.path.lexists(each)), parent)
+    if not parent.is_dir():
+        raise ConfigError(f"{printable(path)}: {printable(parent)} is not a directory; make it")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{printable(path)}: nothing can be written to {printable(parent)}; allow it, or name "
+            "another file with --output"
+        )
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise ConfigError(f"{printable(path)}: expected a new or an ordinary file")
+    return path
+
+
+def load_known(path: Path) -> Profile | None:
+    """What the file says already; None where there is none. One that is no profile is refused: it
+    is not overwritten.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        return profile.load(path)
+    except FormatError as error:
+        raise FormatError(f"{error}; move it away, or name another with --output") from error
+
+
+def _warn_of_strangers(path: Path, known: Profile | None) -> None:
+    if known is not None and not known.is_of_this_machine:
+        warn(
+            f"{printable(path)} is of another machine ({printable(known.cpu)}, {known.cores} "
+            f"cores): it will be replaced, with its {len(known.tuned)} tunings"
+        )
+
+
+def _save(made: Profile, path: Path) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{printable(path.parent)}: cannot be made: {error.strerror}; name --output",
+            errno=error.errno,
+            operation="mkdir",
+            file=str(path.parent),
+        ) from error
+    made.save(path)

@@ -1,0 +1,154 @@
+"""`offload plan`: what training a model would take, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from offload.core.config import ACTIVATIONS, PARAM_DTYPES
+from offload.core.errors import ConfigError
+from offload.tools.cli.output import results
+from offload.tools.forecast.forecast_request import FIELDS, OPTIMIZERS, ForecastRequest
+
+if TYPE_CHECKING:
+    from offload.tools.forecast.forecast import Forecast
+    from offload.tools.forecast.replay import Replay
+
+SUMMARY: Final = "What a model needs, what fits where, how long a step takes; nothing is allocated."
+EXIT_PROBLEM: Final = 1
+_WIDTH: Final = 60
+EXAMPLE: Final = """examples:
+  offload plan 7B --batch 4 --sequence 2048 --host-memory 64GiB --on rtx4090-1ssd \\
+      --activations recompute
+  offload plan my_models:make_gpt --batch 8 --sequence 512 --nvme /mnt/nvme0 --json
+  offload plan --trace run.json --on a100-80g-2ssd
+"""
+_WITH_TRACE: Final = (
+    "trace",
+    "on",
+    "from_profile",
+    "host_memory",
+    "device_memory",
+    "nvme_count",
+    "nvme",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`offload plan MODEL ...`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="module:function, a Hugging Face config.json or its directory, or a size such as 7B",
+    )
+    _add_model(parser.add_argument_group("the model"))
+    _add_training(parser.add_argument_group("the training"))
+    _add_machine(parser.add_argument_group("the machine"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    for name in ("layers", "hidden", "vocabulary", "heads", "intermediate"):
+        group.add_argument(f"--{name}", type=int, metavar="N", help="for a size; else derived")
+    group.add_argument("--dtype", choices=PARAM_DTYPES, help="of parameters (default: the model's)")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--batch", type=int, metavar="N", help="texts of a step (default: 1)")
+    group.add_argument("--sequence", type=int, metavar="N", help="tokens of each (default: 1024)")
+    group.add_argument("--steps", type=int, metavar="N", help="of the training (default: 10000)")
+    group.add_argument("--save-every", type=int, metavar="N", help="steps (default: never)")
+    group.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw; sgd has momentum")
+    group.add_argument("--activations", choices=ACTIVATIONS, help="default: keep")
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host-memory", metavar="SIZE", help="budget, as 64GiB")
+    group.add_argument("--device-memory", metavar="SIZE", help="budget, as 20GiB")
+    drives = group.add_mutually_exclusive_group()
+    drives.add_argument("--nvme-count", type=int, metavar="N", help="drives; 0: none")
+    drives.add_argument("--nvme", nargs="+", metavar="DIR", help="their directories")
+    group.add_argument("--endurance", type=float, metavar="TB", help="a drive is rated for")
+    group.add_argument(
+        "--on",
+        metavar="PROFILE",
+        help="a file that `offload bench` wrote, or the name of a shipped profile "
+        "(default: this machine's own)",
+    )
+    group.add_argument("--trace", metavar="FILE", help="a recorded run, instead of MODEL")
+    group.add_argument(
+        "--from",
+        dest="from_profile",
+        metavar="PROFILE",
+        help="of the machine that the run was recorded on (default: this machine's own)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find out, print; 1 where it does not fit the machine."""
+    found = _replay(args) if args.trace is not None else _forecast(args)
+    with results() as stream:
+        print(json.dumps(found.to_dict(), indent=1) if args.json else found, file=stream)
+    return 0 if found.works else EXIT_PROBLEM
+
+
+def _forecast(args: argparse.Namespace) -> Forecast:
+    if args.model is None:
+        raise ConfigError(
+            "plan: expected MODEL, or --trace FILE; `offload plan --help` has examples"
+        )
+    if args.from_profile is not None:
+        raise ConfigError("--from: is for --trace, which tells what a run was recorded on")
+    request = ForecastRequest.of(args.model, **_given(args, FIELDS))
+    # Here, because other commands must work where torch does not.
+    from offload.tools.forecast.forecaster import forecast
+
+    line = PlanProgress(sys.stderr)
+    try:
+        return forecast(request, line.tell)
+    finally:
+        line.end()
+
+
+class PlanProgress:
+    """What is done now, written over itself; nothing where there is no terminal to write on."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream if stream is not None and stream.isatty() else None
+
+    def tell(self, text: str) -> None:
+        self._write(f"\r{text + ' ...':<{_WIDTH}}")
+
+    def end(self) -> None:
+        """Leave an empty line behind."""
+        self._write("\r" + " " * _WIDTH + "\r")
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:
+            with suppress(OSError):
+                print(text, end="", file=self._stream, flush=True)
+
+
+def _replay(args: argparse.Namespace) -> Replay:
+    if args.model is not None:
+        raise ConfigError("plan: MODEL and --trace are two questions; give one of them")
+    for name in FIELDS:
+        if getattr(args, name, None) is not None and name not in _WITH_TRACE:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: a recorded run has its own; leave it out with --trace")
+    budgets = ForecastRequest.of(
+        "", **_given(args, ("host_memory", "device_memory", "nvme", "nvme_count"))
+    )
+    from offload.tools.forecast.replay import replay
+
+    return replay(args.trace, args.on, args.from_profile, budgets)
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}

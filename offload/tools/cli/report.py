@@ -1,0 +1,154 @@
+"""`offload report`: what a run was like, as an HTML page, a picture or a timeline. Needs no torch.
+
+The runs are only read. Every file that is made is whole or absent, and its owner's alone: a page
+has all that is in the trace, names of parameters included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from offload.core.config import format_size
+from offload.core.errors import ConfigError
+from offload.core.private_file import write_private
+from offload.core.strict_json import printable
+from offload.telemetry.run_file import Run, load
+from offload.tools.cli.output import results
+from offload.tools.html_report import Summary, make_page, make_picture, summarize, to_perfetto
+from offload.tools.html_report.words import show_part, show_seconds, show_share
+
+SUMMARY: Final = "Make one HTML page of a run, or of two beside each other, from their traces."
+
+_EXAMPLE: Final = """\
+example:
+  In the training script, at the end:  offload.report(optimizer).save_trace("run.json")
+  Then:                                offload report run.json -o run.html
+  Two runs beside each other:          offload report before.json after.json -o both.html
+  A figure for a paper:                offload report run.json --png step.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`offload report TRACE [OTHER] [-o FILE] [--png FILE] [--chrome FILE] [--json]`."""
+    parser.epilog = _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=parse_path,
+        help="what offload.report(...).save_trace(path) wrote; it is only read",
+    )
+    parser.add_argument(
+        "other", metavar="OTHER", nargs="?", type=parse_path, help="a second one, to compare with"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=parse_path,
+        help="the page; default: TRACE with the ending .html, unless --png, --chrome or --json "
+        "asks for something else",
+    )
+    parser.add_argument(
+        "--png", metavar="FILE", type=parse_path, help="a picture of one iteration, 300 dpi"
+    )
+    parser.add_argument(
+        "--chrome",
+        metavar="FILE",
+        type=parse_path,
+        help="a timeline for ui.perfetto.dev or chrome://tracing, with memory as counters",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def parse_path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"expected the path of a file, got {text!r}")
+    return Path(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, make, write, tell. Nothing is written when something cannot be made."""
+    paths = [path for path in (args.trace, args.other) if path is not None]
+    targets = find_targets(args)
+    check_targets(targets, paths)
+    runs = [load(path) for path in paths]
+    made = {kind: make(kind, runs, paths) for kind in targets}
+    for kind, content in made.items():
+        write_private(targets[kind], content)
+    found = [summarize(one) for one in runs]
+    with results() as stream:
+        if args.json:
+            print(json.dumps(as_json(runs, found, paths, targets), allow_nan=False), file=stream)
+        else:
+            for line in describe(found, paths, targets):
+                encoding = stream.encoding or "utf-8"
+                print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+    return 0
+
+
+def find_targets(args: argparse.Namespace) -> dict[str, Path]:
+    """The files to make, by what they are."""
+    asked = {"page": args.output, "png": args.png, "chrome": args.chrome}
+    targets = {kind: path for kind, path in asked.items() if path is not None}
+    return targets if targets or args.json else {"page": args.trace.with_suffix(".html")}
+
+
+def check_targets(targets: dict[str, Path], traces: Sequence[Path]) -> None:
+    """Before anything is read: no file is to be two things, and no trace is to be replaced."""
+    taken = {os.path.realpath(path): "a trace that is read" for path in traces}
+    for kind, path in targets.items():
+        place = os.path.realpath(path)
+        if place in taken:
+            raise ConfigError(
+                f"report: {printable(path)} is to be the {kind}, but it is {taken[place]}; "
+                "name another file"
+            )
+        taken[place] = f"the {kind} as well"
+
+
+def make(kind: str, runs: Sequence[Run], paths: Sequence[Path]) -> str | bytes:
+    names = [path.name for path in paths]
+    if kind == "page":
+        return make_page(runs, names)
+    if kind == "png":
+        return make_picture(runs, names)
+    return json.dumps(to_perfetto(runs, names), allow_nan=False)
+
+
+def describe(
+    found: Sequence[Summary], paths: Sequence[Path], targets: dict[str, Path]
+) -> list[str]:
+    """The result in lines: each run, then each file."""
+    lines = []
+    for one, path in zip(found, paths, strict=True):
+        moved = [
+            format_size(round(one.moved.get(f"disk_{w}_bytes", 0))) for w in ("read", "written")
+        ]
+        part = "an iteration" if one.is_whole else "in step()"
+        worst = next(iter(one.stalls), None)
+        most = f", most: {printable(show_part(worst))}" if worst and one.stalls[worst] else ""
+        taken = f"{show_seconds(one.typical_s)} {part}"
+        lines.append(
+            f"{printable(path)}: {len(one.iterations)} steps, {taken}, "
+            f"{show_share(one.stall_share)} waiting{most}, {moved[0]} read and {moved[1]} written"
+        )
+    return lines + [f"{kind}: {printable(path)}" for kind, path in targets.items()]
+
+
+def as_json(
+    runs: Sequence[Run],
+    found: Sequence[Summary],
+    paths: Sequence[Path],
+    targets: dict[str, Path],
+) -> dict[str, Any]:
+    told = [
+        {"trace": str(path), "title": run.about.title, "date": run.about.date, **one.to_dict()}
+        for run, one, path in zip(runs, found, paths, strict=True)
+    ]
+    return {"runs": told, "files": {kind: str(path) for kind, path in targets.items()}}

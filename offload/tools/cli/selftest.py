@@ -1,0 +1,147 @@
+"""`offload selftest`: proves the engine on this machine, and ends with a table for a bug report.
+
+Exit code 0: all that ran has passed; 1: something failed, the others still ran; 2: it could not be
+tried. Everything runs in a process of its own (`offload.tools.selftest.supervisor`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import offload
+from offload.tools.cli.output import results
+from offload.tools.selftest.registry import GROUPS, choose
+from offload.tools.selftest.supervisor import CheckResults, SelftestRequest, supervise
+from offload.tools.selftest.table import count_statuses, format_table
+
+SUMMARY: Final = "Prove the engine on this machine in a few minutes; exit code 1: something failed."
+EXIT_FAILED: Final = 1
+DEFAULT_SEED: Final = 20261116
+_MOST_SEED: Final = 2**32
+_EXAMPLE: Final = """\
+example:
+  offload selftest --nvme /mnt/nvme0/swap
+  offload selftest --quick --only kernels,faults.io_uring --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`offload selftest [--device D] [--nvme DIR] [--quick] [--only NAMES] [--seed N] [--json]`."""
+    parser.epilog = _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--device", default="auto", help="auto (the accelerator that torch has), cpu, cuda, ..."
+    )
+    parser.add_argument(
+        "--nvme",
+        metavar="DIR",
+        type=_directory,
+        help="a directory on the drive to try; left as it was (else: that of temporary files)",
+    )
+    parser.add_argument("--quick", action="store_true", help="less of everything: half a minute")
+    parser.add_argument(
+        "--only", metavar="NAMES", help=f"checks or groups, with commas: {', '.join(GROUPS)}"
+    )
+    parser.add_argument(
+        "--seed", type=_seed, default=DEFAULT_SEED, help="of all that is drawn (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a directory, got ''; or leave --nvme out")
+    return Path(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= _MOST_SEED:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**32, got {text!r}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the checks, print the table, and return 1 when one has failed."""
+    request = SelftestRequest(
+        names=choose(args.only),
+        device=args.device,
+        parent=Path(tempfile.gettempdir()) if args.nvme is None else args.nvme,
+        is_quick=args.quick,
+        seed=args.seed,
+    )
+    line = SelftestProgress()
+    try:
+        findings = supervise(request, line.begin)
+    finally:
+        line.end()
+    about = {"offload": offload.__version__, **findings.about, **_how(args)}
+    with results() as stream:
+        if args.json:
+            print(json.dumps(as_json(about, findings)), file=stream)
+        else:
+            text = format_table(about, findings.results)
+            encoding = stream.encoding or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+    return EXIT_FAILED if findings.has_failed else 0
+
+
+def _how(args: argparse.Namespace) -> dict[str, str]:
+    """What is needed to run the same again."""
+    words = ["--quick"] if args.quick else []
+    words += [] if args.only is None else ["--only", args.only]
+    words += ["--device", args.device] if args.device != "auto" else []
+    words += [] if args.nvme is None else ["--nvme DIR"]
+    return {"seed": str(args.seed), "arguments": " ".join(words) or "none"}
+
+
+def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
+    """The object that `--json` prints. Keys are stable: scripts rely on them."""
+    return {
+        "version": offload.__version__,
+        "about": about,
+        "checks": [result.to_dict() for result in findings.results],
+        "summary": {
+            **count_statuses(findings.results),
+            "exit_code": EXIT_FAILED if findings.has_failed else 0,
+        },
+    }
+
+
+class SelftestProgress:
+    """Which check runs, on stderr: a line that is written over on a terminal, else one for each."""
+
+    _WIDTH = 79
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+        self._is_terminal = self._stream is not None and self._stream.isatty()
+        self._begin_s = time.monotonic()
+        self._has_written = False
+
+    def begin(self, name: str, number: int, count: int) -> None:
+        text = f"[{number}/{count}] {time.monotonic() - self._begin_s:5.0f} s  {name}"
+        if self._is_terminal:
+            self._write(f"\r{text[: self._WIDTH]:<{self._WIDTH}}")
+        else:
+            self._write(text + "\n")
+
+    def end(self) -> None:
+        """Leave an empty line behind."""
+        if self._is_terminal and self._has_written:
+            self._write("\r" + " " * self._WIDTH + "\r")
+
+    def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+            self._has_written = True
+        except (OSError, ValueError):  # closed, or full: there is nobody to tell
+            self._stream = None

@@ -1,0 +1,223 @@
+"""`offload tune`: runs a training loop with one tuning after the other, and writes the best to the
+machine's profile, where `prefetch_depth="auto"` finds it.
+
+The loop is the user's own program, untouched, or a stand-in for a model that is named; both run in
+processes of their own (`tune_trials`), and `offload.tools.tune.search` decides what to try next.
+This process needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from offload.core.config import PARAM_DTYPES
+from offload.core.strict_json import printable
+from offload.planning.trial import TrialResult
+from offload.tools.cli.output import results
+from offload.tools.tune.picture import draw
+from offload.tools.tune.search import Finding, Search, TunedTrial
+from offload.tools.tune.session import TuneSession
+from offload.tools.tune.space import FIELDS
+from offload.tools.tune.table import TrialTable, describe
+from offload.tools.tune.trials import Program
+from offload.tools.tune.wish import LOOP_OPTIONS, Wish
+
+SUMMARY: Final = "Run a training loop with other settings, find the best, and write a profile."
+EPILOG: Final = """\
+examples:
+  offload tune -- python train.py --config small.yaml
+  offload tune 350M --host-memory 2GiB --nvme /mnt/nvme0 --sequence 1024 --minutes 5
+
+The program behind -- is run once for each trial, as it is, and ended from within optimizer.step()
+by SystemExit when enough was measured. What it does before its first steps, and on its way out, it
+does each time: let it write nothing that matters. It must call offload.prepare or offload.wrap, in
+one process, without profile=... other than the file that is tuned. To tune activations it must ask
+for activations="auto".
+
+exit codes: 0 tuned, 2 it could not be done, 130 interrupted (nothing is written without --keep)
+"""
+MINUTES: Final = 10.0
+WARM_UP, STEPS = 2, 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`offload tune [MODEL] [options] [-- PROGRAM ...]`."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "what",
+        nargs="*",
+        metavar="MODEL | -- PROGRAM ...",
+        help="module:function, a config.json or a size such as 7B; or a program with its arguments",
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=MINUTES, help="for all trials together (default: 10)")
+    add("--steps", type=int, default=STEPS, help="to measure in a trial (default: 5)")
+    add("--warm-up", type=int, default=WARM_UP, help="steps before those (default: 2)")
+    add(
+        "--try",
+        action="append",
+        default=[],
+        metavar="KNOB=VALUES",
+        dest="tries",
+        help=f"values instead of the usual, or none; knobs: {', '.join(FIELDS)} "
+        "(units: layers in one), as --try depth=0,1,2 --try chunk=512Ki,2Mi --try threads=",
+    )
+    add(
+        "--activations",
+        metavar="POLICIES",
+        help='auto, or some of keep,recompute,offload; the loop must ask for activations="auto"',
+    )
+    add("--profile", metavar="FILE", help="to write to (default: the machine's own)")
+    add("--picture", metavar="FILE", help="for the picture (default: beside the profile)")
+    add("--keep", action="store_true", help="when interrupted, write the best so far")
+    add("--json", action="store_true", help="print one JSON object with all trials")
+    loop = parser.add_argument_group("the stand-in loop of MODEL")
+    for name in LOOP_OPTIONS[:7]:
+        loop.add_argument(f"--{name}", type=int)
+    loop.add_argument("--dtype", choices=PARAM_DTYPES)
+    loop.add_argument("--device")
+    loop.add_argument("--device-memory", metavar="SIZE")
+    loop.add_argument("--host-memory", metavar="SIZE")
+    loop.add_argument("--nvme", metavar="DIRECTORY", action="append", help="one or several")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune, write profile and picture, tell."""
+    wish = Wish.of(args)
+    table = TrialTable(sys.stderr)
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="offload-tune-") as directory:
+        program = Program(wish.command, Path(directory), args.warm_up, args.steps)
+        session = TuneSession(program, wish, table)
+        try:
+            finding = session.run()
+        except BaseException:
+            table.end()
+            if args.keep and session.has_found:
+                table.say(f"broken off; the best so far is kept: {session.write()}")
+            raise
+    path = session.write()
+    note = draw(
+        session.search.trials,
+        finding.best,
+        session.limit.seconds,
+        f"{wish.name}: {describe(finding.best, session.layer_bytes)}",
+        wish.picture,
+    )
+    with results() as stream:
+        if args.json:
+            print(json.dumps(_as_json(session, finding, path, note), allow_nan=False), file=stream)
+        else:
+            print("\n".join(_as_text(session, finding, path, note)), file=stream)
+    return 0
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that no trial is left running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def _as_text(session: TuneSession, finding: Finding, path: Path, note: str | None) -> list[str]:
+    wish, less = session.wish, 1 - finding.step_s / finding.base_s
+    chosen = describe(finding.best, session.layer_bytes)
+    rows = [("derived", f"{finding.base_s:.4g} s a step")]
+    tried = {trial.tuning for trial in session.search.trials} - {finding.base}
+    if not tried:
+        rows.append(("chosen", f"{chosen}: there was time for nothing else; raise --minutes"))
+    elif finding.best == finding.base:
+        rows.append(("chosen", f"{chosen}: nothing has beaten it by more than the noise"))
+    else:
+        rows.append(
+            (
+                "chosen",
+                f"{chosen}: {finding.step_s:.4g} s ± {finding.spread_s:.2g} ({less:.1%} less)",
+            )
+        )
+    rows += [
+        ("noise", f"{finding.noise:.1%} between trials of the same" if tried else "not known"),
+        ("stalls", f"{finding.stall_share:.0%} of a step"),
+        ("limit", str(session.limit)),
+        ("trials", _how_many(session.search)),
+        ("profile", printable(path)),
+        ("picture", note or printable(wish.picture)),
+        ("use it", _how_to_use(wish)),
+    ]
+    return [f"{name:<8} {text}" for name, text in rows]
+
+
+def _how_many(search: Search) -> str:
+    text = f"{len(search.trials)} in {search.spent_s:.0f} s"
+    return f"{text}; time was up before all was tried (--minutes)" if search.was_cut else text
+
+
+def _how_to_use(wish: Wish) -> str:
+    if wish.is_own:
+        return 'nothing to do: prefetch_depth="auto", the default, reads the machine\'s own profile'
+    return f"give profile={os.fspath(wish.profile)!r} to offload.prepare or offload.wrap"
+
+
+def _as_json(
+    session: TuneSession, finding: Finding, path: Path, note: str | None
+) -> dict[str, Any]:
+    return {
+        "name": session.wish.name,
+        "targets": [asdict(target) for target in session.targets],
+        "best": asdict(finding.best),
+        "is_beaten": finding.best != finding.base,
+        "step_s": finding.step_s,
+        "spread_s": finding.spread_s,
+        "base_s": finding.base_s,
+        "stall_share": finding.stall_share,
+        "noise": finding.noise,
+        "limit_s": session.limit.seconds,
+        "limit": asdict(session.limit),
+        "spent_s": session.search.spent_s,
+        "was_cut": session.search.was_cut,
+        "profile": str(path),
+        "picture": None if note else str(session.wish.picture),
+        "trials": [_trial_json(session, trial) for trial in session.search.trials],
+    }
+
+
+def _trial_json(session: TuneSession, trial: TunedTrial) -> dict[str, Any]:
+    measured, result = trial.measured, session.results.get(trial.number)
+    return {
+        "number": trial.number,
+        "tuning": asdict(trial.tuning),
+        "step_s": measured.step_s if measured.failure is None else None,
+        "took_s": measured.took_s,
+        "failure": measured.failure,
+        "result": None if result is None else _without_targets(result),
+    }
+
+
+def _without_targets(result: TrialResult) -> dict[str, Any]:
+    return {name: value for name, value in asdict(result).items() if name != "targets"}

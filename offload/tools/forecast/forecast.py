@@ -1,0 +1,229 @@
+"""What training a model would take: a table for people, numbers for scripts. Holds and shows;
+`forecaster` finds out. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.core.config import format_size
+
+FORMAT = "offload forecast"
+VERSION = 1
+HIDDEN_SHARE = 0.1  # of a step: who waits no longer for the drives hides them
+_DAY_S, _HOUR_S, _MINUTE_S = 86_400, 3_600, 60
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one steady step. stalls: waiting, by where and why. limit: what takes longest if
+    all goes on at once, in limit_s. hidden_tokens: of a step, from which on less than a tenth of it
+    is spent waiting for the drives; None: no number of them. gains: seconds that a step gets
+    shorter by one more of a thing.
+    """
+
+    step_s: float
+    compute_s: float
+    update_s: float
+    other_s: float
+    stalls: dict[str, float]
+    tokens_per_s: float
+    training_s: float
+    limit: str
+    limit_s: float
+    depth: int
+    hidden_tokens: int | None
+    gains: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """Checkpoints. each_bytes: of one. each_s: None where speeds are not known."""
+
+    count: int
+    each_bytes: int
+    each_s: float | None
+
+
+@dataclass(frozen=True)
+class Wear:
+    """All that is written to drives. share: of what all of them together are rated for; None: not
+    given.
+    """
+
+    written_tb: float
+    endurance_tb: float | None
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`str()` is a table. host_bytes, device_bytes: budgets; None: no limit, or no device. tiers:
+    bytes of each kind on each tier. read_bytes, written_bytes: by drives in a step, as a report
+    counts them; spilled_bytes of gradients are among both. taken_bytes: of host
+    memory, by the engine. passing_bytes: that activations and logits take where the model runs.
+    least: the smallest budgets that work. plain_bytes: that torch alone would need in one place.
+    """
+
+    model: str
+    machine: str
+    machine_note: str
+    numel: int
+    trained_numel: int
+    dtype: str
+    units: int
+    batch: int
+    sequence: int
+    tokens: int
+    steps: int
+    optimizer: str
+    activations: str
+    flops: float
+    host_bytes: int | None
+    device_bytes: int | None
+    drives: int
+    tiers: dict[str, dict[str, int]]
+    taken_bytes: int
+    passing_bytes: int
+    disk_room_bytes: int
+    read_bytes: int
+    written_bytes: int
+    spilled_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+    wear: Wear
+    saving: CheckpointCost
+    least: dict[str, int]
+    plain_bytes: int
+    fits_without_us: bool
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+    tuned: str | None = None
+    timing: Timing | None = None  # None: speeds are not known
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def __str__(self) -> str:
+        rows = [*self._about(), *self._bytes(), *self._times(), *self._advice()]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
+
+    def _about(self) -> Iterator[tuple[str, str]]:
+        yield "model", f"{self.model}: {self.numel:,} parameters, {self.dtype}, {self.units} units"
+        yield (
+            "a step",
+            f"{self.batch} text{'s' * (self.batch != 1)} of {self.sequence:,} tokens, "
+            f"{self.flops / 1e12:.3g} TFLOP, "
+            f"{self.optimizer}, activations: {self.activations}",
+        )
+        yield "machine", f"{self.machine} ({self.machine_note})"
+        budgets = [f"host {_limit(self.host_bytes)}"]
+        budgets += [f"device {format_size(self.device_bytes)}"] if self.device_bytes else []
+        budgets += [f"{self.drives} drive{'s' * (self.drives != 1)}" if self.drives else "no drive"]
+        yield "budgets", ", ".join(budgets)
+
+    def _bytes(self) -> Iterator[tuple[str, str]]:
+        for kind, parts in self.tiers.items():
+            each = [f"{tier} {format_size(nbytes)}" for tier, nbytes in parts.items() if nbytes]
+            total = format_size(sum(parts.values()))
+            yield kind, f"{total:>9}: {', '.join(each)}" if each else "none"
+        yield "host memory taken", format_size(self.taken_bytes)
+        if self.disk_room_bytes:
+            yield "disk space taken", format_size(self.disk_room_bytes)
+        read, written = format_size(self.read_bytes), format_size(self.written_bytes)
+        moved = [f"disk {read} read, {written} written"]
+        if self.spilled_bytes:
+            moved[0] += f", {format_size(self.spilled_bytes)} of each are gradients"
+        if self.device_bytes:
+            there, back = format_size(self.to_device_bytes), format_size(self.to_host_bytes)
+            moved.append(f"device {there} to it, {back} from it")
+        yield "moved each step", "; ".join(moved)
+        yield f"{self.steps:,} steps write", self._wear()
+        each_s = self.saving.each_s
+        yield (
+            "a checkpoint",
+            format_size(self.saving.each_bytes)
+            + ("" if each_s is None else f", {_time(each_s)}")
+            + (f", {self.saving.count} of them" if self.saving.count else "")
+            + "; room for two while one is written",
+        )
+
+    def _wear(self) -> str:
+        wear = self.wear
+        text = f"{_number(wear.written_tb)} TB"
+        if wear.share is not None and wear.endurance_tb is not None:
+            text += (
+                f": {100 * wear.share:.2g} % of what {self.drives} drive{'s' * (self.drives != 1)} "
+                f"rated for {wear.endurance_tb:g} TB can take"
+            )
+        return text
+
+    def _times(self) -> Iterator[tuple[str, str]]:
+        timing = self.timing
+        if timing is None:
+            yield "a step takes", "not predicted: " + self.machine_note
+            return
+        yield (
+            "a step takes",
+            f"{_time(timing.step_s)}, {_number(timing.tokens_per_s)} tokens/s; "
+            f"{self.steps:,} steps {_time(timing.training_s)}",
+        )
+        parts = {"compute": timing.compute_s, "update": timing.update_s, **timing.stalls}
+        parts["other"] = timing.other_s
+        large = [f"{n} {_time(s)}" for n, s in parts.items() if s >= 0.005 * timing.step_s]
+        yield "  of that", ", ".join(large)
+        yield "limited by", f"{timing.limit}: {_time(timing.limit_s)} at the very least"
+        yield "prefetch depth", f"{timing.depth} units"
+        hidden = timing.hidden_tokens
+        if self.read_bytes or self.written_bytes:
+            yield (
+                "drives are hidden",
+                f"from {hidden:,} tokens a step on" if hidden else "at no number of tokens",
+            )
+        for name, seconds in timing.gains.items():
+            yield f"  {name}", f"{_time(seconds)} less a step" if seconds > 0 else "nothing"
+
+    def _advice(self) -> Iterator[tuple[str, str]]:
+        for name, nbytes in self.least.items():
+            yield f"smallest {name}", f"{format_size(nbytes)} ({nbytes} bytes)"
+        if self.tuned is not None:
+            yield "tuned", self.tuned
+        for note in self.notes:
+            yield "note", note
+        for problem in self.problems:
+            yield "PROBLEM", problem
+        yield "verdict", self._verdict()
+
+    def _verdict(self) -> str:
+        if self.problems:
+            return "does not fit as it is"
+        if self.fits_without_us:
+            return f"fits without offload: plain torch needs {format_size(self.plain_bytes)}"
+        away = sum(parts.get("disk", 0) for parts in self.tiers.values())
+        if away:
+            return f"works, with {format_size(away)} on the drives"
+        return "works, with all of it in host memory"
+
+
+def _limit(nbytes: int | None) -> str:
+    return "without limit" if nbytes is None else format_size(nbytes)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    """For people."""
+    for unit, length in (("days", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

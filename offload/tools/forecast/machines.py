@@ -1,0 +1,154 @@
+"""Which machine a plan is for: this one, one whose profile lies in a file, or one that is shipped.
+
+Shipped profiles are made from published figures, and say which; nobody has measured them here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from offload.core.errors import ConfigError, FormatError, StoreError
+from offload.core.strict_json import printable
+from offload.planning import profile
+from offload.planning.limits import left_free_bytes
+from offload.planning.profile import Profile
+
+_SHIPPED = Path(__file__).parent / "profiles"
+_DEVICE_SHARE = 0.9  # of a device's memory, for us
+
+# For counting bytes where nothing is known: of one time and bandwidth or another, all the same.
+NOMINAL = Profile(
+    name="unknown",
+    is_measured=False,
+    sources=(),
+    date="",
+    cpu="unknown",
+    cores=1,
+    memory_bytes_per_s=20e9,
+    update_bytes_per_s=15e9,
+    disk_read_bytes_per_s=3e9,
+    disk_write_bytes_per_s=3e9,
+    disk_mixed_bytes_per_s=3e9,
+    to_device_bytes_per_s=20e9,
+    to_host_bytes_per_s=20e9,
+    flops={"float32": 5e11, "bfloat16": 5e11, "float16": 5e11},
+)
+
+
+@dataclass(frozen=True)
+class TargetMachine:
+    """profile: None where no speed is known. note: what to tell about it."""
+
+    profile: Profile | None
+    note: str
+
+    @property
+    def name(self) -> str:
+        return "unknown" if self.profile is None else self.profile.name
+
+
+def shipped() -> dict[str, Path]:
+    """Profiles that come with the package, by name."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.json"))}
+
+
+def find_machine(text: str | os.PathLike[str] | None) -> TargetMachine:
+    """text: a file, or the name of a shipped profile; None: the machine's own, if there is one.
+    Raises `ConfigError` where there is no such profile, `FormatError` where it is damaged.
+    """
+    if text is None:
+        return _own()
+    name, known = os.fspath(text), shipped()
+    path = known.get(name, Path(name))
+    if not path.exists():
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(
+            f"on: expected a profile's file or one of {', '.join(known)}; got {printable(name)}"
+            + (f"; did you mean {near[0]}?" if near else "; `offload bench` writes a file")
+        )
+    return _described(profile.load(path))
+
+
+def _own() -> TargetMachine:
+    try:
+        path = profile.own_path()
+        found = profile.load(path) if path.exists() else None
+    except (ConfigError, FormatError, StoreError) as error:
+        return TargetMachine(None, f"speeds are unknown: this machine's own profile: {error}")
+    if found is None:
+        return TargetMachine(
+            None,
+            "speeds are unknown: run `offload bench` once, or name a machine with --on "
+            f"({', '.join(shipped())})",
+        )
+    if not found.is_of_this_machine:
+        return TargetMachine(
+            None, f"speeds are unknown: {path} is of another machine ({found.cpu})"
+        )
+    return _described(found)
+
+
+def _described(found: Profile) -> TargetMachine:
+    if found.is_measured:
+        return TargetMachine(found, f"measured {found.date}: {found.cpu}, {found.cores} cores")
+    return TargetMachine(found, "published figures, not measured by us")
+
+
+def with_drives(machine: Profile, count: int) -> Profile:
+    """The machine with so many drives of the kind that it has."""
+    have = len(machine.disks) or 1
+    if count in (0, have):
+        return machine
+    factor = count / have
+    return replace(
+        machine,
+        disks=tuple(machine.disks[n % have] for n in range(count)) if machine.disks else (),
+        disk_read_bytes_per_s=_times(machine.disk_read_bytes_per_s, factor),
+        disk_write_bytes_per_s=_times(machine.disk_write_bytes_per_s, factor),
+        disk_mixed_bytes_per_s=_times(machine.disk_mixed_bytes_per_s, factor),
+    )
+
+
+def missing_speeds(machine: Profile, dtype: str, drives: int, on_device: bool) -> list[str]:
+    """What must be known to predict a step and is not, as `offload bench --only` names it."""
+    needed: dict[str, float | None] = {
+        "compute": flops_of(machine, dtype),
+        "update": machine.update_bytes_per_s,
+    }
+    if drives:
+        needed["disk"] = machine.disk_mixed_bytes_per_s
+    if on_device:
+        needed["copies"] = machine.to_device_bytes_per_s and machine.to_host_bytes_per_s
+    return [name for name, speed in needed.items() if not speed]
+
+
+def completed(machine: Profile) -> Profile:
+    """With something for every speed that is not known: enough for counting bytes."""
+    names = [field.name for field in fields(Profile) if field.name.endswith("_per_s")]
+    lacking = [name for name in (*names, "flops") if not getattr(machine, name)]
+    return replace(machine, **{name: getattr(NOMINAL, name) for name in lacking})
+
+
+def _times(speed: float | None, factor: float) -> float | None:
+    return None if speed is None else speed * factor
+
+
+def usual_host_bytes(machine: Profile) -> int | None:
+    """What `host_memory` is there if nobody says anything; None: not known."""
+    total = machine.memory_bytes
+    return None if total is None else total - left_free_bytes(total)
+
+
+def usual_device_bytes(machine: Profile) -> int | None:
+    """What `device_memory` is there if nobody says anything; None: not known, or no device."""
+    total = machine.device_memory_bytes
+    return None if total is None else int(total * _DEVICE_SHARE)
+
+
+def flops_of(machine: Profile, dtype: str) -> float | None:
+    """Of products in that type, a second; of fp32 where that is all that is known."""
+    known = machine.flops or {}
+    return known.get(dtype) or known.get("float32") or None

@@ -1,0 +1,383 @@
+"""A model that is named, not made: `module:function`, a Hugging Face `config.json`, or a size.
+
+A source makes the model when it is asked to, also below `torch.device("meta")`, where nothing is
+allocated; and it knows what to feed it and what its loss is. Makes no connection to anywhere: what
+a `config.json` says to fetch is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from offload.core.errors import ConfigError, FormatError
+from offload.core.private_file import read_small
+from offload.core.strict_json import parse_json, printable
+from offload.tools.forecast.model_shape import Shape, derive_shape, parse_count
+from offload.tools.forecast.synthetic_llama import StandIn
+
+EXAMPLE_METHOD = "offload_example"
+_CONFIG_NAME = "config.json"
+_MOST_CONFIG_BYTES = 1 << 20
+_LONGEST = 1 << 20  # tokens of a text, for a stand-in
+_SOME_TOKENS = 256  # ids below this, where the model does not say how many it knows
+
+
+class ModelSource(ABC):
+    """Where a model comes from. Of one thread."""
+
+    name: str
+
+    @property
+    def remedy(self) -> str:
+        """What to do where it runs for real, but not on shapes alone."""
+        return "a size such as 7B is planned without the model itself"
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """A new one, on the device of `torch.device(...)` around the call."""
+
+    @abstractmethod
+    def make_batch(
+        self,
+        batch: int,
+        sequence: int,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> Any:
+        """Random input of `batch` texts of `sequence` tokens that have a next one. device: None is
+        torch's default one, so that of a `torch.device(...)` around the call.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """A scalar to call backward on."""
+
+
+def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> ModelSource:
+    """The source that `text` names. shape: for a size, as much of it as is known. Raises
+    `ConfigError` where it names nothing.
+    """
+    name = os.fspath(text)
+    count = parse_count(name)
+    if count is not None:
+        return SizeSource(name, derive_shape(count, shape))
+    if shape is not None and shape.is_given:
+        raise ConfigError(
+            f"model: layers, hidden, vocabulary, heads and intermediate are for a size such as "
+            f"7B; {printable(name)} has its own"
+        )
+    path = Path(name)
+    if name and (path.is_dir() or path.suffix == ".json"):
+        return ConfigSource.at(path)
+    module, colon, function = name.partition(":")
+    if colon and module and function:
+        return FunctionSource(name, _find_function(module, function))
+    raise ConfigError(
+        f"model: expected module:function, a config.json or its directory, or a size such as 7B "
+        f"or 350M; got {printable(name)}"
+        + ("; there is no such file or directory" if os.sep in name else "")
+    )
+
+
+# --- a size ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SizeSource(ModelSource):
+    """A stand-in of that shape, in bfloat16, as models of such sizes are trained."""
+
+    name: str
+    shape: Shape
+
+    def make_model(self) -> nn.Module:
+        s = self.shape
+        assert s.layers and s.hidden and s.vocabulary and s.heads and s.intermediate
+        model = StandIn(
+            s.layers, s.hidden, s.vocabulary, s.heads, s.intermediate, _LONGEST, s.key_value_heads
+        )
+        return model.to(torch.bfloat16)
+
+    def make_batch(
+        self,
+        batch: int,
+        sequence: int,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        assert self.shape.vocabulary
+        return _tokens(self.shape.vocabulary, batch, sequence + 1, generator, device)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return _loss_of_tokens(model, batch)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConfigSource(ModelSource):
+    """A model of the `transformers` library, with values of its own making."""
+
+    name: str
+    config: Any
+    make: Callable[[Any], nn.Module]
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "if it is not the length, the model does what shapes cannot tell: give module:function "
+            "of a model that can be run so, or a size such as 7B"
+        )
+
+    @classmethod
+    def at(cls, path: Path) -> ConfigSource:
+        file = path / _CONFIG_NAME if path.is_dir() else path
+        if not file.exists():
+            raise ConfigError(f"model: {printable(file)} is not there")
+        _check_config(file)
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError(
+                f"model: {printable(file)} needs the transformers library, which cannot be "
+                f"imported: {error}; install it, or give module:function or a size such as 7B"
+            ) from error
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        except Exception as error:  # somebody else's code, with errors of its own
+            raise ConfigError(
+                f"model: {printable(file)} is no configuration that transformers "
+                f"{transformers.__version__} knows: {error}"
+            ) from error
+        config.use_cache = False  # keys and values of texts that are generated
+        return cls(str(path), config, _auto_class(transformers, config, file))
+
+    def make_model(self) -> nn.Module:
+        return self.make(self.config)
+
+    def make_batch(
+        self,
+        batch: int,
+        sequence: int,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> dict[str, Tensor]:
+        text = self.config.get_text_config()
+        tokens = _tokens(int(text.vocab_size), batch, sequence, generator, device)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self._check_length(model, batch["input_ids"].shape[1])
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    def _check_length(self, model: nn.Module, length: int) -> None:
+        """Shapes alone do not show that a position has no embedding."""
+        text = self.config.get_text_config()
+        most = getattr(text, "max_position_embeddings", None)
+        tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+        if most is None or not tables & {most, most + 2} - {text.vocab_size}:
+            return  # positions are computed
+        if length > most:
+            raise ConfigError(
+                f"sequence: {self.name} has embeddings for {most} positions, got {length}; "
+                "lower the sequence"
+            )
+
+
+def _check_config(file: Path) -> None:
+    try:
+        data = parse_json(read_small(file, _MOST_CONFIG_BYTES))
+    except FormatError as error:
+        raise FormatError(f"model: {printable(file)}: {error}") from error
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise ConfigError(f'model: {printable(file)} has no "model_type"; expected a config.json')
+    if data.get("auto_map"):
+        raise ConfigError(
+            f"model: {printable(file)} wants code of its own to be fetched and run (auto_map), "
+            "which plan does not do; give module:function instead"
+        )
+
+
+def _auto_class(transformers: Any, config: Any, file: Path) -> Callable[[Any], nn.Module]:
+    """For language models of the three kinds that have a loss of their own."""
+    kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+    for name in kinds:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            make: Callable[[Any], nn.Module] = auto.from_config
+            return make
+    raise ConfigError(
+        f"model: {printable(file)} is of type {config.model_type}, which is no language model; "
+        f"give module:function, of a model with a method {EXAMPLE_METHOD}(batch, sequence)"
+    )
+
+
+# --- a function -----------------------------------------------------------------------------------
+
+
+@dataclass
+class FunctionSource(ModelSource):
+    """A function without arguments that returns a model. What it takes is seen from the model: its
+    method `offload_example(batch, sequence)` gives the arguments of `forward`; without one it is
+    given token ids.
+    """
+
+    name: str
+    function: Callable[[], Any]
+    _feed: Callable[[int, int, torch.Generator | None, Any], Any] | None = field(
+        default=None, repr=False
+    )
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "a model that takes something else than tokens says so by a method "
+            f"{EXAMPLE_METHOD}(batch, sequence); one that looks at values is planned by a size "
+            "such as 7B"
+        )
+
+    def make_model(self) -> nn.Module:
+        try:
+            model = self.function()
+        except Exception as error:  # somebody else's code
+            raise ConfigError(f"{self.name}: {type(error).__name__}: {error}") from error
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"{self.name}: expected a torch.nn.Module, got {type(model).__name__}"
+            )
+        self._feed = _feed_of(model)
+        return model
+
+    def make_batch(
+        self,
+        batch: int,
+        sequence: int,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> Any:
+        if self._feed is None:
+            with torch.device("meta"):
+                self.make_model()
+        assert self._feed is not None
+        return self._feed(batch, sequence, generator, device)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, Tensor):
+            return _loss_of_tokens(model, batch)
+        args, kwargs = batch
+        return _loss_of_output(model(*args, **kwargs))
+
+
+def _find_function(module_name: str, name: str) -> Callable[[], Any]:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # somebody else's code
+        raise ConfigError(
+            f"model: {module_name}:{name}: {type(error).__name__}: {error}; expected a module "
+            "that can be imported from the current directory, and a function in it"
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"model: {module_name}:{name} is a {type(found).__name__}; expected a function "
+            "without arguments that returns a torch.nn.Module"
+        )
+    function: Callable[[], Any] = found
+    return function
+
+
+def _feed_of(model: nn.Module) -> Callable[[int, int, torch.Generator | None, Any], Any]:
+    """Does not hold the model, unless it has an example of its own."""
+    example = getattr(model, EXAMPLE_METHOD, None)
+    is_huggingface = hasattr(model, "get_input_embeddings") and hasattr(model, "config")
+    vocabulary = _vocabulary_of(model)
+
+    def feed(batch: int, sequence: int, generator: torch.Generator | None, device: Any) -> Any:
+        if example is not None:
+            return _example(example(batch, sequence), device)
+        if is_huggingface:
+            tokens = _tokens(vocabulary, batch, sequence, generator, device)
+            return (), {"input_ids": tokens, "labels": tokens}
+        return _tokens(vocabulary, batch, sequence + 1, generator, device)
+
+    return feed
+
+
+def _example(given: Any, device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As arguments, on that device."""
+    where = _device(device)
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(where), given)
+    if isinstance(moved, dict):
+        return (), moved
+    if isinstance(moved, tuple | list):
+        return tuple(moved), {}
+    return (moved,), {}
+
+
+def _vocabulary_of(model: nn.Module) -> int:
+    """Of its first embedding, which is that of tokens in most models."""
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    first = next(embeddings, None)
+    return _SOME_TOKENS if first is None else first.num_embeddings
+
+
+# --- tokens and losses ----------------------------------------------------------------------------
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
+
+
+def _tokens(
+    vocabulary: int,
+    batch: int,
+    length: int,
+    generator: torch.Generator | None,
+    device: torch.device | str | None,
+) -> Tensor:
+    """The same ones for a generator's state on every device that has values."""
+    where = _device(device)
+    if where.type == "meta":
+        return torch.empty(batch, length, dtype=torch.int64, device=where)
+    tokens = torch.randint(vocabulary, (batch, length), generator=generator, device="cpu")
+    return tokens.to(where)
+
+
+def _loss_of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of the next token where logits come out, else of whatever does."""
+    output = model(tokens[:, :-1])
+    if isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point():
+        return F.cross_entropy(output.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return _loss_of_output(output)
+
+
+def _loss_of_output(output: Any) -> Tensor:
+    """The model's own loss, or the mean of squares of the first tensor that came out."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    while isinstance(output, tuple | list | dict) and output:
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise ConfigError(
+            f"model: forward returned {type(output).__name__}, from which no loss can be made; "
+            "return a floating point tensor, or something with a loss"
+        )
+    return output if output.dim() == 0 else output.float().square().mean()

@@ -1,0 +1,275 @@
+"""A recorded run, once more on another machine: what would it want there?
+
+Its order of units and its computing times are those of the file; the times are scaled by how fast
+the two machines multiply matrices. The engine's own decisions are made again, in virtual time. Some
+depths, budgets and numbers of drives are tried, and the least that is about as good as the best is
+recommended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from offload.core.config import format_size
+from offload.core.errors import CapacityError, ConfigError
+from offload.planning.profile import Profile, Tuning
+from offload.telemetry import run_file
+from offload.telemetry.run_file import About, Run
+from offload.tools.forecast.forecast_request import ForecastRequest
+from offload.tools.forecast.machines import (
+    TargetMachine,
+    find_machine,
+    flops_of,
+    usual_device_bytes,
+    usual_host_bytes,
+    with_drives,
+)
+from offload.tools.forecast.simulator import Outcome, simulate
+from offload.tools.forecast.workload import Budgets, Workload
+
+FORMAT = "offload replay"
+VERSION = 1
+_DEPTHS = (1, 2, 4, 8, 16)
+_PARTS = (2, 4, 8)  # of the budget for host memory
+_AS_GOOD = 1.02  # times the best step
+
+
+@dataclass(frozen=True)
+class ReplayTrial:
+    """depth: units ahead. step_s: None where it cannot work."""
+
+    host_bytes: int | None
+    drives: int
+    depth: int
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """`str()` is a table. factor: of recorded computing times, on this machine. recorded_step_s: of
+    a whole iteration; None: the file does not tell. outcome: with the recommended settings.
+    """
+
+    title: str
+    recorded_on: str
+    recorded_step_s: float | None
+    machine: str
+    machine_note: str
+    factor: float
+    notes: tuple[str, ...]
+    device_bytes: int | None
+    trials: tuple[ReplayTrial, ...]
+    recommended: ReplayTrial
+    outcome: Outcome
+
+    @property
+    def works(self) -> bool:
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def __str__(self) -> str:
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
+        return "\n".join([*lines, "", *self._table()])
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        outcome, best = self.outcome, self.recommended
+        before = self.recorded_step_s
+        told = "" if before is None else f", {_time(before)} an iteration"
+        yield "run", f"{self.title}, recorded on {self.recorded_on}{told}"
+        yield "machine", f"{self.machine} ({self.machine_note})"
+        yield "computing", f"{self.factor:.3g} times as long as recorded"
+        for note in self.notes:
+            yield "  note", note
+        if self.device_bytes is not None:
+            yield "device memory", format_size(self.device_bytes)
+        yield (
+            "recommended",
+            f"prefetch_depth={best.depth}, {self._host(best.host_bytes)}, "
+            f"{best.drives} drive{'s' * (best.drives != 1)}",
+        )
+        yield "a step takes", _time(outcome.step_s)
+        parts = {"compute": outcome.compute_s, "update": outcome.update_s, **outcome.stalls}
+        large = [f"{n} {_time(s)}" for n, s in parts.items() if s >= 0.005 * outcome.step_s]
+        yield "  of that", ", ".join(large)
+        yield "limited by", f"{outcome.limit}: {_time(outcome.limit_s)} at the very least"
+        read, written = format_size(outcome.read_bytes), format_size(outcome.written_bytes)
+        yield "moved each step", f"disk {read} read, {written} written"
+
+    def _host(self, host_bytes: int | None) -> str:
+        """A budget, and what is taken of it where that is less."""
+        taken_bytes, text = self.outcome.host_bytes_taken, f"host memory {_size(host_bytes)}"
+        if host_bytes is None or taken_bytes >= host_bytes:
+            return text
+        return f"{text} ({_size(taken_bytes)} of it are taken)"
+
+    def _table(self) -> Iterator[str]:
+        yield f"{'host memory':>14} {'drives':>7} {'depth':>6} {'a step':>10}"
+        for trial in self.trials:
+            taken = "too little" if trial.step_s is None else _time(trial.step_s)
+            mark = "  <- recommended" if trial == self.recommended else ""
+            host = _size(trial.host_bytes)
+            yield f"{host:>14} {trial.drives:>7} {trial.depth:>6} {taken:>10}{mark}"
+
+
+def replay(
+    trace: str | os.PathLike[str],
+    on: str | None = None,
+    recorded_on: str | None = None,
+    budgets: ForecastRequest | None = None,
+) -> Replay:
+    """trace: what `save_trace` wrote. on, recorded_on: profiles; None: this machine's own. budgets:
+    those of it that are given; else those of the run, or of the other machine. Raises `ConfigError`
+    where speeds are not known, `CapacityError` where no budget that was tried works.
+    """
+    if not Path(trace).exists():
+        raise ConfigError(f"trace: {trace} is not there; offload.report(...).save_trace writes one")
+    run = run_file.load(trace)
+    machine = find_machine(on)
+    if machine.profile is None:
+        raise ConfigError(f"on: {machine.note}")
+    origin = _origin(run.about, recorded_on)
+    beside = (origin.compute_beside_disk if origin is not None else None) or 1.0
+    work = Workload.of_run(run, beside)
+    factor, notes = _factor(run.about, work, origin, machine.profile)
+    profile = machine.profile
+    is_same = origin is not None and origin.name == profile.name
+    wanted = _budgets(
+        run.about, profile, budgets or ForecastRequest(""), keeps_budget=is_same or on is None
+    )
+    if work.units:
+        work = replace(work, device="cpu" if wanted.device_bytes is None else "device")
+    if wanted.device_bytes is not None:
+        notes.append("a trace does not tell what activations take: leave device memory for them")
+    return _tried(run, work.scaled(factor), wanted, machine, factor, tuple(notes))
+
+
+def _origin(about: About, text: str | None) -> Profile | None:
+    """Of the machine that the run was recorded on."""
+    found = find_machine(text).profile
+    if text is None and found is not None and (found.cpu, found.cores) != (about.cpu, about.cores):
+        return None
+    return found
+
+
+def _factor(
+    about: About, work: Workload, origin: Profile | None, machine: Profile
+) -> tuple[float, list[str]]:
+    before = flops_of(origin, work.dtype) if origin is not None else None
+    after = flops_of(machine, work.dtype)
+    if before is None:
+        return 1.0, [
+            f"computing is left as recorded: how fast {about.cpu} multiplies is not known; "
+            "--from names its profile"
+        ]
+    if after is None:
+        return 1.0, [f"computing is left as recorded: {machine.name} does not tell its FLOP/s"]
+    return before / after, []
+
+
+def _budgets(about: About, machine: Profile, given: ForecastRequest, keeps_budget: bool) -> Budgets:
+    """keeps_budget: it is the machine of the run."""
+    host = given.host_bytes
+    if host is None:
+        host = about.host_bytes if keeps_budget else usual_host_bytes(machine)
+    device = given.device_bytes
+    if device is None:
+        device = about.device_bytes if keeps_budget else usual_device_bytes(machine)
+    drives = given.drives
+    if drives is None:
+        drives = about.directories if keeps_budget else len(machine.disks)
+    return Budgets(host, device, drives, about.activations)
+
+
+# --- trying ---------------------------------------------------------------------------------------
+
+
+def _tried(
+    run: Run,
+    work: Workload,
+    budgets: Budgets,
+    machine: TargetMachine,
+    factor: float,
+    notes: tuple[str, ...],
+) -> Replay:
+    assert machine.profile is not None
+    bench = _ReplayBench(work, machine.profile, budgets)
+    depths = [bench.run(budgets, depth) for depth in _DEPTHS] if work.units else []
+    depth = _least_of(depths).depth if depths else 0
+    others = [bench.run(fewer, depth) for fewer in _fewer(budgets)]
+    first = depths or [bench.run(budgets, 0)]
+    trials = tuple(dict.fromkeys([*first, *others]))
+    chosen = _least_of(trials)
+    return Replay(
+        title=run.about.title,
+        recorded_on=f"{run.about.cpu}, {run.about.cores} cores",
+        recorded_step_s=_recorded_s(run.about),
+        machine=machine.name,
+        machine_note=machine.note,
+        factor=factor,
+        notes=notes,
+        device_bytes=budgets.device_bytes,
+        trials=trials,
+        recommended=chosen,
+        outcome=bench.outcomes[chosen],
+    )
+
+
+class _ReplayBench:
+    """Tries, and remembers what came out. refusal: why the last one did not work."""
+
+    def __init__(self, work: Workload, machine: Profile, budgets: Budgets) -> None:
+        self._work, self._machine = work, machine
+        self.outcomes: dict[ReplayTrial, Outcome] = {}
+        self._whole = budgets
+
+    def run(self, budgets: Budgets, depth: int) -> ReplayTrial:
+        """With all that is allowed it must work."""
+        trial = ReplayTrial(budgets.host_bytes, budgets.directories, depth, None)
+        machine = with_drives(self._machine, budgets.directories)
+        try:
+            outcome = simulate(self._work, budgets, machine, Tuning(prefetch_depth=depth))
+        except CapacityError:
+            if budgets == self._whole:
+                raise
+            return trial
+        trial = replace(trial, step_s=outcome.step_s)
+        self.outcomes[trial] = outcome
+        return trial
+
+
+def _fewer(budgets: Budgets) -> Iterator[Budgets]:
+    if budgets.host_bytes is not None:
+        yield from (replace(budgets, host_bytes=budgets.host_bytes // part) for part in _PARTS)
+    yield from (replace(budgets, directories=n) for n in range(1, budgets.directories))
+
+
+def _least_of(trials: Sequence[ReplayTrial]) -> ReplayTrial:
+    """Of those about as good as the best: the least memory, the fewest drives, the least depth."""
+    best_s = min(trial.step_s for trial in trials if trial.step_s is not None)
+    good = [t for t in trials if t.step_s is not None and t.step_s <= _AS_GOOD * best_s]
+    return min(good, key=lambda t: (t.host_bytes or 0, t.drives, t.depth))
+
+
+def _recorded_s(about: About) -> float | None:
+    """From one step to the next."""
+    ends = [step.end_s for step in about.steps]
+    gaps = [after - before for before, after in pairwise(ends)]
+    return median(gaps[1:] or gaps) if gaps else None
+
+
+def _size(nbytes: int | None) -> str:
+    return "no limit" if nbytes is None else format_size(nbytes)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,209 @@
+"""A device in virtual time: it computes in order, and a queue of copies goes each way.
+
+The thread that trains hands work over and goes on; it waits only for what it needs in host memory.
+Memory is given and taken back in the order of that thread, as torch's allocator does; what is to
+fill it waits until the device is past those that had it before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.core.errors import ConfigError
+from offload.core.metrics import Metrics
+from offload.device.gauge import DeviceReading
+from offload.planning.profile import Profile
+from offload.planning.shares import on_device_bytes
+from offload.tools.forecast.simulation.clock import Clock
+
+COMPUTING = "device"  # the thread waits until the device has computed
+DEVICE_COPY = "device copy"
+_ADDRESSES = count(1)
+
+
+class Moment:
+    """A copy's ticket, whose end is known."""
+
+    def __init__(self, clock: Clock, end_s: float) -> None:
+        self._clock = clock
+        self.end_s = end_s
+
+    @property
+    def done(self) -> bool:
+        return self.end_s <= self._clock.now_s
+
+    def wait(self) -> None:
+        with self._clock.cause(DEVICE_COPY):
+            self._clock.wait_until(self.end_s)
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Bytes a second."""
+
+    up: float
+    down: float
+
+    @classmethod
+    def of(cls, machine: Profile) -> CopyRates:
+        up, down = machine.to_device_bytes_per_s, machine.to_host_bytes_per_s
+        if not up or not down:
+            raise ConfigError(
+                f"profile {machine.name}: expected to_device_bytes_per_s and to_host_bytes_per_s "
+                "for a model that runs on a device; `offload bench` measures them where there is "
+                "one"
+            )
+        return cls(up, down)
+
+
+class VirtualDevice:
+    """waiting_bytes: of gradients that may wait on the device for their copy."""
+
+    def __init__(
+        self, clock: Clock, rates: CopyRates, metrics: Metrics, waiting_bytes: int = 0
+    ) -> None:
+        self.clock = clock
+        self.busy_s = self.up_s = self.down_s = 0.0  # of computing, of copies
+        self.computed_until_s = 0.0
+        self._rates, self._metrics = rates, metrics
+        self._waiting_bytes = waiting_bytes
+        self._up_until_s = self._down_until_s = 0.0
+        self._next_s = 0.0  # what the next computation waits for
+        self._lowering: deque[tuple[float, int]] = deque()  # ends and bytes
+
+    def compute(self, seconds: float) -> None:
+        """After all that was handed over, and what it needs."""
+        begin_s = max(self.clock.now_s, self.computed_until_s, self._next_s)
+        self.computed_until_s = begin_s + seconds
+        self.busy_s += seconds
+
+    def need(self, moment_s: float) -> None:
+        """What is computed next begins after that."""
+        self._next_s = max(self._next_s, moment_s)
+
+    def upload(self, nbytes: int) -> Moment:
+        """A copy to the device, after those before it."""
+        self._metrics.count("host_to_device_bytes", nbytes)
+        seconds = nbytes / self._rates.up
+        self.up_s += seconds
+        self._up_until_s = max(self.clock.now_s, self._up_until_s) + seconds
+        return Moment(self.clock, self._up_until_s)
+
+    def hold_copies(self) -> None:
+        """Memory of what is computed now is free: copies to the device come after that."""
+        self._up_until_s = max(self._up_until_s, self.computed_until_s)
+
+    def download(self, nbytes: int) -> Moment:
+        """A copy of what is computed now to the host."""
+        self._metrics.count("device_to_host_bytes", nbytes)
+        seconds = nbytes / self._rates.down
+        self.down_s += seconds
+        begin_s = max(self.clock.now_s, self._down_until_s, self.computed_until_s)
+        self._down_until_s = begin_s + seconds
+        self._lowering.append((self._down_until_s, nbytes))
+        while sum(n for _, n in self._lowering) > self._waiting_bytes and len(self._lowering) > 1:
+            self.need(self._lowering.popleft()[0])
+        return Moment(self.clock, self._down_until_s)
+
+    def settle(self) -> None:
+        """Wait until everything is in host memory that was to come."""
+        self._lowering.clear()
+        with self.clock.cause(COMPUTING):
+            self.clock.wait_until(self.computed_until_s)
+        with self.clock.cause(DEVICE_COPY):
+            self.clock.wait_until(self._down_until_s)
+
+
+class VirtualTransfer:
+    """What a residency has of a device: memory, and copies to it. name: for messages."""
+
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        self._device = device
+        self.device = _called(name)
+        self.memory = VirtualDeviceMemory()
+
+    def poll(self) -> None:
+        """Nothing is left to others here."""
+
+    def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> VirtualBuffer:
+        return VirtualBuffer(self._device, self.memory, nbytes)
+
+
+class VirtualDeviceMemory:
+    """How much of it is in use: by blocks, and by activations and gradients."""
+
+    device = torch.device("meta", 0)
+
+    def __init__(self) -> None:
+        self.used_bytes = 0  # by blocks
+        self.peak_bytes = self.ever_bytes = 0  # of all
+        self.others_bytes = 0
+
+    def take(self, nbytes: int, by_others: bool = False) -> None:
+        if by_others:
+            self.others_bytes += nbytes
+        else:
+            self.used_bytes += nbytes
+        self.ever_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + self.others_bytes)
+
+    def give_back(self, nbytes: int, by_others: bool = False) -> None:
+        if by_others:
+            self.others_bytes = max(0, self.others_bytes - nbytes)
+        else:
+            self.used_bytes -= nbytes
+
+
+class VirtualGauge:
+    """Reads such memory as a device's gauge reads the allocator."""
+
+    def __init__(self, memory: VirtualDeviceMemory) -> None:
+        self._memory = memory
+
+    def read(self) -> DeviceReading:
+        memory = self._memory
+        now = memory.used_bytes + memory.others_bytes
+        return DeviceReading(now, memory.peak_bytes, memory.ever_bytes)
+
+    def others_bytes(self, reading: DeviceReading) -> int:
+        return max(0, reading.now - self._memory.used_bytes)
+
+
+class VirtualBuffer:
+    """Device memory of one block."""
+
+    views = 0  # that somebody else has
+
+    def __init__(self, device: VirtualDevice, memory: VirtualDeviceMemory, nbytes: int) -> None:
+        self.address = next(_ADDRESSES)
+        self._device, self._memory = device, memory
+        self._nbytes = on_device_bytes(nbytes)
+        self._filled_s = 0.0
+        memory.take(self._nbytes)
+
+    def fill(self, host: Tensor) -> Moment:
+        moment = self._device.upload(host.nbytes)
+        self._filled_s = moment.end_s
+        return moment
+
+    def use(self) -> Any:
+        self._device.need(self._filled_s)
+        return torch.empty(0, device="meta")
+
+    def release(self) -> bool:
+        self._device.hold_copies()
+        self._memory.give_back(self._nbytes)
+        return True
+
+
+def _called(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:  # a kind that this torch does not know
+        return torch.device("meta")

@@ -1,0 +1,134 @@
+"""Gradients in virtual time: on their way from a device, and to the store and back where memory has
+no room for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+
+import torch
+
+from offload.core.metrics import Metrics
+from offload.optim.spilled_gradient import Gradient
+from offload.planning.layout import Chunk, Slice
+from offload.storage.engine import Priority
+from offload.tools.forecast.simulation.clock import Clock
+from offload.tools.forecast.simulation.device import VirtualDevice
+from offload.tools.forecast.simulation.drives import DriveRequest
+from offload.tools.forecast.workload import BACKWARD, Workload
+
+COPY = "gradient copy"
+
+
+class VirtualGradients:
+    """spilled: numbers of the parameters whose gradients are on disk. slots: chunks whose gradients
+    staging memory has room for. memory_bytes_per_s: None where a copy in memory is not counted.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        spilled: AbstractSet[int],
+        slots: int,
+        clock: Clock,
+        metrics: Metrics,
+        memory_bytes_per_s: float | None,
+        device: VirtualDevice | None,
+    ) -> None:
+        self._params, self._spilled, self._slots = work.params, spilled, slots
+        self._taken: set[int] = set()  # numbers of chunks
+        self._clock, self._metrics, self._device = clock, metrics, device
+        self._memory_bytes_per_s = memory_bytes_per_s
+        self._bytes: Counter[int] = Counter()  # by unit
+        self._spilled_bytes: Counter[int] = Counter()
+        for number, param in enumerate(work.params):
+            if param.unit is not None:
+                self._bytes[param.unit] += param.grad_bytes
+                self._spilled_bytes[param.unit] += param.grad_bytes if number in spilled else 0
+        self._whole_after = _last_uses(work)
+
+    def follow(self, number: int) -> None:
+        """The use of this number has been computed: gradients that nothing is added to any more in
+        this pass are whole.
+        """
+        for unit in self._whole_after.get(number, ()):
+            if self._device is not None and self._bytes[unit]:
+                self._device.download(self._bytes[unit])
+            if self._spilled_bytes[unit]:
+                self._push_out(self._spilled_bytes[unit])
+
+    def _push_out(self, nbytes: int) -> None:
+        drives = self._clock.drives
+        assert drives is not None, "nothing is spilled without a disk"
+        if self._memory_bytes_per_s is not None:
+            with self._clock.cause(COPY):
+                self._clock.spend(2 * nbytes / self._memory_bytes_per_s)
+        request = DriveRequest("gradients", nbytes, True, Priority.WRITE_BACK, self._clock.now_s)
+        drives.submit(request)
+        self._metrics.count("spilled_bytes", nbytes)
+        self._metrics.count("disk_written_bytes", nbytes)
+
+    # --- for the update ---------------------------------------------------------------------------
+
+    def begin(self, grads: Mapping[int, Gradient], chunks: Iterable[Chunk]) -> None:
+        self.end()
+
+    def has_place(self, chunk: Chunk) -> bool:
+        return len(self._taken) < self._slots or not self._bytes_of(chunk)
+
+    def take(self, chunk: Chunk) -> Mapping[Slice, _VirtualArrival]:
+        """Start to read those of a chunk."""
+        nbytes, drives = self._bytes_of(chunk), self._clock.drives
+        if not nbytes or drives is None:
+            return {}
+        self._taken.add(chunk.number)
+        self._metrics.count("disk_read_bytes", nbytes)
+        request = DriveRequest("gradients", nbytes, False, Priority.PREFETCH, self._clock.now_s)
+        return {chunk.slices[0]: _VirtualArrival(self._clock, drives.submit(request))}
+
+    def give_back(self, chunk: Chunk) -> None:
+        self._taken.discard(chunk.number)
+
+    def end(self) -> None:
+        self._taken.clear()
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        params = self._params
+        return sum(
+            (part.end - part.begin) * params[part.param].grad_bytes // params[part.param].numel
+            for part in chunk.slices
+            if part.param in self._spilled
+        )
+
+
+class _VirtualArrival:
+    """Gradients of one chunk on their way; they have no bytes."""
+
+    values = torch.empty(0, device="meta")
+
+    def __init__(self, clock: Clock, request: DriveRequest) -> None:
+        self._clock, self._request = clock, request
+
+    @property
+    def done(self) -> bool:
+        return self._clock.has_ended(self._request)
+
+    def wait(self) -> None:
+        with self._clock.cause("gradient read"):
+            self._clock.wait_for(self._request)
+
+
+def _last_uses(work: Workload) -> dict[int, list[int]]:
+    """Units by the number of the use that is the last of them in a backward pass."""
+    found: dict[int, list[int]] = {}
+    last: dict[int, int] = {}  # of the pass under way
+    for number, use in [*enumerate(work.uses), (len(work.uses), None)]:
+        if use is not None and use.phase == BACKWARD:
+            last |= dict.fromkeys(work.units[use.unit].needs, number)
+            continue
+        for unit, at in last.items():
+            found.setdefault(at, []).append(unit)
+        last = {}
+    return found

@@ -1,0 +1,146 @@
+"""Memory without bytes, stores without files, units without modules: what the engine works with
+when nothing is to happen. Tensors are on the meta device, which has none of their bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.core.config import format_size
+from offload.core.errors import CapacityError
+from offload.core.extents import Extents
+from offload.core.metrics import Metrics
+from offload.core.pool import PIECE_ALIGN, PoolStats
+from offload.planning.unit import Unit
+from offload.storage.contract import KnownSums
+from offload.storage.engine import Priority
+from offload.telemetry.run_file import UnitFact
+from offload.tools.forecast.simulation.clock import Clock
+from offload.tools.forecast.simulation.drives import DriveRequest
+
+
+@dataclass(frozen=True)
+class FactUnit(Unit):
+    """A unit of which only the size is known."""
+
+    size: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.size
+
+
+def units_of(facts: Iterable[UnitFact]) -> list[FactUnit]:
+    return [
+        FactUnit(number, fact.name, (), (), fact.needs, fact.nbytes)
+        for number, fact in enumerate(facts)
+    ]
+
+
+class VirtualTicket:
+    """What a store's ticket is, in virtual time."""
+
+    def __init__(self, clock: Clock, request: DriveRequest) -> None:
+        self._clock = clock
+        self._request = request
+
+    @property
+    def done(self) -> bool:
+        return self._clock.has_ended(self._request)
+
+    def wait(self) -> None:
+        self._clock.wait_for(self._request)
+
+
+class VirtualStore:
+    """Takes as long as the clock's drives."""
+
+    def __init__(self, clock: Clock, metrics: Metrics) -> None:
+        self._clock = clock
+        self._metrics = metrics
+
+    def read(
+        self, name: str, target: Tensor, priority: Priority = Priority.WAITED_FOR
+    ) -> VirtualTicket:
+        return self.start(name, target.nbytes, False, priority)
+
+    def write(
+        self,
+        name: str,
+        source: Tensor,
+        priority: Priority = Priority.WRITE_BACK,
+        sums: KnownSums | None = None,
+    ) -> VirtualTicket:
+        return self.start(name, source.nbytes, True, priority)
+
+    def start(self, name: str, nbytes: int, is_write: bool, priority: Priority) -> VirtualTicket:
+        """A transfer of so many bytes."""
+        assert self._clock.drives is not None, "there is a store only where there are drives"
+        self._metrics.count("disk_written_bytes" if is_write else "disk_read_bytes", nbytes)
+        request = DriveRequest(name, nbytes, is_write, priority, self._clock.now_s)
+        return VirtualTicket(self._clock, self._clock.drives.submit(request))
+
+
+class VirtualWeightBlock:
+    """A block in the files that it came from."""
+
+    def __init__(self, store: VirtualStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def read(self, memory: Tensor, priority: Priority) -> VirtualTicket:
+        return self._store.read(self._name, memory, priority)
+
+
+class VirtualPool:
+    """Cut into pieces as the real one is, so that there is room here where there is room there."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.capacity_bytes = nbytes - nbytes % PIECE_ALIGN
+        self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
+        self._peak_bytes = 0
+
+    def lease(self, nbytes: int, what: str = "a block") -> VirtualLease:
+        begin = self._extents.take(max(nbytes, 1))
+        if begin is None:
+            free = self.capacity_bytes - self._extents.used
+            raise CapacityError(
+                f"host pool: {what} needs {format_size(nbytes)} ({nbytes} bytes), "
+                f"{format_size(free)} of {format_size(self.capacity_bytes)} are free, the largest "
+                f"piece is {format_size(self._extents.largest_free)}; raise host_memory"
+            )
+        self._peak_bytes = max(self._peak_bytes, self._extents.used)
+        return VirtualLease(self._extents, begin, nbytes)
+
+    def stats(self) -> PoolStats:
+        return PoolStats(
+            self.capacity_bytes,
+            self._extents.used,
+            self._peak_bytes,
+            self._extents.largest_free,
+            0,
+            self._extents.pieces,
+        )
+
+
+class VirtualLease:
+    """Returns its piece with the one tensor that is made on it."""
+
+    def __init__(self, extents: Extents, begin: int, nbytes: int) -> None:
+        self._extents, self._begin, self._nbytes = extents, begin, nbytes
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> Tensor:
+        memory = torch.empty(self._nbytes // dtype.itemsize, dtype=dtype, device="meta")
+        weakref.finalize(memory, self._extents.give_back, self._begin).atexit = False
+        return memory
+
+    def __enter__(self) -> VirtualLease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """The tensor keeps the memory."""

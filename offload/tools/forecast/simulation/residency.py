@@ -1,0 +1,139 @@
+"""The engine's residency of blocks, in virtual time.
+
+Which blocks come and go, when, and to which piece of memory is the engine's own code. Taken out is
+what would touch a parameter: nobody sees one here, holds a view of one or changes one. The search
+for such changes costs time all the same, which is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.params.block import Block, Presence
+from offload.params.block_store import KEY
+from offload.params.external_edits import ExternalEdits
+from offload.params.placeholder import Owner
+from offload.params.prefetch_depth import PrefetchDepth
+from offload.params.residency import Parts, Residency
+from offload.params.trace import Phase, Trace
+from offload.storage.disk import DiskStore
+from offload.tools.forecast.simulation.clock import Clock
+from offload.tools.forecast.simulation.memory import FactUnit, VirtualPool, VirtualStore
+
+LOOKING = "looking for edits"
+
+
+class VirtualPrefetchDepth(PrefetchDepth):
+    """How far ahead to fetch, by the clock of the simulation."""
+
+    def __init__(
+        self, clock: Clock, metrics: Metrics, trace: Trace, sizes: Sequence[int], depth: int | None
+    ) -> None:
+        self._clock = clock
+        super().__init__(metrics, trace, sizes, KEY, depth)
+
+    def note_use(self, phase: Phase, unit: int) -> None:
+        self._trace.record(phase, unit, self._take_time(self._clock.now_s))
+        self._uses += 1
+        if self._is_derived and self._uses >= self._units:
+            self._uses, self.depth = 0, self.derive()
+
+    def pause(self, now_s: float | None = None) -> None:
+        """Nobody draws what is computed."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin_s = self._clock.now_s
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock.now_s - begin_s
+
+    def _look(self) -> None:
+        super()._look()
+        self._since_s = self._clock.now_s
+
+
+class VirtualExternalEdits(ExternalEdits):
+    """Nobody edits anything; to know that takes a look at all bytes. look_bytes_per_s: None where
+    that costs nothing worth speaking of.
+    """
+
+    def __init__(self, clock: Clock, look_bytes_per_s: float | None) -> None:
+        super().__init__(lambda block: None)
+        self._clock = clock
+        self._look_bytes_per_s = look_bytes_per_s
+
+    def begin(self, blocks: Iterable[Block]) -> None:
+        self._may_come = True
+        for block in blocks:
+            is_safe = block.is_stored or block.writing is not None
+            if block.is_attached and block.nbytes and is_safe and block.seen is None:
+                self._look_at(block)
+                block.seen = 0
+
+    def find(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        for block in blocks:
+            if self._may_come and block.seen is not None and block.memory is not None:
+                self._look_at(block)
+        return iter(())
+
+    def _look_at(self, block: Block) -> None:
+        if self._look_bytes_per_s is not None:
+            with self._clock.cause(LOOKING):
+                self._clock.spend(block.nbytes / self._look_bytes_per_s)
+
+
+class Nobody:
+    """Answers for parameters that nobody asks for."""
+
+    device = torch.device("cpu")
+
+    def name_of(self, param: Tensor) -> str:
+        raise AssertionError("there are no parameters here")
+
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        raise AssertionError("there are no parameters here")
+
+
+def parts_of(
+    units: Sequence[FactUnit],
+    pool: VirtualPool,
+    store: VirtualStore | None,
+    trace: Trace,
+    metrics: Metrics,
+    depth: int | None,
+) -> Parts:
+    """What a residency works with, where the pool and the store are virtual ones."""
+    owner = cast("Owner", Nobody())
+    return Parts(units, cast("Pool", pool), cast("DiskStore", store), trace, owner, metrics, depth)
+
+
+class Weightless(Residency):
+    """A residency whose blocks have no bytes, and so no address; nobody else holds them."""
+
+    def take_over(self, clock: Clock, look_bytes_per_s: float | None, depth: int | None) -> None:
+        """Go by this clock from now on."""
+        self.prefetch = VirtualPrefetchDepth(clock, self._metrics, self.trace, self._sizes, depth)
+        self._edits = VirtualExternalEdits(clock, look_bytes_per_s)
+
+    def _take_place(self, block: Block, memory: Tensor) -> None:
+        block.memory = memory
+
+    def _forget_memory(self, block: Block) -> None:
+        block.memory = None
+        block.move_in_host(Presence.AWAY)
+
+    def _is_held_elsewhere(self, block: Block) -> bool:
+        return False
+
+
+class HostResidency(Weightless):
+    """Of a model on the CPU."""

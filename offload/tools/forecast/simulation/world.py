@@ -1,0 +1,132 @@
+"""What a simulated training runs on: clock, drives, memory, and a device if there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.core.errors import ConfigError
+from offload.core.pool import PIECE_ALIGN
+from offload.device import READS_IN_FLIGHT_BYTES
+from offload.params.trace import Trace
+from offload.planning.profile import Profile, Tuning
+from offload.tools.forecast.simulation.arrangement import Arrangement
+from offload.tools.forecast.simulation.clock import Clock, VirtualMetrics
+from offload.tools.forecast.simulation.device import (
+    CopyRates,
+    VirtualDevice,
+    VirtualDeviceMemory,
+    VirtualTransfer,
+)
+from offload.tools.forecast.simulation.device_residency import VirtualDeviceResidency
+from offload.tools.forecast.simulation.drives import Drives, Rates
+from offload.tools.forecast.simulation.memory import VirtualPool, VirtualStore, units_of
+from offload.tools.forecast.simulation.residency import HostResidency, Weightless, parts_of
+from offload.tools.forecast.workload import Budgets, Workload
+
+DISK, DEVICE, UP, DOWN = "disk", "device", "copies to the device", "copies to the host"
+_USABLE = 0.9  # of a device's memory, where nobody says how much is to be used
+_ENDLESS = 1 << 62
+
+
+@dataclass(frozen=True)
+class VirtualSpeeds:
+    """Of a machine. beside: shares of a speed that are left while the drives work. None: what it
+    takes is not counted.
+    """
+
+    update_bytes_per_s: float
+    memory_bytes_per_s: float | None
+    compute_beside_disk: float
+    update_beside_disk: float
+
+    @classmethod
+    def of(cls, machine: Profile) -> VirtualSpeeds:
+        if not machine.update_bytes_per_s:
+            raise ConfigError(
+                f"profile {machine.name}: expected update_bytes_per_s, the speed of the update; "
+                "`offload bench` measures it"
+            )
+        return cls(
+            machine.update_bytes_per_s,
+            machine.memory_bytes_per_s,
+            machine.compute_beside_disk or 1.0,
+            machine.update_beside_disk or 1.0,
+        )
+
+
+@dataclass
+class World:
+    """residency: None where the model is not prepared. memory: of the device."""
+
+    clock: Clock
+    metrics: VirtualMetrics
+    speeds: VirtualSpeeds
+    store: VirtualStore | None
+    residency: Weightless | None
+    device: VirtualDevice | None
+    memory: VirtualDeviceMemory | None
+
+    def busy_s(self) -> dict[str, float]:
+        """Of each resource so far."""
+        found = {}
+        if self.clock.drives is not None:
+            found[DISK] = self.clock.drives.busy_s
+        if self.device is not None:
+            there = self.device
+            found |= {DEVICE: there.busy_s, UP: there.up_s, DOWN: there.down_s}
+        return found
+
+
+def make_world(
+    work: Workload, budgets: Budgets, machine: Profile, tuning: Tuning, arrangement: Arrangement
+) -> World:
+    speeds = VirtualSpeeds.of(machine)
+    drives = None
+    if arrangement.moves and (budgets.directories or arrangement.has_weight_blocks):
+        drives = Drives(Rates.of(machine, max(1, budgets.directories)), tuning.queue_depth)
+    clock = Clock(drives)
+    metrics = VirtualMetrics(clock)
+    store = VirtualStore(clock, metrics) if drives is not None else None
+    device = transfer = None
+    if work.device != "cpu":
+        largest = max((unit.nbytes for unit in work.units), default=0)
+        waiting = min(largest, READS_IN_FLIGHT_BYTES)
+        device = VirtualDevice(clock, CopyRates.of(machine), metrics, waiting)
+        transfer = VirtualTransfer(device, work.device) if work.units else None
+    memory = transfer.memory if transfer is not None else None
+    world = World(clock, metrics, speeds, store, None, device, memory)
+    if arrangement.shares is not None:
+        limit = _device_bytes(budgets, machine)
+        world.residency = _residency(work, world, arrangement, tuning, transfer, limit)
+    return world
+
+
+def _residency(
+    work: Workload,
+    world: World,
+    arrangement: Arrangement,
+    tuning: Tuning,
+    transfer: VirtualTransfer | None,
+    limit_bytes: int,
+) -> Weightless:
+    assert arrangement.shares is not None, "of a prepared model"
+    pool = VirtualPool(max(arrangement.shares.params, PIECE_ALIGN))
+    trace = Trace("simulated", len(work.units))
+    depth, look = tuning.prefetch_depth, world.speeds.memory_bytes_per_s
+    parts = parts_of(units_of(work.units), pool, world.store, trace, world.metrics, depth)
+    residency: Weightless
+    if transfer is None:
+        residency = HostResidency(parts)
+        residency.take_over(world.clock, look, depth)
+    else:
+        residency = VirtualDeviceResidency(parts, transfer, limit_bytes, arrangement.sizes)
+        # Host memory is looked ahead in twice as far.
+        residency.take_over(world.clock, look, None if depth is None else 2 * depth)
+    return residency
+
+
+def _device_bytes(budgets: Budgets, machine: Profile) -> int:
+    if budgets.device_bytes is not None:
+        return budgets.device_bytes
+    known = machine.device_memory_bytes
+    return int(known * _USABLE) if known else _ENDLESS

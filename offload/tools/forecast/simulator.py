@@ -1,0 +1,169 @@
+"""How long an iteration of training takes on a machine, and what it moves: the engine in virtual
+time.
+
+What the engine decides is decided by its own code (`scheduler`, `trace`, `residency`, `workbench`,
+`optim/pipeline`, `shares`, `planner`), on memory without bytes. What machines do is a model:
+
+* The drives are one queue. Its speed is the profile's for reads, for writes, or for both mixed, by
+  what is under way; what somebody waits for goes first, then prefetches, then writes. A request
+  costs nothing beside its bytes.
+* The model computes as long as the workload says, slower by `compute_beside_disk` while the drives
+  work; the update takes its bytes over `update_bytes_per_s`, slower by `update_beside_disk`.
+* To see that nobody has changed parameters, the engine reads those in memory, as fast as a copy
+  moves bytes (`memory_bytes_per_s`).
+* Gradients that are spilled are written once and read once, among all else that goes through the
+  store.
+* A device has a queue for copies each way. It computes when the copies of a unit have come.
+
+No number is fitted to a step's time: all come from the profile or the workload. Allocates nothing,
+reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.core.errors import ConfigError
+from offload.core.metrics import OTHER
+from offload.planning.profile import Profile, Tuning
+from offload.planning.tuning import UNTUNED
+from offload.tools.forecast.simulation.arrangement import Arrangement, arrange
+from offload.tools.forecast.simulation.device import COMPUTING
+from offload.tools.forecast.simulation.gradients import COPY
+from offload.tools.forecast.simulation.residency import LOOKING
+from offload.tools.forecast.simulation.training import BETWEEN, COMPUTE, UPDATE, Spent, Training
+from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, UP, make_world
+from offload.tools.forecast.workload import Budgets, Workload
+
+STEP, MODEL = "step(): ", "model: "  # where somebody waits, as in a run's file
+DEVICE_IDLE = f"{MODEL}the device waits"
+_LEARNING = 2  # first iterations: the order of units is not known, no state is there
+_ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor waiting
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One steady iteration. step_s: of all of it. stalls: seconds waited, by where and why.
+    other_s: neither computed, updated nor waited. read_bytes, written_bytes: as a report counts
+    them; spilled_bytes of gradients are among both. limit: what would take
+    longest if all went on at once without waiting, in limit_s.
+    """
+
+    step_s: float
+    compute_s: float
+    update_s: float
+    stalls: dict[str, float]
+    read_bytes: int
+    written_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+    depth: int
+    limit: str
+    limit_s: float
+    host_bytes_taken: int
+    disk_bytes: int
+    params_on_host_bytes: int
+    other_s: float
+    spilled_bytes: int
+    hits: int
+    misses: int
+    disk_busy_s: float
+
+    @property
+    def stalled_s(self) -> float:
+        return sum(self.stalls.values())
+
+
+def simulate(
+    work: Workload,
+    budgets: Budgets,
+    machine: Profile,
+    tuning: Tuning = UNTUNED,
+    iterations: int = 4,
+) -> Outcome:
+    """One steady iteration of `work` within `budgets` on `machine`: the mean of those after the
+    first two. Raises `CapacityError` where the budgets cannot work, as the engine does, and
+    `ConfigError` where the profile lacks a speed that matters.
+    """
+    if iterations < 1:
+        raise ConfigError(f"iterations: expected 1 or more, got {iterations}")
+    arrangement = arrange(work, budgets, tuning.chunk_numel)
+    training = Training(work, arrangement, make_world(work, budgets, machine, tuning, arrangement))
+    spent = [training.iterate() for _ in range(iterations)]
+    mean = _Mean(spent[_LEARNING:] or spent[-1:])
+    return _outcome(mean, arrangement, budgets.directories, work.device != "cpu")
+
+
+class _Mean:
+    """Of some iterations: seconds, and numbers by name."""
+
+    def __init__(self, spent: Sequence[Spent]) -> None:
+        self._spent = spent
+        self.seconds = sum(one.seconds for one in spent) / len(spent)
+        self.model = self._of("model")
+        self.step = self._of("step")
+        self.counts = self._of("counts")
+        self.busy = self._of("busy")
+        self.depth = spent[-1].depth
+
+    def _of(self, field: str) -> dict[str, float]:
+        each = [getattr(one, field) for one in self._spent]
+        names = dict.fromkeys(name for one in each for name in one)
+        return {name: sum(one.get(name, 0.0) for one in each) / len(each) for name in names}
+
+    def count(self, name: str) -> int:
+        return round(self.counts.get(name, 0.0))
+
+
+def _outcome(mean: _Mean, arrangement: Arrangement, directories: int, on_device: bool) -> Outcome:
+    update_s = mean.step.get(UPDATE, 0.0)
+    compute_s = mean.busy[DEVICE] if on_device else mean.model.get(COMPUTE, 0.0)
+    else_s = sum(mean.model.get(cause, 0.0) + mean.step.get(cause, 0.0) for cause in _ELSE)
+    stalls = _stalls(mean, compute_s if on_device else None)
+    limit, limit_s = _limit(mean, compute_s + update_s + else_s)
+    return Outcome(
+        step_s=mean.seconds,
+        compute_s=compute_s,
+        update_s=update_s,
+        stalls=stalls,
+        read_bytes=mean.count("disk_read_bytes"),
+        written_bytes=mean.count("disk_written_bytes"),
+        to_device_bytes=mean.count("host_to_device_bytes"),
+        to_host_bytes=mean.count("device_to_host_bytes"),
+        depth=mean.depth,
+        limit=limit,
+        limit_s=limit_s,
+        host_bytes_taken=arrangement.host_bytes,
+        disk_bytes=arrangement.disk_bytes(directories),
+        params_on_host_bytes=arrangement.params_on_host_bytes,
+        other_s=max(0.0, mean.seconds - compute_s - update_s - sum(stalls.values())),
+        spilled_bytes=mean.count("spilled_bytes"),
+        hits=mean.count("parameter_hits"),
+        misses=mean.count("parameter_misses"),
+        disk_busy_s=mean.busy.get(DISK, 0.0),
+    )
+
+
+def _stalls(mean: _Mean, device_s: float | None) -> dict[str, float]:
+    """device_s: that a device computes. It does so while the thread that trains waits or goes on,
+    so outside of steps only its own waiting counts.
+    """
+    work = {COMPUTE, UPDATE, *_ELSE}
+    found = {f"{STEP}{cause}": s for cause, s in mean.step.items() if cause not in work}
+    if device_s is None:
+        found |= {f"{MODEL}{cause}": s for cause, s in mean.model.items() if cause not in work}
+    else:
+        # It ends what it was given when the step begins.
+        passes_s = sum(s for cause, s in mean.model.items() if cause not in _ELSE)
+        passes_s += found.pop(f"{STEP}{COMPUTING}", 0.0)
+        found[DEVICE_IDLE] = max(0.0, passes_s - device_s)
+    return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+
+
+def _limit(mean: _Mean, work_s: float) -> tuple[str, float]:
+    """What has the most to do, and how long that takes alone."""
+    has_to_do = {"compute and update": work_s}
+    has_to_do |= {name: mean.busy.get(name, 0.0) for name in (DISK, UP, DOWN)}
+    limit = max(has_to_do, key=lambda name: has_to_do[name])
+    return limit, has_to_do[limit]

@@ -1,0 +1,147 @@
+"""Exact comparison, awkward numbers, and guarded memory that starts anywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.tools.selftest.check import CheckFailed, require
+
+GUARD = 0xA5  # the byte around every copy that `unaligned` makes
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_GUARD_NUMEL = 64
+
+# Infinity, NaN, zeros, the smallest and largest denormals and normals, numbers whose squares over-
+# and underflow.
+SPECIAL = tuple(
+    sign * value
+    for value in (
+        float("inf"),
+        float("nan"),
+        0.0,
+        1e-45,
+        1.1754942e-38,
+        1.1754944e-38,
+        3.4028235e38,
+        1e-30,
+        2e19,
+        65504.0,
+        65520.0,
+        6e-8,
+    )
+    for sign in (1, -1)
+)
+
+
+def require_same_bits(got: Tensor, expected: Tensor, what: str) -> int:
+    """Raise `CheckFailed` unless they are equal bit by bit; any NaN matches any NaN. Returns how
+    many elements were compared.
+    """
+    got, expected = got.detach().cpu(), expected.detach().cpu()
+    require(
+        got.dtype == expected.dtype and got.shape == expected.shape,
+        what,
+        got=f"{tuple(got.shape)} {got.dtype}",
+        expected=f"{tuple(expected.shape)} {expected.dtype}",
+    )
+    ours, theirs = got.contiguous().view(-1), expected.contiguous().view(-1)
+    word = _WORDS[got.element_size()]
+    if torch.equal(ours.view(word), theirs.view(word)):
+        return got.numel()
+    wrong = ours.view(word) != theirs.view(word)
+    if got.is_floating_point():
+        wrong &= ~(torch.isnan(ours) & torch.isnan(theirs))
+    if bool(wrong.any()):
+        index = int(wrong.nonzero()[0])
+        raise CheckFailed(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, first {index}",
+            got=repr(ours[index].item()),
+            expected=repr(theirs[index].item()),
+        )
+    return got.numel()
+
+
+def require_same(got: Iterable[Any], expected: Iterable[Any], what: str) -> int:
+    """The same for two lists of tensors, in which None may stand; returns how many tensors."""
+    pairs = list(itertools.zip_longest(got, expected, fillvalue="nothing"))
+    for number, (ours, theirs) in enumerate(pairs):
+        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            require_same_bits(ours, theirs, f"{what} {number}")
+        else:
+            is_same = type(ours) is type(theirs) and ours == theirs
+            require(is_same, f"{what} {number}", got=_shown(ours), expected=_shown(theirs))
+    return len(pairs)
+
+
+def require_same_states(got: Mapping[int, Any], expected: Mapping[int, Any], what: str) -> int:
+    """The same for `state_dict()["state"]` of two optimizers; returns how many tensors."""
+    require(got.keys() == expected.keys(), what, got=list(got), expected=list(expected))
+    count = 0
+    for number, state in expected.items():
+        ours = got[number]
+        require(
+            ours.keys() == state.keys(), f"{what} {number}", got=list(ours), expected=list(state)
+        )
+        names = sorted(state)
+        count += require_same(
+            [ours[name] for name in names], [state[name] for name in names], f"{what} {number}"
+        )
+    return count
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def awkward(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Ordinary numbers with a special one in every seventh place and in the last seven, which is
+    where torch's kernels run other code.
+    """
+    values, special = (
+        torch.randn(numel, dtype=torch.float32, device="cpu"),
+        torch.tensor(SPECIAL, dtype=torch.float32, device="cpu"),
+    )
+    places = torch.tensor(
+        sorted({*range(0, numel, 7), *range(max(0, numel - 7), numel)}),
+        dtype=torch.int64,
+        device="cpu",
+    )
+    values[places] = special[torch.randint(len(special), (len(places),), device="cpu")]
+    return values.to(dtype)
+
+
+def unaligned(tensor: Tensor, shift: int) -> Tensor:
+    """A copy that starts `shift` elements behind a 64-byte boundary, with guards on both sides that
+    `require_untouched_around` looks at.
+    """
+    memory = torch.empty(
+        tensor.numel() + 2 * _GUARD_NUMEL + shift, dtype=tensor.dtype, device="cpu"
+    )
+    memory.view(torch.uint8).fill_(GUARD)
+    start = _GUARD_NUMEL + (-memory.data_ptr() % 64) // tensor.element_size() + shift
+    copy = memory[start : start + tensor.numel()]
+    return copy.copy_(tensor)
+
+
+def require_untouched_around(copy: Tensor, what: str) -> None:
+    """Nobody has written before or behind `copy`, a tensor of `unaligned`."""
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy.untyped_storage())
+    begin = copy.storage_offset() * copy.element_size()
+    outside = torch.cat([memory[:begin], memory[begin + copy.nbytes :]])
+    wrong = outside != GUARD
+    require(
+        not bool(wrong.any()),
+        f"{what}: bytes outside of its memory",
+        got=f"{int(wrong.sum())} written",
+        expected="none",
+    )
+
+
+def cuts(numel: int, pieces: int) -> list[tuple[int, int]]:
+    """[0, numel) in at most `pieces` drawn slices."""
+    inner = torch.randint(0, numel + 1, (pieces - 1,), device="cpu").tolist()
+    return list(itertools.pairwise(sorted({0, numel, *inner})))

@@ -1,0 +1,145 @@
+"""Checks that a byte budget is one: refused beyond it, never exceeded, and seen by the system."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.api import plan, prepare, report, wrap
+from offload.core.budget import Budget
+from offload.core.errors import CapacityError, OffloadError
+from offload.core.host_facts import ROOT, read_text
+from offload.core.pool import Pool
+from offload.params.prepared import prepared_of
+from offload.tools.selftest.check import CheckFailed, NotRun, Proved, Setting, require
+from offload.tools.selftest.least import least_bytes
+from offload.tools.selftest.model import make_model, make_optimizer
+
+_PAGE = 4096
+_MIB = 1 << 20
+_SLACK_BYTES = 24 * _MIB  # of an I/O engine's threads and buffers, of torch, and of Python
+
+
+def pool(setting: Setting) -> Proved:
+    """Leases never overlap, come to no more than the arena, and all come back."""
+    pages, count = 64, 0
+    budget = Budget(pages * _PAGE)
+    with Pool(pages * _PAGE, budget=budget) as arena:
+        for turn in range(2 if setting.is_quick else 8):
+            count += _fill_arena(arena, turn)
+        _refused("a second pool beyond the budget", lambda: Pool(_PAGE, budget=budget))
+        _refused("a lease larger than the pool", lambda: arena.lease((pages + 1) * _PAGE))
+    gc.collect()
+    require(budget.used_bytes == 0, "held after close", got=budget.used_bytes, expected=0)
+    return Proved("leases, each with bytes of its own", count + 2)
+
+
+def _fill_arena(arena: Pool, turn: int) -> int:
+    """Leases of odd sizes until one is refused; each keeps what was written to it."""
+    held: list[tuple[Tensor, int]] = []
+    while True:
+        nbytes = 1 + (turn * 7919 + len(held) * 104_729) % (3 * _PAGE)
+        require(
+            len(held) <= arena.capacity_bytes // _PAGE,
+            "leases of a full pool",
+            got=f"{len(held)} at once",
+            expected=f"at most {arena.capacity_bytes // _PAGE}",
+        )
+        try:
+            lease = arena.lease(nbytes)
+        except CapacityError:
+            break
+        held.append((lease.tensor().fill_(len(held) % 251), len(held) % 251))
+    stats = arena.stats()
+    require(
+        stats.used_bytes <= stats.peak_bytes <= arena.capacity_bytes,
+        "used and most bytes of the pool",
+        got=f"{stats.used_bytes}, {stats.peak_bytes}",
+        expected=f"at most {arena.capacity_bytes}",
+    )
+    for number, (tensor, value) in enumerate(held):
+        is_own = bool((tensor == value).all())
+        require(is_own, f"bytes of lease {number}", got="another's", expected=value)
+    count = len(held)
+    held.clear()
+    del tensor, lease
+    gc.collect()
+    used = arena.stats().used_bytes
+    require(used == 0, "bytes held after all leases", got=used, expected=0)
+    return count
+
+
+def _refused(what: str, act: Any) -> None:
+    try:
+        act()
+    except CapacityError:
+        return
+    raise CheckFailed(what, got="no error", expected="CapacityError")
+
+
+def refusals(setting: Setting) -> Proved:
+    """A budget that cannot work is refused before anything has changed, and one page more works."""
+    model = make_model(setting.seed)
+    optimizer = make_optimizer(model)
+    before = [value.clone() for value in model.state_dict().values()]
+    folder, device = setting.directory, setting.device
+
+    def planned(nbytes: int) -> object:
+        return plan(model, optimizer, host_memory=nbytes, nvme=folder, device=device)
+
+    least = least_bytes(planned)
+    for nbytes in (_PAGE, least // 2, least - _PAGE):
+        try:
+            prepare(model, optimizer, host_memory=nbytes, nvme=folder, device=device)
+        except OffloadError as error:
+            kind = type(error).__name__
+            require(isinstance(error, CapacityError), "error", got=kind, expected="CapacityError")
+        else:
+            raise CheckFailed(f"host_memory={nbytes}", got="no error", expected="CapacityError")
+        require(prepared_of(model) is None, "a refused model", got="prepared", expected="plain")
+    values = model.state_dict().values()
+    is_same = all(torch.equal(a, b) for a, b in zip(values, before, strict=True))
+    require(is_same, "values of a refused model", got="others", expected="those before")
+    prepare(model, optimizer, host_memory=least, nvme=folder, device=device)
+    peak = report(optimizer).host_peak_bytes
+    require(peak <= least, "peak of host bytes", got=peak, expected=f"up to {least}")
+    optimizer.close()  # type: ignore[attr-defined]
+    return Proved("budgets, refused or kept", 4)
+
+
+def memory(setting: Setting) -> Proved:
+    """The process grows by the budget, not by the state: by the system's own count."""
+    if _resident_bytes() is None:
+        raise NotRun("this system does not tell a process's memory in /proc/self/status")
+    numel = (8 if setting.is_quick else 24) * _MIB
+    param = nn.Parameter(torch.zeros(numel // 8, 8, dtype=torch.float32, device="cpu"))
+    param.grad = torch.ones_like(param)
+    budget = 16 * _MIB
+    optimizer: Any = torch.optim.AdamW([param], lr=1e-2)
+    before, most = _resident_bytes() or 0, 0
+    optimizer = wrap(optimizer, host_memory=budget, nvme=setting.directory)
+    for _ in range(3):
+        optimizer.step()
+        most = max(most, _resident_bytes() or 0)
+    peak, state = report(optimizer).host_peak_bytes, 8 * numel
+    grown, allowed = most - before, budget + _SLACK_BYTES
+    require(peak <= budget, "peak of the pool", got=peak, expected=f"at most {budget}")
+    require(grown <= allowed, "growth of the process", got=grown, expected=f"at most {allowed}")
+    optimizer.close()
+    return Proved(
+        f"MiB of state, the process grew by {max(0, grown) // _MIB} MiB for a budget of "
+        f"{budget // _MIB} MiB",
+        state // _MIB,
+    )
+
+
+def _resident_bytes() -> int | None:
+    """Of this process; None: the system does not tell."""
+    text = read_text(ROOT / "proc/self/status") or ""
+    for line in text.splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    return None

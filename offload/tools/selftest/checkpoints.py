@@ -1,0 +1,168 @@
+"""Checks of checkpoints: saved and loaded to the bit, damage found, nothing lost by a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.api import close, load, plan, prepare, save, wrap
+from offload.checkpoint.format.verify import verify
+from offload.core.errors import OffloadError
+from offload.tools.selftest.bits import require_same, require_same_states
+from offload.tools.selftest.check import CheckFailed, Proved, Setting, require
+from offload.tools.selftest.least import least_bytes
+from offload.tools.selftest.model import make_model, make_optimizer, train
+
+WAYS = ("wrap", "prepare")
+_HALF = 2  # steps before a save, and after it
+_LOOP_S = 200.0  # of the loop that is killed
+
+
+@contextmanager
+def _folders(setting: Setting) -> Iterator[tuple[Path, Path]]:
+    """For checkpoints and for what is swapped; the second must be empty in the end."""
+    saves, swap = setting.directory / "saves", setting.directory / "swap"
+    for folder in (saves, swap):
+        folder.mkdir(mode=0o700)
+    try:
+        yield saves, swap
+        left = os.listdir(swap)
+        require(not left, "files in the directory for swapped bytes", got=left, expected="none")
+    finally:
+        for folder in (saves, swap):
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _trained(setting: Setting, way: str, swap: Path) -> Iterator[tuple[Any, Any]]:
+    """A model on the device whose optimizer's state is on disk, or all of it."""
+    model = make_model(setting.seed)
+    options: dict[str, Any] = {"nvme": swap}
+    if way == "wrap":
+        model = model.to(setting.device)
+    else:
+        options["device"] = setting.device
+    optimizer: Any = make_optimizer(model)
+    subject: tuple[Any, ...] = (optimizer,) if way == "wrap" else (model, optimizer)
+    act: Callable[..., Any] = wrap if way == "wrap" else prepare
+    least = least_bytes(lambda nbytes: plan(*subject, host_memory=nbytes, **options))
+    act(*subject, host_memory=least, **options)
+    try:
+        yield model, optimizer
+    finally:
+        close(optimizer if way == "wrap" else model)
+
+
+def _values(model: Any, optimizer: Any) -> tuple[list[Any], dict[int, Any]]:
+    state = optimizer.state_dict()["state"]
+    return [value.cpu().clone() for value in model.state_dict().values()], {
+        number: {name: _copied(value) for name, value in each.items()}
+        for number, each in state.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def resume(setting: Setting) -> Proved:
+    """Save, check every byte, load into another model, go on: the bits of one that never ended."""
+    count = 0
+    for way in WAYS:
+        with _folders(setting) as (saves, swap):
+            with _trained(setting, way, swap) as pair:
+                train(*pair, setting, _HALF)
+                save(saves / "first", *pair, extra={"step": _HALF}, keep=2)
+                rest = train(*pair, setting, _HALF)
+                values, states = _values(*pair)
+            findings = verify(saves / "first")
+            require(findings.is_whole, f"{way}: a save", got=findings.damage, expected="whole")
+            with _trained(setting, way, swap) as pair:
+                extra = load(saves, *pair)
+                require(extra == {"step": _HALF}, "extra", got=extra, expected={"step": _HALF})
+                again = train(*pair, setting, _HALF)
+                got, got_states = _values(*pair)
+            count += require_same(again, rest, f"{way}, resumed: what was seen,")
+            count += require_same(got, values, f"{way}, resumed: value")
+            count += require_same_states(got_states, states, f"{way}, resumed: state")
+    return Proved("losses, gradients, values, state after a resume", count)
+
+
+def damage(setting: Setting) -> Proved:
+    """A byte changed or missing anywhere is found, and the checkpoint before it is loaded."""
+    count = 0
+    with _folders(setting) as (saves, swap), _trained(setting, "wrap", swap) as pair:
+        for number in (1, 2):
+            train(*pair, setting, 1)
+            save(saves / str(number), *pair, extra=number)
+        newest = saves / "2"
+        files = sorted(path for path in newest.rglob("*") if path.is_file())
+        for path in files:
+            for how in ("flipped", "cut"):
+                whole = path.read_bytes()
+                _spoil(path, whole, how)
+                count += _require_found(saves, pair, newest, f"{path.name}, {how}")
+                path.write_bytes(whole)
+        extra = load(saves, *pair)
+        require(extra == 2, "the checkpoint that was mended", got=extra, expected=2)
+    return Proved("places of damage, each found by verify and by load", count)
+
+
+def _spoil(path: Path, whole: bytes, how: str) -> None:
+    middle = len(whole) // 2
+    changed = bytes([whole[middle] ^ 16])
+    path.write_bytes(whole[:-1] if how == "cut" else whole[:middle] + changed + whole[middle + 1 :])
+
+
+def _require_found(saves: Path, pair: tuple[Any, Any], newest: Path, what: str) -> int:
+    """verify tells; load of that one refuses; load of the newest whole one takes the other."""
+    try:
+        is_found = not verify(newest).is_whole
+    except OffloadError:
+        is_found = True
+    require(is_found, f"verify with {what}", got="whole", expected="damaged")
+    try:
+        load(newest, *pair)
+    except OffloadError:
+        pass
+    else:
+        raise CheckFailed(f"load with {what}", got="no error", expected="an error")
+    extra = load(saves, *pair)
+    require(extra == 1, f"newest whole one with {what}", got=extra, expected=1)
+    return 3
+
+
+def kill(setting: Setting) -> Proved:
+    """Loops that train and save, killed at every point of a save and in between: what was
+    acknowledged is there, whole, and the next loop goes on with the same bits. On the CPU.
+    """
+    with _folders(setting) as (saves, _swap):
+        command = [sys.executable, "-m", "offload.tools.selftest.kill_loop", str(saves)]
+        command += ["quick" if setting.is_quick else "full", str(setting.seed)]
+        # Threads would not survive a fork.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=_LOOP_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CheckFailed(
+                "the loops", got=f"no end after {_LOOP_S} s", expected="one"
+            ) from error
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise CheckFailed("loops that were killed", got=last, expected="nothing lost")
+        seen = json.loads(done.stdout)
+    return Proved(
+        f"kills, {seen['in_a_save']} of them within a save; {seen['saves']} saves, bits compared",
+        seen["kills"],
+    )

@@ -1,0 +1,239 @@
+"""Checks of copies that are late: to and from the device, and to and from the disk.
+
+On an accelerator, matrix products keep the stream that computes busy, and large copies those that
+copy, so that whatever is not waited for comes too late or too early and shows in the bits. All
+numbers are small and whole: every device computes them exactly. On the CPU device and host are one
+memory and nothing is copied; the same programs run there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.api import wrap
+from offload.core.budget import Budget
+from offload.core.pool import Pool
+from offload.device import open_transfer
+from offload.storage.engine import Fault, FaultKind
+from offload.tools.selftest.bits import require_same, require_same_states
+from offload.tools.selftest.check import Proved, Setting
+from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
+
+SIDE = 64  # of a matrix
+_BALLAST_BYTES = 64 << 20
+_BUSY_SIDE, _BUSY_TIMES = 2048, 8
+_WAIT_S = 60.0
+_DELAY_MS = 4
+_BUFFERS = 2
+
+
+@dataclass
+class CopyBench:
+    """A transfer, a pool, and work to be late with. is_late: on an accelerator."""
+
+    transfer: Any
+    pool: Pool
+    is_late: bool
+    ballast: Tensor | None = None
+    heavy: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.transfer.device
+        return found
+
+    def host(self, value: float) -> Tensor:
+        """Host memory that the device knows, so that copies are under way while the CPU goes on."""
+        if not self.is_late:
+            return self.leased(value)
+        pinned: Tensor = self.transfer.pinned(SIDE * SIDE, torch.float32)
+        return pinned.view(SIDE, SIDE).fill_(value)
+
+    def leased(self, value: float) -> Tensor:
+        """Memory of the pool; it returns when the tensor is gone."""
+        with self.pool.lease(4 * SIDE * SIDE) as lease:
+            return lease.tensor(torch.float32).view(SIDE, SIDE).fill_(value)
+
+    def compute_late(self) -> None:
+        """Give the stream that computes much to do."""
+        if self.heavy is not None:
+            for _ in range(_BUSY_TIMES):
+                self.heavy @ self.heavy
+
+    def arrive_late(self) -> None:
+        """Give the stream to the device much to do."""
+        if self.ballast is not None:
+            self.transfer.fetch(self.ballast, "ballast").release()
+
+    def leave_late(self) -> None:
+        """Give the stream to the host much to do."""
+        if self.ballast is not None:
+            source = torch.zeros_like(self.ballast, device=self.device)
+            self.transfer.read(source, self.ballast, "ballast")
+
+
+@contextmanager
+def _bench(setting: Setting) -> Iterator[CopyBench]:
+    transfer: Any = open_transfer(setting.device)
+    pool = Pool(1 << 20, budget=Budget(), device=transfer.device)
+    bench = CopyBench(transfer, pool, not setting.is_on_cpu)
+    if bench.is_late:
+        nbytes = _BALLAST_BYTES >> (2 if setting.is_quick else 0)
+        side = _BUSY_SIDE >> (1 if setting.is_quick else 0)
+        bench.ballast = transfer.pinned(nbytes, torch.uint8).zero_()
+        bench.heavy = torch.zeros(side, side, dtype=torch.float32, device=transfer.device)
+    try:
+        yield bench
+    finally:
+        bench.ballast = bench.heavy = None
+        transfer.close()
+        gc.collect()
+        pool.close()
+
+
+def transfer(setting: Setting) -> Proved:
+    """Programs on the transfer layer, each of which shows a wait that is missing."""
+    count = 0
+    with _bench(setting) as bench:
+        for program in PROGRAMS:
+            got, expected = program(bench)
+            count += require_same(got, expected, f"{program.__name__[1:]}: result")
+    where = "nothing is copied on the CPU" if setting.is_on_cpu else f"late, on {setting.device}"
+    return Proved(f"results of {len(PROGRAMS)} programs ({where})", count)
+
+
+_Outcome = tuple[list[Tensor], list[Tensor]]  # got, expected
+
+
+def _matrix(buffer: Any) -> Tensor:
+    found: Tensor = buffer.use().view(torch.float32).view(SIDE, SIDE)
+    return found
+
+
+def _full(value: float) -> Tensor:
+    return torch.full((SIDE, SIDE), float(value), dtype=torch.float32, device="cpu")
+
+
+def _used_at_once(bench: CopyBench) -> _Outcome:
+    """Bytes are used before they can have come."""
+    got = []
+    for number in range(4):
+        bench.arrive_late()
+        buffer = bench.transfer.fetch(bench.host(number))
+        got.append((_matrix(buffer) + 1).cpu())
+        buffer.release()
+    return got, [_full(number + 1) for number in range(4)]
+
+
+def _refilled_while_used(bench: CopyBench) -> _Outcome:
+    """A block's memory is given back and filled again while its last use is still to come."""
+    late = []
+    for number in range(6):
+        buffer = bench.transfer.fetch(bench.host(number))
+        bench.compute_late()
+        late.append(_matrix(buffer) * 2)
+        buffer.release()
+    return [each.cpu() for each in late], [_full(2 * number) for number in range(6)]
+
+
+def _layers_through_two_buffers(bench: CopyBench) -> _Outcome:
+    """A chain of layers, each fetched while the one before it computes."""
+    weights = [bench.host(number % 3) for number in range(12)]
+    expected, got = (
+        torch.ones(SIDE, SIDE, dtype=torch.float32, device="cpu"),
+        torch.ones(SIDE, SIDE, dtype=torch.float32, device=bench.device),
+    )
+    ahead = [bench.transfer.fetch(weight) for weight in weights[:_BUFFERS]]
+    for number, weight in enumerate(weights):
+        expected = torch.remainder(expected @ weight + number, 5)
+        buffer = ahead.pop(0)
+        bench.compute_late()
+        got = torch.remainder(got @ _matrix(buffer) + number, 5)
+        buffer.release()
+        if number + _BUFFERS < len(weights):
+            ahead.append(bench.transfer.fetch(weights[number + _BUFFERS]))
+    return [got.cpu()], [expected]
+
+
+def _read_while_made(bench: CopyBench) -> _Outcome:
+    """Gradients go to the host before they are made, and their memory to others at once."""
+    tickets = []
+    for number in range(4):
+        bench.compute_late()
+        bench.leave_late()
+        gradient = (
+            torch.full((SIDE, SIDE), float(number), dtype=torch.float32, device=bench.device) * 3
+        )
+        tickets.append(bench.transfer.read(gradient, bench.host(-1)))
+        del gradient
+        spoilers = [
+            torch.full((SIDE, SIDE), 77.0, dtype=torch.float32, device=bench.device)
+            for _ in range(3)
+        ]
+        del spoilers
+    got = [ticket.wait(_WAIT_S).clone() for ticket in tickets]
+    return got, [_full(3 * number) for number in range(4)]
+
+
+def _written_while_read(bench: CopyBench) -> _Outcome:
+    """New values come for a parameter whose old ones are still to be read."""
+    target = torch.zeros(SIDE, SIDE, dtype=torch.float32, device=bench.device)
+    got = []
+    for number in range(1, 5):
+        bench.compute_late()
+        got.append(target + 0.5)  # the old ones
+        bench.arrive_late()
+        bench.transfer.write(bench.host(number), target, bench.transfer.mark())
+        bench.transfer.join()
+        got.append(target * 2)  # the new ones
+    expected = [each for number in range(1, 5) for each in (_full(number - 0.5), _full(2 * number))]
+    return [each.cpu() for each in got], expected
+
+
+def _leases_of_forgotten_copies(bench: CopyBench) -> _Outcome:
+    """Nobody holds the host memory of a copy any more: the pool may not reuse it yet."""
+    got = []
+    for number in range(6):
+        bench.arrive_late()
+        staged = bench.leased(number)
+        buffer = bench.transfer.fetch(staged)
+        del staged
+        spoilers = [bench.leased(-1) for _ in range(4)]  # in the same piece, if it came back
+        got.append((_matrix(buffer) + 1).cpu())
+        del spoilers
+        buffer.release()
+    return got, [_full(number + 1) for number in range(6)]
+
+
+PROGRAMS: tuple[Callable[[CopyBench], _Outcome], ...] = (
+    _used_at_once,
+    _refilled_while_used,
+    _layers_through_two_buffers,
+    _read_while_made,
+    _written_while_read,
+    _leases_of_forgotten_copies,
+)
+
+
+def slow_disk(setting: Setting) -> Proved:
+    """Every read and write of state takes longer than its turn: the update waits, or is wrong."""
+    start = tensors(setting.seed)
+    plain = parameters(start, "cpu")
+    judge = wrap(NATIVE["AdamW"](plain))
+    expected = train_steps(plain, judge, setting)
+    judge.close()
+    ours = parameters(start, setting.device)
+    mine = tight(setting, NATIVE["AdamW"](ours))
+    mine._offload_session.store.engine.inject(Fault(FaultKind.DELAY, forever=True, code=_DELAY_MS))
+    got = train_steps(ours, mine, setting)
+    count = require_same(got[0], expected[0], "slow disk: parameter")
+    count += require_same_states(got[1], expected[1], "slow disk: state")
+    mine.close()
+    return Proved(f"tensors, each disk operation {_DELAY_MS} ms late", count)

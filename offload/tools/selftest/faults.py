@@ -1,0 +1,244 @@
+"""Checks of a disk that goes wrong: right bytes or a typed error, and the old bytes still there.
+
+The faults are the I/O engines' own (`Engine.inject`), so that everything above them is the real
+thing. What never ends keeps its memory and file until the process ends; so it should.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.core.errors import (
+    ConfigError,
+    CorruptionError,
+    OffloadError,
+    StateError,
+    StoreError,
+    StoreTimeout,
+)
+from offload.storage.disk import DiskStore
+from offload.storage.engine import Fault, FaultKind
+from offload.tools.selftest.check import CheckFailed, NotRun, Proved, Setting, require
+from offload.tools.selftest.wrap import NATIVE, parameters, take_step, tensors, tight
+
+Bytes = npt.NDArray[np.uint8]
+
+_PIECE_BYTES = 16 << 10
+_SIZES = {
+    "layer.0": 4 * _PIECE_BYTES,
+    "layer.1": 3 * _PIECE_BYTES + 100,
+    "layer.2": _PIECE_BYTES - 1,
+    "layer.3": 1,
+}
+_OPERATIONS = 10  # pieces of all chunks: the positions a fault can have
+_HEALTHY = Fault(FaultKind.NONE)
+_DEADLINE_S, _SHORT_DEADLINE_S, _HANG_S = 20.0, 0.5, 60.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """fails: at once with this error, where only one operation goes wrong; None: it is mended."""
+
+    name: str
+    fault: FaultKind
+    code: int = 0
+    fails: type[StoreError] | None = None
+    is_silent: bool = False  # in a write: nobody knows until the bytes are read
+    may_last: bool = True  # else it takes too long before it is given up
+
+    def at(self, nth: int, forever: bool) -> Fault:
+        return Fault(self.fault, nth, forever, self.code, seed=977 * nth)
+
+
+KINDS = (
+    Kind("EIO", FaultKind.ERROR, errno.EIO, StoreError),
+    Kind("ENOSPC", FaultKind.ERROR, errno.ENOSPC, StoreError),
+    Kind("EAGAIN", FaultKind.ERROR, errno.EAGAIN, may_last=False),
+    Kind("EINTR", FaultKind.ERROR, errno.EINTR, may_last=False),
+    Kind("short", FaultKind.SHORT_HALF),
+    Kind("empty", FaultKind.SHORT_ZERO, may_last=False),
+    Kind("flipped bit", FaultKind.FLIP, 0, CorruptionError, is_silent=True),
+    Kind("lost write", FaultKind.LOST_WRITE, is_silent=True),
+    Kind("delay", FaultKind.DELAY, 3),
+)
+LOST_COMPLETION = Kind("lost completion", FaultKind.LOST_COMPLETION, 0, StoreTimeout)
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def io_uring(setting: Setting) -> Proved:
+    return _engine(setting, "io_uring")
+
+
+def threads(setting: Setting) -> Proved:
+    return _engine(setting, "threads")
+
+
+def aiofiles(setting: Setting) -> Proved:
+    return _engine(setting, "aiofiles")
+
+
+def _engine(setting: Setting, engine: str) -> Proved:
+    places = (1, 6) if setting.is_quick else range(1, _OPERATIONS + 1)
+    count = 0
+    trial = _FaultTrial(setting, engine, _DEADLINE_S)
+    try:
+        for kind in KINDS:
+            for nth in places:
+                for is_write in (True, False):
+                    trial.run(kind, nth, is_write, forever=False)
+                    count += 1
+            if kind.may_last and kind.fault is not FaultKind.SHORT_HALF:
+                for is_write in (True, False):
+                    trial.run(kind, 2, is_write, forever=True)
+                    count += 1
+    finally:
+        trial.store.close()
+    for is_write in (True, False):
+        lost = _FaultTrial(setting, engine, _SHORT_DEADLINE_S)
+        try:
+            lost.run(LOST_COMPLETION, 3, is_write, forever=False)
+            count += 1
+        finally:
+            lost.store.close()
+    return Proved(f"faults of {len(KINDS) + 1} kinds, in reads and writes", count)
+
+
+class _FaultTrial:
+    """One store, with one fault after the other. right: what each chunk must read as."""
+
+    def __init__(self, setting: Setting, engine: str, deadline_s: float) -> None:
+        try:
+            self.store = DiskStore(
+                setting.directory,
+                2 << 20,
+                engine=engine,
+                timeout_s=deadline_s,
+                depth=4,
+                piece_bytes=_PIECE_BYTES,
+            )
+        except ConfigError as error:  # it is forced, and not to be had
+            raise NotRun(str(error)) from error
+        self.engine = engine
+        self.numbers = np.random.default_rng(setting.seed)
+        self.right: dict[str, Bytes] = {}
+        for name in _SIZES:
+            self.renew(name)
+
+    def fresh(self, name: str) -> Bytes:
+        return self.numbers.integers(0, 256, _SIZES[name], dtype=np.uint8)
+
+    def renew(self, name: str) -> None:
+        self.right[name] = self.fresh(name)
+        self.store.write(name, self.right[name]).wait(_HANG_S)
+
+    def run(self, kind: Kind, nth: int, is_write: bool, forever: bool) -> None:
+        operation = "writes" if is_write else "reads"
+        lasting = " and all after it" if forever else ""
+        what = f"{self.engine}: {kind.name} in {operation}, operation {nth}{lasting}"
+        errors = self._operate(kind.at(nth, forever), is_write, what)
+        self._judge(kind, is_write, forever, errors, what)
+        self._look(kind, is_write, what)
+
+    def _operate(self, fault: Fault, is_write: bool, what: str) -> list[OffloadError]:
+        """Write or read all chunks at once. What was acknowledged is right."""
+        data = {n: self.fresh(n) if is_write else np.empty_like(self.right[n]) for n in _SIZES}
+        start: Callable[..., Any] = self.store.write if is_write else self.store.read
+        self.store.engine.inject(fault)
+        errors: list[OffloadError] = []
+        tickets = {name: start(name, data[name]) for name in _SIZES}
+        for name, ticket in tickets.items():
+            try:
+                ticket.wait(_HANG_S)
+            except OffloadError as error:
+                errors.append(error)
+                continue
+            if is_write:
+                self.right[name] = data[name]
+            else:
+                is_right = bool((data[name] == self.right[name]).all())
+                require(is_right, f"{what}: {name}", got="wrong bytes", expected="the right ones")
+        met = self.store.engine.attempts()
+        self.store.engine.inject(_HEALTHY)
+        require(met >= fault.nth, f"{what}: operations", got=met, expected=f"{fault.nth} or more")
+        return errors
+
+    def _judge(
+        self, kind: Kind, is_write: bool, forever: bool, errors: list[OffloadError], what: str
+    ) -> None:
+        """As many errors as must be, each of its type."""
+        expected = kind.fails or StoreError
+        for error in errors:
+            is_typed = isinstance(error, expected) and isinstance(error, StoreError)
+            shown = f"{type(error).__name__}: {error}"
+            require(is_typed, f"{what}: error", got=shown, expected=expected.__name__)
+        is_fatal = kind.fails is not None and not (is_write and kind.is_silent)
+        if is_fatal:
+            is_so = bool(errors) if forever or kind is LOST_COMPLETION else len(errors) == 1
+            wanted = "some" if forever or kind is LOST_COMPLETION else "one"
+            require(is_so, f"{what}: errors", got=len(errors), expected=wanted)
+        elif not (kind.fault is FaultKind.LOST_WRITE and not is_write):
+            # A read that does nothing may find the right bytes in its buffer.
+            require(not errors, f"{what}: errors", got=errors[:1], expected="none: it is mended")
+
+    def _look(self, kind: Kind, is_write: bool, what: str) -> None:
+        """All chunks are right, the old ones after a failed write; what was spoilt is found."""
+        spoilt = 0
+        for name in _SIZES:
+            target = np.empty(_SIZES[name], dtype=np.uint8)
+            try:
+                self.store.read(name, target).wait(_HANG_S)
+            except CorruptionError:
+                spoilt += 1
+                self.renew(name)
+                continue
+            is_right = bool((target == self.right[name]).all())
+            require(is_right, f"{what}: {name} after it", got="wrong bytes", expected="right ones")
+        is_silent = is_write and kind.is_silent
+        is_so = spoilt >= 1 if is_silent else spoilt == 0
+        wanted = "one or more" if is_silent else "none"
+        require(is_so, f"{what}: spoilt chunks", got=spoilt, expected=wanted)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def training(setting: Setting) -> Proved:
+    """A fault in a step comes out of it as a typed error, and no mixed state can be used."""
+    count = 0
+    kinds = {FaultKind.ERROR: StoreError, FaultKind.FLIP: CorruptionError}
+    for kind, expected in kinds.items():
+        for nth in (1, 5) if setting.is_quick else (1, 3, 5, 8):
+            _train_with_fault(setting, Fault(kind, nth, True, errno.EIO), expected)
+            count += 1
+    return Proved("steps with a failing disk", count)
+
+
+def _train_with_fault(setting: Setting, fault: Fault, expected: type[StoreError]) -> None:
+    params = parameters(tensors(setting.seed), setting.device)
+    optimizer = tight(setting, NATIVE["AdamW"](params))
+    take_step(params, optimizer, tensors(setting.seed + 1))
+    optimizer._offload_session.store.engine.inject(fault)
+    what = f"{fault.kind.name} in operation {fault.nth} of a step"
+    try:
+        for turn in range(3):  # a write that is wrong shows at the next read
+            take_step(params, optimizer, tensors(setting.seed + 2 + turn))
+    except StoreError as error:
+        kind = type(error).__name__
+        require(isinstance(error, expected), what, got=kind, expected=expected.__name__)
+    else:
+        raise CheckFailed(what, got="three steps without an error", expected=expected.__name__)
+    for use in (optimizer.step, optimizer.state_dict):
+        try:
+            use()
+        except StateError:
+            continue
+        raise CheckFailed(f"{use.__name__}() after {what}", got="no error", expected="StateError")
+    optimizer.close()

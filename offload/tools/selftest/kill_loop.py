@@ -1,0 +1,290 @@
+"""Loops that train, save and are killed: `python -m offload.tools.selftest.kill_loop FOLDER
+quick|full SEED`.
+
+Everything is imported once. Each loop is forked from here, so it starts at once; this process
+trains nothing and has no threads. A loop resumes from the newest checkpoint, tells by lines on a
+pipe what it has loaded, what it is about to save and what it has saved, and is killed with SIGKILL:
+by itself at a named point of a save, or from here after a drawn time. What the next one finds must
+be the newest that was acknowledged, or a newer whole one, with the bits of plain training at that
+step. Prints what it has seen as JSON; the last line of stderr says what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which the first optimizer imports, in seconds
+
+from offload import api
+from offload.checkpoint import writer
+from offload.checkpoint.disk import POINTS, CheckpointDisk
+from offload.checkpoint.format.directory import find_newest
+from offload.checkpoint.format.verify import verify
+from offload.core.errors import ConfigError
+from offload.tools.selftest.check import CheckFailed, Setting, require
+from offload.tools.selftest.model import loss_of, make_batch, make_model, make_optimizer
+from offload.tools.selftest.torch_bits import without_promise
+
+IMPORTED = (torch._dynamo,)  # before anything is forked
+
+WAYS = ("wrap", "prepare")
+KEEP = 2
+_QUICK_POINTS = ("data written", "manifest synced", "renamed", "parent synced")
+_WAIT_S = 60.0
+_MOST_DELAY_S = 0.3  # of a random kill, from when the loop has loaded
+_BUDGET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Kill:
+    """point: of a save; "": after delay_s. count: when it comes to it so many times."""
+
+    point: str
+    count: int
+    delay_s: float
+
+
+# --- the loop, in a process of its own ------------------------------------------------------------
+
+
+def _killer(kill: Kill) -> type[CheckpointDisk]:
+    """A disk that ends the process at a point of a save."""
+    left = [kill.count]
+
+    class Killer(CheckpointDisk):
+        def hook(self, point: str) -> None:
+            left[0] -= point == kill.point
+            if point == kill.point and left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Killer
+
+
+def run_loop(way: str, folder: Path, seed: int, kill: Kill, tell: Callable[..., None]) -> None:
+    """Until it is killed."""
+    writer.CheckpointDisk = _killer(kill)  # type: ignore[attr-defined]
+    model = make_model(seed)
+    optimizer = make_optimizer(model)
+    if way == "wrap":
+        api.wrap(optimizer, host_memory=_BUDGET_BYTES, nvme=folder / "swap")
+    else:
+        api.prepare(model, optimizer, device="cpu", host_memory=_BUDGET_BYTES, nvme=folder / "swap")
+    saves, step = folder / "saves", 0
+    if any(not each.name.startswith(".") for each in saves.iterdir()):
+        step = api.load(saves, model, optimizer)
+    tell("loaded", step, digest(model, optimizer))
+    while True:
+        train_step(model, optimizer, step)
+        step += 1
+        tell("saving", step, digest(model, optimizer))
+        api.save(saves / f"{step}", model, optimizer, extra=step, keep=KEEP)
+        tell("saved", step, "")
+
+
+def train_step(model: Any, optimizer: Any, step: int) -> None:
+    loss_of(model, make_batch(step, "cpu")).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digest(model: Any, optimizer: Any) -> str:
+    """Of all that a checkpoint brings back."""
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for name, value in sorted(model.state_dict().items()):
+        found.update(name.encode() + value.contiguous().numpy().tobytes())
+    for number, state in sorted(optimizer.state_dict()["state"].items()):
+        for key, value in sorted(state.items()):
+            found.update(f"{number}/{key}".encode() + value.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def run_plain(seed: int, steps: int, tell: Callable[..., None]) -> None:
+    """In memory, never killed; torch's own update where it has our bits."""
+    model = make_model(seed)
+    optimizer: Any = make_optimizer(model)
+    if without_promise() is not None:
+        optimizer = api.wrap(optimizer)
+    for step in range(steps):
+        tell("saving", step, digest(model, optimizer))
+        train_step(model, optimizer, step)
+
+
+# --- the parent -----------------------------------------------------------------------------------
+
+
+class Child:
+    """A forked process that tells lines: a word, a step, a digest."""
+
+    def __init__(self, work: Callable[[Callable[..., None]], None]) -> None:
+        self._rest = b""
+        self._fd, out = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._work(work, out)
+        os.close(out)
+
+    def _work(self, work: Callable[[Callable[..., None]], None], out: int) -> None:
+        code = 1
+        try:
+            os.close(self._fd)
+            work(lambda *words: _tell(out, words))
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+    def lines(self, until_s: float) -> Iterator[list[str]]:
+        """Until its end or the time."""
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            ready, _, _ = select.select([self._fd], [], [], left_s)
+            data = os.read(self._fd, 1 << 16) if ready else b""
+            if not data:
+                return
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            yield from (line.decode().split("\t") for line in whole)
+
+    def end(self) -> int:
+        """Kill it; returns the signal that ended it, or minus its exit code."""
+        os.kill(self._pid, signal.SIGKILL)
+        _, status = os.waitpid(self._pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _tell(out: int, words: tuple[Any, ...]) -> None:
+    os.write(out, ("\t".join(map(str, words)) + "\n").encode())
+
+
+class Contest:
+    """All kills of one way, in one folder. digests: of every step that a training has come to."""
+
+    def __init__(self, way: str, folder: Path, seed: int, digests: dict[int, str]) -> None:
+        self.way, self.folder, self.seed, self.digests = way, folder, seed, digests
+        self.newest = self.saving = 0  # acknowledged, begun
+        self.kills = self.saves = self.in_a_save = 0
+
+    def run(self, kill: Kill) -> None:
+        self.saving = self.newest
+        child = Child(lambda tell: run_loop(self.way, self.folder, self.seed, kill, tell))
+        try:
+            until_s = time.monotonic() + _WAIT_S
+            for line in child.lines(until_s):
+                self._hear(line)
+                if line[0] == "loaded" and not kill.point:
+                    break
+            if not kill.point:
+                time.sleep(kill.delay_s)
+            ended = child.end()
+            for line in child.lines(time.monotonic() + _WAIT_S):  # told before it ended
+                self._hear(line)
+        finally:
+            child.close()
+        where = kill.point or f"{kill.delay_s:.3f} s"
+        what = f"{self.way}, killed at {where}: end"
+        require(ended == signal.SIGKILL, what, got=ended, expected=int(signal.SIGKILL))
+        self.kills += 1
+        self.in_a_save += self.saving > self.newest
+        self._look(f"{self.way}, killed at {where}")
+
+    def _hear(self, line: list[str]) -> None:
+        word, step, found = line[0], int(line[1]), line[2]
+        if word == "saved":
+            self.newest = step
+            self.saves += 1
+            return
+        if word == "loaded":
+            what = f"{self.way}: the step that was loaded"
+            require(step >= self.newest, what, got=step, expected=f"{self.newest} or later")
+        else:
+            self.saving = step
+        known = self.digests.setdefault(step, found)
+        what = f"{self.way}: bits {word} at step {step}"
+        require(known == found, what, got=found[:8], expected=known[:8])
+
+    def _look(self, what: str) -> None:
+        """At what a kill has left: no swap file, what was acknowledged, and only whole ones."""
+        left = os.listdir(self.folder / "swap")
+        require(not left, f"{what}: swap files", got=left, expected="none")
+        saves = self.folder / "saves"
+        try:
+            step = int(find_newest(saves).name)
+        except ConfigError:
+            step = 0
+        expected = f"{self.newest} or later"
+        require(step >= self.newest, f"{what}: newest save", got=step, expected=expected)
+        for each in saves.iterdir():
+            if not each.name.startswith("."):
+                findings = verify(each)
+                require(
+                    findings.is_whole, f"{what}: {each.name}", got=findings.damage, expected="whole"
+                )
+
+
+def plan_kills(is_quick: bool, numbers: random.Random) -> dict[str, list[Kill]]:
+    """For each way named points of a save, which they share out, and moments."""
+    points = list(_QUICK_POINTS if is_quick else POINTS)
+    numbers.shuffle(points)
+    found: dict[str, list[Kill]] = {}
+    for number, way in enumerate(WAYS):
+        own = [Kill(point, numbers.randint(1, 2), 0.0) for point in points[number :: len(WAYS)]]
+        moments = 1 if is_quick else 3
+        own += [Kill("", 0, numbers.uniform(0.0, _MOST_DELAY_S)) for _ in range(moments)]
+        numbers.shuffle(own)
+        found[way] = own
+    return found
+
+
+def contest(folder: Path, setting: Setting) -> dict[str, int]:
+    """All ways, all kills; raises `CheckFailed` for what is wrong."""
+    numbers = random.Random(setting.seed)
+    digests: dict[int, str] = {}
+    plain = Contest("plain", folder, setting.seed, digests)
+    child = Child(lambda tell: run_plain(setting.seed, 12 if setting.is_quick else 30, tell))
+    for line in child.lines(time.monotonic() + _WAIT_S):
+        plain._hear(line)
+    child.end()
+    child.close()
+    require(len(digests) > 1, "steps of a plain loop", got=len(digests), expected="some")
+    totals = {"kills": 0, "saves": 0, "in_a_save": 0}
+    for way, kills in plan_kills(setting.is_quick, numbers).items():
+        for each in ("saves", "swap"):
+            (folder / way / each).mkdir(parents=True, mode=0o700)
+        one = Contest(way, folder / way, setting.seed, digests)
+        for kill in kills:
+            one.run(kill)
+        for name in totals:
+            totals[name] += getattr(one, name)
+    return totals
+
+
+def main(folder: str, how: str, seed: str) -> int:
+    if torch.get_num_threads() != 1:
+        print("threads would not survive a fork: set OMP_NUM_THREADS=1", file=sys.stderr)
+        return 2
+    setting = Setting("cpu", Path(folder), how == "quick", int(seed))
+    try:
+        print(json.dumps(contest(Path(folder), setting)))
+    except CheckFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

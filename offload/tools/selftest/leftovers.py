@@ -1,0 +1,68 @@
+"""Check that nothing is left: no file, no open swap file, no host memory, no thread."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from offload.api import close, prepare
+from offload.core.budget import HOST
+from offload.tools.selftest.check import Proved, Setting, require
+from offload.tools.selftest.model import make_model, make_optimizer, train
+from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
+
+_SOON_S = 20.0  # threads that have been told to end need a moment
+
+
+def disk(setting: Setting) -> Proved:
+    """After wrap and prepare were used and closed."""
+    gc.collect()
+    held, threads = HOST.used_bytes, threading.active_count()
+    params = parameters(tensors(setting.seed), setting.device)
+    optimizer = tight(setting, NATIVE["AdamW"](params))
+    named = os.listdir(setting.directory)
+    train_steps(params, optimizer, setting)
+    optimizer.close()
+    model = make_model(setting.seed)
+    other = make_optimizer(model)
+    prepare(model, other, device=setting.device, nvme=setting.directory)
+    train(model, other, setting, 2)
+    named += os.listdir(setting.directory)
+    close(model)
+    del optimizer, other, model, params
+    gc.collect()
+    named += os.listdir(setting.directory)
+    require(not named, "files with a name", got=named, expected="none, also while it runs")
+    left = _soon_none(lambda: _open_below(str(setting.directory)))
+    require(not left, "open files", got=left, expected="none")
+    require(HOST.used_bytes <= held, "host bytes", got=HOST.used_bytes, expected=held)
+    more = _soon_none(lambda: [t.name for t in threading.enumerate()][threads:])
+    require(not more, "threads of Python", got=more, expected="none")
+    return Proved("kinds: named files, open files, host memory, threads", 4)
+
+
+def _soon_none(look: Callable[[], list[str]]) -> list[str]:
+    end_s = time.monotonic() + _SOON_S
+    while (found := look()) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return found
+
+
+def _open_below(directory: str) -> list[str]:
+    """Open files of this process there, named or not; none where the system does not tell."""
+    found = []
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return []
+    for number in numbers:
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue  # it was the listing's own
+        if path.startswith(directory):
+            found.append(path)
+    return found

@@ -1,0 +1,144 @@
+"""A small GPT, its batches, and a loop as users write it: what is seen on the way is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from offload.api import wrap
+from offload.tools.selftest.check import Setting
+from offload.tools.selftest.torch_bits import without_promise
+
+WORDS, WIDTH, LAYERS = 256, 96, 4
+BATCH, LENGTH = 2, 16
+DROPOUT = 0.1
+
+
+class GPTLayer(nn.Module):
+    """Attention and a small network. again: how attention is run again in backward; None: not."""
+
+    def __init__(self, again: bool | None = None) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.inputs, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.again = again
+
+    def attend(self, x: Tensor) -> Tensor:
+        query, key, value = self.inputs(self.norm1(x)).chunk(3, dim=-1)
+        mixed = torch.softmax(query @ key.transpose(-1, -2) / WIDTH**0.5, dim=-1) @ value
+        return functional.dropout(self.output(mixed), DROPOUT, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again is None or not torch.is_grad_enabled():
+            x = x + self.attend(x)
+        else:
+            x = x + checkpoint(self.attend, x, use_reentrant=self.again)
+        x = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return x
+
+
+class Gpt(nn.Module):
+    """Tied embeddings. inside, around: checkpointing within layers, or of whole layers; reentrant
+    or not.
+    """
+
+    def __init__(self, inside: bool | None = None, around: bool | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(GPTLayer(inside) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.around = around
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            if self.around is None or not torch.is_grad_enabled():
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.around)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def make_model(
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    inside: bool | None = None,
+    around: bool | None = None,
+) -> Gpt:
+    """Always the same one; on the CPU."""
+    torch.manual_seed(seed)
+    return Gpt(inside, around).to(dtype)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    on_cpu = all(param.is_cpu for param in model.parameters())
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.1, fused=True if on_cpu else None
+    )
+
+
+def make_batch(number: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator, device="cpu").to(device)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1]).float()
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    setting: Setting,
+    steps: int,
+    look: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Losses, norms, gradients and evaluations of some steps, of one or two batches each. look: is
+    called between forward and backward, and after it.
+    """
+    seen: list[Any] = []
+    for step in range(steps):
+        torch.manual_seed(setting.seed + step)  # of dropout
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, make_batch(10 * step + micro, setting.device))
+            look()
+            loss.backward()  # type: ignore[no-untyped-call]
+            look()
+            seen.append(loss.detach().cpu())
+        if setting.is_on_cpu:  # else the host sums up in another order than the device
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
+        seen += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(make_batch(step, setting.device)).cpu())
+        model.train()
+    return seen
+
+
+def train_plain(model: nn.Module, setting: Setting, steps: int) -> tuple[list[Any], list[Tensor]]:
+    """What is seen of the plain model on the device, and its values in the end.
+
+    Its update is torch's own on the CPU, where that has our bits. Elsewhere, and for parameters of
+    16 bits, whose exact master torch does not keep, it is ours with all of its state in memory.
+    """
+    model = model.to(setting.device)
+    optimizer: Any = make_optimizer(model)
+    is_full = all(param.dtype == torch.float32 for param in model.parameters())
+    if not setting.is_on_cpu or without_promise() is not None or not is_full:
+        optimizer = wrap(optimizer)
+    seen = train(model, optimizer, setting, steps)
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    return seen, [value.cpu() for value in model.state_dict().values()]

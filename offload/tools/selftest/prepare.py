@@ -1,0 +1,198 @@
+"""Checks of `offload.prepare`: whatever the budgets, the bits of the plain model on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.api import close, plan, prepare, report
+from offload.core.errors import CapacityError, OffloadError
+from offload.device import find_device, used_bytes
+from offload.params.prepared import prepared_of
+from offload.planning.shares import least_device_bytes, on_device_bytes
+from offload.tools.selftest.bits import require_same
+from offload.tools.selftest.check import CheckFailed, NotRun, Proved, Setting, require
+from offload.tools.selftest.least import least_bytes
+from offload.tools.selftest.model import make_model, make_optimizer, train, train_plain
+
+_MARGINS = (1.0, 1.5, 2.5, 4.0)
+_Plain = tuple[list[Any], list[Tensor]]
+
+
+def budgets(setting: Setting) -> Proved:
+    """From all in memory down to one unit at a time, with several prefetch depths."""
+    plain = _plain(setting)
+    least, most = _bounds(setting)
+    middle = (least + most) // 2
+    tries: list[dict[str, Any]] = [
+        {},
+        {"host_memory": middle},
+        {"host_memory": least},
+        {"host_memory": least, "prefetch_depth": 0},
+    ]
+    if not setting.is_quick:
+        tries += [
+            {"host_memory": middle, "prefetch_depth": 1},
+            {"host_memory": (least + middle) // 2, "prefetch_depth": 3},
+        ]
+    count = sum(_compare(setting, plain, each, {}) for each in tries)
+    return Proved(f"losses, gradients, values within {len(tries)} budgets", count)
+
+
+def device(setting: Setting) -> Proved:
+    """Less device memory than the parameters take: they come and go while it computes."""
+    if setting.is_on_cpu:
+        raise NotRun("the CPU has no device memory of its own")
+    plain = _plain(setting)
+    least, _ = _bounds(setting)
+    needs = _device_needs(setting)
+    count = 0
+    for share, options in ((0.0, {"host_memory": least}), (0.5, {})):
+        for margin in _MARGINS:  # how much else the device's libraries take is theirs to know
+            blocks = max(needs.least_bytes, int(share * needs.all_bytes))
+            limit = int(margin * needs.others_bytes) + blocks
+            try:
+                count += _compare(setting, plain, {**options, "device_memory": limit}, {})
+            except (CapacityError, torch.OutOfMemoryError):
+                continue
+            break
+        else:
+            raise CheckFailed(
+                f"device memory for {share:.0%} of the parameters",
+                got=f"none works up to {limit} bytes",
+                expected=f"about {needs}",
+            )
+    return Proved("losses, gradients, values within little device memory", count)
+
+
+def half(setting: Setting) -> Proved:
+    """A model of bf16 parameters; the update keeps an exact master."""
+    kind: dict[str, Any] = {"dtype": torch.bfloat16}
+    plain = _plain(setting, **kind)
+    tries: list[dict[str, Any]] = [{}, {"host_memory": _bounds(setting, **kind)[0]}]
+    count = sum(_compare(setting, plain, each, kind) for each in tries)
+    return Proved("losses, gradients, values of a bf16 model", count)
+
+
+def activations(setting: Setting) -> Proved:
+    """Kept, run again in backward, or moved away, on little memory."""
+    plain, count = _plain(setting), 0
+    policies = ("recompute", "offload")
+    for policy in policies:
+        least, most = _bounds(setting, activations=policy)
+        budget = most if setting.is_on_cpu and policy == "offload" else least
+        options = {"activations": policy, "host_memory": budget}
+        count += _compare(setting, plain, options, {})
+    return Proved(f"losses, gradients, values with activations {', '.join(policies)}", count)
+
+
+def checkpointing(setting: Setting) -> Proved:
+    """torch.utils.checkpoint inside and around units, reentrant and not."""
+    count, ways = 0, [{place: how} for place in ("around", "inside") for how in (False, True)]
+    for kind in ways[:: 3 if setting.is_quick else 1]:
+        plain = _plain(setting, **kind)
+        least, _ = _bounds(setting)
+        count += _compare(setting, plain, {"host_memory": least}, kind)
+    return Proved("losses, gradients, values with torch.utils.checkpoint", count)
+
+
+# --- one of them beside the other -----------------------------------------------------------------
+
+
+def _steps(setting: Setting) -> int:
+    return 3 if setting.is_quick else 6
+
+
+def _plain(setting: Setting, **kind: Any) -> _Plain:
+    """What must be seen. On a device that does not repeat itself nothing can be compared."""
+    try:
+        first = train_plain(make_model(setting.seed, **kind), setting, _steps(setting))
+    except OffloadError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        if setting.is_on_cpu:
+            raise
+        raise NotRun(f"plain torch cannot run it on {setting.device}: {error}") from error
+    if setting.is_on_cpu:
+        return first
+    again = train_plain(make_model(setting.seed, **kind), setting, _steps(setting))
+    pairs = zip([*first[0], *first[1]], [*again[0], *again[1]], strict=True)
+    if not all(a is b or torch.equal(a, b) for a, b in pairs):
+        raise NotRun(f"plain torch has other bits from run to run on {setting.device}")
+    return first
+
+
+def _bounds(setting: Setting, activations: str = "keep", **kind: Any) -> tuple[int, int]:
+    """The least host memory that works, and what all of it needs."""
+    model = make_model(setting.seed, **kind)
+    optimizer = make_optimizer(model)
+    options: dict[str, Any] = {"device": setting.device, "activations": activations}
+    folder = setting.directory
+    least = least_bytes(
+        lambda nbytes: plan(model, optimizer, host_memory=nbytes, nvme=folder, **options)
+    )
+    options["activations"] = "keep"
+    return least, least_bytes(lambda nbytes: plan(model, optimizer, host_memory=nbytes, **options))
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Bytes of a device: for one unit at a time, for all of them, and for everything else."""
+
+    least_bytes: int
+    all_bytes: int
+    others_bytes: int
+
+
+def _device_needs(setting: Setting) -> _Needs:
+    """Seen in a run without a limit."""
+    model = make_model(setting.seed)
+    optimizer: Any = make_optimizer(model)
+    prepare(model, optimizer, device=setting.device)
+    train(model, optimizer, setting, _steps(setting))
+    made: Any = prepared_of(model)
+    others = made.engine.residency.tier.device_budget.others_peak_bytes
+    every = sum(on_device_bytes(unit.nbytes) for unit in made.units)
+    needs = _Needs(least_device_bytes(made.units), every, others)
+    close(model)
+    return needs
+
+
+def _compare(setting: Setting, plain: _Plain, options: dict[str, Any], kind: dict[str, Any]) -> int:
+    """Train a prepared model and compare all that is seen of it. It must have come from disk where
+    there is less host memory than it needs, and stayed within it.
+    """
+    shown = ", ".join(f"{name}={value}" for name, value in options.items()) or "no limit"
+    model = make_model(setting.seed, **kind)
+    optimizer: Any = make_optimizer(model)
+    folder = setting.directory
+    prepare(model, optimizer, device=setting.device, nvme=folder, **options)
+    try:
+        seen = train(model, optimizer, setting, _steps(setting), partial(_look, setting, options))
+        found = report(optimizer)
+    finally:
+        close(model)
+    count = require_same(seen, plain[0], f"{shown}: what was seen,")
+    if "device_memory" in options:
+        drops = found.counts.get("device_drops", 0)
+        require(drops > 0, f"{shown}: blocks that left the device", got=drops, expected="some")
+    limit = options.get("host_memory")
+    if limit is not None:
+        peak = found.host_peak_bytes
+        require(peak <= limit, f"{shown}: peak of host bytes", got=peak, expected=f"up to {limit}")
+        read = found.disk_read_bytes
+        require(read > 0, f"{shown}: bytes read from disk", got=read, expected="some")
+    values = [value.cpu() for value in model.state_dict().values()]
+    return count + require_same(values, plain[1], f"{shown}: value")
+
+
+def _look(setting: Setting, options: dict[str, Any]) -> None:
+    """In the middle of a step: the device's own count is within what was allowed."""
+    limit = options.get("device_memory")
+    if limit is not None:
+        used = used_bytes(find_device(setting.device))
+        require(used <= limit, "bytes on the device", got=used, expected=f"at most {limit}")
