@@ -14,7 +14,7 @@
 
 #include "checksum.h"
 #include "crc32.h"
-#include "crew.h"
+#include "thread_team.h"
 #include "kernels.h"
 
 namespace nb = nanobind;
@@ -56,14 +56,14 @@ void set_isa(const std::string& name) {
   throw std::invalid_argument("instruction set not available: " + name);
 }
 
-// Calls body(begin, end) over [0, count) in blocks, on the crew.
+// Calls body(begin, end) over [0, count) in blocks, on the team.
 template <class Body>
 void in_blocks(int64_t count, int64_t block, int threads, const Body& body) {
   struct Context {
     const Body& body;
     int64_t count, block;
   } context{body, count, block};
-  crew_run((count + block - 1) / block, threads,
+  team_run((count + block - 1) / block, threads,
            [](const void* opaque, int64_t index) {
              const Context& c = *static_cast<const Context*>(opaque);
              c.body(index * c.block, std::min(c.count, (index + 1) * c.block));
@@ -213,8 +213,8 @@ NB_MODULE(_native, m) {
   m.def("touch", touch, no_gil());
   m.def("crc32", crc32, "data"_a, "begin"_a = 0, "isa"_a = "");
   m.def("populate", populate);
-  m.def("threads", crew_limit);
-  m.def("set_threads", crew_set_limit, "count"_a);
-  m.def("assume_forked", crew_assume_forked);
-  m.def("most_lanes", crew_most_lanes);
+  m.def("threads", team_limit);
+  m.def("set_threads", team_set_limit, "count"_a);
+  m.def("assume_forked", team_assume_forked);
+  m.def("most_lanes", team_most_lanes);
 }

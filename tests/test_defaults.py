@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 
 import offload
-from offload.checkpoint.strided_state import Scattered
+from offload.checkpoint.strided_state import StridedState
 from offload.core.errors import CapacityError
 
 PACKAGE = Path(offload.__file__).parent
@@ -160,7 +160,7 @@ def test_state_of_another_order_is_gathered_in_its_own_type(default: None) -> No
     record: Any = type("R", (), {"number": 0, "own": (0, 24), "shape": (2, 3, 2, 2)})()
     record.stride = (12, 1, 6, 3)
     held: Any = type("H", (), {"record": record, "fields": ["exp_avg"]})()
-    scattered = Scattered([held])
+    scattered = StridedState([held])
     scattered.add(0, "exp_avg", 0, own)
     found: list[Tensor] = []
     team: Any = type("T", (), {"count": 1, "rank": 0, "bring_together": lambda _, mine: [mine]})()

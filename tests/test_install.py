@@ -194,7 +194,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What make looks at, below a path with a space; pip and torch are stand-ins."""
     checkout = tmp_path / "check out"
     (checkout / "kernels").mkdir(parents=True)
-    (checkout / "kernels" / "crew.cpp").touch()
+    (checkout / "kernels" / "thread_team.cpp").touch()
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, checkout)
     fakes = tmp_path / "fakes"
@@ -234,7 +234,7 @@ def test_make_sets_up_once_and_again_after_a_change(checkout: Path, tmp_path: Pa
     run_make(checkout, "setup", chosen)
     assert len(pip_calls(checkout)) == 3
     later = time.time() + 10
-    os.utime(checkout / "kernels" / "crew.cpp", (later, later))
+    os.utime(checkout / "kernels" / "thread_team.cpp", (later, later))
     run_make(checkout, "setup", chosen)
     assert len(pip_calls(checkout)) == 4
 

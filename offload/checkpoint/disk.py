@@ -41,7 +41,7 @@ POINTS = (
     "old one removed",
 )
 # Those of a rank that is not the first.
-GUEST_POINTS = ("joined", "data written", "files synced", "verified")
+PARTICIPANT_POINTS = ("joined", "data written", "files synced", "verified")
 _RENAME_NOREPLACE = 1
 
 
@@ -49,7 +49,7 @@ class CheckpointDisk:
     """The system's own calls. Any thread."""
 
     def hook(self, point: str) -> None:
-        """A save has come to `point`, one of `POINTS` or `GUEST_POINTS`."""
+        """A save has come to `point`, one of `POINTS` or `PARTICIPANT_POINTS`."""
 
     def mkdir(self, dir_fd: int, name: str) -> None:
         os.mkdir(name, 0o700, dir_fd=dir_fd)

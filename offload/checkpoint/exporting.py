@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.checkpoint.disk import told
 from offload.checkpoint.format.manifest import SavedTensor
-from offload.checkpoint.memory_format import parse_orders, viewed
+from offload.checkpoint.memory_format import parse_memory_formats, viewed
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.saving import MODEL, OPTIMIZER
 from offload.checkpoint.tensors import PIECE_BYTES
@@ -141,7 +141,7 @@ def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
             {**group["settings"], "params": [index[name] for name in group["params"]]}
             for group in tree["groups"]
         ]
-        orders = parse_orders(tree) or {}
+        orders = parse_memory_formats(tree) or {}
         for saved in reader.manifest.tensors.values():
             name, _, field = saved.key.rpartition("/")
             if saved.section == OPTIMIZER and field != MASTER:
@@ -164,7 +164,7 @@ def of_unknown_order(reader: CheckpointReader) -> list[str]:
     tree = decoded(
         reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0, device="meta")
     )
-    if not isinstance(tree, Mapping) or parse_orders(tree) is not None:
+    if not isinstance(tree, Mapping) or parse_memory_formats(tree) is not None:
         return []
     fields = [t for t in reader.manifest.tensors.values() if t.section == OPTIMIZER]
     return sorted({t.key.rpartition("/")[0] for t in fields if len(t.shape) > 2})

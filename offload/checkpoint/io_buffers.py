@@ -14,7 +14,7 @@ from typing import NamedTuple
 from offload.storage.buffers import Buffer
 
 
-class Room(NamedTuple):
+class IoBuffer(NamedTuple):
     """A piece of memory. `view` shows its bytes and keeps them."""
 
     address: int
@@ -24,16 +24,16 @@ class Room(NamedTuple):
         return Buffer(self.address, nbytes, self.view)
 
 
-class Rooms:
-    def __init__(self, room_bytes: int, count: int, grows: bool = False) -> None:
+class IoBuffers:
+    def __init__(self, each_bytes: int, count: int, grows: bool = False) -> None:
         """grows: when all are out, there are `count` more."""
-        self.room_bytes, self._count, self._grows = room_bytes, count, grows
-        self._free: list[Room] = []
+        self.each_bytes, self._count, self._grows = each_bytes, count, grows
+        self._free: list[IoBuffer] = []
         self.nbytes = 0
         self._add()
 
     def _add(self) -> None:
-        area = mmap.mmap(-1, self.room_bytes * self._count)
+        area = mmap.mmap(-1, self.each_bytes * self._count)
         with contextlib.suppress(OSError, AttributeError):
             area.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError, AttributeError):  # fewer pieces for the drive
@@ -41,14 +41,14 @@ class Rooms:
         begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
         view = memoryview(area)
         for number in reversed(range(self._count)):
-            at = number * self.room_bytes
-            self._free.append(Room(begin + at, view[at : at + self.room_bytes]))
-        self.nbytes += self.room_bytes * self._count
+            at = number * self.each_bytes
+            self._free.append(IoBuffer(begin + at, view[at : at + self.each_bytes]))
+        self.nbytes += self.each_bytes * self._count
 
-    def take(self) -> Room | None:
+    def take(self) -> IoBuffer | None:
         if not self._free and self._grows:
             self._add()
         return self._free.pop() if self._free else None
 
-    def give_back(self, room: Room) -> None:
-        self._free.append(room)
+    def give_back(self, buffer: IoBuffer) -> None:
+        self._free.append(buffer)

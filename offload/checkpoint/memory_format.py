@@ -26,7 +26,7 @@ def order_of(tensor: Tensor) -> list[int] | None:
     return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
 
 
-def parse_orders(values: Mapping[str, Any]) -> dict[str, list[int]] | None:
+def parse_memory_formats(values: Mapping[str, Any]) -> dict[str, list[int]] | None:
     """By names of parameters, out of an optimizer's values in a checkpoint; None: it was saved
     before there were any. Raises `FormatError`.
     """

@@ -19,7 +19,7 @@ from offload.checkpoint.differences import Differences
 from offload.checkpoint.division import Holding, Range
 from offload.checkpoint.memory_format import order_of
 from offload.checkpoint.rank_group import RankGroup
-from offload.checkpoint.strided_state import is_scattered
+from offload.checkpoint.strided_state import is_strided
 from offload.checkpoint.tensors import Sink, holding_of, local_part, sample, whole, write
 from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
@@ -353,7 +353,7 @@ def own_bytes(record: Record, spec: TensorSpec, rank_group: RankGroup) -> tuple[
     own = record.own
     if own is None:
         return None
-    if is_scattered(record):
+    if is_strided(record):
         return ((0, spec.nbytes),) if record.number % rank_group.count == rank_group.rank else ()
     return ((own[0] * ELEMENT_BYTES, own[1] * ELEMENT_BYTES),)
 

@@ -1,6 +1,6 @@
 """The way of a save's bytes to its files: memory, writes under way, and the first error.
 
-Bytes are copied into rooms of this object's own, from which an I/O engine writes them. All shards
+Bytes are copied into buffers of this object's own, from which an I/O engine writes them. All shards
 of a checkpoint share it, so its memory is bounded for all together. An error is kept: whoever
 writes next raises it, and so does `flush`.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from offload.checkpoint.disk import BLOCK_BYTES, CheckpointDisk, told, write_whole
-from offload.checkpoint.io_buffers import Room, Rooms
+from offload.checkpoint.io_buffers import IoBuffer, IoBuffers
 from offload.core.errors import ConfigError, OffloadError, StateError, StoreTimeout
 from offload.core.locks import Gate
 from offload.core.metrics import Metrics
@@ -23,8 +23,8 @@ from offload.core.ticket import Ticket
 from offload.storage.engine import Group, Priority, Transfer, make_sums
 
 BUFFER_BYTES = 64 << 20
-_ROOM_BYTES = 4 << 20
-_ROOMS = 16  # as many parts the memory has; one is for broken blocks
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = 16  # as many parts the memory has; one is for broken blocks
 _BLOCKS_OUT = 256  # writes of single blocks under way
 
 
@@ -46,11 +46,13 @@ class OutputFile:
 
 
 class _Write(Group):
-    __slots__ = ("nbytes", "output", "room", "rooms")
+    __slots__ = ("buffer", "buffers", "nbytes", "output")
 
-    def __init__(self, output: Output, what: str, room: Room, rooms: Rooms, nbytes: int) -> None:
+    def __init__(
+        self, output: Output, what: str, buffer: IoBuffer, buffers: IoBuffers, nbytes: int
+    ) -> None:
         super().__init__(Ticket(what, output.engine.describe), Priority.WRITE_BACK)
-        self.output, self.room, self.rooms, self.nbytes = output, room, rooms, nbytes
+        self.output, self.buffer, self.buffers, self.nbytes = output, buffer, buffers, nbytes
 
     def end(self, error: OffloadError | None) -> None:
         self.error = None  # told by whoever writes next, and by flush; nobody has the ticket
@@ -61,21 +63,21 @@ class Output:
     """One for each save; until `close`. Any thread."""
 
     def __init__(self, disk: CheckpointDisk, metrics: Metrics, buffer_bytes: int) -> None:
-        room_bytes = min(_ROOM_BYTES, buffer_bytes // _ROOMS // BLOCK_BYTES * BLOCK_BYTES)
-        if room_bytes < BLOCK_BYTES:
+        each_bytes = min(_BUFFER_BYTES, buffer_bytes // _BUFFERS // BLOCK_BYTES * BLOCK_BYTES)
+        if each_bytes < BLOCK_BYTES:
             raise ConfigError(
-                f"buffer_bytes: expected {_ROOMS * BLOCK_BYTES} or more, got {buffer_bytes}"
+                f"buffer_bytes: expected {_BUFFERS * BLOCK_BYTES} or more, got {buffer_bytes}"
             )
-        self.room_bytes = room_bytes
+        self.each_bytes = each_bytes
         self._disk = disk
         self.written_bytes = 0
-        self.rooms = Rooms(room_bytes, buffer_bytes // room_bytes - 1)
-        self._blocks: dict[int, Rooms] = {}
+        self.buffers = IoBuffers(each_bytes, buffer_bytes // each_bytes - 1)
+        self._blocks: dict[int, IoBuffers] = {}
         self._lock = threading.RLock()  # a finalizer may come back to it
         self._changed = Gate(self._lock)
         self._under_way = 0
         self._blocks_under_way = 0
-        self.progress = 0  # writes that have ended, and rooms that came back unused
+        self.progress = 0  # writes that have ended, and buffers that came back unused
         self.looks = 0  # of somebody who reads or syncs, and looks between two parts of it
         self._error: BaseException | None = None
         self.engine = disk.open_engine(metrics)
@@ -83,26 +85,28 @@ class Output:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def take_room(self) -> Room:
-        """Memory of `room_bytes`; waits until there is some. Raises the first error."""
+    def take_buffer(self) -> IoBuffer:
+        """Memory of `each_bytes`; waits until there is some. Raises the first error."""
         with self._lock:
             while True:
                 self.check()
-                room = self.rooms.take()
-                if room is not None:
-                    return room
+                buffer = self.buffers.take()
+                if buffer is not None:
+                    return buffer
                 seen = self.progress
                 self._wait_while(partial(self._is_at, seen))
 
-    def take_block(self, nbytes: int) -> Room:
+    def take_block(self, nbytes: int) -> IoBuffer:
         """Memory for one block, all zeros. Does not wait: whoever has others may wait for us."""
         with self._lock:
             if nbytes not in self._blocks:
-                self._blocks[nbytes] = Rooms(nbytes, max(1, self.room_bytes // nbytes), grows=True)
-            room = self._blocks[nbytes].take()
-        assert room is not None
-        room.view[:] = bytes(nbytes)
-        return room
+                self._blocks[nbytes] = IoBuffers(
+                    nbytes, max(1, self.each_bytes // nbytes), grows=True
+                )
+            buffer = self._blocks[nbytes].take()
+        assert buffer is not None
+        buffer.view[:] = bytes(nbytes)
+        return buffer
 
     def wait_for_blocks(self) -> None:
         """Until not too many single blocks are under way. Raises the first error."""
@@ -110,20 +114,22 @@ class Output:
             self._wait_while(lambda: self._blocks_under_way >= _BLOCKS_OUT)
             self.check()
 
-    def give_back(self, room: Room) -> None:
-        """A room that was taken and not written."""
+    def give_back(self, buffer: IoBuffer) -> None:
+        """A buffer that was taken and not written."""
         with self._lock:
-            self.rooms.give_back(room)
+            self.buffers.give_back(buffer)
             self.progress += 1
             self._changed.notify_all()
 
     # --- writes -----------------------------------------------------------------------------------
 
-    def start(self, name: str, file: OutputFile, offset: int, room: Room, nbytes: int) -> None:
-        """Write from a room, which is given back when that has ended. name: for errors."""
-        self._submit(name, file, offset, room, self.rooms, nbytes)
+    def start(
+        self, name: str, file: OutputFile, offset: int, buffer: IoBuffer, nbytes: int
+    ) -> None:
+        """Write from a buffer, which is given back when that has ended. name: for errors."""
+        self._submit(name, file, offset, buffer, self.buffers, nbytes)
 
-    def start_block(self, name: str, file: OutputFile, offset: int, block: Room) -> None:
+    def start_block(self, name: str, file: OutputFile, offset: int, block: IoBuffer) -> None:
         """The same, for one that `take_block` gave."""
         nbytes = file.block_bytes
         self._submit(name, file, offset, block, self._blocks[nbytes], nbytes)
@@ -133,7 +139,7 @@ class Output:
         name: str,
         file: OutputFile,
         offset: int,
-        block: Room,
+        block: IoBuffer,
         ranges: Sequence[tuple[int, int]],
     ) -> None:
         """Write only these bytes of the file, out of a block that lies at `offset`, through the
@@ -154,14 +160,20 @@ class Output:
                 self.written_bytes += sum(end - begin for begin, end in ranges)
 
     def _submit(
-        self, name: str, file: OutputFile, offset: int, room: Room, rooms: Rooms, nbytes: int
+        self,
+        name: str,
+        file: OutputFile,
+        offset: int,
+        buffer: IoBuffer,
+        buffers: IoBuffers,
+        nbytes: int,
     ) -> None:
-        group = _Write(self, f"write of {name}", room, rooms, nbytes)
-        memory = room.buffer(nbytes)
+        group = _Write(self, f"write of {name}", buffer, buffers, nbytes)
+        memory = buffer.buffer(nbytes)
         sums = make_sums(nbytes, self.engine.sum_bytes)
         with self._lock:
             self._under_way += 1
-            self._blocks_under_way += rooms is not self.rooms
+            self._blocks_under_way += buffers is not self.buffers
         try:
             self.engine.submit(group, [Transfer(name, True, file, offset, memory, sums)])
         except BaseException as error:
@@ -176,13 +188,13 @@ class Output:
         with self._lock:
             self._under_way -= 1
             self.progress += 1
-            self._blocks_under_way -= write.rooms is not self.rooms
+            self._blocks_under_way -= write.buffers is not self.buffers
             if error is None:
                 self.written_bytes += write.nbytes
             elif self._error is None:
                 self._error = error
             if not timed_out:  # else the kernel may still read it
-                write.rooms.give_back(write.room)
+                write.buffers.give_back(write.buffer)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:

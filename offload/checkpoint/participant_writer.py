@@ -135,7 +135,7 @@ def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
         nap(_GONE_STEP_S)
 
 
-class GuestWriter:
+class ParticipantWriter:
     """As a `CheckpointWriter`, for all ranks but the first."""
 
     def __init__(
@@ -222,7 +222,7 @@ class GuestWriter:
         hidden = self._berth.directory
         try:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
-                reader.check(output.rooms, output.check, share_of)
+                reader.check(output.buffers, output.check, share_of)
         except FormatError as error:
             raise not_what_was_written(self.path, error) from error
         self._disk.hook("verified")

@@ -25,7 +25,7 @@ from offload.checkpoint.division import share_of
 from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.directory import CheckpointDirectory, read_into
 from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor
-from offload.checkpoint.io_buffers import Room, Rooms
+from offload.checkpoint.io_buffers import IoBuffer, IoBuffers
 from offload.checkpoint.staging_dir import try_lock
 from offload.core.drive_facts import read_dio_alignment
 from offload.core.errors import (
@@ -44,8 +44,8 @@ from offload.storage.choose import open_engine
 from offload.storage.engine import Group, IOEngine, Priority, Transfer, make_sums
 from offload.storage.safetensors_header import TensorSpec, build_header
 
-_ROOM_BYTES = 4 << 20
-_ROOMS = 8
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = 8
 _DIRECT_BYTES = 256 << 10  # of a read that is worth a detour past the page cache
 
 
@@ -84,9 +84,9 @@ class _ShardFile:
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
             align = max(BLOCK_BYTES, *(read_dio_alignment(fd) or (BLOCK_BYTES, BLOCK_BYTES)))
-            room = Rooms(align, 1).take()
-            assert room is not None
-            works = align <= _ROOM_BYTES and os.preadv(fd, [room.view], 0) > 0
+            buffer = IoBuffers(align, 1).take()
+            assert buffer is not None
+            works = align <= _BUFFER_BYTES and os.preadv(fd, [buffer.view], 0) > 0
         except OSError:
             works = False
         return _Way(fd, align, str(self.path)) if works else None
@@ -168,17 +168,17 @@ class CheckpointReader:
 
     def check(
         self,
-        rooms: Rooms | None = None,
+        buffers: IoBuffers | None = None,
         before_part: Callable[[], None] | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
         """Compare every byte with its checksum, and every header with the manifest.
 
-        Raises `CorruptionError` or `FormatError` for the first thing that is wrong. rooms: memory
+        Raises `CorruptionError` or `FormatError` for the first thing that is wrong. buffers: memory
         to read through, 32 MiB of its own otherwise. before_part: may end it by an error. share: a
         rank and their count: what it leaves out is the others' to check.
         """
-        rooms = rooms or Rooms(_ROOM_BYTES, _ROOMS)
+        buffers = buffers or IoBuffers(_BUFFER_BYTES, _BUFFERS)
         tensors: dict[str, list[SavedTensor]] = {name: [] for name in self._files}
         for tensor in self.manifest.tensors.values():
             tensors[tensor.parts[0].file].append(tensor)
@@ -193,7 +193,7 @@ class CheckpointReader:
             file.drop_cache()
             if own or share[0] == 0:
                 self._check_header(file, tensors[name])
-                self._check_data(file, own, rooms, before_part or (lambda: None))
+                self._check_data(file, own, buffers, before_part or (lambda: None))
 
     def _check_header(self, file: _ShardFile, tensors: list[SavedTensor]) -> None:
         """It is, byte for byte, what these tensors ask for."""
@@ -214,12 +214,12 @@ class CheckpointReader:
         self,
         file: _ShardFile,
         parts: list[tuple[SavedTensor, CheckedPart]],
-        rooms: Rooms,
+        buffers: IoBuffers,
         before_part: Callable[[], None],
     ) -> None:
         begin = parts[0][1].offset if parts else file.nbytes
         nbytes = sum(part.nbytes for _, part in parts)
-        stream = _Stream(file, begin, begin + nbytes, self._engine, rooms)
+        stream = _Stream(file, begin, begin + nbytes, self._engine, buffers)
         try:
             for tensor, part in parts:
                 before_part()
@@ -302,13 +302,13 @@ class _Stream:
     """The bytes of a file from `offset` to `end` in their order, some reads ahead."""
 
     def __init__(
-        self, file: _ShardFile, offset: int, end: int, engine: IOEngine, rooms: Rooms
+        self, file: _ShardFile, offset: int, end: int, engine: IOEngine, buffers: IoBuffers
     ) -> None:
-        self._file, self._engine, self._rooms = file, engine, rooms
+        self._file, self._engine, self._buffers = file, engine, buffers
         self._next, self._end = offset, end  # to be asked for
-        self._ahead: deque[tuple[Ticket[None], Room, int]] = deque()
+        self._ahead: deque[tuple[Ticket[None], IoBuffer, int]] = deque()
         self._view: memoryview = memoryview(b"")
-        self._room: Room | None = None
+        self._buffer: IoBuffer | None = None
 
     def read(self, nbytes: int) -> Iterator[memoryview]:
         """The next bytes, in pieces; each is gone when the next is asked for."""
@@ -321,44 +321,44 @@ class _Stream:
             yield part
 
     def _advance(self) -> None:
-        if self._room is not None:
-            self._rooms.give_back(self._room)
-            self._room = None
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+            self._buffer = None
         while self._next < self._end:
-            room = self._rooms.take()
-            if room is None:
+            buffer = self._buffers.take()
+            if buffer is None:
                 break
-            self._start(room)
-        ticket, room, nbytes = self._ahead.popleft()
+            self._start(buffer)
+        ticket, buffer, nbytes = self._ahead.popleft()
         ticket.wait()
-        self._room, self._view = room, room.view[:nbytes]
+        self._buffer, self._view = buffer, buffer.view[:nbytes]
 
-    def _start(self, room: Room) -> None:
-        """A read up to the next multiple of the room, so that later ones begin at blocks."""
-        size = self._rooms.room_bytes
+    def _start(self, buffer: IoBuffer) -> None:
+        """A read up to the next multiple of the buffer, so that later ones begin at blocks."""
+        size = self._buffers.each_bytes
         nbytes = min(size - self._next % size, self._end - self._next)
-        memory = room.buffer(nbytes)
+        memory = buffer.buffer(nbytes)
         ticket: Ticket[None] = Ticket(f"read of {self._file.path}", self._engine.describe)
         transfers = []
         for way, at, length in self._file.cut(self._next, nbytes):
             part = memory.part(at - self._next, length)
             transfers.append(Transfer(self._file.name, False, way, at, part, make_sums(0, 1)))
         self._engine.submit(Group(ticket, Priority.PREFETCH), transfers)
-        self._ahead.append((ticket, room, nbytes))
+        self._ahead.append((ticket, buffer, nbytes))
         self._next += nbytes
 
     def close(self) -> None:
         """Take in what is under way, whatever became of it."""
         while self._ahead:
-            ticket, room, _ = self._ahead.popleft()
+            ticket, buffer, _ = self._ahead.popleft()
             try:
                 ticket.wait()
             except OffloadError as error:
                 if isinstance(error, StoreTimeout):  # the kernel may still write to it
                     continue
-            self._rooms.give_back(room)
-        if self._room is not None:
-            self._rooms.give_back(self._room)
+            self._buffers.give_back(buffer)
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
 
 
 def _open(directory: CheckpointDirectory, name: str) -> int:

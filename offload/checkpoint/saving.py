@@ -24,11 +24,11 @@ from offload.checkpoint import background
 from offload.checkpoint.division import Holding, within
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
-from offload.checkpoint.participant_writer import GuestWriter, sweep
+from offload.checkpoint.participant_writer import ParticipantWriter, sweep
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.rng import random_states
 from offload.checkpoint.shard import Shard
-from offload.checkpoint.strided_state import Scattered
+from offload.checkpoint.strided_state import StridedState
 from offload.checkpoint.trees import OTHER, Leaves
 from offload.checkpoint.writer import CheckpointWriter
 from offload.core.errors import ConfigError, reason
@@ -77,10 +77,10 @@ class Save:
         self._stateful = stateful
         self._leaves = Leaves()
         self._holdings: dict[str, list[Holding]] = {}
-        self._writer: CheckpointWriter | GuestWriter | None = None
+        self._writer: CheckpointWriter | ParticipantWriter | None = None
         self._shards: dict[str, _Shards] = {}
         self._saver: Saver | None = None
-        self._scattered: Scattered | None = None
+        self._strided: StridedState | None = None
         self._values: dict[str, Any] = {}
         self._cancelled: BaseException | None = None
 
@@ -192,7 +192,7 @@ class Save:
         if not self._rank_group.is_first:
             metrics = self._session.metrics if self._session is not None else None
             path = Path.cwd() / self.path
-            self._writer = GuestWriter(path, invitation, self._rank_group, metrics=metrics)
+            self._writer = ParticipantWriter(path, invitation, self._rank_group, metrics=metrics)
             if self._cancelled is not None:
                 raise self._cancelled
             self._open_shards()
@@ -200,11 +200,11 @@ class Save:
             names, state = self._optimizer.names, self._shards[OPTIMIZER]
             first = [first_byte(param) for param in self._optimizer.params]
 
-            scattered = self._scattered = Scattered(self._optimizer.held)
+            strided = self._strided = StridedState(self._optimizer.held)
 
             def sink(number: int, field: str, begin: int, values: Tensor) -> None:
-                if scattered.takes(number, field):
-                    scattered.add(number, field, begin, values)
+                if strided.takes(number, field):
+                    strided.add(number, field, begin, values)
                     return
                 state.write(f"{names[number]}/{field}", first[number] + begin, values)
 
@@ -221,7 +221,7 @@ class Save:
         assert self._writer is not None
         try:
             self._rank_group.by_consensus("the optimizer's state", self._run_saver)
-            self._write_scattered()
+            self._write_strided()
             path = self._writer.commit(self._values, self._model.fingerprint, keep=self._keep)
         except BaseException as error:
             self.give_up(error)
@@ -235,15 +235,15 @@ class Save:
         if self._saver is not None:
             self._saver.run()
 
-    def _write_scattered(self) -> None:
-        if self._scattered is None or self._optimizer is None:
+    def _write_strided(self) -> None:
+        if self._strided is None or self._optimizer is None:
             return
         names, state = self._optimizer.names, self._shards[OPTIMIZER]
 
         def put(number: int, field: str, values: Tensor) -> None:
             state.write(f"{names[number]}/{field}", 0, values)
 
-        self._scattered.write(self._rank_group, put)
+        self._strided.write(self._rank_group, put)
 
     @steadfast
     def give_up(self, error: BaseException) -> None:
@@ -372,7 +372,10 @@ class _Shards:
     """
 
     def __init__(
-        self, writer: CheckpointWriter | GuestWriter, section: str, holdings: Sequence[Holding]
+        self,
+        writer: CheckpointWriter | ParticipantWriter,
+        section: str,
+        holdings: Sequence[Holding],
     ) -> None:
         self._shard_of: dict[str, Shard] = {}
         for some in _cut(holdings):

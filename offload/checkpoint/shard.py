@@ -1,7 +1,7 @@
 """One safetensors file of a checkpoint while it is written.
 
 Tensors come in any order and in pieces; every byte comes once. A piece lies where the header says,
-which is seldom at a block of the disk. Whole blocks in it are written from rooms of the output; a
+which is seldom at a block of the disk. Whole blocks in it are written from buffers of the output; a
 block that it shares with other pieces is kept until they have come, too, and then written once. So
 nothing is ever read to be written again, and all of it goes past the page cache.
 
@@ -26,7 +26,7 @@ from typing import Any
 from offload.checkpoint.division import Range, joined, within
 from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.manifest import CheckedPart, SavedTensor
-from offload.checkpoint.io_buffers import Room
+from offload.checkpoint.io_buffers import IoBuffer
 from offload.checkpoint.output import Output, OutputFile
 from offload.core.errors import ConfigError, StateError
 from offload.storage.buffers import Buffer
@@ -48,7 +48,7 @@ class _TensorRange:
 class _ChecksumBlock:
     """A block that is not whole yet."""
 
-    room: Room
+    buffer: IoBuffer
     nbytes: int = 0  # of it that are there
 
 
@@ -139,7 +139,7 @@ class Shard:
 
     def _put(self, label: str, source: Buffer, offset: int) -> int:
         """Copy bytes for `offset` of the file on, and start to write what is whole; their CRC."""
-        block_bytes, room_bytes = self.file.block_bytes, self._output.room_bytes
+        block_bytes, each_bytes = self.file.block_bytes, self._output.each_bytes
         crc, at = 0, 0
         while at < source.nbytes:
             here, left = offset + at, source.nbytes - at
@@ -147,20 +147,20 @@ class Shard:
                 nbytes = min(block_bytes - here % block_bytes, left)
                 crc = self._put_broken(label, source.part(at, nbytes), here, crc)
             else:
-                nbytes = min(left, room_bytes) // block_bytes * block_bytes
+                nbytes = min(left, each_bytes) // block_bytes * block_bytes
                 crc = self._put_whole(label, source.part(at, nbytes), here, crc)
             at += nbytes
         return crc
 
     def _put_whole(self, label: str, source: Buffer, offset: int, crc: int) -> int:
-        room = self._output.take_room()
+        buffer = self._output.take_buffer()
         try:
-            ctypes.memmove(room.address, source.address, source.nbytes)
-            crc = crc32(room.view[: source.nbytes], crc)
+            ctypes.memmove(buffer.address, source.address, source.nbytes)
+            crc = crc32(buffer.view[: source.nbytes], crc)
         except BaseException:
-            self._output.give_back(room)
+            self._output.give_back(buffer)
             raise
-        self._output.start(label, self.file, offset, room, source.nbytes)
+        self._output.start(label, self.file, offset, buffer, source.nbytes)
         return crc
 
     def _put_broken(self, label: str, source: Buffer, offset: int, crc: int) -> int:
@@ -171,8 +171,8 @@ class Shard:
             block = self._blocks.get(number)
             if block is None:
                 block = self._blocks[number] = _ChecksumBlock(self._output.take_block(block_bytes))
-        ctypes.memmove(block.room.address + begin, source.address, source.nbytes)
-        crc = crc32(block.room.view[begin : begin + source.nbytes], crc)
+        ctypes.memmove(block.buffer.address + begin, source.address, source.nbytes)
+        crc = crc32(block.buffer.view[begin : begin + source.nbytes], crc)
         first = number * block_bytes
         own = within(self._own_in_file, first, first + block_bytes)
         needed = sum(last - begin for begin, last in own)
@@ -185,9 +185,9 @@ class Shard:
             return crc
         if needed == min(block_bytes, self.nbytes - first):
             # The file's last block is cut again at the end.
-            self._output.start_block(label, self.file, first, block.room)
+            self._output.start_block(label, self.file, first, block.buffer)
         else:  # others have bytes in it, too
-            self._output.put_ranges(label, self.file, first, block.room, own)
+            self._output.put_ranges(label, self.file, first, block.buffer, own)
         return crc
 
     # --- the end ----------------------------------------------------------------------------------

@@ -21,18 +21,18 @@ from offload.optim.source import as_bytes
 from offload.planning.layout import ELEMENT_BYTES
 
 
-def is_scattered(record: Record) -> bool:
+def is_strided(record: Record) -> bool:
     return record.own is not None and not is_row_major(record.shape, record.stride)
 
 
-class Scattered:
+class StridedState:
     """This rank's parts of all such fields, from when they come until they are written."""
 
     def __init__(self, held: Iterable[Held]) -> None:
         self._fields = {
             (each.record.number, field): each.record
             for each in held
-            if is_scattered(each.record)
+            if is_strided(each.record)
             for field in each.fields
         }
         self._parts = {

@@ -10,9 +10,9 @@ the manifest behind them, then the directory, and then gives it its name, which 
 everybody else. Whatever fails before that, or with it, removes everything. A failed fsync is final:
 the system may have dropped the bytes, and a second one would not say so.
 
-Several ranks save together (`rank_group`): the first has this writer, the others a `GuestWriter`
-each, by an `invitation`. All write their own bytes; the first alone writes the manifest and gives
-the name, when it has heard from all that their bytes are durable.
+Several ranks save together (`rank_group`): the first has this writer, the others a
+`ParticipantWriter` each, by an `invitation`. All write their own bytes; the first alone writes the
+manifest and gives the name, when it has heard from all that their bytes are durable.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ class CheckpointWriter:
                 f"checkpoints in {self.path.parent}",
                 "bytes pass through the page cache: no O_DIRECT here",
             )
-        if file.block_bytes > self._work.output.room_bytes:
+        if file.block_bytes > self._work.output.each_bytes:
             raise ConfigError(
                 f"{path}: is written in blocks of {file.block_bytes} bytes, one buffer has "
-                f"{self._work.output.room_bytes}; save on another file system"
+                f"{self._work.output.each_bytes}; save on another file system"
             )
         return file
 
@@ -306,7 +306,7 @@ class CheckpointWriter:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
                 if reader.manifest != self._manifest:
                     raise FormatError(f"{hidden / MANIFEST}: it is another one")
-                reader.check(output.rooms, output.check, (0, self._rank_group.count))
+                reader.check(output.buffers, output.check, (0, self._rank_group.count))
         except FormatError as error:  # it was right when it was written
             raise not_what_was_written(self.path, error) from error
 

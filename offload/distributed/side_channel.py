@@ -36,7 +36,7 @@ from offload.distributed import (
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
 _BEAT_S = 1.0  # between two signs of life
 _LEAST_BYTES_S = 20 << 20  # a second; what moves fewer has stopped
-_MEETINGS: Counter[str] = Counter()  # how many there have been, by name
+_RENDEZVOUS: Counter[str] = Counter()  # how many there have been, by name
 _LOCK = threading.Lock()
 
 
@@ -52,10 +52,10 @@ def meet(what: str, process_group: Any, deadline_s: float) -> SideChannel | None
     try:
         with uninterrupted:
             with _LOCK:
-                key = f"{name}/{_MEETINGS[name]}"
+                key = f"{name}/{_RENDEZVOUS[name]}"
                 count = len(members.ranks)
                 late = _arrive(default_store(), key, members.rank, count, what, deadline_s)
-                _MEETINGS[name] += 1
+                _RENDEZVOUS[name] += 1
             side_channel = SideChannel(
                 members.rank, count, _connect(key, members, what, deadline_s), limit_s
             )
@@ -275,8 +275,8 @@ class SharedFlag:
     def __init__(self, members: Members) -> None:
         self._store, name = default_store(), name_for("flag", members.ranks)
         with _LOCK:
-            _MEETINGS[name] += 1
-        self._key, self._round = f"{name}/{_MEETINGS[name]}", 0
+            _RENDEZVOUS[name] += 1
+        self._key, self._round = f"{name}/{_RENDEZVOUS[name]}", 0
 
     @classmethod
     def of(cls, process_group: Any) -> SharedFlag | None:

@@ -1,6 +1,6 @@
 """Typed calls of the kernels: updates, gradient statistics, casts.
 
-All work on host memory, in one pass, with the GIL released and on the threads of one crew for the
+All work on host memory, in one pass, with the GIL released and on the threads of one team for the
 whole process; results do not depend on the instruction set, the number of threads, the alignment,
 or how a parameter is cut into slices. Where the native core is missing, the same functions run in
 plain torch (`offload.kernels.reference`), with the same bits, slowly; `native_error()` says why and

@@ -28,7 +28,7 @@ from offload.optim.spilled_gradient import Gradient, in_memory
 from offload.planning.planner import Plan
 from offload.planning.rank_share import RankShare
 
-MEETING_S = 60.0
+RENDEZVOUS_S = 60.0
 _CALL_ON_ALL = (
     "state_dict() and close() put the state of all ranks together: call them on every rank, or "
     "save with offload.save"
@@ -182,7 +182,7 @@ class ShardedCoordinator:
             raise StateError("state_dict: ranks have state of different parameters; load it again")
 
     def _meet(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        deadline_s = min(MEETING_S, self.ranks.deadline_s)
+        deadline_s = min(RENDEZVOUS_S, self.ranks.deadline_s)
         return by_consensus(self.ranks, what, act, self._metrics, _CALL_ON_ALL, deadline_s)
 
     def add(

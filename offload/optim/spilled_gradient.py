@@ -22,7 +22,7 @@ from torch import Tensor
 from offload.core.holders import holders
 from offload.optim.gradient_handle import KEEPER, Edit, GradientHandle, handles_in, is_plain, itself
 
-_HELD, _IS_LENT, _IS_PINNED = "_offload_held", "_offload_is_lent", "_offload_is_pinned"
+_HELD, _IS_EXPOSED, _IS_PINNED = "_offload_held", "_offload_is_exposed", "_offload_is_pinned"
 _aten = torch.ops.aten
 # What gives the memory away: nobody says for how long.
 _GIVING_AWAY = frozenset(
@@ -84,7 +84,7 @@ class SpilledGradient(GradientHandle):
     def of(param: Tensor, keeper: SpillKeeper) -> SpilledGradient:
         made = SpilledGradient.made(param, keeper, torch.device("cpu"))
         setattr(made, _HELD, None)
-        setattr(made, _IS_LENT, False)
+        setattr(made, _IS_EXPOSED, False)
         setattr(made, _IS_PINNED, False)
         return made
 
@@ -186,7 +186,7 @@ def _on_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     finally:
         for key, one in handles.items():
             if values[key]._version != versions[key] or _changes(func):
-                setattr(one, _IS_LENT, True)
+                setattr(one, _IS_EXPOSED, True)
             if getattr(func, "__name__", "") in _GIVING_AWAY:
                 setattr(one, _IS_PINNED, True)
             _let_go(one)
@@ -216,12 +216,12 @@ def _let_go(gradient: Any) -> None:
     if held is None:
         return
     if getattr(gradient, _IS_PINNED) or holders(held) > 1:
-        setattr(gradient, _IS_LENT, True)  # nobody sees what is done to it there
+        setattr(gradient, _IS_EXPOSED, True)  # nobody sees what is done to it there
         return
-    if getattr(gradient, _IS_LENT):
+    if getattr(gradient, _IS_EXPOSED):
         _keeper(gradient).store(held)
     setattr(gradient, _HELD, None)
-    setattr(gradient, _IS_LENT, False)
+    setattr(gradient, _IS_EXPOSED, False)
 
 
 def _exchanged(value: Any, values: Mapping[int, Tensor]) -> Any:

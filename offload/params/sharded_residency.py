@@ -37,7 +37,7 @@ from offload.storage.engine import Priority
 from offload.storage.outgoing import Outgoing
 from offload.storage.weight_blocks import WeightBlock
 
-_MEETING_S = 60.0  # for what a program easily calls on one rank only
+_RENDEZVOUS_S = 60.0  # for what a program easily calls on one rank only
 
 
 class ShardedResidency(Residency):
@@ -464,7 +464,7 @@ class ShardedResidency(Residency):
         """That of all ranks, which must be here."""
         if not self._uncommitted and not self._ranks.is_broken:
             try:
-                self._ranks.exchange(None, "close()", deadline_s=_MEETING_S)
+                self._ranks.exchange(None, "close()", deadline_s=_RENDEZVOUS_S)
             except OffloadError as error:
                 LOG.error(
                     "close(): parameters have no values any more: call it on every rank, each has "

@@ -23,7 +23,7 @@ from support.ranks import restart_loop
 from support.ranks.launch import outcomes, run
 
 import offload
-from offload.checkpoint.disk import GUEST_POINTS, POINTS
+from offload.checkpoint.disk import PARTICIPANT_POINTS, POINTS
 from offload.checkpoint.format.directory import CheckpointDirectory, find_newest
 from offload.checkpoint.format.verify import verify
 from offload.core.format_limits import MOST_PART_BYTES
@@ -31,7 +31,7 @@ from offload.core.format_limits import MOST_PART_BYTES
 pytestmark = pytest.mark.ranks
 DRAWN = chosen(test=2, torture=90)  # kills at any moment, beside those at each point
 STRIDE = chosen(test=3, torture=1)  # of the calls that fail
-NAMED = [(0, point) for point in POINTS[:9]] + [(1, point) for point in GUEST_POINTS]
+NAMED = [(0, point) for point in POINTS[:9]] + [(1, point) for point in PARTICIPANT_POINTS]
 
 
 @pytest.mark.parametrize("kind", ["plain", "wrap"])

@@ -525,7 +525,7 @@ def uneven(rank: int) -> None:
 def late(rank: int) -> None:
     """The others do nothing at all: it is given up after a while."""
     my_ranks()
-    sharded_coordinator.MEETING_S = 1.0
+    sharded_coordinator.RENDEZVOUS_S = 1.0
     params = small()
     optimizer = offload.wrap(adamw(params))
     if rank == 0:

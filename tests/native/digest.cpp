@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "crc32.h"
-#include "crew.h"
+#include "thread_team.h"
 #include "kernels.h"
 
 using namespace offload;
@@ -288,17 +288,17 @@ bool passes_keep_to_their_range(const Table& t) {
   return right;
 }
 
-// --- the crew -----------------------------------------------------------------------------------------------------
+// --- the team -----------------------------------------------------------------------------------------------------
 
 // The threads, on a job small enough for an emulator.
-bool crew_adds_up() {
-  crew_set_limit(3);
+bool team_adds_up() {
+  team_set_limit(3);
   std::vector<int64_t> seen(1000);
   for (int round = 0; round < 20; ++round) {
     const Task count = [](const void* context, int64_t i) {
       ++(*static_cast<std::vector<int64_t>*>(const_cast<void*>(context)))[i];
     };
-    crew_run(int64_t(seen.size()), 0, count, &seen);
+    team_run(int64_t(seen.size()), 0, count, &seen);
   }
   for (int64_t count : seen) {
     if (count != 20) return false;
@@ -325,15 +325,15 @@ struct RollCall {
   }
 };
 
-bool crew_has_as_many_threads_as_it_counts() {
-  crew_set_limit(3);
+bool team_has_as_many_threads_as_it_counts() {
+  team_set_limit(3);
   for (int lanes : {1, 2, 3, 4, 0}) {
     const size_t expected = lanes == 0 ? 3 : size_t(lanes < 3 ? lanes : 3);
-    crew_most_lanes();
+    team_most_lanes();
     RollCall call{expected, {}, {}, {}};
-    crew_run(60, lanes, RollCall::answer, &call);
+    team_run(60, lanes, RollCall::answer, &call);
     if (call.threads.size() != expected || call.threads.count(std::this_thread::get_id()) != 1) return false;
-    if (crew_most_lanes() != int(expected)) return false;
+    if (team_most_lanes() != int(expected)) return false;
   }
   return true;
 }
@@ -359,7 +359,7 @@ int main() {
     if (!updates_keep_to_their_range(*tables[i])) right = report("check: range of an update", false);
     if (!passes_keep_to_their_range(*tables[i])) right = report("check: range of a cast or touch", false);
   }
-  right &= report("check: crew", crew_adds_up());
-  right &= report("check: threads", crew_has_as_many_threads_as_it_counts());
+  right &= report("check: team", team_adds_up());
+  right &= report("check: threads", team_has_as_many_threads_as_it_counts());
   return right ? 0 : 1;
 }

@@ -19,7 +19,7 @@ TSAN_OPTIONS=halt_on_error=1 "$out/threads/io_stress"
 cmake -S kernels -B "$out/cmake" -GNinja -DOFFLOAD_SANITIZE=ON -DOFFLOAD_DIGEST=ON -DOFFLOAD_IO_STRESS=ON \
   -DOFFLOAD_WERROR=ON -DPython_EXECUTABLE="$python" >> "$out/log"
 cmake --build "$out/cmake" >> "$out/log" || { tail -20 "$out/log"; exit 1; }
-"$out/cmake/digest"  # exits with 1 when instruction sets differ, a kernel leaves its range or the crew is wrong
+"$out/cmake/digest"  # exits with 1 when instruction sets differ, a kernel leaves its range or the team is wrong
 ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 "$out/cmake/io_stress"
 
 # A package of links to our sources with the sanitized core inside. Started without `site` hooks of the editable

@@ -18,7 +18,7 @@ from offload.storage.safetensors_header import TensorSpec
 Bytes = npt.NDArray[np.uint8]
 Contents = Mapping[str, Mapping[str, Bytes]]  # section -> name -> bytes
 KIB = 1 << 10
-SMALL = 64 * KIB  # the least that a writer's buffers may have: rooms of one block
+SMALL = 64 * KIB  # the least that a writer's buffers may have: buffers of one block
 
 
 def random_bytes(nbytes: int, seed: int) -> Bytes:

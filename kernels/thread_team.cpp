@@ -1,4 +1,4 @@
-#include "crew.h"
+#include "thread_team.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -83,9 +83,9 @@ void run_on_new_threads(void (*function)(void*), void* data, unsigned threads, u
   for (std::thread& thread : team) thread.join();
 }
 
-class Crew {
+class ThreadTeam {
  public:
-  explicit Crew(Team team) : team_(team) {}
+  explicit ThreadTeam(Team team) : team_(team) {}
 
   void run(Job& job, int wanted) {
     const int lanes = take(wanted);
@@ -108,7 +108,7 @@ class Crew {
   int take(int wanted) {
     std::unique_lock<std::mutex> lock(mutex_);
     int free = 0;  // the limit may change at any moment: it is read once for the test and its use
-    freed_.wait(lock, [&] { return (free = crew_limit() - lanes_) > 0; });
+    freed_.wait(lock, [&] { return (free = team_limit() - lanes_) > 0; });
     const int lanes = std::min(wanted, free);
     lanes_ += lanes;
     most_lanes.store(std::max(most_lanes.load(), lanes_));
@@ -127,21 +127,21 @@ class Crew {
   int lanes_ = 0;  // taken now, over all jobs
 };
 
-// Never destroyed: a thread may still be in it when the process ends. After fork() the child starts a crew of its own:
+// Never destroyed: a thread may still be in it when the process ends. After fork() the child starts a team of its own:
 // the old one may be locked for ever. OpenMP does not survive a fork either (its threads are gone, and it waits for
-// them), so the child's crew does without.
-std::atomic<Crew*> the_crew{nullptr};
+// them), so the child's team does without.
+std::atomic<ThreadTeam*> the_team{nullptr};
 std::atomic<bool> forked{false};
 
 // When the library is loaded, not at the first call: a fork may come while another thread makes that call.
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, crew_assume_forked);
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, team_assume_forked);
 
-Crew& crew() {
-  Crew* now = the_crew.load();
+ThreadTeam& team() {
+  ThreadTeam* now = the_team.load();
   if (now == nullptr) {
     const Team team = forked.load() ? nullptr : find_team();
-    Crew* fresh = new Crew(team != nullptr ? team : run_on_new_threads);
-    if (the_crew.compare_exchange_strong(now, fresh)) return *fresh;
+    ThreadTeam* fresh = new ThreadTeam(team != nullptr ? team : run_on_new_threads);
+    if (the_team.compare_exchange_strong(now, fresh)) return *fresh;
     delete fresh;
   }
   return *now;
@@ -149,26 +149,26 @@ Crew& crew() {
 
 }  // namespace
 
-void crew_assume_forked() {
-  the_crew.store(nullptr);
+void team_assume_forked() {
+  the_team.store(nullptr);
   forked.store(true);
 }
 
-int crew_limit() { return limit.load(); }
+int team_limit() { return limit.load(); }
 
-void crew_set_limit(int lanes) {
+void team_set_limit(int lanes) {
   limit.store(std::max(1, lanes));
-  if (Crew* now = the_crew.load()) now->look_again();
+  if (ThreadTeam* now = the_team.load()) now->look_again();
 }
 
-int crew_most_lanes() { return most_lanes.exchange(0); }
+int team_most_lanes() { return most_lanes.exchange(0); }
 
-void crew_run(int64_t count, int lanes, Task task, const void* context) {
+void team_run(int64_t count, int lanes, Task task, const void* context) {
   if (count <= 0) return;
-  const int most = crew_limit();
+  const int most = team_limit();
   const int wanted = int(std::min<int64_t>(count, lanes > 0 ? std::min(lanes, most) : most));
   Job job{task, context, count};
-  crew().run(job, wanted);
+  team().run(job, wanted);
 }
 
 }  // namespace offload

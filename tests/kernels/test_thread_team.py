@@ -163,7 +163,7 @@ for threads in (1, 2, 3, None):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_a_call_starts_as_many_threads_as_it_counts() -> None:
-    """What the process has, not what the crew says: the caller and a thread for each other lane."""
+    """What the process has, not what the team says: the caller and a thread for each other lane."""
     done = subprocess.run(
         [sys.executable, "-c", THREADS_OF_A_CALL], capture_output=True, text=True, timeout=120
     )
@@ -171,9 +171,9 @@ def test_a_call_starts_as_many_threads_as_it_counts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_has_a_crew_of_its_own() -> None:
+def test_a_forked_child_has_a_team_of_its_own() -> None:
     kernels.set_num_threads(2)
-    expected = run(1_000_000)  # the parent's crew has threads now, the child will have none of them
+    expected = run(1_000_000)  # the parent's team has threads now, the child will have none of them
     # Tensors are made before the fork: torch's own threads do not survive it.
     tensors = fresh(1_000_000)
     child = os.fork()
