@@ -17,7 +17,7 @@ from support import children
 import offload.__main__
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([a-z]*)\n(.*?)^```", re.M | re.S)
 BLOCKS = [
     pytest.param(
@@ -158,6 +158,28 @@ def test_every_picture_in_the_documents_is_made_by_a_target() -> None:
 def test_links_to_files_exist(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+FOREIGN = {"zero_to_fp32.py"}  # DeepSpeed's
+MADE = {"dist/"}  # by a target of make
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_tests_that_are_named_exist(path: Path) -> None:
+    """`params/block.py`, `offload/storage/`, `test_wrap`: whole, or as the end of a path."""
+    folders = ("offload", "kernels", "tests", "docs", "benchmarks", "examples")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file()]
+    files += [file for file in ROOT.iterdir() if file.is_file()]
+    names = {f"/{file.relative_to(ROOT).as_posix()}" for file in files}
+    names |= {f"{name.rpartition('/')[0]}/" for name in names}
+    stems = {file.stem for file in files}
+    text = path.read_text()
+    for named in re.findall(r"`([\w./]+(?:\.(?:py|cpp|h|js|css|md)|/))`", text):
+        is_there = any(name.endswith(f"/{named.removeprefix('/')}") for name in names)
+        assert is_there or named in FOREIGN | MADE, named
+    for named in re.findall(r"`(?:\w+/)?(test_\w+)`", text):
+        assert named in stems, named
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import resource
@@ -62,13 +63,18 @@ def flip(path: Path, offset: int) -> None:
 
 
 class Stubborn:
-    """Refuses every state but the one that it has."""
+    """Refuses every state but its own."""
+
+    made = itertools.count()  # an id may come again when its object is freed
+
+    def __init__(self) -> None:
+        self.number = next(self.made)
 
     def state_dict(self) -> dict[str, int]:
-        return {"id": id(self)}
+        return {"number": self.number}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        if state["id"] != id(self):
+        if state["number"] != self.number:
             raise RuntimeError("another one")
 
 

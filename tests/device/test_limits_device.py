@@ -200,7 +200,7 @@ def test_a_full_device_makes_idle_blocks_go_and_is_told_once(fake: DeviceModule)
     assert resident_bytes(model) >= LAYERS * LAYER_BYTES
     residency = prepared_of(model).engine.residency
     for block in residency.blocks:
-        residency.tier.drop(block)
+        residency.tier.evict(block)
     torch.accelerator.empty_cache()
     half = LAYERS // 2 * LAYER_BYTES  # the other blocks have no place
     fake.set_budget(torch.accelerator.memory_allocated() + half + 4096)

@@ -296,7 +296,8 @@ def test_the_other_rules_refuse_them_too(
 )
 def test_only_a_rule_is_a_rule(isa: str, rule: Any) -> None:
     a = good()
-    with pytest.raises(ConfigError, match=r"^rule: expected one made by offload\.rules, got "):
+    expected = r"^rule: expected one made by offload\.kernels\.rules, got "
+    with pytest.raises(ConfigError, match=expected):
         kernels.update(rule, a["param"], a["grad"], a["exp_avg"], a["exp_avg_sq"])
     assert (a["param"] == 1).all()
 

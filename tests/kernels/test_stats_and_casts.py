@@ -24,6 +24,7 @@ from support.kernels import (
 
 from offload import _native, kernels
 from offload.core.errors import ConfigError
+from offload.kernels import calls
 
 pytestmark = pytest.mark.kernels
 
@@ -199,7 +200,7 @@ def test_one_sum_is_written_for_each_block(native_isa: str, dtype: torch.dtype) 
         for numel in (0, 1, block - 1, block, block + 1, 3 * block, 3 * block + 31):
             grad = torch.ones(numel, dtype=dtype)
             sums = unaligned(torch.zeros(-(-numel // block), dtype=torch.float64), 1)
-            code = kernels._CODES[dtype]
+            code = calls._CODES[dtype]
             _native.block_sums(grad.data_ptr(), code, numel, sums.data_ptr(), 0)
             assert_untouched_around(sums, f"{numel} elements of {dtype}")
             assert sums.tolist() == [

@@ -199,7 +199,7 @@ def _in_memory(grad: Tensor) -> Tensor:
 
 
 def _lion(inner: torch.optim.Optimizer) -> None:
-    """Chen et al., 2023, rounded as `docs/design.md` has it."""
+    """Chen et al., 2023, rounded as `docs/notes/update.md` has it."""
     for group in inner.param_groups:
         beta1, beta2 = group["betas"]
         rule = rules.LionRule.at(

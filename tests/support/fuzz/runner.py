@@ -38,21 +38,23 @@ REFUSALS = (
         CapacityError,
         "the least that works is",
         ("add group",),
-        "docs/design.md: a group for which the budget has no room is refused, and nothing is lost",
+        "docs/notes/wrapped-optimizers.md: a group for which the budget has no room is refused, "
+        "and nothing is lost",
     ),
     Refusal(
         CapacityError,
         "are less than the 2 buffers",
         ("step",),
-        "docs/design.md: parameters that were frozen when the optimizer was wrapped, and have "
-        "gradients now, need room that its budget may not have: refused, and nothing has changed",
+        "docs/notes/wrapped-optimizers.md: parameters that were frozen when the optimizer was "
+        "wrapped, and have gradients now, need room that its budget may not have: refused, and "
+        "nothing has changed",
     ),
     Refusal(
         CapacityError,
         "no room: close\\(\\) and prepare again",
         ("load", "move"),
-        "docs/design.md: parameters that were frozen when the model was prepared have no room for "
-        "state",
+        "docs/notes/prepared-models.md: parameters that were frozen when the model was prepared "
+        "have no room for state",
     ),
 )
 

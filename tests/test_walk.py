@@ -1,0 +1,92 @@
+"""The walk in docs/design.md is the way that a parameter takes: its functions are entered in the
+order in which the page has them, in a real step with everything on disk.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.tools.selftest.least import least_bytes
+
+PACKAGE = Path(offload.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "design.md"
+ROW = re.compile(r"^\| `([a-z_/]+\.py)` \| `([\w.]+)` \|")
+WIDTH, LAYERS = 128, 6
+
+
+def walk() -> list[tuple[str, str]]:
+    """File and function of each row, as the page has them."""
+    matches = map(ROW.match, PAGE.read_text().splitlines())
+    return [(match[1], match[2]) for match in matches if match is not None]
+
+
+class Calls:
+    """Functions of the package that this thread enters, in order."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[str, str]] = []
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if code.co_filename.startswith(str(PACKAGE)):
+                file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
+                self.entered.append((file, code.co_qualname))
+
+
+def first_missing(
+    expected: list[tuple[str, str]], entered: list[tuple[str, str]]
+) -> tuple[str, str] | None:
+    """The first of `expected` that is not entered after those before it."""
+    rest = iter(entered)
+    return next((each for each in expected if each not in rest), None)
+
+
+def test_the_walk_of_the_design_is_that_of_a_step(
+    tmp_path: Path, nothing_is_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.planning.planner.CHUNK_NUMEL", 4096)
+    monkeypatch.setattr("offload.planning.planner.LEAST_CHUNK_NUMEL", 256)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    fields: dict[str, Any] = {"nvme": tmp_path, "units": [nn.Linear]}
+    least = least_bytes(lambda limit: offload.plan(model, optimizer, host_memory=limit, **fields))
+    model, optimizer = offload.prepare(model, optimizer, host_memory=least, **fields)
+
+    def step() -> None:
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):  # the trace knows the order then
+        step()
+    with Calls() as calls:
+        step()
+    optimizer.close()
+    expected = walk()
+    assert len(expected) > 30
+    known = set(calls.entered)
+    assert [each for each in expected if each not in known] == []
+    assert first_missing(expected, calls.entered) is None
+
+
+def test_the_comparison_finds_another_order() -> None:
+    a, b = ("a.py", "f"), ("b.py", "g")
+    assert first_missing([a, b], [b, a, a, b]) is None
+    assert first_missing([a, b], [b, a]) == b
