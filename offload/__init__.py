@@ -1,4 +1,10 @@
-"""Train models larger than memory in an unchanged PyTorch loop."""
+"""Train models larger than memory in an unchanged PyTorch loop.
+
+`wrap` moves an optimizer's state to host memory and NVMe, `prepare` a model's parameters and
+gradients as well. `plan` shows beforehand what they would do, `report` afterwards what they have
+done. `save` and `load` make and load checkpoints, `close` undoes `wrap` and `prepare`. Each call
+has its own help: `help(offload.prepare)`.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +69,8 @@ __all__ = [
     "wrap",
 ]
 
-# Names that need torch, and where they are. They are looked up when they are used, because
-# `offload doctor` must be able to say that torch is broken.
+# Names that need torch, and the modules that define them. They are imported on first use, because
+# `offload doctor` must be able to report that torch is broken.
 _LATE = {
     "Lion": "offload.optim",
     "Plan": "offload.planning.planner",

@@ -1,4 +1,4 @@
-"""`python -m offload` is the command `offload`."""
+"""The module behind `python -m offload`, which runs the command `offload`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def main() -> int:
-    """Run it, and return its exit code. What it imports takes a moment, in which somebody may
-    think better of it.
+    """Run the command and return its exit code. The imports take a moment, in which Ctrl-C must
+    work, too.
     """
     try:
         from offload.tools.cli import main as run

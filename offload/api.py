@@ -1,4 +1,4 @@
-"""The calls that users make."""
+"""The functions of the public interface."""
 
 from __future__ import annotations
 
@@ -46,17 +46,20 @@ def wrap(
     measure: bool = False,
     **fields: Any,
 ) -> Any:
-    """Move the optimizer's state to host memory and NVMe, within `host_memory` bytes. The same
-    object comes back, and the loop around it stays as it is.
+    """Move the optimizer's state to host memory and NVMe, within `host_memory` bytes. Returns the
+    same optimizer object; the training loop stays as it is.
 
-    Among several ranks (torchrun) all of them call it, and each keeps and updates its
-    part of the state. Gradients are averaged by DistributedDataParallel, or without that, during
-    backward, with `release_grads=True`. `state_dict()` and `close()` are then for all ranks to
-    call, too. With `process_group=False` each rank has all of the state.
+    With several ranks (torchrun) every rank calls it, and each keeps and updates its part of the
+    state. Gradients are averaged by DistributedDataParallel, or, without it, during backward if
+    `release_grads=True`. Every rank must then call `state_dict()` and `close()`, too. With
+    `process_group=False` each rank has all of the state.
 
-    elementwise: an optimizer of your own treats each element of a parameter by itself. measure:
-    spend about a second on the speed of drives and update, so that plan and report can predict a
-    step; it writes up to 384 MiB. fields: those of `Config`.
+    elementwise: states that an optimizer of your own treats each element of a parameter by itself.
+
+    measure: spend about a second on measuring the speed of drives and update, so that plan and
+    report can predict the duration of a step; it writes up to 384 MiB.
+
+    fields: those of `Config`.
     """
     warn_if_unknown(torch.__version__)
     ranks = _ranks_for(optimizer, config, fields)
@@ -79,8 +82,8 @@ def wrap(
 def _ranks_for(
     optimizer: torch.optim.Optimizer, config: Config | None, fields: dict[str, Any]
 ) -> Ranks | None:
-    """The ranks that share a plain optimizer's state. Not those of parameters that are shared out
-    already. All ranks call it, before anything can go wrong on one of them.
+    """Return the ranks that share a plain optimizer's state; None if its parameters are sharded
+    already. All ranks must call it, before an error can occur on one of them.
     """
     if _is_sharded(optimizer):
         return None
@@ -103,18 +106,20 @@ def prepare(
     **fields: Any,
 ) -> Any:
     """Move the model's parameters and gradients and the optimizer's state to host memory and NVMe,
-    within `host_memory` bytes; they come back before they are used. Model and optimizer are the
-    same objects as before, and so is the loop. Returns both, or the model alone if there is no
-    optimizer.
+    within `host_memory` bytes; they are fetched before they are used. Model and optimizer stay the
+    same objects, and the training loop stays as it is. Returns both, or the model alone if there is
+    no optimizer.
 
-    weights: a safetensors file, or a directory that `save_pretrained` has written, for the values;
-    cast to the model's types where those are other floats. What no optimizer changes is read from
-    there each time and never written. A model on the meta device is filled block by block: from the
-    weights, else by its modules (`offload.params.initialise` says how). Nothing has changed where
-    the two do not fit together.
+    weights: a safetensors file, or a directory that `save_pretrained` has written, with the values;
+    they are cast if the model has other floating-point types. Parameters that no optimizer changes
+    are read from these files each time and never written. A model on the meta device is filled
+    block by block: from the weights, or else by its modules (`offload.params.initialise` says how).
+    If model and weights do not fit together, an error is raised and nothing has changed.
 
-    units: module classes, or a function of name and module, for what is to be fetched together; by
-    itself it takes the model's repeated layers. fields: those of `Config`.
+    units: module classes, or a function of name and module, that choose which modules are fetched
+    together; the default is the model's repeated layers.
+
+    fields: those of `Config`.
     """
     warn_if_unknown(torch.__version__)
     config = Config.of(config, **fields)
@@ -137,23 +142,24 @@ def prepare(
 
 @contextmanager
 def resident(*modules: nn.Module) -> Iterator[None]:
-    """Inside the block the parameters of these modules, all at once, can be read and changed like
-    ordinary ones. Raises `CapacityError` where they do not fit beside what is in use.
+    """Keep the parameters of these modules in memory, all at once, while the block runs: code in it
+    can read and change them like ordinary parameters. Raises `CapacityError` if they do not fit
+    beside the parameters in use.
     """
     with ExitStack() as stack:
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise ConfigError(f"resident: expected modules, got {type(module).__name__}")
             made = prepared_of(module)
-            if made is not None:  # others are in memory anyway
+            if made is not None:  # an ordinary module is in memory anyway
                 stack.enter_context(made.resident(module))
         yield
 
 
 @outside_inference_mode
 def close(prepared: Any) -> None:
-    """Leave a prepared model (with its optimizer, if it has one) or a wrapped optimizer as ordinary
-    ones. Nothing where it was done before.
+    """Turn a prepared model (with its optimizer, if it has one) or a wrapped optimizer into
+    ordinary ones again. Idempotent.
     """
     made = prepared_of(prepared)
     if made is not None:
@@ -175,19 +181,25 @@ def save(
     background: bool = False,
     **stateful: Any,
 ) -> Any:
-    """Save model, optimizer, the state of all random numbers and everything else that is given by
-    name and has `state_dict()` (a scheduler, a scaler, a loader) as one checkpoint: the new
-    directory `path`, whole or absent whatever happens. Wrapped, prepared and plain ones are saved
-    alike, and streamed: no copy of the state is made. Returns the path.
+    """Save model, optimizer and the states of all random number generators as one checkpoint: the
+    new directory `path`, which is complete or absent even after a crash or loss of power. Returns
+    the path.
 
-    extra: plain values and tensors of your own; `load` returns them. keep: when the new checkpoint
-    has been read back and found whole, all but so many of the newest of this model in its parent
-    directory go; those of models with other names, types or shapes do not count and stay.
+    Wrapped, prepared and ordinary objects are saved alike, and streamed: no copy of the state is
+    made.
 
-    background: return a ticket while the optimizer's state is still being written; training may go
-    on, and what is saved is the moment of the call. `ticket.wait()` gives the path, or raises what
-    went wrong; if nobody waits, the next save does. The next save, a load, `close()` and the end of
-    the process wait for it as far as they must.
+    stateful: further objects with `state_dict()`, by name (a scheduler, a scaler, a loader).
+
+    extra: plain values and tensors of your own; `load` returns them.
+
+    keep: how many checkpoints of this model to keep in the parent directory. Older ones are removed
+    after the new checkpoint has been read back and verified. Checkpoints of models with other
+    names, types or shapes do not count and are not removed.
+
+    background: return a ticket while the optimizer's state is still being written. Training may go
+    on; what is saved is the state at the moment of the call. `ticket.wait()` returns the path or
+    raises the error; if no code waits, the next save raises it. The next save, a load, `close()`
+    and the end of the process wait for the ticket as far as they must.
     """
     return save_checkpoint(
         path, model, optimizer, prepared_of(model), extra, keep, bool(background), stateful
@@ -201,15 +213,17 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     **stateful: Any,
 ) -> Any:
-    """Load a checkpoint, or the newest whole one below a directory, into objects of any kind and
-    split over tiers; returns its `extra`. Training goes on with the same bits.
+    """Load a checkpoint, or the newest complete one below a directory, into objects of any kind
+    (wrapped, prepared or ordinary), and return its `extra`. Training continues bit for bit.
 
-    Names, types and shapes of everything must fit, and every byte must be what was written;
-    otherwise an error says what, and nothing has changed. Below a directory one that is damaged or
-    of another version is passed over with a warning; what the system does not let us read is an
-    error. An optimizer keeps its own `fused`, `foreach`, `capturable` and `differentiable`.
-    Without an optimizer and other objects only the model is loaded, for evaluation, and the state
-    of random numbers.
+    Names, types and shapes of everything must fit, and every byte must be as it was written;
+    otherwise an error says what is wrong, and nothing has changed. Below a directory, a checkpoint
+    that is damaged or of another version is skipped with a warning; one that the system does not
+    allow to be read is an error. An optimizer keeps its own `fused`, `foreach`, `capturable` and
+    `differentiable`. Without an optimizer and stateful objects, only the model is loaded, for
+    evaluation, and the states of the random number generators.
+
+    stateful: the objects that were given to `save` by name.
     """
     return load_checkpoint(path, model, optimizer, prepared_of(model), stateful)
 
@@ -223,13 +237,13 @@ def plan(
     measure: bool = False,
     **fields: Any,
 ) -> Plan | ModelPlan | Forecast:
-    """What `wrap` with the same arguments would do, and the same refusals. For a model, and its
-    optimizer behind it, what `prepare` would do: `plan(model, optimizer, host_memory=...)`. Nothing
-    is kept, and without `measure` nothing allocated.
+    """Return the plan of what `wrap` with the same arguments would do, and raise the same errors.
+    For a model and its optimizer, `plan(model, optimizer, host_memory=...)`, return the plan of
+    `prepare`. Nothing is kept, and without `measure` nothing is allocated.
 
-    For a model that is only named ("7B", a path of a Hugging Face config.json, "module:function")
-    and behind it the name of its optimizer ("adamw" unless another is given), a `Forecast` of the
-    training, also on other machines, as `offload plan` prints it:
+    For a model given by name ("7B", the path of a Hugging Face config.json, or "module:function"),
+    followed by the name of its optimizer (default "adamw"), return a `Forecast` of the training,
+    also on other machines, as `offload plan` prints it:
     `plan("7B", "lion", host_memory="64GiB", batch=4, sequence=2048, on="rtx4090-1ssd")`. fields:
     `layers`, `hidden`, `vocabulary`, `heads`, `intermediate` (for a size), `batch`, `sequence`,
     `steps`, `save_every`, `dtype`, `host_memory`, `device_memory`, `nvme` or `nvme_count`,
@@ -259,10 +273,10 @@ def _plan_by_name(
         )
     if optimizer is not None and not isinstance(optimizer, str):
         raise ConfigError(
-            f"plan: expected the name of an optimizer behind that of a model, got "
+            f"plan: expected the name of an optimizer after that of a model, got "
             f"{type(optimizer).__name__}"
         )
-    # Here, since a training needs none of it.
+    # Imported here, since training needs none of it.
     from offload.tools.forecast.forecast_request import ForecastRequest
     from offload.tools.forecast.forecaster import forecast
 
@@ -292,7 +306,7 @@ def _plan_of_model(
 
 
 def report(optimizer: Any) -> Report:
-    """What a wrapped optimizer, or a prepared model with its optimizer, has done: bytes, seconds by
-    cause, hits of the prefetch, fall-backs.
+    """Return what a wrapped optimizer, or a prepared model with its optimizer, has done: bytes,
+    seconds by cause, prefetch hits, fall-backs.
     """
     return report_on(optimizer)

@@ -177,7 +177,7 @@ def test_a_wait_in_a_section_is_ended_but_not_one_in_a_steadfast_section() -> No
 def test_a_wait_names_what_did_not_come_and_goes_on_as_long_as_something_does() -> None:
     lock = threading.Lock()
     gate, seen = locks.Gate(lock), iter(range(3))
-    with lock, pytest.raises(StoreTimeout, match=r"^save of x: nothing has come of it for 0\.01 s"):
+    with lock, pytest.raises(StoreTimeout, match=r"^save of x: no progress for 0\.01 s"):
         gate.wait_until(lambda: False, "save of x", 0.01, lambda: next(seen, None))
     assert next(seen, None) is None, "it has waited on as long as there was progress"
     assert not lock.locked()
@@ -533,7 +533,7 @@ class Ended:
     ("error", "told"),
     [
         (KeyboardInterrupt(), r"KeyboardInterrupt \(Ctrl-C\)"),
-        (MemoryError(), "MemoryError, without a word"),
+        (MemoryError(), "MemoryError, without a message"),
         (OSError("full"), "OSError: full"),
     ],
 )

@@ -1,12 +1,13 @@
-"""Saves that go on while training does.
+"""Background saves, which go on while training does.
 
-Each has a thread of its own. One at a time for a model and for an optimizer: the next save or load
+Each has a thread of its own. A model or an optimizer has one save at a time: the next save or load
 of either waits for it to end. The thread is no daemon: a process that ends finishes its saves
-first, which is bounded because every operation on the disk has a deadline; one that is killed
-leaves no checkpoint, and no file that the next save would not remove.
+first, which takes bounded time because every operation on the disk has a deadline. A process that
+is killed leaves no checkpoint, and no file that the next save would not remove.
 
-An error is raised by `ticket.wait()`. If nobody has waited, it is a line of the report, and the
-next save or load of that model or optimizer raises it instead of going on.
+`ticket.wait()` raises the error of a save, and the report of a wrapped optimizer has a line about
+it. If the user's code has not waited, the next save or load of that model or optimizer raises it
+instead of going on.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from offload.core.locks import Flag, uninterrupted
 from offload.core.log import LOG
 from offload.core.ticket import Ticket, TicketState
 
-# Of a save, after which it is not waited for any longer. A file system that takes what it was given
-# before may need its time.
+# A save that shows no progress for so long is not waited for any more. A file system may need that
+# time to write the bytes that it accepted before.
 _SILENCE_S = 1800.0
 
 
 class SaveTask(Protocol):
+    """A save that has written all that may change, and that `start` finishes in a thread."""
+
     path: Path
-    owners: list[Any]  # whose save it is
+    owners: list[Any]  # the model and the optimizer that are saved
 
     def finish(self) -> Path: ...
 
@@ -38,11 +41,11 @@ class SaveTask(Protocol):
     def tell_failure(self, error: BaseException) -> None: ...
 
     def progress(self) -> object:
-        """Another value whenever something has come of it."""
+        """Return a value that changes whenever the save has made progress."""
 
 
 class _BackgroundSave:
-    """A save under way, or one that has ended and whose end nobody has looked at."""
+    """A save that is in flight, or that has failed and is not settled yet."""
 
     def __init__(self, task: SaveTask) -> None:
         self.path = task.path
@@ -62,7 +65,7 @@ _LATEST: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictio
 
 @uninterrupted
 def start(task: SaveTask) -> Ticket[Path]:
-    """Finish the task in a thread. Its ticket ends with the path."""
+    """Finish the task in a thread of its own; return its ticket, which ends with the path."""
     run = _BackgroundSave(task)
     with _LOCK:
         for owner in task.owners:
@@ -98,8 +101,8 @@ def _finish(task: SaveTask, run: _BackgroundSave) -> None:
 
 @uninterrupted
 def settle(owners: Sequence[Any]) -> None:
-    """Return when no save of these is under way. Raises the error of one that failed, if nobody
-    has heard of it yet.
+    """Wait until no save of these owners is in flight. Raises a `StateError` with the error of one
+    that failed, if no caller has taken it from the ticket yet.
     """
     with _LOCK:
         runs = {id(run): run for owner in owners if (run := _LATEST.get(owner)) is not None}
@@ -111,9 +114,9 @@ def settle(owners: Sequence[Any]) -> None:
                 run.ticket.wait()
             except BaseException as error:
                 raise StateError(
-                    f"save: the background save of {run.path} failed, and nobody has waited for "
-                    f"its ticket: {reason(error)}; nothing of it was kept, older checkpoints are "
-                    "as they were, and nothing was done now: call again"
+                    f"save: the background save of {run.path} failed, and its ticket was "
+                    f"never waited for: {reason(error)}; nothing of it was kept, older checkpoints "
+                    "are unchanged, and this call did nothing: call again"
                 ) from error
 
 

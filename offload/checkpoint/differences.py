@@ -1,4 +1,4 @@
-"""What does not fit together, of a checkpoint and what it is loaded into: all of it, by name."""
+"""The differences between a checkpoint and what it is loaded into, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SHOWN = 20
 
 
 class Differences:
-    """Collected first, told together. what: the two, for the message."""
+    """A collection of differences, reported together. what: both sides, for the message."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -17,19 +17,19 @@ class Differences:
         self._other: list[str] = []
 
     def missing(self, name: str) -> None:
-        """It is here, but was not saved."""
+        """Note a name that is here, but was not saved."""
         self._missing.append(name)
 
     def extra(self, name: str) -> None:
-        """It was saved, but is not here."""
+        """Note a name that was saved, but is not here."""
         self._extra.append(name)
 
     def other(self, name: str, how: str) -> None:
-        """It is in both, and differs."""
+        """Note a name that is on both sides, and how the two differ."""
         self._other.append(f"{name} ({how})")
 
     def check(self) -> None:
-        """Raise where there are any."""
+        """Raise a `ConfigError` if there are any; it names 20 of each kind, and counts all."""
         parts = [
             _listed("not in the checkpoint", self._missing),
             _listed("only in the checkpoint", self._extra),

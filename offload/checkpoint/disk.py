@@ -1,8 +1,8 @@
 """Every call of a save that changes the disk, on one object.
 
-So a test can put another one in its place: one that records, one that fails, one that ends the
+So a test can put another object in its place: one that records, one that fails, one that ends the
 process at a named point. Directories are given by their open descriptors, files by a directory and
-a name. Calls raise `OSError`; `told` makes a `StoreError` of it that says which file.
+a name. Calls raise `OSError`; `told` turns it into a `StoreError` that names the file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from offload.storage.choose import open_engine
 from offload.storage.engine import IOEngine
 
 BLOCK_BYTES = 4096
-# The points of a save at which `CheckpointDisk.hook` is called, in their order. The last two come
-# once for each older checkpoint that goes.
+# The points of a save at which `CheckpointDisk.hook` is called, in their order. The last two occur
+# once for each older checkpoint that is removed.
 POINTS = (
     "created",
     "shard opened",
@@ -40,43 +40,45 @@ POINTS = (
     "old one hidden",
     "old one removed",
 )
-# Those of a rank that is not the first.
+# The points of a rank that is not the first.
 PARTICIPANT_POINTS = ("joined", "data written", "files synced", "verified")
 _RENAME_NOREPLACE = 1
 
 
 class CheckpointDisk:
-    """The system's own calls. Any thread."""
+    """The disk of a save: the operating system's own calls. Any thread may use it."""
 
     def hook(self, point: str) -> None:
-        """A save has come to `point`, one of `POINTS` or `PARTICIPANT_POINTS`."""
+        """Note that a save has reached `point`, one of `POINTS` or `PARTICIPANT_POINTS`. Does
+        nothing here; a test overrides it.
+        """
 
     def mkdir(self, dir_fd: int, name: str) -> None:
         os.mkdir(name, 0o700, dir_fd=dir_fd)
 
     def open_new(self, dir_fd: int, name: str) -> int:
-        """A new file for reading and writing. The caller closes it."""
+        """Create a file and open it for reading and writing. The caller closes it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=dir_fd)
 
     def open_again(self, dir_fd: int, name: str) -> int:
-        """A file that is there, for reading and writing. The caller closes it."""
+        """Open a file that exists for reading and writing. The caller closes it."""
         return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
     def chmod(self, fd: int, mode: int) -> None:
-        """Whatever the umask or the parent's rules have left of it."""
+        """Set the mode, which the umask or the parent directory's ACL may have changed."""
         os.fchmod(fd, mode)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Make an empty file `nbytes` long, with room for all of them."""
+        """Make an empty file `nbytes` long, and reserve space for all of them."""
         found = os.fstatvfs(fd)
-        if nbytes > found.f_frsize * found.f_bavail:  # or it would take all that others need first
+        if nbytes > found.f_frsize * found.f_bavail:  # else the call fills the drive first
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(fd, nbytes)
 
     def go_direct(self, fd: int) -> int:
-        """Switch a file that holds nothing yet to I/O past the page cache; returns the alignment
-        that it asks for, 1 where it stays as it is.
+        """Switch an empty file to direct I/O if that works there. Returns the alignment that
+        direct I/O requires; 1 if the file stays with the page cache.
         """
         direct = probe_direct_io(fd)
         if direct.works:
@@ -86,13 +88,11 @@ class CheckpointDisk:
         return 1
 
     def join_direct(self, fd: int) -> None:
-        """Switch a file, of which another process has found that it works, to I/O past the page
-        cache.
-        """
+        """Switch a file to direct I/O, which another process has found to work on it."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def open_engine(self, metrics: Metrics) -> IOEngine:
-        """What moves the tensors' bytes."""
+        """Open the I/O engine that moves the tensors' bytes."""
         return open_engine([], metrics=metrics)
 
     def write(self, fd: int, data: Any, offset: int) -> int:
@@ -108,7 +108,7 @@ class CheckpointDisk:
         os.fsync(fd)
 
     def rename(self, dir_fd: int, old: str, new: str) -> None:
-        """Within a directory. Raises where `new` is there already."""
+        """Rename within a directory. Raises `OSError` if `new` exists already."""
         call = _renameat2()
         if call is not None:
             names = os.fsencode(old), os.fsencode(new)
@@ -117,7 +117,7 @@ class CheckpointDisk:
             code = ctypes.get_errno()
             if code not in (errno.EINVAL, errno.ENOSYS):  # a kernel or file system without it
                 raise OSError(code, os.strerror(code))
-        # Here the system itself refuses all but empty directories.
+        # Without renameat2, the system itself refuses every target but an empty directory.
         if _is_there(dir_fd, new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -130,11 +130,11 @@ class CheckpointDisk:
 
 
 def write_whole(disk: CheckpointDisk, fd: int, data: Any, offset: int) -> None:
-    """All of `data`, however many calls that takes."""
+    """Write all of `data`, in as many calls as that takes."""
     view, at = memoryview(data), 0
     while at < len(view):
         moved = disk.write(fd, view[at:], offset + at)
-        if moved <= 0:  # never seen; but then it would go on for ever
+        if moved <= 0:  # never seen, but the loop would not end
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         at += moved
 
@@ -158,7 +158,7 @@ def _renameat2() -> Any:
 
 @contextmanager
 def told(operation: str, path: Path | str) -> Iterator[None]:
-    """What the system refuses inside becomes a `StoreError` that says what and where."""
+    """Turn an `OSError` of the block into a `StoreError` that names the operation and the path."""
     try:
         yield
     except StoreError:
@@ -192,7 +192,7 @@ def _remedy(operation: str, code: int) -> str:
         errno.EROFS: "mount it for writing",
         errno.EACCES: "let your user write there",
         errno.EPERM: "let your user write there",
-        errno.EEXIST: "somebody else has made it meanwhile: give another path",
+        errno.EEXIST: "another process has made it meanwhile: give another path",
         errno.ENOTDIR: "give a path below a directory",
         errno.EIO: "the drive reports a failure: see dmesg and smartctl, save to another drive",
     }

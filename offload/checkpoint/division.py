@@ -1,9 +1,9 @@
-"""Which rank writes which bytes of a checkpoint. Pure numbers: every rank finds the same.
+"""The division of a checkpoint's bytes among ranks. Pure arithmetic, equal on every rank.
 
-A tensor that all ranks have, with the same values, is shared out: all such tensors of a file, one
-behind the other, are cut into as many equal lengths as there are ranks, at blocks of the file, so
-that hardly any block has two writers. Of every other tensor each rank says itself which bytes are
-its own. The same cut tells which rank checks which bytes when a checkpoint is read.
+A tensor that all ranks hold, with the same values, is divided: all such tensors of a file, laid end
+to end, are cut into as many equal lengths as there are ranks, at block boundaries of the file, so
+that hardly any block has two writers. For every other tensor each rank states itself which bytes
+are its own. `share_of` divides the work of reading: it tells which rank checks which parts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 from offload.checkpoint.disk import BLOCK_BYTES
 from offload.storage.safetensors_header import TensorPlace, TensorSpec
 
-Range = tuple[int, int]  # of bytes: begin, end
+Range = tuple[int, int]  # begin and end, in bytes
 
 
 class Holding(NamedTuple):
-    """A tensor to be saved. own: the bytes of it that this rank writes, and no other; None: all
-    ranks have it, and each writes a share.
+    """A tensor to be saved. own: the byte ranges of it that this rank writes, and no other rank
+    does; None: all ranks hold the tensor, and each writes a share.
     """
 
     spec: TensorSpec
@@ -34,7 +34,9 @@ def divide(
     rank: int,
     count: int,
 ) -> dict[str, list[Range]]:
-    """The bytes of each tensor of one file that `rank` of `count` writes. own: as `Holding`s."""
+    """Return the byte ranges of each tensor of one file that `rank` of `count` writes. own: by
+    name, as in `Holding`.
+    """
     shared = sorted((p.offset, p.nbytes, name) for name, p in places.items() if own[name] is None)
     found = {name: joined(ranges) for name, ranges in own.items() if ranges is not None}
     found |= {name: [] for _, _, name in shared}
@@ -46,8 +48,9 @@ def divide(
 
 
 def cut(extents: Sequence[Range], rank: int, count: int) -> list[tuple[int, int, int]]:
-    """The share of `rank` in `extents` of a file (offset, nbytes), which come in order: the number
-    of each that it has a part of, with begin and end in the file.
+    """Return the share of `rank` in `extents` of a file, (offset, nbytes) pairs in ascending order:
+    the index of each extent that the share has a part of, with the part's begin and end in the
+    file.
     """
     ends = list(itertools.accumulate(nbytes for _, nbytes in extents))
     total = ends[-1] if ends else 0
@@ -65,7 +68,7 @@ def cut(extents: Sequence[Range], rank: int, count: int) -> list[tuple[int, int,
 
 
 def _bound(extents: Sequence[Range], ends: Sequence[int], at: int, total: int) -> int:
-    """`at`, as bytes of all extents together, moved up to where a block of the file begins."""
+    """Round `at`, a position in the extents laid end to end, up to a block boundary of the file."""
     if at in (0, total):
         return at
     number = bisect.bisect_right(ends, at)
@@ -78,7 +81,7 @@ def _bound(extents: Sequence[Range], ends: Sequence[int], at: int, total: int) -
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """In order; those that touch are one, empty ones are left out."""
+    """Return the ranges in order; those that touch or overlap are merged, empty ones left out."""
     found: list[Range] = []
     for begin, end in sorted(each for each in ranges if each[0] < each[1]):
         if found and begin <= found[-1][1]:
@@ -89,7 +92,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
-    """What `ranges`, which are in order and apart, have of [begin, end)."""
+    """Return the parts of `ranges`, which are sorted and disjoint, that lie in [begin, end)."""
     at = max(0, bisect.bisect_right(ranges, (begin, begin)) - 1)
     found = []
     for first, last in ranges[at:]:
@@ -101,8 +104,8 @@ def within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
 
 
 def share_of(sizes: Sequence[int], rank: int, count: int) -> range:
-    """The numbers of the parts that `rank` of `count` takes, so that all take about the same number
-    of bytes, and each part is taken once.
+    """Return the indices of the parts that `rank` of `count` takes, so that all ranks take about
+    the same number of bytes, and each part is taken once.
     """
     total = sum(sizes)
     ends = list(itertools.accumulate(sizes))

@@ -1,7 +1,8 @@
-"""The directory of a checkpoint from when it is made until it has its name, or is gone again.
+"""The directory of a checkpoint from its creation until it has its final name or is removed.
 
-It has a hidden name and a lock of ours. It is made in the parent of the path it will have, so that
-one rename ends it. Missing parents are made, too, and go again with a save that fails.
+It has a hidden name, and an exclusive lock that the saver holds. It is made in the parent of its
+final path, so that one rename publishes it. Missing parents are made, too, and are removed again if
+the save fails.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from offload.core.errors import ConfigError, FormatError, StateError, StoreError
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 
-_TRIES = 16  # of a new name: each can be taken for a leftover before we have its lock
+_TRIES = 16  # of a new name: another save can remove each as a leftover before it is locked
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a new checkpoint, absolute. Raises `ConfigError`, and changes nothing."""
+    """Return the absolute path of a new checkpoint. Raises `ConfigError`, and changes nothing."""
     try:
         given = Path(os.fspath(path))
         encoded = os.fsencode(given.name)
@@ -54,7 +55,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 class UnfinishedCheckpoint:
-    """fd: of the directory."""
+    """A checkpoint's directory before it is published. fd: the descriptor of the directory."""
 
     def __init__(self, path: Path, disk: CheckpointDisk, metrics: Metrics) -> None:
         self.path, self._disk = path, disk
@@ -74,7 +75,7 @@ class UnfinishedCheckpoint:
     # --- making -----------------------------------------------------------------------------------
 
     def _open_parent(self) -> CheckpointDirectory:
-        """The parent, made if it is missing."""
+        """Open the parent; make it, and its parents, if they are missing."""
         missing: list[str] = []
         here = self.path.parent
         while not os.path.lexists(here):
@@ -97,7 +98,7 @@ class UnfinishedCheckpoint:
             self._made.append((parent, name))
             try:
                 self._disk.mkdir(parent.fd, name)
-            except FileExistsError:  # somebody else has, in this moment
+            except FileExistsError:  # another process has made it in this moment
                 self._made.pop()
             except OSError:
                 self._made.pop()
@@ -108,12 +109,12 @@ class UnfinishedCheckpoint:
         return self._parents[-1]
 
     def _make(self, metrics: Metrics) -> None:
-        """Our directory, with our lock on it."""
+        """Make the hidden directory, and lock it."""
         for _ in range(_TRIES):
             self.hidden = hidden_name(self.path.name, PART)
             with told("mkdir", self.parent.path / self.hidden):
                 self._disk.mkdir(self.parent.fd, self.hidden)
-                # Between the two somebody may take it for a leftover, for it has no lock yet.
+                # Between the two calls another save may remove it: without a lock it is a leftover.
                 with suppress(FileNotFoundError):
                     self.fd = open_directory(self.parent.fd, self.hidden)
             if self.fd >= 0:
@@ -133,7 +134,7 @@ class UnfinishedCheckpoint:
             self._disk.chmod(self.fd, 0o700)
 
     def open_new(self, name: str) -> int:
-        """A new file. The caller closes it."""
+        """Create a file in the directory. The caller closes it."""
         with told("open", self.path / name):
             fd = self._disk.open_new(self.fd, name)
         try:
@@ -147,7 +148,7 @@ class UnfinishedCheckpoint:
     # --- the end ----------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Give it its name."""
+        """Give the directory its final name, durably."""
         with told("rename", self.path):
             self._disk.rename(self.parent.fd, self.hidden, self.path.name)
         self._disk.hook("renamed")
@@ -156,10 +157,12 @@ class UnfinishedCheckpoint:
         self._disk.hook("parent synced")
 
     def release(self) -> None:
-        """Let go of what is published; the parent stays open until `close_parents`."""
+        """Unlock and close the directory, and keep the parents that were made for it; they stay
+        open until `close_parents`.
+        """
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
-            with suppress(OSError):  # a forked child may have it, too
+            with suppress(OSError):  # closing is not enough if a forked child shares it
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
         self._made.clear()
@@ -169,13 +172,15 @@ class UnfinishedCheckpoint:
             parent.close()
 
     def discard(self) -> None:
-        """Remove everything. Idempotent. What cannot be removed is left to the next save."""
+        """Remove everything that was made. Idempotent. What cannot be removed is left to the next
+        save. Does nothing in a forked child.
+        """
         if os.getpid() != self._pid:
             return
         try:
             if self.fd >= 0:
                 self._remove()
-            elif self.hidden:  # made, and then it could not be opened
+            elif self.hidden:  # it was made, but could not be opened
                 with suppress(FileNotFoundError):
                     self._disk.rmdir(self.parent.fd, self.hidden)
             while self._made:
@@ -196,7 +201,7 @@ class UnfinishedCheckpoint:
 
     def _remove(self) -> None:
         dir_fd = self.parent.fd
-        if leads_to(dir_fd, self.path.name, self.fd):  # it was published, and that failed
+        if leads_to(dir_fd, self.path.name, self.fd):  # it was renamed, but publishing failed
             with suppress(OSError):
                 self._disk.rename(dir_fd, self.path.name, self.hidden)
         for name in (self.hidden, self.path.name):
@@ -206,10 +211,10 @@ class UnfinishedCheckpoint:
 
 
 def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: str) -> None:
-    """Remove what savers that are dead have left in `parent`.
+    """Remove the directories that dead savers have left in `parent`.
 
-    Only directories with a hidden name of ours, whose lock is free, with nothing but our files in
-    them. A live saver of the same `name` is a `ConfigError`.
+    Removes only a directory with a hidden name of a save, whose lock is free, and which has nothing
+    but files of a save in it. Raises `ConfigError` if a live saver of the same `name` is found.
     """
     for hidden in parent.names():
         stands_for = name_within(hidden)
@@ -223,7 +228,7 @@ def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: st
             locked = try_lock(fd)
             if locked is False and stands_for == name and hidden.endswith(PART):
                 raise ConfigError(
-                    f"{parent.path / name}: somebody is saving there now; give another path, or "
+                    f"{parent.path / name}: another save is under way there; give another path, or "
                     "save on one rank only where each has the whole"
                 )
             files = os.listdir(fd)

@@ -1,5 +1,6 @@
-"""From a checkpoint to what others read: a Hugging Face model directory, and a state_dict of
-torch's own optimizers. Bytes are checked, then copied in pieces; nothing is ever whole in memory.
+"""Export of a checkpoint to formats that other programs read: a Hugging Face model directory, and a
+state_dict of torch's own optimizers. Bytes are checked, then copied piece by piece; nothing is ever
+whole in memory.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def export_model(reader: CheckpointReader, out: Path, shard_bytes: int) -> list[str]:
-    """Write the model to the new directory `out`, whole or not at all; returns the files' names.
+    """Write the model to the new directory `out`, whole or not at all; return the files' names.
 
-    Each file has `shard_bytes` of values at most, unless one tensor alone has more. Tied weights
-    are there once, as `save_pretrained` has them.
+    A file has at most `shard_bytes` of values, unless one tensor alone has more. Tied weights are
+    written once, as `save_pretrained` does.
     """
     tensors = [t for t in reader.manifest.tensors.values() if t.section == MODEL]
     if os.path.lexists(out):
@@ -123,9 +124,9 @@ def _sync(folder: Path) -> None:
 
 
 def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
-    """A state_dict as the optimizer's own class has it. Fields are tensors on unnamed files in
-    `folder`, in their parameters' order of memory. Masters of 16-bit parameters, which torch's
-    optimizers do not have, are left out.
+    """Return a state_dict in the form of the optimizer's own class. Its fields are tensors mapped
+    from unnamed files in `folder`, in their parameters' memory order. Master weights of 16-bit
+    parameters, which torch's optimizers do not have, are left out.
     """
     if OPTIMIZER not in reader.manifest.values:
         raise ConfigError(f"{reader.path}: has no optimizer in it")
@@ -148,7 +149,7 @@ def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
                 found = _mapped(reader, saved.name, folder, orders.get(name))
                 state.setdefault(index[name], {})[field] = found
     except (AttributeError, KeyError, TypeError) as error:
-        raise FormatError(f"{reader.path}: its optimizer is none: {error}") from error
+        raise FormatError(f"{reader.path}: it holds no valid optimizer state: {error}") from error
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
@@ -160,7 +161,9 @@ def has_masters(reader: CheckpointReader) -> bool:
 
 
 def of_unknown_order(reader: CheckpointReader) -> list[str]:
-    """Parameters that may have been channels_last: checkpoints of old versions do not say."""
+    """Return the parameters that may have been channels_last, if the checkpoint is of an old
+    version, which does not record the memory order.
+    """
     tree = decoded(
         reader.manifest.values.get(OPTIMIZER), lambda name: torch.empty(0, device="meta")
     )
@@ -173,8 +176,8 @@ def of_unknown_order(reader: CheckpointReader) -> list[str]:
 def _mapped(
     reader: CheckpointReader, name: str, folder: Path, order: Sequence[int] | None = None
 ) -> Tensor:
-    """The tensor on a file of its own, which has no name any more. order: of its dimensions in
-    memory, if it has as many.
+    """Map the tensor from a file of its own, which has no name any more. order: the order of its
+    dimensions in memory; ignored if it has another number of dimensions.
     """
     source = reader.tensor(name)
     dtype, shape = DTYPES[source.dtype], tuple(source.shape)
@@ -195,7 +198,7 @@ def _mapped(
 
 
 def _fill(target: Tensor, source: SavedTensorSource, begin: int) -> None:
-    """Of any order of memory, with the bytes from `begin` on, some rows at a time."""
+    """Fill `target`, of any memory order, with the bytes from `begin` on, some rows at a time."""
     row_bytes = target[0].nbytes if target.dim() else target.nbytes
     if row_bytes > PIECE_BYTES:
         for number, row in enumerate(target):

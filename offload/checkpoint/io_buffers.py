@@ -1,7 +1,8 @@
-"""Memory for bytes on their way: pieces of one size, page-aligned, given out and taken back.
+"""A pool of buffers for bytes in flight: all of one size, and page-aligned.
 
-The last one that came back goes out first, so a small save touches few of them. Forked children do
-not inherit the memory: the kernel would copy pages under running writes. Not thread-safe.
+The buffer that was given back last is taken first, so a small save touches few of them. Forked
+children do not inherit the memory: the kernel would copy pages under running writes. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from offload.storage.buffers import Buffer
 
 
 class IoBuffer(NamedTuple):
-    """A piece of memory. `view` shows its bytes and keeps them."""
+    """A buffer of the pool. `view` shows its bytes and keeps their memory alive."""
 
     address: int
     view: memoryview
@@ -25,8 +26,12 @@ class IoBuffer(NamedTuple):
 
 
 class IoBuffers:
+    """A pool of buffers of `each_bytes`."""
+
     def __init__(self, each_bytes: int, count: int, grows: bool = False) -> None:
-        """grows: when all are out, there are `count` more."""
+        """Take the memory for `count` buffers. grows: when all of them are taken, `count` more are
+        added; otherwise `take` returns None.
+        """
         self.each_bytes, self._count, self._grows = each_bytes, count, grows
         self._free: list[IoBuffer] = []
         self.nbytes = 0
@@ -36,7 +41,7 @@ class IoBuffers:
         area = mmap.mmap(-1, self.each_bytes * self._count)
         with contextlib.suppress(OSError, AttributeError):
             area.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError, AttributeError):  # fewer pieces for the drive
+        with contextlib.suppress(OSError, AttributeError):  # fewer segments for the drive
             area.madvise(mmap.MADV_HUGEPAGE)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
         view = memoryview(area)

@@ -1,7 +1,7 @@
-"""Loading: everything is looked at first, to the last byte; then it is read in, piece by piece.
+"""Loading: the checkpoint is checked first, to the last byte; then it is read in, piece by piece.
 
-Ranks that load together share the looking out: each compares its part of the bytes, and nobody
-changes anything before all have said that what they saw is right. Then each reads what it needs.
+Ranks that load together share the check: each compares its part of the bytes, and no rank changes
+anything before all have reported that their part is right. Then each reads what it needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from offload.storage.safetensors_file import DTYPES
 
 
 class _CheckpointTensor:
-    """A tensor of a checkpoint, with torch's own type."""
+    """A source of one tensor of a checkpoint, with torch's own dtype."""
 
     def __init__(self, source: SavedTensorSource) -> None:
         self._source = source
@@ -59,7 +59,7 @@ class _CheckpointTensor:
 
 
 class Load:
-    """One load. `check` changes nothing; `read` changes everything."""
+    """A load in progress. `check` changes nothing; `read_together` changes everything."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class Load:
             return nullcontext()
         return self._optimizer.session.access.hold("load")
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- checking ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what does not fit, and what is damaged."""
+        """Refuse what does not fit, and what is damaged. Changes nothing."""
         self._check_sections()
         self._reader.check(share=(self._rank_group.rank, self._rank_group.count))
         values = self._reader.manifest.values
@@ -107,7 +107,7 @@ class Load:
             check_random_states(states)
 
     def _check_sections(self) -> None:
-        """What was saved is asked for, and the other way round."""
+        """Check that the caller asks for what was saved, and for nothing else."""
         saved = dict(self._reader.manifest.values)
         differences = Differences(f"{self._reader.path} and what it is loaded into")
         for name in OWN:
@@ -117,7 +117,7 @@ class Load:
         for name in wanted - saved.keys():
             differences.missing(name)
         left = saved.keys() - wanted - {name for name in OWN if name != OPTIMIZER}
-        if OPTIMIZER in left and not wanted:  # for evaluation
+        if OPTIMIZER in left and not wanted:  # a load of the model alone, for evaluation
             LOG.info("%s: only the model is loaded, not %s", self._reader.path, ", ".join(left))
             left = set()
         for name in sorted(left):
@@ -140,8 +140,8 @@ class Load:
     # --- changing ---------------------------------------------------------------------------------
 
     def read_together(self) -> Any:
-        """Make all of it the objects' own, on all ranks; returns `extra`. Where one rank fails in
-        the middle, the others have read something that nobody can go on with.
+        """Load everything into the objects, on all ranks; return `extra`. If one rank fails in the
+        middle, the other ranks have values from which training cannot go on.
         """
         before: dict[str, Any] = {}
         extra: list[Any] = []
@@ -166,14 +166,16 @@ class Load:
         return self._trees["extra"]
 
     def _set_random_states(self) -> None:
-        """Each rank gets its own, if as many have saved. Otherwise the first alone gets its own."""
+        """Restore this rank's random state, if as many ranks have saved as load. Otherwise only the
+        first rank restores its own.
+        """
         saved = [self._trees[RNG], *self._trees.get(RNG_RANKS, ())]
         rank, count = self._rank_group.rank, self._rank_group.count
         if rank == 0 or len(saved) == count:
             set_random_states(saved[rank])
         if len(saved) != count:
             LOG.warning(
-                "%s: was saved by %d ranks and is loaded by %d: random numbers go on on rank 0 "
+                "%s: was saved by %d ranks and is loaded by %d: random numbers continue on rank 0 "
                 "alone; on others, if there are any, they are as they were",
                 self._reader.path,
                 len(saved),
@@ -181,12 +183,12 @@ class Load:
             )
 
     def _load_stateful(self) -> dict[str, Any]:
-        """First, because they alone may refuse for reasons of their own: nothing else has changed
-        then. Returns their states before.
+        """Load the user's stateful objects. They come first, because they alone may refuse for
+        reasons of their own: nothing else has changed then. Returns their states from before.
         """
         before: dict[str, Any] = {}
         for name, each in self._stateful.items():
-            with suppress(Exception):  # then it cannot be put back
+            with suppress(Exception):  # without its state, it cannot be restored
                 before[name] = _state_of(each)
             try:
                 each.load_state_dict(self._trees[name])
@@ -217,9 +219,9 @@ class Load:
 
 
 def _state_of(each: Any) -> Any:
-    """A copy that a later `load_state_dict` does not change."""
+    """Return a copy of its state that a later `load_state_dict` does not change."""
     state = each.state_dict()
-    # An optimizer takes other tensors then, and leaves these; copies may be larger than memory.
+    # An optimizer takes other tensors in a load and leaves these; copies may be larger than memory.
     return state if isinstance(each, torch.optim.Optimizer) else copy.deepcopy(state)
 
 
@@ -253,7 +255,7 @@ def load(
 
 
 class _NotWhole(Exception):
-    """Nothing has been changed by then."""
+    """An error of the checkpoint that was found before anything was changed."""
 
 
 def _load_one(
@@ -296,7 +298,7 @@ def _find(
     rank_group: RankGroup,
     passed: MutableMapping[str, str],
 ) -> str | None:
-    """The first rank says which one it is."""
+    """Check the arguments, and find the checkpoint: the first rank decides for all ranks."""
     check_arguments(path, model, None, stateful)
     background.settle([model] if optimizer is None else [model, innermost(optimizer)])
     if not rank_group.is_first:
@@ -306,7 +308,7 @@ def _find(
 
 
 def _open(path: Path, rank_group: RankGroup) -> CheckpointReader:
-    """The same one on all ranks."""
+    """Open the checkpoint, and make sure that all ranks see the same one."""
     readers: list[CheckpointReader] = []
 
     def open_one() -> str:
@@ -328,7 +330,7 @@ def _open(path: Path, rank_group: RankGroup) -> CheckpointReader:
 
 
 def _digest(manifest: Manifest) -> str:
-    """Of what tells one checkpoint from another, and of all checksums in it."""
+    """Return a digest of what tells one checkpoint from another, and of all checksums in it."""
     head = [manifest.number, manifest.created_s, manifest.fingerprint, *manifest.files.items()]
     found = hashlib.sha256(repr(head).encode())
     for tensor in manifest.tensors.values():

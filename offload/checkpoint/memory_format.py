@@ -1,8 +1,8 @@
-"""The order in which the dimensions of a parameter lie in memory.
+"""The memory format of a parameter: the order in which its dimensions lie in memory.
 
-Fused steps of torch's own go by memory alone: moments in another order than their parameter's are
-added to the wrong elements, silently. So a checkpoint says which parameters are not in the order of
-their shape (channels_last, say), for those who have its bytes and no parameter.
+torch's fused steps go by memory alone: moments in another order than their parameter's are silently
+added to the wrong elements. So a checkpoint records which parameters are not in the order of their
+shape (channels_last, say), for readers that have its bytes and no parameter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from offload.optim.flat import is_dense
 
 
 def order_of(tensor: Tensor) -> list[int] | None:
-    """Its dimensions, those with the longest way from one element to the next first. None: in the
-    order of its shape, or with holes.
+    """Return the tensor's dimensions, the one with the largest stride first. None: they are in the
+    order of its shape, or its memory has holes.
     """
     if is_row_major(tensor.shape, tensor.stride()) or not is_dense(tensor):
         return None
@@ -27,8 +27,8 @@ def order_of(tensor: Tensor) -> list[int] | None:
 
 
 def parse_memory_formats(values: Mapping[str, Any]) -> dict[str, list[int]] | None:
-    """By names of parameters, out of an optimizer's values in a checkpoint; None: it was saved
-    before there were any. Raises `FormatError`.
+    """Return the orders of dimensions, by parameter name, from an optimizer's values in a
+    checkpoint; None: it is of a version that did not record them. Raises `FormatError`.
     """
     found = values.get("orders")
     if found is None:
@@ -44,6 +44,6 @@ def parse_memory_formats(values: Mapping[str, Any]) -> dict[str, list[int]] | No
 
 
 def viewed(flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Flat memory as a tensor of `shape` whose dimensions lie in `order`."""
+    """View flat memory as a tensor of `shape` whose dimensions lie in `order`."""
     there = flat.view([shape[dim] for dim in order])
     return there.permute([order.index(dim) for dim in range(len(order))])

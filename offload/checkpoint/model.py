@@ -1,7 +1,7 @@
-"""What a model consists of: the tensors of its `state_dict`, by name, each once.
+"""The contents of a model: the tensors of its `state_dict`, by name, each once.
 
-Of a prepared model the parameters come to host memory unit by unit. Names that share a parameter
-(tied weights) are saved once, under the first of them; the others are its aliases.
+The parameters of a prepared model are fetched to host memory unit by unit. Names that share a
+parameter (tied weights) are saved once, under the first of them; the others are its aliases.
 """
 
 from __future__ import annotations
@@ -31,35 +31,39 @@ from offload.distributed import Ranks, is_sharded
 from offload.optim.source import FieldSource
 from offload.storage.safetensors_header import TensorSpec
 
-_EXTRA = "_extra_state"  # what torch calls the state that a module adds by itself
+_EXTRA = "_extra_state"  # torch's name for the state that a module adds by itself
 
 
 class PreparedModel(Protocol):
-    """A prepared model: it has the parameters, and brings them. ranks: that share them, and bring
-    them together, in the same order; None: they are here.
+    """A prepared model, which holds the parameters and fetches them. ranks: those that share the
+    parameters, and fetch them together in the same order; None: this process holds all of them.
     """
 
     config: Config
     ranks: Ranks | None
 
     def check_age(self) -> None:
-        """Refuse to save what an error has left in the middle of a change."""
+        """Refuse to save values that an error has left in the middle of a change."""
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
-        """Elements of a parameter that this rank has, where ranks share them; None: all are here,
-        or it is not one of its own.
+        """Return the elements [begin, end) of a parameter that this rank holds, where ranks share
+        it; None: all are here, or the parameter is not of the prepared model.
         """
 
     def unit_of(self, param: Tensor) -> int | None:
-        """None: not one of its own."""
+        """Return the number of the parameter's unit; None: not of the prepared model."""
 
     def at_hand(self, number: int, to_change: bool = False) -> AbstractContextManager[None]:
-        """The unit's parameters are in host memory inside."""
+        """Keep the unit's parameters in host memory while the block runs. to_change: the block
+        changes their values.
+        """
 
 
 class ModelContents:
-    """Made from the model as it is now; no values are touched. tensors: by the first name. names:
-    of the parameters among them, as the model calls them.
+    """The contents of a model as it is now; no values are touched.
+
+    tensors: by the first name of each. aliases: the first name, by each further one. additions: the
+    extra states of modules. names: the model's names of the parameters among the tensors.
     """
 
     def __init__(self, model: nn.Module, keeper: PreparedModel | None = None) -> None:
@@ -98,7 +102,7 @@ class ModelContents:
 
     @property
     def fingerprint(self) -> str:
-        """Of all names, types and shapes."""
+        """The digest of all names, types and shapes."""
         lines = []
         for name in sorted((*self.tensors, *self.aliases)):
             tensor = self.tensors[self.aliases.get(name, name)]
@@ -106,8 +110,9 @@ class ModelContents:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def holdings(self, is_first: bool) -> list[Holding]:
-        """All ranks have the same parameters, or their own parts of them. Buffers may differ
-        (running means of what each rank has seen): those of the first are saved.
+        """Return which bytes of each tensor this rank writes. All ranks have the same parameters,
+        or each has its part of them. Buffers may differ (running means of what each rank has seen):
+        those of the first rank are saved.
         """
         self.specs()  # refuses what could not be loaded again
         return [
@@ -117,7 +122,9 @@ class ModelContents:
         ]
 
     def _kept(self, name: str, tensor: Tensor) -> Holding | None:
-        """Of a prepared model that ranks share: the elements that are ours."""
+        """Return this rank's elements of a parameter that ranks of a prepared model share; None for
+        any other tensor.
+        """
         own = self._keeper.own_of(tensor) if self._keeper is not None else None
         if own is None:
             return None
@@ -125,8 +132,9 @@ class ModelContents:
         return Holding(spec, ((own[0] * size, own[1] * size),))
 
     def samples(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Some checksums: of parameters that all ranks should have the same of, and of buffers.
-        Those that a prepared model has away are left out.
+        """Return sample checksums: of parameters that should be the same on all ranks, and of
+        buffers. Sharded tensors and the parameters of a prepared model, which may be in another
+        tier, are left out.
         """
         params: dict[str, str] = {}
         buffers: dict[str, str] = {}
@@ -138,7 +146,7 @@ class ModelContents:
         return params, buffers
 
     def write(self, sink: Sink) -> None:
-        """Hand all values over, as they are now."""
+        """Write all values, as they are now, to the sink."""
 
         def act(names: Sequence[str]) -> None:
             for name in names:
@@ -153,7 +161,7 @@ class ModelContents:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether ranks share the parameters; then units come to all of them together, or not."""
+        """Whether ranks share the parameters; then a unit is fetched on all of them, or on none."""
         return self._keeper is not None and self._keeper.ranks is not None
 
     def _visit(
@@ -162,8 +170,9 @@ class ModelContents:
         act: Callable[[Sequence[str]], None],
         to_change: bool = False,
     ) -> None:
-        """Call `act` with the names of each unit, which is at hand. An error on one of the ranks
-        that share them does not keep the others from theirs: it is raised at the end.
+        """Call `act` with the names of each unit while the unit is in host memory. An error on one
+        of the ranks that share the units does not keep the other ranks from fetching them: it is
+        raised at the end.
         """
         error: Exception | None = None
         for number, names in units.items():
@@ -198,7 +207,7 @@ class ModelContents:
     def match(
         self, saved: Mapping[str, FieldSource], values: Mapping[str, Any], differences: Differences
     ) -> dict[str, FieldSource]:
-        """The source of each tensor. What does not fit is noted."""
+        """Return the source of each tensor. Notes in `differences` what does not fit."""
         aliases, additions = _parse(values)
         self.specs()  # refuses what cannot be filled
         names = [*self.tensors, *self.aliases]
@@ -226,7 +235,7 @@ class ModelContents:
             differences.missing(name)
 
     def read(self, sources: Mapping[str, FieldSource], additions: Mapping[str, Any]) -> None:
-        """Make all these values the model's own."""
+        """Load all these values into the model."""
 
         def act(names: Sequence[str]) -> None:
             for name in names:
@@ -250,8 +259,9 @@ class ModelContents:
     def _has_already(
         self, number: int | None, names: list[str], sources: Mapping[str, FieldSource]
     ) -> bool:
-        """Frozen units of prepared models may be read from files that are not ours; they stay there
-        as long as nothing in them changes.
+        """Return whether a frozen unit of a prepared model has these values already. Such a unit
+        may be read from files that are not the engine's, and stays there as long as nothing in it
+        changes.
         """
         if number is None or any(self.tensors[name].requires_grad for name in names):
             return False
@@ -260,12 +270,12 @@ class ModelContents:
 
 
 def _parse(values: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Aliases and additions, out of a model's values in a checkpoint."""
+    """Parse the aliases and additions from a model's values in a checkpoint."""
     try:
         aliases = {str(name): str(first) for name, first in values["aliases"].items()}
         return aliases, dict(values["additions"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"checkpoint: its model is none: {error}") from error
+        raise FormatError(f"checkpoint: it holds no valid model: {error}") from error
 
 
 def _compare(name: str, tensor: Tensor, source: FieldSource, differences: Differences) -> None:

@@ -1,7 +1,7 @@
-"""What an optimizer consists of: its groups, and the state of its parameters by the model's names.
+"""The contents of an optimizer: its groups, and its state by the model's names of the parameters.
 
-A wrapped one hands its fields over chunk by chunk; a plain one has them in memory. Both are saved
-alike, so that each can load what the other has saved. Numbers that are not elementwise (step
+A wrapped optimizer delivers its fields chunk by chunk; a plain one has them in memory. Both are
+saved alike, so that each can load what the other has saved. Numbers that are not elementwise (step
 counts) are in the values, fields in the shards as `<parameter>/<field>`.
 """
 
@@ -34,13 +34,13 @@ from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import SIZES, TensorSpec
 
 _NOT_SETTINGS = ("params", "param_names")
-# How a step is computed, not what: each optimizer has its own way.
+# How a step is computed, not what: each optimizer keeps its own settings.
 _WAYS = ("fused", "foreach", "capturable", "differentiable")
 
 
 class OptimizerContents:
-    """Of a wrapped or a plain optimizer as it is now. session: None for a plain one. names: of its
-    parameters in the order of its groups.
+    """The contents of a wrapped or a plain optimizer as it is now. session: None for a plain one.
+    names: of its parameters, in the order of its groups.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class OptimizerContents:
         model_names: Mapping[Tensor, str],
         stateful: Mapping[str, Any] | None = None,
     ) -> None:
-        """stateful: what is saved beside them; modules among it may have parameters of the
-        optimizer. `ConfigError` for one whose value nobody would save.
+        """Name the optimizer's parameters. stateful: the objects that are saved beside model and
+        optimizer; modules among them may own parameters of the optimizer. Raises `ConfigError` for
+        a parameter whose value would not be saved.
         """
         self.optimizer = innermost(optimizer)
         self.session: Session | None = (
@@ -61,19 +62,19 @@ class OptimizerContents:
         ]
         self.names = _names(self.optimizer, model_names, stateful or {})
         self.held: list[Held] = []
-        self._fields: dict[str, Tensor] = {}  # of a plain one
+        self._fields: dict[str, Tensor] = {}  # of a plain optimizer
 
     @property
     def kind(self) -> str:
-        """The name of the class that the user chose."""
+        """The name of the optimizer class that the user chose."""
         found: type[Any] = type(self.optimizer)
         return (found.__mro__[2] if self.session is not None else found).__name__
 
     # --- saving -----------------------------------------------------------------------------------
 
     def look(self, rank_group: RankGroup) -> tuple[list[Holding], dict[str, Any]]:
-        """The fields that will come, and all the rest. Nothing may step before `Session` has begun
-        to save them.
+        """Return which bytes of which fields this rank writes, and all other values. No step may
+        run before `Session` has begun to save the fields.
         """
         states: dict[str, dict[str, Any]] = {}
         found: list[Holding] = []
@@ -81,7 +82,7 @@ class OptimizerContents:
             self.held = self.session.held()
             for held in self.held:
                 name = self.names[held.record.number]
-                shape = tuple(held.record.param.shape)  # of all of it, where ranks share it
+                shape = tuple(held.record.param.shape)  # the whole shape, where ranks share it
                 specs = [TensorSpec(f"{name}/{field}", "F32", shape) for field in held.fields]
                 found += [Holding(spec, own_bytes(held.record, spec, rank_group)) for spec in specs]
                 states[name] = {key: packed(value) for key, value in held.scalars.items()}
@@ -97,7 +98,7 @@ class OptimizerContents:
         }
 
     def _orders(self) -> dict[str, list[int]]:
-        """Of parameters whose memory is in another order than their shape."""
+        """Return the memory order of each parameter that is not in the order of its shape."""
         found = {name: order_of(p) for name, p in zip(self.names, self.params, strict=True)}
         return {name: order for name, order in found.items() if order is not None}
 
@@ -129,12 +130,12 @@ class OptimizerContents:
         return found
 
     def samples(self) -> dict[str, str]:
-        """Some checksums of what all ranks should have the same of."""
+        """Return sample checksums of the fields that all ranks should have the same of."""
         fields = {name: each for name, each in self._fields.items() if not is_sharded(each)}
         return {name: f"{sample(tensor):08x}" for name, tensor in fields.items()}
 
     def write_plain(self, sink: Sink) -> None:
-        """Hand over the fields that are in memory."""
+        """Write the fields of a plain optimizer, which are in memory, to the sink."""
         for name, tensor in self._fields.items():
             write(name, tensor, sink)
 
@@ -143,7 +144,9 @@ class OptimizerContents:
     def match(
         self, saved: Mapping[str, FieldSource], values: Mapping[str, Any], differences: Differences
     ) -> dict[str, Any]:
-        """A `state_dict` with sources in the place of fields. What does not fit is noted."""
+        """Return a `state_dict` with sources in the place of fields. Notes in `differences` what
+        does not fit.
+        """
         parsed = _Parsed.of(values)
         if parsed.kind != self.kind:
             differences.other("optimizer", f"saved from {parsed.kind}, here it is {self.kind}")
@@ -185,7 +188,7 @@ class OptimizerContents:
     def _match_state(
         self, name: str, number: int, state: Mapping[str, Any], differences: Differences
     ) -> None:
-        """Of a wrapped optimizer, which knows what it needs."""
+        """Compare a saved state with the fields that a wrapped optimizer needs and allows."""
         assert self.session is not None
         needed, allowed = self.session.fields_of(number)
         shape = tuple(self.params[number].shape)
@@ -201,7 +204,9 @@ class OptimizerContents:
                 )
 
     def _as_groups(self, settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """As a `state_dict` has them, with the parameters in our order and our own ways."""
+        """Return the groups as a `state_dict` has them, with the parameters in this optimizer's
+        order and its own settings for `_WAYS`.
+        """
         found, begin = [], 0
         for own, saved in zip(self.optimizer.param_groups, settings, strict=False):
             end = begin + len(own["params"])
@@ -216,11 +221,11 @@ class OptimizerContents:
             self.session.check_incoming(self._own_parts(state_dict))
 
     def read(self, state_dict: Mapping[str, Any]) -> None:
-        """Make it the optimizer's own. The parameters have been loaded."""
+        """Load the state into the optimizer. The parameters must have been loaded."""
         if self.session is not None:
             self.optimizer.load_state_dict(self._own_parts(state_dict))
             return
-        with torch.inference_mode(False):  # steps will change what is made here
+        with torch.inference_mode(False):  # later steps change what is made here
             states = _in_memory(state_dict["state"], self.params)
             self.optimizer.load_state_dict({**state_dict, "state": states})
         for number, state in states.items():  # torch has rounded numbers to the parameter's type
@@ -230,7 +235,7 @@ class OptimizerContents:
                     kept[key] = value.to(kept[key].device)
 
     def _own_parts(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """With the rows that are here of parameters that are spread over ranks."""
+        """Reduce the fields of sharded parameters to the rows that this rank holds."""
         states = {
             number: {
                 key: local_part(value, self.params[number])
@@ -244,8 +249,8 @@ class OptimizerContents:
 
 
 class _Parsed(NamedTuple):
-    """An optimizer's values in a checkpoint: settings and names of parameters by group, and what
-    is not elementwise of each parameter's state.
+    """The values of an optimizer in a checkpoint: settings and names of parameters by group, and
+    the part of each parameter's state that is not elementwise.
     """
 
     kind: str
@@ -276,7 +281,9 @@ class _Parsed(NamedTuple):
 def _in_memory(
     states: Mapping[int, Mapping[str, Any]], params: Sequence[Tensor]
 ) -> dict[int, dict[str, Any]]:
-    """For a plain optimizer, which has no masters."""
+    """Read the fields into memory for a plain optimizer. It has no master weights: warns and leaves
+    them out.
+    """
     if any(MASTER in state for state in states.values()):
         warnings.warn(
             "load: the checkpoint has fp32 masters of 16-bit parameters, which a plain optimizer "
@@ -295,7 +302,7 @@ def _in_memory(
 
 
 def _like(source: FieldSource, param: Tensor) -> Tensor:
-    """In the parameter's order of memory: fused steps go by memory alone."""
+    """Read a field in its parameter's memory order: fused steps go by memory alone."""
     if is_sharded(param) and tuple(source.shape) == tuple(param.shape):
         return like(param, whole(local_part(source, param)))
     found = whole(source)
@@ -306,7 +313,7 @@ def _like(source: FieldSource, param: Tensor) -> Tensor:
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that accelerate's or Lightning's holds."""
+    """Return the optimizer inside the one that accelerate or Lightning made, if there is one."""
     found: Any = optimizer
     while not is_wrapped(found):
         held = getattr(found, "optimizer", None)
@@ -317,14 +324,14 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise ConfigError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
-    # Lightning's view of one is wrapped, too.
+    # Lightning's view of a wrapped optimizer is wrapped, too.
     return session_of(found).optimizer if is_wrapped(found) else found
 
 
 def _names(
     optimizer: torch.optim.Optimizer, model_names: Mapping[Tensor, str], stateful: Mapping[str, Any]
 ) -> list[str]:
-    """The model's names; `<group>.<index>` for parameters of other modules."""
+    """Return the model's names of the parameters; `<group>.<index>` for those of other modules."""
     taken = set(model_names.values())
     modules = [each for each in stateful.values() if isinstance(each, nn.Module)]
     others = {param for module in modules for param in module.parameters()}
@@ -336,15 +343,15 @@ def _names(
                 if param not in others:
                     raise _stranger(group, number, index)
                 name = f"{number}.{index}"
-                while name in taken:  # a model may call one of its own so
+                while name in taken:  # the model may have a parameter of that name
                     name = f"#{name}"
             found.append(name)
     return found
 
 
 def own_bytes(record: Record, spec: TensorSpec, rank_group: RankGroup) -> tuple[Range, ...] | None:
-    """Of each field of a parameter's state: those that this rank writes. None: all ranks have all.
-    Fields have elements of 4 bytes, whatever the parameter has.
+    """Return the bytes of each field of a parameter's state that this rank writes. None: all ranks
+    have all of them. Elements of a field have 4 bytes, for any type of parameter.
     """
     if is_sharded(record.param):
         rows = rows_of(record.name, record.param)
@@ -359,7 +366,7 @@ def own_bytes(record: Record, spec: TensorSpec, rank_group: RankGroup) -> tuple[
 
 
 def first_byte(param: Tensor) -> int:
-    """Of a field, as the whole has it: that which the first element here belongs to."""
+    """Return the offset in bytes, in a whole field, of the first element that this rank holds."""
     if not is_sharded(param):
         return 0
     return rows_of("", param).begin * math.prod(param.shape[1:]) * ELEMENT_BYTES

@@ -1,8 +1,8 @@
-"""The way of a save's bytes to its files: memory, writes under way, and the first error.
+"""The output of a save: buffers, writes in flight to its files, and the first error.
 
 Bytes are copied into buffers of this object's own, from which an I/O engine writes them. All shards
-of a checkpoint share it, so its memory is bounded for all together. An error is kept: whoever
-writes next raises it, and so does `flush`.
+of a checkpoint share it, so its memory is bounded for all together. The first error is kept: the
+next write raises it, and so does `flush`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from offload.storage.engine import Group, Priority, Transfer, make_sums
 
 BUFFER_BYTES = 64 << 20
 _BUFFER_BYTES = 4 << 20
-_BUFFERS = 16  # as many parts the memory has; one is for broken blocks
-_BLOCKS_OUT = 256  # writes of single blocks under way
+_BUFFERS = 16  # equal parts of the memory; one of them is for partial blocks
+_BLOCKS_OUT = 256  # writes of single blocks in flight at once
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """An open file to be written. align: of addresses, offsets and lengths; 1: the page cache is in
-    between. block_bytes: what is written at once at least. cached_fd: the same file through the
-    page cache, where several ranks write it.
+    """An open file to be written.
+
+    align: of addresses, offsets and lengths; 1: the file goes through the page cache. block_bytes:
+    the least that is written at once. cached_fd: the same file through the page cache, where
+    several ranks write it.
     """
 
     fd: int
@@ -55,12 +57,12 @@ class _Write(Group):
         self.output, self.buffer, self.buffers, self.nbytes = output, buffer, buffers, nbytes
 
     def end(self, error: OffloadError | None) -> None:
-        self.error = None  # told by whoever writes next, and by flush; nobody has the ticket
+        self.error = None  # raised by the next write and by flush; no code waits for the ticket
         self.output._ended(self, error)
 
 
 class Output:
-    """One for each save; until `close`. Any thread."""
+    """The output of one save, until `close`. Any thread may use it."""
 
     def __init__(self, disk: CheckpointDisk, metrics: Metrics, buffer_bytes: int) -> None:
         each_bytes = min(_BUFFER_BYTES, buffer_bytes // _BUFFERS // BLOCK_BYTES * BLOCK_BYTES)
@@ -73,20 +75,20 @@ class Output:
         self.written_bytes = 0
         self.buffers = IoBuffers(each_bytes, buffer_bytes // each_bytes - 1)
         self._blocks: dict[int, IoBuffers] = {}
-        self._lock = threading.RLock()  # a finalizer may come back to it
+        self._lock = threading.RLock()  # a finalizer may take it again in the same thread
         self._changed = Gate(self._lock)
         self._under_way = 0
         self._blocks_under_way = 0
-        self.progress = 0  # writes that have ended, and buffers that came back unused
-        self.looks = 0  # of somebody who reads or syncs, and looks between two parts of it
+        self.progress = 0  # writes that have ended, and buffers that were returned unused
+        self.looks = 0  # calls of `check`: the progress of a thread that reads or syncs
         self._error: BaseException | None = None
         self.engine = disk.open_engine(metrics)
-        weakref.finalize(self, self.engine.close)  # its thread would keep it for ever
+        weakref.finalize(self, self.engine.close)  # else the engine's thread keeps it for ever
 
     # --- memory -----------------------------------------------------------------------------------
 
     def take_buffer(self) -> IoBuffer:
-        """Memory of `each_bytes`; waits until there is some. Raises the first error."""
+        """Take a buffer of `each_bytes`; block until one is free. Raises the first error."""
         with self._lock:
             while True:
                 self.check()
@@ -97,7 +99,9 @@ class Output:
                 self._wait_while(partial(self._is_at, seen))
 
     def take_block(self, nbytes: int) -> IoBuffer:
-        """Memory for one block, all zeros. Does not wait: whoever has others may wait for us."""
+        """Take memory for one block, all zeros. Does not wait for any: the threads that hold other
+        blocks may be waiting for the caller.
+        """
         with self._lock:
             if nbytes not in self._blocks:
                 self._blocks[nbytes] = IoBuffers(
@@ -109,13 +113,13 @@ class Output:
         return buffer
 
     def wait_for_blocks(self) -> None:
-        """Until not too many single blocks are under way. Raises the first error."""
+        """Block while too many writes of single blocks are in flight. Raises the first error."""
         with self._lock:
             self._wait_while(lambda: self._blocks_under_way >= _BLOCKS_OUT)
             self.check()
 
     def give_back(self, buffer: IoBuffer) -> None:
-        """A buffer that was taken and not written."""
+        """Return a buffer to the pool that was taken and not written."""
         with self._lock:
             self.buffers.give_back(buffer)
             self.progress += 1
@@ -126,11 +130,11 @@ class Output:
     def start(
         self, name: str, file: OutputFile, offset: int, buffer: IoBuffer, nbytes: int
     ) -> None:
-        """Write from a buffer, which is given back when that has ended. name: for errors."""
+        """Start to write from a buffer, which returns to the pool at the end. name: for errors."""
         self._submit(name, file, offset, buffer, self.buffers, nbytes)
 
     def start_block(self, name: str, file: OutputFile, offset: int, block: IoBuffer) -> None:
-        """The same, for one that `take_block` gave."""
+        """Start to write a block that `take_block` returned."""
         nbytes = file.block_bytes
         self._submit(name, file, offset, block, self._blocks[nbytes], nbytes)
 
@@ -142,8 +146,8 @@ class Output:
         block: IoBuffer,
         ranges: Sequence[tuple[int, int]],
     ) -> None:
-        """Write only these bytes of the file, out of a block that lies at `offset`, through the
-        page cache; when this returns, they are in it. The block is given back.
+        """Write only these byte ranges of the file, from a block that lies at `offset`, through the
+        page cache, which has them when this returns. The block returns to its pool.
         """
         try:
             self.check()
@@ -183,7 +187,7 @@ class Output:
             raise
 
     def _ended(self, write: _Write, error: OffloadError | None) -> None:
-        """In a thread of the engine's."""
+        """Account for a write that has ended. In a thread of the engine, as a rule."""
         timed_out = isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT
         with self._lock:
             self._under_way -= 1
@@ -198,7 +202,7 @@ class Output:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is written. The first error counts."""
+        """Stop all further writes with `error`. The first error counts."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -211,7 +215,7 @@ class Output:
             raise error
 
     def flush(self) -> None:
-        """Wait until nothing is under way; raise the first error."""
+        """Block until no write is in flight, or until the first error, and raise that."""
         with self._lock:
             self._wait_while(lambda: self._under_way > 0)
         self.check()
@@ -220,7 +224,9 @@ class Output:
         return self.progress == progress
 
     def _wait_while(self, is_so: Callable[[], bool]) -> None:
-        """Or until the first error. Under the lock. Every write has a deadline, and so has this."""
+        """Block while `is_so`, but at most until the first error. Call it under the lock. Every
+        write has a deadline, and so has this.
+        """
         self._changed.wait_until(
             lambda: self._error is not None or not is_so(),
             "writes of a checkpoint",
@@ -228,8 +234,8 @@ class Output:
         )
 
     def close(self, why: BaseException) -> bool:
-        """End what is under way; from now on `why` is raised. Tells whether all of it has ended:
-        otherwise the kernel may still use the files.
+        """End the writes in flight; from now on `why` is raised, or an earlier error. Returns
+        whether all of them have ended: otherwise the kernel may still use the files.
         """
         self.fail(why)
         self.engine.close()

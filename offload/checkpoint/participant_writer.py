@@ -1,11 +1,11 @@
-"""A rank's part of a checkpoint that another rank, the first, has made and will give its name.
+"""A rank's part of a checkpoint that another rank, the first, has made and will publish.
 
-The first rank tells where: a directory that it holds, and files in it. Both are looked at before
-anything is written: they must be the very ones, seen from this process, which they are on the same
-node alone. What is written here is durable when the first rank hears of it.
+The first rank says where: a directory that it holds, and files in it. Both are checked before
+anything is written: this process must see the very same ones, which it does on the same node alone.
+What this rank writes is durable before it reports so to the first rank.
 
-Where the first rank is lost, its lock on the directory is free, and what it had begun is removed by
-those that are left, or by the next save.
+If the first rank is lost, its lock on the directory is free, and what it had begun is removed by
+the ranks that are left, or by the next save.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.storage.safetensors_header import TensorSpec
 
-_GONE_S = 1.0  # until the locks of a process that was killed are free
+_GONE_S = 1.0  # until the locks of a killed process are free
 _GONE_STEP_S = 0.02
 
 
 class _Berth:
-    """The directory of the first rank, and our files in it. No writer in it, so that a forgotten
-    one can go.
+    """The directory of the first rank, and this rank's descriptors of files in it. It does not
+    refer to the writer, so that an abandoned writer can be garbage-collected.
     """
 
     def __init__(self, path: Path, invitation: Mapping[str, Any], disk: CheckpointDisk) -> None:
@@ -76,7 +76,7 @@ class _Berth:
             raise
 
     def open(self, name: str, identity: Sequence[int], nbytes: int) -> int:
-        """A file of the first rank's, for reading and writing; closed with all others."""
+        """Open a file that the first rank made, to read and write it; `close` closes them all."""
         path = self.directory / name
         with told("open", path):
             fd = self.disk.open_again(self.fd, name)
@@ -86,12 +86,14 @@ class _Berth:
         if found.st_size < nbytes or found.st_nlink != 1:
             raise StateError(
                 f"{path}: has {found.st_size} bytes and {found.st_nlink} names, expected "
-                f"{nbytes} or more, and one; somebody else has changed it"
+                f"{nbytes} or more, and one; another process has changed it"
             )
         return fd
 
     def discard(self) -> None:
-        """Idempotent. Our files are closed, and all of it is removed if the first rank has gone."""
+        """Close this rank's files; remove the directory if the first rank is lost. Idempotent. Does
+        nothing in a forked child.
+        """
         if os.getpid() != self.pid or not self.fds:
             return
         why = StateError(f"checkpoint {self.path}: abandoned")
@@ -105,7 +107,9 @@ class _Berth:
             self.close()
 
     def _remove_if_left_alone(self) -> None:
-        """While the first rank lives it holds the lock, and removes everything itself."""
+        """Remove the directory if the first rank is lost. While the first rank lives it holds the
+        lock, and removes everything itself. Waits up to `_GONE_S` for the lock.
+        """
         name, until_s = self.directory.name, time.monotonic() + _GONE_S
         while leads_to(self.parent.fd, name, self.fd):
             if try_lock(self.fd):
@@ -124,11 +128,11 @@ class _Berth:
 
 
 def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
-    """Remove what a first rank that was lost has begun for `path`, before anybody was invited."""
+    """Remove what a lost first rank has begun for `path` before it invited any other rank."""
     until_s = time.monotonic() + _GONE_S
     while time.monotonic() < until_s:
         with suppress(OffloadError, OSError), CheckpointDirectory(path.parent) as parent:
-            with suppress(ConfigError):  # it lives, and removes it itself
+            with suppress(ConfigError):  # the first rank lives, and removes it itself
                 remove_leftovers(parent, disk or CheckpointDisk(), path.name)
             if not any(name_within(name) == path.name for name in parent.names()):
                 return
@@ -136,7 +140,7 @@ def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
 
 
 class ParticipantWriter:
-    """As a `CheckpointWriter`, for all ranks but the first."""
+    """A `CheckpointWriter` for every rank but the first."""
 
     def __init__(
         self,
@@ -165,7 +169,7 @@ class ParticipantWriter:
         tensors: Sequence[TensorSpec],
         own: Mapping[str, Sequence[Range] | None],
     ) -> Shard:
-        """The file that the first rank has made for these tensors."""
+        """Open the file that the first rank has made for these tensors. own: as in `Holding`."""
         number = 1 + sum(shard.section == section for shard in self._shards)
         name = f"{section}-{number:05d}.safetensors"
         header = ShardHeader.of(section, tensors)
@@ -185,7 +189,10 @@ class ParticipantWriter:
     def commit(
         self, values: Mapping[str, Any], fingerprint: str, *, keep: int | None = None
     ) -> Path:
-        """Our bytes are durable, then the whole. values, fingerprint: are the first rank's."""
+        """Make this rank's bytes durable, and return when the checkpoint is published. values,
+        fingerprint: not used; the first rank's are saved. keep: unless None, this rank's share is
+        read back and compared first.
+        """
         with self._lock:
             self._move_to(WriterState.COMMITTING)
         rank_group = self._rank_group
@@ -205,7 +212,7 @@ class ParticipantWriter:
         return self.path
 
     def _flush(self) -> dict[str, Any]:
-        """Ours is durable; what it is."""
+        """Make this rank's bytes durable; return the pieces that they consist of."""
         pieces = {shard.name: shard.pieces() for shard in self._shards}
         self._output.flush()
         self._disk.hook("data written")
@@ -217,7 +224,7 @@ class ParticipantWriter:
         return pieces
 
     def _verify(self) -> None:
-        """Read our share back from the disk."""
+        """Read this rank's share back from the disk, and compare it."""
         output, share_of = self._output, (self._rank_group.rank, self._rank_group.count)
         hidden = self._berth.directory
         try:
@@ -232,16 +239,18 @@ class ParticipantWriter:
         return self._output.progress, self._output.looks
 
     def cancel(self, error: BaseException) -> None:
-        """Whoever writes or commits gets `error` soon, unless it is saved by then. Any thread."""
+        """Make the thread that writes or commits raise `error` soon, unless the checkpoint is saved
+        by then. Any thread may call it.
+        """
         self._output.fail(error)
 
     def abandon(self) -> None:
-        """Idempotent."""
+        """Give up this rank's part, unless the checkpoint is saved. Idempotent."""
         with self._lock:
             if self._state in (WriterState.DONE, WriterState.GONE):
                 return
             self._move_to(WriterState.GONE)
-        self._rank_group.leave()  # before we look whether the first rank is still there
+        self._rank_group.leave()  # before discard looks whether the first rank still lives
         self._discard()
 
     def _move_to(self, state: WriterState) -> None:

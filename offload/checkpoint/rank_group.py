@@ -1,10 +1,10 @@
 """The ranks that save or load one checkpoint together, or one process by itself.
 
-They talk over a group of their own, made when the save begins and closed when it ends: what goes on
-in the background cannot get mixed up with training or with another save. Everything is done in
-phases. A phase ends on all ranks alike: well, or with an error of one kind, which the rank where it
-happened raises and the others tell. A rank that leaves takes the group with it, so that nobody
-waits for it.
+They talk over a side channel of their own, made when the save begins and closed when it ends: a
+background save cannot get mixed up with training or with another save. Everything is done in
+phases. A phase ends alike on all ranks: well, or with an error of one kind, which the rank where it
+happened raises and the other ranks report. A rank that leaves ends the side channel for all, so
+that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from offload.core.errors import ConfigError, OffloadError, StateError, kind_of
 from offload.distributed.side_channel import SideChannel, meet
 
-ARRIVAL_S = 60.0  # until all ranks have come to the same save or load
+ARRIVAL_S = 60.0  # until all ranks have reached the same save or load
 
 
 class RankGroup:
-    """what: the save or load, for messages. circle: None for one process. One thread at a time;
-    `cancel` and `leave` in any.
+    """The ranks of one save or load. what: the save or load, for messages. side_channel: None for
+    one process. One thread at a time may use it; any thread may call `cancel` and `leave`.
     """
 
     def __init__(self, what: str, side_channel: SideChannel | None) -> None:
@@ -35,14 +35,15 @@ class RankGroup:
 
     @classmethod
     def gather(cls, what: str, process_group: Any) -> RankGroup:
-        """Every rank comes here at the same point of its program, or a `StateError` says who has
-        not. process_group: as in a `Config`.
+        """Wait until every rank has reached this point of its program; a `StateError` names the
+        ranks that have not. process_group: as in a `Config`.
         """
         return cls(what, meet(what, process_group, ARRIVAL_S))
 
     def by_consensus(self, phase: str, act: Callable[[], Any]) -> list[Any]:
-        """Run `act` on every rank; returns what each has returned (JSON), by rank, when all have.
-        Where one fails, all raise. It may take any time, as long as every rank is heard.
+        """Run `act` on every rank; return the results (JSON) of all, by rank, when all have one. If
+        it fails on one rank, all raise. It may take any time, as long as every rank gives signs of
+        life.
         """
         if self._side_channel is None:
             return [act()]
@@ -64,7 +65,7 @@ class RankGroup:
             if error is None:
                 raise
             if isinstance(error, OffloadError) and isinstance(lost, StateError):
-                error.args = (f"{error}; {lost}",)  # it may not know which rank it waited for
+                error.args = (f"{error}; {lost}",)  # `error` may not name the rank it waited for
             raise error from lost
         if error is not None:
             raise error
@@ -86,7 +87,7 @@ class RankGroup:
             )
 
     def agree(self, phase: str, entries: Mapping[str, str], remedy: str) -> None:
-        """Raise `ConfigError` on all ranks where their entries differ, with the first that does."""
+        """Raise `ConfigError` on all ranks if their entries differ; name the first that does."""
         if self.count == 1:
             return
         text = json.dumps(sorted(entries.items()))
@@ -103,18 +104,22 @@ class RankGroup:
                     )
 
     def bring_together(self, mine: Tensor) -> list[Tensor]:
-        """The bytes that each rank has, by rank. All ranks come with theirs."""
+        """All-gather the bytes of the ranks: return those of each, by rank. Blocks until all ranks
+        have called it.
+        """
         if self._side_channel is None:
             return [mine]
         self._side_channel.begin(self.what)
         return self._side_channel.gather(mine)
 
     def cancel(self, error: BaseException) -> None:
-        """Whoever waits for other ranks here gets `error`."""
+        """Make the thread that waits here for other ranks raise `error`. Any thread may call it."""
         if self._side_channel is not None:
             self._side_channel.leave(error)
 
     def leave(self) -> None:
-        """It is over for this rank. Idempotent. Who still waits for it hears that it has gone."""
+        """End this rank's part. Idempotent. Ranks that still wait for it get an error. Any thread
+        may call it.
+        """
         if self._side_channel is not None:
             self._side_channel.leave()

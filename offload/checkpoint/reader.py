@@ -1,10 +1,11 @@
-"""A checkpoint that is read: nothing in it is believed, and no byte passes unchecked.
+"""A checkpoint open for reading: nothing in it is trusted, and no byte passes unchecked.
 
 The manifest says which bytes belong to which tensor, and has a checksum for each part of them.
 `check` compares all of it in one pass over the files; reads of single tensors compare again what
-they read whole. Bytes come from the drive, not from the page cache, where the file system allows.
+they read whole. Bytes are read from the drive, not from the page cache, where the file system
+allows.
 
-While it is open it holds a shared lock on the directory, so that no save removes it as too old.
+An open reader holds a shared lock on the directory, so that no save removes it as too old.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from offload.storage.safetensors_header import TensorSpec, build_header
 
 _BUFFER_BYTES = 4 << 20
 _BUFFERS = 8
-_DIRECT_BYTES = 256 << 10  # of a read that is worth a detour past the page cache
+_DIRECT_BYTES = 256 << 10  # the smallest read that is worth direct I/O
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to read a file: past the page cache, or through it (align 1)."""
+    """A way to read a file: with direct I/O, or through the page cache (align 1)."""
 
     fd: int
     align: int
@@ -59,7 +60,7 @@ class _Way:
 
 
 class _ShardFile:
-    """A shard, open."""
+    """A shard, open for reading."""
 
     def __init__(
         self, directory: CheckpointDirectory, name: str, nbytes: int, fds: list[int]
@@ -74,7 +75,7 @@ class _ShardFile:
         self.direct = self._open_direct(directory, fds)
 
     def _open_direct(self, directory: CheckpointDirectory, fds: list[int]) -> _Way | None:
-        """The same file past the page cache, where a read there really works."""
+        """Open the same file for direct I/O; None if a direct read does not work there."""
         if not hasattr(os, "O_DIRECT") or self.nbytes < 2 * BLOCK_BYTES:
             return None
         fd = _open(directory, self.name)
@@ -102,12 +103,14 @@ class _ShardFile:
             )
 
     def drop_cache(self) -> None:
-        """What is read next through the page cache comes from the drive."""
+        """Drop the file from the page cache, so that the next read through it is from the drive."""
         with suppress(OSError):
             drop_cached(self.buffered.fd, 0, 0)
 
     def cut(self, offset: int, nbytes: int) -> Iterator[tuple[_Way, int, int]]:
-        """A range as ways, offsets and lengths: whole blocks directly, what is around them not."""
+        """Split a range into ways, offsets and lengths: whole blocks of a large range are read with
+        direct I/O, everything else through the page cache.
+        """
         end = offset + nbytes
         first = last = end
         if self.direct is not None and nbytes >= _DIRECT_BYTES:
@@ -122,10 +125,10 @@ class _ShardFile:
 
 
 class CheckpointReader:
-    """A checkpoint, until `close`; also for `with`. Any thread.
+    """A checkpoint open for reading, until `close`; also a context manager. Any thread may use it.
 
-    Raises `FormatError`, `CorruptionError` or `StoreError` where it is none or not whole. engine:
-    to read with, one of its own otherwise.
+    Raises `FormatError`, `CorruptionError` or `StoreError` if `path` is no checkpoint, or not
+    whole. engine: to read with; otherwise the reader opens its own.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class CheckpointReader:
         )
 
     def tensor(self, name: str) -> SavedTensorSource:
-        """A tensor by its name in the manifest, `section/name`."""
+        """Return a tensor by its name in the manifest, `section/name`."""
         saved = self.manifest.tensors.get(name)
         if saved is None:
             raise ConfigError(f"{self.path}: has no tensor {name!r}")
@@ -175,8 +178,9 @@ class CheckpointReader:
         """Compare every byte with its checksum, and every header with the manifest.
 
         Raises `CorruptionError` or `FormatError` for the first thing that is wrong. buffers: memory
-        to read through, 32 MiB of its own otherwise. before_part: may end it by an error. share: a
-        rank and their count: what it leaves out is the others' to check.
+        to read through, 32 MiB of its own otherwise. before_part: called before each part; may end
+        the check with an error. share: a rank and the number of ranks; what this rank leaves out is
+        for the other ranks to check.
         """
         buffers = buffers or IoBuffers(_BUFFER_BYTES, _BUFFERS)
         tensors: dict[str, list[SavedTensor]] = {name: [] for name in self._files}
@@ -196,7 +200,7 @@ class CheckpointReader:
                 self._check_data(file, own, buffers, before_part or (lambda: None))
 
     def _check_header(self, file: _ShardFile, tensors: list[SavedTensor]) -> None:
-        """It is, byte for byte, what these tensors ask for."""
+        """Check that the header is, byte for byte, the one that these tensors require."""
         expected, _ = build_header([TensorSpec(t.key, t.dtype, t.shape) for t in tensors])
         found = bytearray(len(expected))
         read_into(file.buffered.fd, 0, found, file.path)
@@ -254,7 +258,7 @@ class CheckpointReader:
         self._metrics.count("checkpoint_read_bytes", target.nbytes)
 
     def _compare(self, file: _ShardFile, tensor: SavedTensor, offset: int, target: Buffer) -> None:
-        """Every part that was read whole."""
+        """Compare every part that was read whole with its checksum."""
         bytes_read = (ctypes.c_char * target.nbytes).from_address(target.address)
         view = memoryview(bytes_read).cast("B")
         for part in tensor.parts:
@@ -265,7 +269,7 @@ class CheckpointReader:
                     raise _mismatch(file, tensor, part, crc)
 
     def close(self) -> None:
-        """Idempotent. Whoever reads now gets a `StateError`."""
+        """Close the files. Idempotent. A read that another thread has begun raises `StateError`."""
         self._finish()
 
     def __enter__(self) -> CheckpointReader:
@@ -276,7 +280,7 @@ class CheckpointReader:
 
 
 class SavedTensorSource:
-    """One tensor of a checkpoint. dtype: as safetensors calls it."""
+    """A tensor of a checkpoint, as a source of its bytes. dtype: as safetensors calls it."""
 
     def __init__(self, reader: CheckpointReader, saved: SavedTensor) -> None:
         self._reader, self._saved = reader, saved
@@ -286,8 +290,8 @@ class SavedTensorSource:
     def read_into(self, begin_bytes: int, target: Any) -> None:
         """Fill `target`, a contiguous host tensor or a buffer, with bytes from `begin_bytes` on.
 
-        Each part of the tensor that lies in it whole is compared with its checksum. On an error
-        what is in `target` counts for nothing.
+        Compares each part of the tensor that lies in it whole with its checksum. After an error the
+        contents of `target` must not be used.
         """
         buffer = Buffer.of(self.name, target, writable=True)
         if not isinstance(begin_bytes, int) or not 0 <= begin_bytes <= self.nbytes - buffer.nbytes:
@@ -299,19 +303,19 @@ class SavedTensorSource:
 
 
 class _Stream:
-    """The bytes of a file from `offset` to `end` in their order, some reads ahead."""
+    """A sequential read of a file from `offset` to `end`, some reads ahead."""
 
     def __init__(
         self, file: _ShardFile, offset: int, end: int, engine: IOEngine, buffers: IoBuffers
     ) -> None:
         self._file, self._engine, self._buffers = file, engine, buffers
-        self._next, self._end = offset, end  # to be asked for
+        self._next, self._end = offset, end  # not requested yet
         self._ahead: deque[tuple[Ticket[None], IoBuffer, int]] = deque()
         self._view: memoryview = memoryview(b"")
         self._buffer: IoBuffer | None = None
 
     def read(self, nbytes: int) -> Iterator[memoryview]:
-        """The next bytes, in pieces; each is gone when the next is asked for."""
+        """Yield the next bytes, in pieces; each is valid until the next one is requested."""
         while nbytes:
             if not self._view:
                 self._advance()
@@ -334,7 +338,7 @@ class _Stream:
         self._buffer, self._view = buffer, buffer.view[:nbytes]
 
     def _start(self, buffer: IoBuffer) -> None:
-        """A read up to the next multiple of the buffer, so that later ones begin at blocks."""
+        """Start a read up to the next multiple of the buffer, so later ones begin at blocks."""
         size = self._buffers.each_bytes
         nbytes = min(size - self._next % size, self._end - self._next)
         memory = buffer.buffer(nbytes)
@@ -348,7 +352,9 @@ class _Stream:
         self._next += nbytes
 
     def close(self) -> None:
-        """Take in what is under way, whatever became of it."""
+        """Wait for the reads in flight, whether or not they succeed, and return the buffers to the
+        pool, but for those of reads that have timed out.
+        """
         while self._ahead:
             ticket, buffer, _ = self._ahead.popleft()
             try:
@@ -362,7 +368,7 @@ class _Stream:
 
 
 def _open(directory: CheckpointDirectory, name: str) -> int:
-    """A regular file, which may be waited for: otherwise io_uring asks for every piece again and
+    """Open a regular file for blocking reads: otherwise io_uring requests every piece again and
     again until the drive happens to have it at once.
     """
     fd = directory.open(name)
@@ -388,13 +394,13 @@ def _mismatch(
 def _close(
     pid: int, engine: IOEngine | None, fds: list[int], directory: CheckpointDirectory
 ) -> None:
-    if os.getpid() != pid:  # a forked child has the parent's lock, and must not end it
+    if os.getpid() != pid:  # a forked child shares the parent's lock, and must not release it
         return
     if engine is not None:
         engine.close()
     if engine is None or (engine.is_over and engine.abandoned_bytes == 0):
         while fds:
             os.close(fds.pop())
-    with suppress(OSError):  # a forked child may have it, too
+    with suppress(OSError):  # closing is not enough if a forked child shares it
         fcntl.flock(directory.fd, fcntl.LOCK_UN)
     directory.close()

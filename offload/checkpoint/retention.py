@@ -1,7 +1,7 @@
-"""Which number a new checkpoint gets, and which older ones go when it is safe.
+"""Retention: which number a new checkpoint gets, and which older ones are removed once it is safe.
 
-Numbers order the checkpoints of a directory. Those of saves under way count, too: they can be read
-in their hidden directories. Two saves at the same moment may get the same one; neither is older
+Numbers order the checkpoints of a directory. Those of saves in flight count, too: they can be read
+in their hidden directories. Two saves at the same moment may get the same number; neither is older
 than the other then, and neither removes the other.
 """
 
@@ -27,7 +27,7 @@ from offload.core.metrics import Metrics
 
 
 def next_number(parent: CheckpointDirectory) -> int:
-    """One more than the newest has."""
+    """Return one more than the number of the newest checkpoint, saves in flight included."""
     numbers = list(list_numbers(parent.path).values())
     for hidden in parent.names():
         if name_within(hidden) is not None:
@@ -49,13 +49,13 @@ class Older:
     ) -> None:
         self._parent, self._newest = parent, newest
         self._disk, self._metrics = disk, metrics
-        self._hidden: list[tuple[str, str, int, list[str]]] = []  # was, is, fd, files
+        self._hidden: list[tuple[str, str, int, list[str]]] = []  # name, hidden name, fd, files
 
     def remove_all_but(self, count: int) -> None:
-        """Remove whole ones beyond the newest `count` of them.
+        """Remove whole checkpoints beyond the newest `count` of them.
 
-        The new one is safe by now: what cannot be removed is told as a fall-back, not raised. What
-        is not whole, is being read or has other files in it is not touched.
+        The new checkpoint is safe by now: a failed removal is reported as a fall-back, not raised.
+        A checkpoint that is not whole, is being read, or has other files in it is not touched.
         """
         doing = "look at older checkpoints"
         try:
@@ -64,7 +64,7 @@ class Older:
             for name, files in doomed:
                 self._hide(name, files)
             if self._hidden:
-                # Before a file of it goes, its name has gone: no power failure shows a torn one.
+                # Durable before a file is removed: no power failure shows a torn checkpoint.
                 self._disk.fsync_dir(self._parent.fd)
             doing = "remove older checkpoints"
             for _, hidden, fd, files in self._hidden:
@@ -77,7 +77,7 @@ class Older:
                 os.close(self._hidden.pop()[2])
 
     def _whole(self) -> list[tuple[str, list[str]]]:
-        """Name and files of each, the newest first. Those that are not whole do not count."""
+        """Return name and files of each that is whole and of the same model, newest first."""
         numbers = list_numbers(self._parent.path)
         older = [name for name, number in numbers.items() if number < self._newest.number]
         found = []
@@ -98,9 +98,9 @@ class Older:
         self._hidden.append((name, hidden, fd, files))
         foreign = sorted(set(os.listdir(fd)) - set(files))
         if foreign:
-            self._tell(f"{name} stays: somebody has put {foreign[0]!r} in it")
+            self._tell(f"{name} stays: another program has put {foreign[0]!r} in it")
         elif try_lock(fd) is False:
-            self._tell(f"{name} stays: somebody reads or removes it now")
+            self._tell(f"{name} stays: another process reads or removes it now")
         elif leads_to(self._parent.fd, name, fd):
             self._disk.rename(self._parent.fd, name, hidden)
             self._disk.hook("old one hidden")

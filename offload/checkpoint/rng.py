@@ -1,4 +1,4 @@
-"""The state of all random numbers: Python's, numpy's if it is there, torch's, the devices'."""
+"""The states of all random generators: Python's, numpy's if imported, torch's, the devices'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.device import device_random_states, set_device_random_states
 
 
 def random_states() -> dict[str, Any]:
-    """As a tree of plain values."""
+    """Return the states as a tree of plain values."""
     found: dict[str, Any] = {
         "python": random.getstate(),
         "torch": bytes(torch.get_rng_state().tolist()),
@@ -29,7 +29,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Try them on generators that nobody has. Raises `FormatError`."""
+    """Try the states on new generators that no other code uses. Raises `FormatError`."""
     try:
         random.Random().setstate(states["python"])
         torch.Generator("cpu").set_state(_tensor(states["torch"]))
@@ -45,7 +45,7 @@ def check_random_states(states: Any) -> None:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """They have been checked."""
+    """Set all generators to these states, which have been checked."""
     random.setstate(states["python"])
     torch.set_rng_state(_tensor(states["torch"]))
     set_device_random_states(states["devices"])

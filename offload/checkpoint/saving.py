@@ -1,8 +1,9 @@
-"""Saving: a model, its optimizer and whatever else has a state, whole or not at all.
+"""Saving: a model, its optimizer and other objects that have a state, whole or not at all.
 
 Everything that user code may change at any time (parameters, buffers, plain optimizers, states of
-other objects) is written at the call. The state of a wrapped optimizer is written chunk by chunk,
-in the background if asked for, while training goes on; what is saved is the moment of the call.
+other objects) is written during the call. The state of a wrapped optimizer is written chunk by
+chunk, in the background if the caller wants that, while training goes on: a snapshot of the moment
+of the call.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from offload.optim.source import as_bytes
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 RNG_RANKS = "rng_ranks"  # of all ranks but the first, where several have saved
-# Sections of a checkpoint that are no object's name.
+# Sections whose names no object of the user's may have.
 OWN = (MODEL, OPTIMIZER, RNG, RNG_RANKS, "extra")
 _MOST_SHARD_BYTES = 4 << 30
 
 
 class Save:
-    """One save, of one process or of all ranks of a team. Looks at everything when it begins, and
+    """A save by one process, or by all ranks of a group. `begin` looks at everything first, and
     changes nothing on the disk before that.
     """
 
@@ -89,11 +90,11 @@ class Save:
         return self._optimizer.session if self._optimizer is not None else None
 
     def turn(self) -> AbstractContextManager[None]:
-        """Keeps steps out while it is inside."""
+        """Keep optimizer steps out while the block runs."""
         return nullcontext() if self._session is None else self._session.access.act("save")
 
     def begin(self) -> None:
-        """Write all that may change when this has returned. In the turn."""
+        """Write everything that user code may change once this has returned. Call it in `turn`."""
         rank_group = self._rank_group
         try:
             states = rank_group.by_consensus("a look at everything", self._look)
@@ -107,8 +108,9 @@ class Save:
             raise
 
     def _look(self) -> Any:
-        """Everything that is no tensor of the model or field of the optimizer goes to the values.
-        Refuses what cannot be saved. Returns this rank's random state.
+        """Put everything that is no tensor of the model and no field of the optimizer into the
+        values. Refuses what cannot be saved. Returns this rank's random state, None on the first
+        rank.
         """
         is_first = self._rank_group.is_first
         trees: dict[str, Any] = {MODEL: self._model.values()}
@@ -126,7 +128,9 @@ class Save:
         return None if is_first else self._values[RNG]
 
     def _settle_differences(self) -> None:
-        """What all ranks must have the same of; what the first rank alone decides is told."""
+        """Refuse differences between ranks in what must be the same on all; warn where they differ
+        in what the first rank alone saves.
+        """
         rank_group = self._rank_group
         rank_group.agree("what is saved", self._described(), "save the same things on every rank")
         params, buffers = self._model.samples()
@@ -151,13 +155,15 @@ class Save:
         ]
         if differing and rank_group.is_first:
             LOG.warning(
-                "%s: rank 0's is saved, others have another: %s",
+                "%s: rank 0's is saved, other ranks have different values: %s",
                 rank_group.what,
                 ", ".join(f"{name} (rank {rank})" for name, rank in differing[:20]),
             )
 
     def _described(self) -> dict[str, str]:
-        """Names, types and shapes of all tensors that all ranks must know; settings and counts."""
+        """Describe what must be the same on all ranks: names, types and shapes of all tensors,
+        settings and counts, path and node.
+        """
         found = {
             f"{section}/{each.spec.name}": f"{each.spec.dtype} {list(each.spec.shape)}"
             for section in (MODEL, OPTIMIZER)
@@ -171,7 +177,7 @@ class Save:
         return found | {"the node": node_id()}
 
     def _make(self) -> dict[str, Any] | None:
-        """The first rank makes directory and files."""
+        """Make directory and files on the first rank; return the invitation for the other ranks."""
         if not self._rank_group.is_first:
             _UNDER_WAY.add(self)
             return None
@@ -217,7 +223,7 @@ class Save:
             self._optimizer.write_plain(self._shards[OPTIMIZER])
 
     def finish(self) -> Path:
-        """Write the rest, and make it a checkpoint. Any thread."""
+        """Write the rest, and publish the checkpoint. Any thread may call it."""
         assert self._writer is not None
         try:
             self._rank_group.by_consensus("the optimizer's state", self._run_saver)
@@ -247,7 +253,7 @@ class Save:
 
     @steadfast
     def give_up(self, error: BaseException) -> None:
-        """Leave nothing behind. Idempotent."""
+        """Remove everything that the save has made. Idempotent."""
         if self._saver is not None:
             self._saver.give_up(error)
         if self._writer is not None:
@@ -257,8 +263,8 @@ class Save:
             sweep(Path.cwd() / self.path)  # the first rank may have been lost
 
     def cancel(self, error: BaseException) -> None:
-        """Whoever works on it gets `error` soon and gives up, unless it is saved by then. Any
-        thread.
+        """Make every thread that works on the save raise `error` soon and give up, unless the
+        checkpoint is saved by then. Any thread may call it.
         """
         self._cancelled = error
         if self._saver is not None:
@@ -268,27 +274,27 @@ class Save:
         self._rank_group.cancel(error)
 
     def tell_failure(self, error: BaseException) -> None:
-        """In the report, in case nobody asks."""
+        """Note the failure in the report, in case no code waits for the ticket."""
         if self._session is not None:
             self._session.metrics.note(
                 f"background save of {self.path}", f"failed, nothing was kept: {reason(error)}"
             )
 
     def progress(self) -> object:
-        """Another value whenever something has come of it. Any thread."""
+        """Return a value that changes whenever the save has made progress. Any thread."""
         return (
             self._saver.progress if self._saver is not None else 0,
             self._writer.progress if self._writer is not None else 0,
         )
 
 
-# Those that have begun; ended ones go with their last user.
+# The saves that have begun. Weak references: an ended save is freed with its last user.
 _UNDER_WAY: weakref.WeakSet[Save] = weakref.WeakSet()
 
 
 def cancel_all(error: BaseException) -> None:
-    """Saves under way in any thread of this process end with `error`, or well if they are through.
-    What they have made is removed. Does not wait for it.
+    """Cancel the saves in flight in all threads of this process: each ends with `error`, or well if
+    it is through already. What they have made is removed. Does not wait for that.
     """
     for task in list(_UNDER_WAY):
         task.cancel(error)
@@ -328,7 +334,7 @@ def save(
 
 
 def process_group_of(optimizer: Any, keeper: Any) -> Any:
-    """As it was said to `wrap` or `prepare`; None, for all ranks, where nothing was."""
+    """Return the process group that `wrap` or `prepare` was given; None, for all ranks, if none."""
     if keeper is not None:
         return keeper.config.process_group
     found = innermost(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -338,7 +344,9 @@ def process_group_of(optimizer: Any, keeper: Any) -> Any:
 
 
 def node_id() -> str:
-    """The machine, as it has been running since it was started."""
+    """Return an identifier of this machine since it was booted: the kernel's boot id, or the host
+    name where there is none.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -348,7 +356,7 @@ def node_id() -> str:
 def check_arguments(
     path: str | os.PathLike[str], model: nn.Module, keep: int | None, stateful: Mapping[str, Any]
 ) -> None:
-    """Of `save` and `load`."""
+    """Check the arguments of `save` and `load`; raises `ConfigError`."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path: expected a directory's name, got {type(path).__name__}")
     if not isinstance(model, nn.Module):
@@ -367,8 +375,8 @@ def check_arguments(
 
 
 class _Shards:
-    """The files of one section: as many as are needed to keep each of a size that is easy to move
-    about. A tensor lies in one. What is not this rank's to write is left out.
+    """The files of one section: as many as it takes to keep each small enough to move about easily.
+    A tensor lies in one file. Bytes that other ranks write are left out.
     """
 
     def __init__(

@@ -1,16 +1,17 @@
 """One safetensors file of a checkpoint while it is written.
 
-Tensors come in any order and in pieces; every byte comes once. A piece lies where the header says,
-which is seldom at a block of the disk. Whole blocks in it are written from buffers of the output; a
-block that it shares with other pieces is kept until they have come, too, and then written once. So
-nothing is ever read to be written again, and all of it goes past the page cache.
+Tensors are written in any order and in pieces; every byte is written once. A piece lies where the
+header says, which is seldom at a block boundary of the disk. Whole blocks in it are written from
+buffers of the output; a block that it shares with other pieces is kept until these are written,
+too, and then goes to the disk once. So no block is ever read, changed and written again, and
+everything is written with direct I/O.
 
-Where several ranks write one file, each has bytes of its own. A block in which others have bytes,
-too, goes through the page cache, byte for byte: the kernel puts it together. No such block is ever
-written past the cache.
+Where several ranks write one file, each has bytes of its own. A block in which other ranks have
+bytes, too, goes through the page cache, byte for byte: the kernel merges them. No such block is
+ever written past the cache.
 
-A piece, or each PART_BYTES of a long one, becomes a part of the manifest with its own checksum,
-taken of the very bytes that are given to the disk.
+A piece, or each PART_BYTES of a long one, becomes a part in the manifest with its own checksum,
+computed from the very bytes that are given to the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ PART_BYTES = 16 << 20
 
 @dataclass
 class _TensorRange:
-    """Bytes [begin, end) of a tensor that somebody writes; crc32: None until they are copied."""
+    """A range [begin, end) of a tensor's bytes that has a writer. crc32: None until they are
+    copied.
+    """
 
     begin: int
     end: int
@@ -46,17 +49,17 @@ class _TensorRange:
 
 @dataclass
 class _ChecksumBlock:
-    """A block that is not whole yet."""
+    """A block of the file that does not have all of its bytes yet."""
 
     buffer: IoBuffer
-    nbytes: int = 0  # of it that are there
+    nbytes: int = 0  # how many of its bytes are there
 
 
 class Shard:
-    """A file of `section`. `write` may be called in any thread.
+    """A file of `section` that is being written. Any thread may call `write`.
 
-    own: the bytes of each tensor that are written here, where ranks write it together; the header
-    is written by `is_first`. None: everything is.
+    own: the bytes of each tensor that this rank writes, where ranks write the file together; the
+    rank with `is_first` writes the header. None: this rank writes everything.
     """
 
     def __init__(
@@ -83,10 +86,12 @@ class Shard:
     # --- writing ----------------------------------------------------------------------------------
 
     def write(self, name: str, begin_bytes: int, data: Any) -> None:
-        """Bytes of tensor `name` from `begin_bytes` on: all of `data`, a contiguous host tensor or
-        anything that shows its bytes, which is free again when this returns. Each byte once.
+        """Write `data` as the bytes of tensor `name` from `begin_bytes` on. data: a contiguous host
+        tensor, or any object that shows its bytes; the caller may change it when this returns. Each
+        byte is written once.
 
-        Raises what has gone wrong with any write of this checkpoint before.
+        Raises the first error of any earlier write of this checkpoint. May block until a buffer is
+        free.
         """
         place = self._places.get(name)
         if place is None:
@@ -118,7 +123,7 @@ class Shard:
             )
 
     def _claim(self, name: str, begin: int, end: int) -> list[_TensorRange]:
-        """The bytes become the caller's to write."""
+        """Claim the bytes, so that the caller alone writes them."""
         bounds = [*range(begin, end, PART_BYTES), end]
         fresh = [_TensorRange(a, b) for a, b in itertools.pairwise(bounds)]
         return self._add(name, begin, end, fresh)
@@ -138,7 +143,9 @@ class Shard:
         return fresh
 
     def _put(self, label: str, source: Buffer, offset: int) -> int:
-        """Copy bytes for `offset` of the file on, and start to write what is whole; their CRC."""
+        """Copy bytes that belong at `offset` of the file, and start to write each block that is
+        complete; return their CRC.
+        """
         block_bytes, each_bytes = self.file.block_bytes, self._output.each_bytes
         crc, at = 0, 0
         while at < source.nbytes:
@@ -164,7 +171,7 @@ class Shard:
         return crc
 
     def _put_broken(self, label: str, source: Buffer, offset: int, crc: int) -> int:
-        """Bytes within one block."""
+        """Copy bytes that lie within one block, and write the block once it is complete."""
         block_bytes = self.file.block_bytes
         number, begin = divmod(offset, block_bytes)
         with self._lock:
@@ -184,17 +191,17 @@ class Shard:
         if not is_whole:
             return crc
         if needed == min(block_bytes, self.nbytes - first):
-            # The file's last block is cut again at the end.
+            # The file's last block is padded; `commit` truncates the file to its length.
             self._output.start_block(label, self.file, first, block.buffer)
-        else:  # others have bytes in it, too
+        else:  # other ranks have bytes in it, too
             self._output.put_ranges(label, self.file, first, block.buffer, own)
         return crc
 
     # --- the end ----------------------------------------------------------------------------------
 
     def pieces(self) -> dict[str, list[list[int]]]:
-        """What was written here: begin, end and CRC-32 of each piece, by tensor. Raises
-        `StateError` while bytes of our own are missing.
+        """Return begin, end and CRC-32 of each piece that was written here, by tensor. Raises
+        `StateError` while some of this rank's bytes are missing.
         """
         with self._lock:
             found: dict[str, list[list[int]]] = {}
@@ -212,13 +219,15 @@ class Shard:
             return {name: pieces for name, pieces in found.items() if pieces}
 
     def take_in(self, pieces: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """What another rank has written. Raises `StateError` where a byte was written before."""
+        """Add the pieces that another rank has written. Raises `StateError` if a byte was written
+        before.
+        """
         for name, each in pieces.items():
             for begin, end, crc in each:
                 self._add(name, begin, end, [_TensorRange(begin, end, crc)])
 
     def saved(self) -> list[SavedTensor]:
-        """The tensors as the manifest has them. Raises `StateError` while bytes are missing."""
+        """Return the tensors for the manifest. Raises `StateError` while bytes are missing."""
         with self._lock:
             return [self._saved(name, place) for name, place in self._places.items()]
 
@@ -242,7 +251,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard will hold: its first bytes, its tensors, and its length."""
+    """The header of a shard, with the layout that it defines. text: its bytes. places: of the
+    tensors in the file. nbytes: the length of the file.
+    """
 
     section: str
     text: bytes
@@ -250,7 +261,9 @@ class ShardHeader:
     nbytes: int
 
     def extents(self, own: Mapping[str, Sequence[Range]], is_first: bool) -> list[Range]:
-        """The bytes of tensors, and of the header, as bytes of the file."""
+        """Return the ranges in the file of these bytes of tensors; the first rank has the header,
+        too.
+        """
         found = [(0, len(self.text))] if is_first else []
         for name, place in self.places.items():
             found += [(place.offset + begin, place.offset + end) for begin, end in own[name]]

@@ -1,8 +1,8 @@
-"""Directories that nobody looks at: checkpoints that are being written, or being removed.
+"""Hidden directories, which no load looks at: checkpoints that are being written or removed.
 
-Their names begin with a dot and hold the name that they will have or had. Whoever works on one
-holds a lock on it, which the system takes back when the process ends, however that is. So one whose
-lock is free belongs to nobody any more.
+Their names begin with a dot and hold the name that they will have or had. A process that works on
+one holds a lock on it, which the system releases when the process ends, in any way. So a directory
+whose lock is free has no owner any more.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME
 
 PART: Final = "part"  # is being written
 OLD: Final = "old"  # is being removed
-MOST_NAME_BYTES: Final = 200  # so that the hidden name is one, too
+MOST_NAME_BYTES: Final = 200  # so that the hidden name is not too long for a file system
 _HIDDEN: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(?:part|old)", re.DOTALL)
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def hidden_name(name: str, kind: str) -> str:
-    """A new one for `name`."""
+    """Return a new hidden name for `name`."""
     return f".{name}.{secrets.token_hex(8)}.{kind}"
 
 
 def name_within(hidden: str) -> str | None:
-    """The name that a hidden one stands for; None: it is none of ours."""
+    """Return the name that a hidden name stands for; None: it is not one that a save makes."""
     found = _HIDDEN.fullmatch(hidden)
     return found[1] if found else None
 
@@ -40,7 +40,7 @@ def open_directory(dir_fd: int, name: str) -> int:
 
 
 def try_lock(fd: int, shared: bool = False) -> bool | None:
-    """Take the lock of a directory, if it is free. None: there are no locks here."""
+    """Take the lock of a directory; return whether it was free. None: there are no locks here."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,7 +51,7 @@ def try_lock(fd: int, shared: bool = False) -> bool | None:
 
 
 def leads_to(dir_fd: int, name: str, fd: int) -> bool:
-    """Whether `name` in a directory is the one that is open as `fd`."""
+    """Return whether `name` in a directory is the file or directory open as `fd`."""
     try:
         found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except OSError:
@@ -60,15 +60,15 @@ def leads_to(dir_fd: int, name: str, fd: int) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a save makes files of that name."""
+    """Return whether a save makes files of that name."""
     return name == MANIFEST or SHARD_NAME.fullmatch(name) is not None
 
 
 def remove(disk: CheckpointDisk, dir_fd: int, name: str, fd: int, files: Iterable[str]) -> None:
     """Remove the directory `name`, open as `fd`, with `files` in it.
 
-    The manifest goes first: what is left by then, under whatever name, is no checkpoint. Raises
-    `OSError` where something is left.
+    The manifest is removed first: from then on the rest, under any name, is no checkpoint. Raises
+    `OSError` if something is left.
     """
     for file in sorted(files, key=lambda file: (file != MANIFEST, file)):
         disk.unlink(fd, file)

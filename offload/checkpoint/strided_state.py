@@ -1,7 +1,7 @@
 """State of parameters whose memory is in another order than their shape, where ranks share it.
 
-A rank's part is a piece of the memory, and lies all over the tensor that is saved. So each field is
-brought together on one rank, another for each parameter, which writes all of it; one at a time.
+A rank's part is one run of the memory, and is scattered over the tensor that is saved. So each
+field is gathered, and one rank, another for each parameter, writes all of it; one field at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_strided(record: Record) -> bool:
 
 
 class StridedState:
-    """This rank's parts of all such fields, from when they come until they are written."""
+    """The parts of all such fields that this rank holds, until they are written."""
 
     def __init__(self, held: Iterable[Held]) -> None:
         self._fields = {
@@ -44,7 +44,9 @@ class StridedState:
         return (number, field) in self._fields
 
     def add(self, number: int, field: str, begin_bytes: int, values: Tensor) -> None:
-        """Some of our elements, by their places in the parameter's memory. Any thread."""
+        """Copy some of this rank's elements, by their places in the parameter's memory. Any thread
+        may call it.
+        """
         record = self._fields[number, field]
         first, end = record.own or (0, 0)
         with self._lock:
@@ -57,7 +59,9 @@ class StridedState:
         part[begin : begin + values.numel()].copy_(values)
 
     def write(self, rank_group: RankGroup, put: Callable[[int, str, Tensor], None]) -> None:
-        """Bring them together. put: for each field that this rank writes."""
+        """Gather each field. put: called with those that this rank writes. Every rank must call
+        this; it blocks until all have.
+        """
         for (number, field), record in self._fields.items():
             parts = rank_group.bring_together(as_bytes(self._parts.pop((number, field))))
             if number % rank_group.count == rank_group.rank:

@@ -27,9 +27,9 @@ NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype
 
 
 def spec_of(name: str, tensor: Tensor, to_fill: bool = False) -> TensorSpec:
-    """Refuses what has no bytes of its own, or a type that safetensors files cannot have. One that
-    is spread over ranks is as all of it is. to_fill: a load will write into it, so that each
-    element has its own place.
+    """Return the spec of a tensor. Refuses one that has no bytes of its own, or a type that
+    safetensors files cannot have. A sharded tensor has the spec of the whole. to_fill: a load will
+    write into it, so each element must have its own place in memory.
     """
     if is_lazy(tensor):
         raise ConfigError(f"{name}: is lazy and has no shape yet; run one batch through the model")
@@ -63,9 +63,9 @@ def spec_of(name: str, tensor: Tensor, to_fill: bool = False) -> TensorSpec:
 def each_piece(
     tensor: Tensor, wants: Callable[[int, int], bool] = lambda begin, end: True
 ) -> Iterator[tuple[int, Tensor]]:
-    """The tensor's bytes, piece by piece: where each begins, and itself, in host memory. Whole
-    copies are made only of those whose memory is in another order than their shape. wants: whether
-    anything in [begin, end) is asked for; what is not stays where it is.
+    """Yield the tensor's bytes piece by piece, in host memory, with the begin of each. Only a
+    tensor whose memory is in another order than its shape is copied whole. wants: whether anything
+    in [begin, end) is wanted; a piece that is not wanted is not copied from its device.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     if not values.is_contiguous():
@@ -77,7 +77,7 @@ def each_piece(
 
 
 class Sink(Protocol):
-    """Takes the bytes of tensors; those that it does not want, it leaves out."""
+    """A receiver of tensors' bytes, which says which of them it wants."""
 
     def write(self, name: str, begin_bytes: int, values: Tensor) -> None: ...
 
@@ -85,7 +85,9 @@ class Sink(Protocol):
 
 
 def write(name: str, tensor: Tensor, sink: Sink) -> None:
-    """Hand the tensor's bytes over, those that are here, piece by piece. No view of it is left."""
+    """Write those bytes of the tensor that are here to the sink, piece by piece. Keeps no view of
+    the tensor.
+    """
     (first, end), here = bytes_here(name, tensor), local_of(tensor)
     if first < end and sink.wants(name, first, end):
         for begin, piece in each_piece(here, lambda a, b: sink.wants(name, first + a, first + b)):
@@ -93,8 +95,10 @@ def write(name: str, tensor: Tensor, sink: Sink) -> None:
 
 
 def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> Holding:
-    """Who writes it: all ranks together what is the same on all; each its own part of what is
-    spread over them; the first (`is_first`: whether this is it) what may differ.
+    """Return which bytes of a tensor this rank writes: a share of one that is the same on all
+    ranks; of a sharded tensor, the rows that it is the first to hold; of one that may differ, all
+    of it on the first rank, and nothing elsewhere. is_first: for a tensor that may differ, whether
+    this is the first rank; None for any other.
     """
     spec = spec_of(name, tensor)
     if is_sharded(tensor):
@@ -106,7 +110,7 @@ def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> Holdi
 
 
 def bytes_here(name: str, tensor: Tensor) -> Range:
-    """The bytes of the whole tensor that this process has."""
+    """Return the range of the whole tensor's bytes that this process has."""
     if not is_sharded(tensor):
         return 0, tensor.numel() * tensor.element_size()
     rows = rows_of(name, tensor)
@@ -115,7 +119,7 @@ def bytes_here(name: str, tensor: Tensor) -> Range:
 
 
 def sample(tensor: Tensor) -> int:
-    """A checksum of some of its bytes: the first, the last, and some between."""
+    """Return a checksum of some of the tensor's bytes: the first, the last, and some between."""
     flat = tensor.detach().reshape(-1)
     size = max(1, _SAMPLE_BYTES // tensor.element_size())
     crc = 0
@@ -126,8 +130,8 @@ def sample(tensor: Tensor) -> int:
 
 
 def fill(target: Tensor, source: FieldSource) -> None:
-    """Read the tensor's values, of the same type and shape, into it; of one that is spread over
-    ranks, those that are here.
+    """Read a source of the same type and shape into the tensor; for a sharded tensor, only the rows
+    that are here.
     """
     if is_sharded(target):
         fill(local_of(target.detach()), local_part(source, target))
@@ -148,15 +152,15 @@ def fill(target: Tensor, source: FieldSource) -> None:
 
 
 def whole(source: FieldSource) -> Tensor:
-    """All of it, in memory."""
-    with torch.inference_mode(False):  # whoever gets it may change it later
+    """Read all of the source into host memory."""
+    with torch.inference_mode(False):  # the caller may change it later
         found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
     source.read_into(0, as_bytes(found))
     return found
 
 
 class _RowsOfSource:
-    """Some rows of a source, as a source."""
+    """A source of some rows of another source."""
 
     def __init__(self, source: FieldSource, first: int, like: Tensor) -> None:
         self._source, self._first = source, first
@@ -167,7 +171,7 @@ class _RowsOfSource:
 
 
 def local_part(source: FieldSource, like_tensor: Tensor) -> FieldSource:
-    """Of a whole tensor the rows that a tensor of that shape has here."""
+    """Return a source of the rows that a sharded tensor has here; `source` itself for others."""
     if not is_sharded(like_tensor):
         return source
     row_bytes = math.prod(like_tensor.shape[1:]) * source.dtype.itemsize
@@ -176,7 +180,7 @@ def local_part(source: FieldSource, like_tensor: Tensor) -> FieldSource:
 
 
 def has_values_of(target: Tensor, source: FieldSource) -> bool:
-    """Whether the tensor has these very bits already."""
+    """Return whether the tensor has these very bits already."""
     return all(
         torch.equal(piece, _read(source, begin, piece.numel()))
         for begin, piece in each_piece(target)

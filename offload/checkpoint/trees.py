@@ -1,4 +1,4 @@
-"""Trees of plain values and tensors: states of schedulers and the like, and what users add.
+"""Trees of plain values and tensors: states of schedulers and other objects, and the user's extra.
 
 Their tensors lie in shards of their own (`OTHER`); the tree has their names in their places.
 """
@@ -25,14 +25,14 @@ OTHER = "other"
 
 
 class Leaves:
-    """The tensors of all trees of one checkpoint, each once. They are held, not copied."""
+    """The tensors of all trees of one checkpoint, each once. They are referenced, not copied."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}  # by their names in the shards
         self._known: dict[int, str] = {}
 
     def encode(self, section: str, tree: Any) -> Any:
-        """The tree as a manifest has it; a `ConfigError` names what cannot be saved."""
+        """Encode the tree for the manifest; a `ConfigError` names what cannot be saved."""
 
         def put(leaf: Any) -> str | None:
             if not isinstance(leaf, Tensor):
@@ -49,7 +49,7 @@ class Leaves:
             raise ConfigError(f"save: {section}: {error}") from error
 
     def digest(self, section: str, encoded: Any) -> str:
-        """Of a tree that was encoded, with its tensors' values."""
+        """Return a digest of an encoded tree with the values of its tensors."""
         found = hashlib.sha256(json.dumps(encoded).encode())
         for name, tensor in self.tensors.items():
             if name.startswith(f"{section}."):
@@ -58,12 +58,12 @@ class Leaves:
         return found.hexdigest()[:16]
 
     def specs(self) -> list[TensorSpec]:
-        """The widest types first, so that each begins at a multiple of its size."""
+        """Return the specs, widest types first, so that each begins at a multiple of its size."""
         specs = [spec_of(name, tensor) for name, tensor in self.tensors.items()]
         return sorted(specs, key=lambda spec: -SIZES[spec.dtype])
 
     def holdings(self) -> list[Holding]:
-        """They are the first rank's to write."""
+        """Return what the first rank writes of the tensors: all of it."""
         return [Holding(spec, ((0, spec.nbytes),)) for spec in self.specs()]
 
     def write(self, sink: Sink) -> None:
@@ -72,8 +72,8 @@ class Leaves:
 
 
 def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
-    """What was given to `Leaves.encode`. get: reads a tensor by its full name; each is read once,
-    so that what was one object is one again.
+    """Decode a tree that `Leaves.encode` returned. get: reads a tensor by its full name; called
+    once for each name, so that what was one object is one again.
     """
     read: dict[str, Tensor] = {}
 
@@ -86,7 +86,7 @@ def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
 
 
 def without_numpy(tree: Any) -> Any:
-    """Numbers of numpy's as Python's own; everything else as it is."""
+    """Replace numpy's scalars in the tree by Python numbers; leave everything else as it is."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return tree
@@ -96,7 +96,7 @@ def without_numpy(tree: Any) -> Any:
 def _converted(tree: Any, scalar: type[Any], depth: int) -> Any:
     if isinstance(tree, scalar):
         return tree.item()
-    if depth == 0:  # `encode` refuses it: it may hold itself
+    if depth == 0:  # `encode` refuses it: it may contain itself
         return tree
     if type(tree) in (list, tuple):
         return type(tree)(_converted(item, scalar, depth - 1) for item in tree)
@@ -115,8 +115,8 @@ def _has_scalar(tree: Any, scalar: type[Any]) -> bool:
 
 
 def packed(value: Any) -> Any:
-    """A number that may be a tensor without dimensions, such as a step count: with its bits in the
-    tree itself, for there is one for each parameter.
+    """Pack a number that may be a tensor without dimensions, such as a step count: its bits are in
+    the tree itself, for there is one for each parameter.
     """
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in NAMES:
         ((_, bits),) = each_piece(value)
@@ -125,7 +125,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(held: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
-    """What `packed` was given. Raises `FormatError` where it can be nothing of that."""
+    """Unpack what `packed` returned. Raises `FormatError` for anything else."""
     if set(held) == {"value"}:
         return held["value"]
     dtype, bits = dtypes.get(str(held.get("tensor"))), held.get("bits")

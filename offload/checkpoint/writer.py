@@ -6,13 +6,13 @@
         writer.commit(values, fingerprint, keep=3)
 
 All work is done in a hidden directory beside `path`. `commit` makes the files durable one by one,
-the manifest behind them, then the directory, and then gives it its name, which is one step for
-everybody else. Whatever fails before that, or with it, removes everything. A failed fsync is final:
-the system may have dropped the bytes, and a second one would not say so.
+the manifest after them, then the directory, and then publishes it by a rename, which is atomic for
+all other processes. An error before that, or in it, removes everything. A failed fsync is final:
+the system may have dropped the bytes, and a second fsync would not say so.
 
-Several ranks save together (`rank_group`): the first has this writer, the others a
-`ParticipantWriter` each, by an `invitation`. All write their own bytes; the first alone writes the
-manifest and gives the name, when it has heard from all that their bytes are durable.
+Several ranks save together (`rank_group`): the first has this writer, every other rank a
+`ParticipantWriter`, by an `invitation`. All write their own bytes; the first alone writes the
+manifest and publishes the checkpoint, when all ranks have told it that their bytes are durable.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from offload.core.metrics import Metrics
 from offload.core.portable import drop_cached
 from offload.storage.safetensors_header import TensorSpec
 
-# The phases of a commit, which all ranks come to.
+# The phases of a commit, which all ranks go through.
 WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"
 
 
 class WriterState(Enum):
     OPEN = "open"  # shards are opened and written
     COMMITTING = "being committed"
-    DONE = "saved"  # it has its name
+    DONE = "saved"  # it has its final name
     GONE = "abandoned"  # nothing of it is left
 
 
@@ -62,8 +62,8 @@ MOVES = {
 
 
 class _OpenWork:
-    """What has to be given back however it ends: directory, files, memory. No writer in it, so that
-    a forgotten one can go.
+    """The resources of a save that must be released however it ends: directory, files, memory. It
+    does not refer to the writer, so that an abandoned writer can be garbage-collected.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class _OpenWork:
 
 
 class CheckpointWriter:
-    """Shards may be written in any threads; `commit` and `abandon` are one thread's business."""
+    """A writer of one checkpoint. Any thread may write shards; one thread commits or abandons."""
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class CheckpointWriter:
         buffer_bytes: int = BUFFER_BYTES,
         rank_group: RankGroup | None = None,
     ) -> None:
-        """Missing parents are made. buffer_bytes: of all shards together. team: whose first rank
-        this is.
+        """Make the hidden directory, and missing parents. buffer_bytes: of all shards together.
+        rank_group: the ranks that save together; this is the first of them.
         """
         self.path = check_path(path)
         self._rank_group = rank_group or RankGroup(f"save of {path}", None)
@@ -125,11 +125,11 @@ class CheckpointWriter:
         tensors: Sequence[TensorSpec],
         own: Mapping[str, Sequence[Range] | None] | None = None,
     ) -> Shard:
-        """A new file for these tensors of `section`, with room for all of their bytes. own: of each
-        tensor, as a `Holding` has it; for a team.
+        """Make a new file for these tensors of `section`, with room for all of their bytes. own:
+        of each tensor, as in `Holding`; for a save of several ranks.
 
-        A full disk is told here: a `StoreError` with the numbers. It may be that of the whole save,
-        which has failed then.
+        A full disk is reported here: a `StoreError` with the numbers. An error in making the file
+        fails the whole save.
         """
         with self._lock:
             self._check_open()
@@ -187,7 +187,9 @@ class CheckpointWriter:
         return file
 
     def _open_again(self, name: str) -> int:
-        """For blocks in which other ranks have bytes, too."""
+        """Open the file again, for blocks in which other ranks have bytes, too; -1 if this process
+        saves alone.
+        """
         if self._rank_group.count == 1:
             return -1
         with told("open", self.path / name):
@@ -195,7 +197,7 @@ class CheckpointWriter:
         return self._work.fds[-1]
 
     def invitation(self) -> dict[str, Any]:
-        """What the other ranks must know to write with us, when all shards are open."""
+        """Return what the other ranks must know to write their parts. All shards must be open."""
         draft = self._work.draft
         return {
             "directory": str(draft.parent.path / draft.hidden),
@@ -211,13 +213,14 @@ class CheckpointWriter:
     def commit(
         self, values: Mapping[str, Any], fingerprint: str, *, keep: int | None = None
     ) -> Path:
-        """Make it durable and give it its name; returns its path.
+        """Make the checkpoint durable and publish it; return its path.
 
         values: by section, as `format.values.encode` made them. keep: how many checkpoints of this
-        directory with this fingerprint stay, this one included. Then all of it is read back past
-        the page cache and compared first, and older ones beyond that number are removed. On any
-        error nothing is left of it, and nothing older has gone. But where another rank is lost
-        after it has its name, it stays, and the error says so.
+        directory with this fingerprint stay, this one included; None: all. With a number, all of
+        the checkpoint is first read back past the page cache and compared, and older ones beyond
+        that number are removed at the end. On any error nothing of the checkpoint is left, and no
+        older one has been removed. The exception: if another rank is lost after the checkpoint is
+        published, it stays, and the error says so.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep: expected None, or 1 or more, got {keep!r}")
@@ -242,16 +245,16 @@ class CheckpointWriter:
         return self.path
 
     def _flush(self) -> dict[str, Any]:
-        """All that is written here is with the disk."""
+        """Wait until all writes of this rank have ended."""
         if self._rank_group.count == 1:
             for shard in self._shards:
-                shard.saved()  # before we wait for anything
+                shard.saved()  # raises if bytes are missing, before we wait for anything
         self._work.output.flush()
         self._disk.hook("data written")
         return {}
 
     def _take_in(self, pieces: Sequence[Mapping[str, Any]]) -> None:
-        """What the other ranks have written."""
+        """Add the pieces that the other ranks have written."""
         for theirs in pieces[1:]:
             for shard in self._shards:
                 shard.take_in(theirs[shard.name])
@@ -262,7 +265,7 @@ class CheckpointWriter:
         self._end(keep)
 
     def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> None:
-        """Everything, durable under its hidden name."""
+        """Make files, manifest and directory durable under the hidden name."""
         output, draft = self._work.output, self._work.draft
         saved = [tensor for shard in self._shards for tensor in shard.saved()]
         for shard in self._shards:
@@ -294,24 +297,28 @@ class CheckpointWriter:
             self._disk.hook("manifest written")
             with told("fsync", path):
                 self._disk.fsync(fd)
-            drop_cached(fd, 0, 0)  # who reads it reads the disk
+            drop_cached(fd, 0, 0)  # so that a later read comes from the disk
         finally:
             os.close(fd)
 
     def _verify(self) -> None:
-        """Read everything back from the disk, or our share of it."""
+        """Read everything, or this rank's share of it, back from the disk, and compare it."""
         draft, output = self._work.draft, self._work.output
         hidden = draft.parent.path / draft.hidden
         try:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
                 if reader.manifest != self._manifest:
-                    raise FormatError(f"{hidden / MANIFEST}: it is another one")
+                    raise FormatError(
+                        f"{hidden / MANIFEST}: it is not the manifest that was written"
+                    )
                 reader.check(output.buffers, output.check, (0, self._rank_group.count))
         except FormatError as error:  # it was right when it was written
             raise not_what_was_written(self.path, error) from error
 
     def _end(self, keep: int | None) -> None:
-        """It is saved. What is left to do changes nothing about that."""
+        """Release everything after the checkpoint is published, and remove older checkpoints. The
+        checkpoint stays saved, also if this fails.
+        """
         work = self._work
         assert self._manifest is not None
         try:
@@ -329,16 +336,18 @@ class CheckpointWriter:
 
     @property
     def progress(self) -> object:
-        """Another value whenever something has come of it."""
+        """A value that changes whenever the save has made progress."""
         return self._work.output.progress, self._work.output.looks
 
     def cancel(self, error: BaseException) -> None:
-        """Whoever writes or commits gets `error` soon, unless it is saved by then. Any thread."""
+        """Make the thread that writes or commits raise `error` soon, unless the checkpoint is saved
+        by then. Any thread may call it.
+        """
         self._work.output.fail(error)
 
     def abandon(self) -> None:
-        """Remove everything, unless it is saved. Idempotent; also by `with`, and when the writer is
-        forgotten.
+        """Remove everything, unless the checkpoint is saved. Idempotent; also called at the end of
+        `with`, and when the writer is garbage-collected.
         """
         with self._lock:
             if self._state in (WriterState.DONE, WriterState.GONE):
@@ -369,7 +378,7 @@ class CheckpointWriter:
 def share(
     header: ShardHeader, own: Mapping[str, Sequence[Range] | None] | None, rank_group: RankGroup
 ) -> dict[str, list[Range]] | None:
-    """The bytes of a file's tensors that this rank writes; None: all."""
+    """Return the bytes of a file's tensors that this rank writes; None: all."""
     if rank_group.count == 1:
         return None
     assert own is not None
@@ -377,14 +386,14 @@ def share(
 
 
 def identity_of(fd: int) -> list[int]:
-    """By which another process knows that it has opened the same."""
+    """Return device and inode, by which another process knows that it has the same file open."""
     found = os.fstat(fd)
     return [found.st_dev, found.st_ino]
 
 
 def not_what_was_written(path: Path, error: FormatError) -> CorruptionError:
     return CorruptionError(
-        f"checkpoint {path}: what came back from the disk is not what was written "
+        f"checkpoint {path}: what was read from the disk is not what was written "
         f"({error}); the drive, its cable or the memory is faulty: use another drive",
         errno=errno.EBADMSG,
         operation="verify",

@@ -1,4 +1,4 @@
-"""What every other package stands on, and what imports none of them.
+"""The modules that every other package of `offload` imports, and that import none of them.
 
 Errors and the logger; the config and its budget of host bytes; locks, tickets and the host memory
 pool; metrics and the timeline; facts about the host and its drives; strict readers of small files.

@@ -1,9 +1,10 @@
-"""Host bytes of this process: one limit, shared by everything that holds memory.
+"""The budget of host memory: one byte limit for all pools and in-memory stores of this process.
 
-Pools and stores in memory take their share here before they allocate, so that together they stay
+A pool or an in-memory store takes its share here before it allocates, so that together they stay
 below one number. (The few MiB of an I/O engine's own buffers are not counted yet.) A share that
-does not fit is refused at once, with a table of who holds what; nothing waits here, for shares last
-as long as their holders. Knows numbers and names, no memory. Any thread.
+does not fit is refused at once, with a table of the holders and their bytes; no call blocks here,
+because a share lasts as long as its holder. The module counts bytes by name and allocates nothing.
+Any thread may call it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offload.core.errors import CapacityError, ConfigError
 
 @dataclass(frozen=True)
 class BudgetHolder:
-    """Whom a share is for, in words that its user knows: a model or an optimizer, since when."""
+    """The model or optimizer that a share is for, in words that the user knows, and since when."""
 
     name: str
     since_s: float = field(default_factory=time.time)
@@ -37,7 +38,7 @@ _HOLDER: ContextVar[BudgetHolder | None] = ContextVar("holder", default=None)
 
 @contextmanager
 def held_by(holder: BudgetHolder | None) -> Iterator[None]:
-    """Shares that this thread takes inside are the holder's."""
+    """Assign the shares that this thread takes to `holder` while the block runs."""
     token = _HOLDER.set(holder)
     try:
         yield
@@ -46,12 +47,12 @@ def held_by(holder: BudgetHolder | None) -> Iterator[None]:
 
 
 def holder_now() -> BudgetHolder | None:
-    """Whose shares this thread takes."""
+    """Return the holder of the shares that this thread takes now; None: none is set."""
     return _HOLDER.get()
 
 
 class Share:
-    """Bytes taken from a budget. `release()` gives them back; idempotent."""
+    """A number of bytes taken from a budget. `release()` returns them; idempotent."""
 
     def __init__(self, budget: Budget, what: str, nbytes: int) -> None:
         self.what, self.nbytes, self.holder = what, nbytes, holder_now()
@@ -64,20 +65,20 @@ class Share:
 
 
 class Budget:
-    """`limit_bytes` in all; None: no limit yet, shares are counted only."""
+    """A limit of `limit_bytes` on the sum of all shares; None: no limit yet, only count them."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._lock = threading.Lock()
         self._shares: list[Share] = []
-        # Shares that have come back. A finalizer may run at any moment, even in a thread that holds
-        # the lock, so it only leaves them here.
+        # Shares that were released. A finalizer may run at any moment, even in a thread that holds
+        # the lock, so it only appends them here; the next call that has the lock subtracts them.
         self._returned: deque[Share] = deque()
         self._peak_bytes = 0
         self._limit_bytes: int | None = None
         self.limit(limit_bytes)
 
     def limit(self, nbytes: int | None) -> None:
-        """Set the limit; below what is held already it is refused."""
+        """Set the limit. Raises `CapacityError` if it is below the bytes that are held already."""
         if nbytes is not None and nbytes < 1:
             raise ConfigError(f"limit: expected 1 byte or more, got {nbytes}")
         with self._lock:
@@ -89,12 +90,12 @@ class Budget:
             self._limit_bytes = nbytes
 
     def put_back_limit(self, nbytes: int | None) -> None:
-        """The limit that was there before one that came to nothing, whatever is held."""
+        """Restore the limit from before a call that failed, even below the bytes held now."""
         with self._lock:
             self._limit_bytes = nbytes
 
     def take(self, nbytes: int, what: str) -> Share:
-        """Bytes for `what`, or `CapacityError` with the numbers."""
+        """Take `nbytes` for `what`. Raises `CapacityError` with the numbers if they do not fit."""
         if nbytes < 0:
             raise ConfigError(f"nbytes: expected 0 or more, got {nbytes}")
         with self._lock:
@@ -121,7 +122,7 @@ class Budget:
         return ", ".join(rows) or "nothing"
 
     def holders(self) -> dict[str, int]:
-        """Bytes by whom they are for; by what they are where nobody has said."""
+        """Return the bytes held per holder, or per `what` for shares without a holder."""
         found: dict[str, int] = {}
         with self._lock:
             self._sum()

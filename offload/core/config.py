@@ -1,8 +1,8 @@
-"""The user's wishes as one frozen value.
+"""The user's configuration as one frozen dataclass.
 
-`Config` says what the user wants, in bytes and names; what follows from it is derived elsewhere and
-shown in the plan. Every field is checked here, alone and against the others, before anything is
-touched. Reads no environment.
+`Config` holds what the user wants, in bytes and names; the planner derives all else from it and
+shows it in the plan. Every field is checked here, alone and against the other fields, before the
+engine touches anything. Reads no environment variable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNITS: dict[str, int] = {
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_MAX_BYTES = 2**63 - 1  # what file offsets and tensor sizes can count
+_MAX_BYTES = 2**63 - 1  # the most that file offsets and tensor sizes can count
 _C = TypeVar("_C", bound=type)
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
@@ -38,7 +38,10 @@ ACTIVATIONS = ("keep", "recompute", "offload")
 
 
 def parse_size(name: str, value: int | str) -> int:
-    """Bytes from a whole number or a string such as "512MiB" or "1.5 GB"; 1 to 2**63 - 1."""
+    """Parse bytes from a whole number or a string such as "512MiB" or "1.5 GB"; 1 to 2**63 - 1.
+
+    Raises `ConfigError`, which names the field `name`.
+    """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f'{name}: expected bytes or a size such as "8GiB", got {_show(value)}')
     nbytes = value if isinstance(value, int) else _parse_size_text(name, value)
@@ -63,7 +66,7 @@ def _parse_size_text(name: str, text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` for people: "8 GiB", "1.5 MiB", "12 B"."""
+    """Format `nbytes` for messages and tables: "8 GiB", "1.5 MiB", "12 B"."""
     size, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
@@ -73,7 +76,9 @@ def format_size(nbytes: int) -> str:
 
 
 def parse_name(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """`value` if it is one of `allowed`; a torch dtype counts as its name."""
+    """Return `value` as a name if it is one of `allowed`, else raise `ConfigError`. A torch dtype
+    counts as its name.
+    """
     text = (value if isinstance(value, str) else _show(value)).removeprefix("torch.")
     if text not in allowed:
         raise ConfigError(
@@ -83,11 +88,14 @@ def parse_name(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def _refuse_unknown_fields(cls: _C) -> _C:
-    """Class decorator: an unknown keyword is a ConfigError with the nearest field, no TypeError."""
-    known = [field.name for field in fields(cls)]
-    init = cls.__init__  # type: ignore[misc]  # this class, not one below it
+    """Make `cls` raise a `ConfigError` with the nearest field for an unknown keyword, no TypeError.
 
-    @functools.wraps(init)  # the signature stays as the dataclass made it
+    A class decorator.
+    """
+    known = [field.name for field in fields(cls)]
+    init = cls.__init__  # type: ignore[misc]  # of this class, not of a subclass
+
+    @functools.wraps(init)  # keeps the signature that the dataclass made
     def checked(self: Any, *args: Any, **values: Any) -> None:
         for name in values:
             if name not in known:
@@ -103,10 +111,10 @@ def _refuse_unknown_fields(cls: _C) -> _C:
 @_refuse_unknown_fields
 @dataclass(frozen=True)
 class Config:
-    """What `wrap` and `prepare` are asked for; every field is also a keyword of theirs.
+    """The configuration of `wrap` and `prepare`; each field is also a keyword argument of both.
 
-    Sizes may be given as strings and are kept in bytes; dtypes may be given as such and are kept by
-    name. A wrong value or an unknown field is a `ConfigError` when the `Config` is made.
+    Sizes may be given as strings and are kept in bytes; dtypes may be given as torch dtypes and are
+    kept by name. The constructor raises `ConfigError` for a wrong value or an unknown field.
     """
 
     device: str | torch.device = "auto"
@@ -142,7 +150,7 @@ class Config:
     """Units fetched ahead; "auto": from the tuned profile, else from the trace."""
 
     max_grad_norm: float | None = None
-    """Clip the global gradient norm to this inside the update. None: the loop clips, or nobody."""
+    """Clip the global gradient norm to this inside the update. None: the loop clips, or nothing."""
 
     release_grads: bool = False
     """wrap: free device gradients as they reach the host. `p.grad` is then None: clip with
@@ -175,7 +183,7 @@ class Config:
             "activations", parse_name("activations", self.activations, (*ACTIVATIONS, "auto"))
         )
         device_type = _check_device(self.device)
-        # Types first, here and below: an array compared with a string is no bool.
+        # Check types first, here and below: the comparison of an array with a string is no bool.
         if not isinstance(self.prefetch_depth, str) or self.prefetch_depth != "auto":
             _check_count("prefetch_depth", self.prefetch_depth, 'or "auto"')
         if self.max_grad_norm is not None:
@@ -194,11 +202,11 @@ class Config:
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(
             self, field, value
-        )  # the one way to normalise a field of a frozen dataclass
+        )  # the only way to normalise a field of a frozen dataclass
 
     @classmethod
     def of(cls, config: Config | None = None, **changes: Any) -> Config:
-        """`config` (or the defaults) with `changes`, checked as a new `Config` is."""
+        """Return `config` (or the defaults) with `changes`, checked as a new `Config` is."""
         if config is None:
             return cls(**changes)
         if not isinstance(config, cls):
@@ -222,10 +230,10 @@ def _paths(name: str, value: object) -> tuple[Path, ...] | None:
 
 
 def _path(name: str, item: object) -> Path:
-    """One path with `~` resolved. Whether it exists is not asked here."""
+    """Return `item` as a path with `~` expanded. Does not check whether it exists."""
     try:
         text = os.fspath(item)  # type: ignore[call-overload]
-    except TypeError:  # no path, or one that does not keep its own promise
+    except TypeError:  # no path, or a PathLike whose __fspath__ returns no str or bytes
         text = None
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{name}: expected a path, got {_show(item)}")
@@ -244,7 +252,7 @@ def _path(name: str, item: object) -> Path:
 
 
 def _check_device(device: object) -> str | None:
-    """The device's type; None for "auto"."""
+    """Return the device's type, None for "auto". Raises `ConfigError` if torch does not know it."""
     if isinstance(device, str) and device == "auto":
         return None
     import torch
@@ -253,7 +261,7 @@ def _check_device(device: object) -> str | None:
     if isinstance(device, str | int | torch.device):
         try:
             return torch.device(device).type
-        except Exception as error:  # RuntimeError, TypeError, ValueError: it has no rule
+        except Exception as error:  # torch raises RuntimeError, TypeError or ValueError, by no rule
             reason = str(error)
     raise ConfigError(f'device: expected "auto" or a torch device, got {_show(device)}: {reason}')
 
@@ -267,7 +275,7 @@ def _check_count(name: str, value: object, otherwise: str = "") -> None:
 def _check_norm(name: str, value: object) -> None:
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # a whole number above all floats
         number = math.inf
     if isinstance(value, bool) or not 0 < number < math.inf:
         raise ConfigError(f"{name}: expected a finite number above 0, or None, got {_show(value)}")
@@ -279,7 +287,7 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _show(value: object) -> str:
-    """`repr` for messages: cut where it is long, and the type where it fails (10**5000 does)."""
+    """Return `repr(value)` for a message: cut if long; the type if `repr` raises (10**5000)."""
     try:
         text = repr(value)
     except Exception:

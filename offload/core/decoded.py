@@ -1,4 +1,4 @@
-"""A sequence that is kept in few bytes, and whose items are made when they are asked for."""
+"""A read-only sequence over compact rows that makes each item on access."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class Rows(Protocol[S]):
 
 
 class Decoded(Sequence[T], Generic[R, T]):
-    """The items that `decode` makes of `rows`, which may not change any more. So a report of a long
-    run, which few look at to the end, is no larger than one of a short run.
+    """A lazy sequence of the items that `decode` makes of `rows`, which may not change any more.
+
+    So a report of a long run, which few users read to the end, takes no more memory than one of a
+    short run.
     """
 
     def __init__(self, rows: Rows[R], decode: Callable[[R], T]) -> None:
@@ -41,7 +43,7 @@ class Decoded(Sequence[T], Generic[R, T]):
         return self._decode(self._rows[index])
 
     def __eq__(self, other: object) -> bool:
-        """As lists are equal."""
+        """Compare item by item, as lists do."""
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""Facts about one directory: can it hold swap files, on which file system, on which drive.
+"""Facts about one directory: whether it can hold swap files, on which file system and drive.
 
-As in `offload.core.host_facts`, a fact is a value or None and nothing raises for a missing one.
-What the kernel does not tell is tried: a file without a name is opened in the directory, one block
-is written to it, and it is gone when the probe returns, also when the process is killed. The
-directory itself is never created.
+As in `offload.core.host_facts`, a fact is a value or None, and no function raises for a missing
+one. What the kernel does not report is tried: the probe opens an unnamed file in the directory and
+writes one block to it; the file is gone when the probe returns, also when the process is killed.
+The directory itself is never created.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STATX_DIO_OFFSET = 0x98  # stx_dio_mem_align, then stx_dio_offset_align, both u
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of /proc/self/mountinfo, as far as we need it."""
+    """A mount: the fields of one line of /proc/self/mountinfo that the engine needs."""
 
     point: str
     fs_type: str
@@ -47,13 +47,16 @@ class Drive:
     """The block device below a file system."""
 
     name: str  # "nvme0n1"
-    rotational: bool | None  # virtual drives often claim so whatever they are
+    rotational: bool | None  # virtual drives often report True on any hardware
     model: str | None
 
 
 @dataclass(frozen=True)
 class DirectIo:
-    """Whether O_DIRECT works, and the multiples that addresses and offsets must have."""
+    """The result of the O_DIRECT probe: whether it works, and which alignment it needs.
+
+    Memory addresses must be multiples of `mem_align_bytes`, file offsets of `offset_align_bytes`.
+    """
 
     works: bool | None  # None: could not be tried
     mem_align_bytes: int | None = None
@@ -62,13 +65,13 @@ class DirectIo:
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """A directory that may hold swapped bytes. What could not be found out about it is None."""
+    """The facts about a directory that may hold swap files. An unknown fact is None."""
 
     path: Path
-    exists: bool  # False only if the system says so; `error` tells of other obstacles
+    exists: bool  # False only if the system says so; `error` names other obstacles
     is_directory: bool
     writable: bool
-    error: str | None = None  # name of the errno that stopped us
+    error: str | None = None  # name of the errno that stopped the probe
     mount: Mount | None = None
     drive: Drive | None = None
     ram_backed: bool | None = None
@@ -79,7 +82,7 @@ class DirectoryFacts:
 
 
 def read_directory(path: Path, root: Path = ROOT) -> DirectoryFacts:
-    """All facts about `path`. Writes one block to an unnamed file there; leaves nothing behind."""
+    """Read all facts about `path`. Writes one block to an unnamed file there; leaves no file."""
     # Not Path.resolve: it raises for a loop of links.
     path = Path(os.path.realpath(path))
     try:
@@ -122,7 +125,9 @@ def _read_space(path: Path) -> tuple[int | None, int | None]:
 
 
 def find_mount(path: Path, root: Path = ROOT) -> Mount | None:
-    """The mount that holds the absolute `path`: longest prefix; the last of equals hides others."""
+    """Find the mount that holds the absolute `path`: the longest prefix; the last of equals, which
+    hides the earlier ones.
+    """
     best: Mount | None = None
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         mount = _parse_mount(line)
@@ -149,9 +154,9 @@ def _unescape(text: str) -> str:
 
 
 def find_drive(mount: Mount, root: Path = ROOT) -> Drive | None:
-    """The block device of a mount, the whole drive for a partition; None where sysfs shows none."""
+    """Find the block device of a mount, the drive of a partition; None if sysfs shows none."""
     node = root / "sys/dev/block" / mount.device
-    if not node.exists():  # btrfs and others use made-up numbers, but name the device
+    if not node.exists():  # btrfs and some others use virtual numbers, but name the device
         if not mount.source.startswith("/dev/"):
             return None
         node = root / "sys/class/block" / Path(os.path.realpath(root / mount.source[1:])).name
@@ -170,7 +175,9 @@ def find_drive(mount: Mount, root: Path = ROOT) -> Drive | None:
 
 
 def _collect_models(node: Path, depth: int = 8) -> set[str]:
-    """Models of the drives below a device. RAID, LVM and encryption list theirs in `slaves`."""
+    """Collect the models of the drives below a device. RAID, LVM and encryption list their drives
+    in `slaves`.
+    """
     model = read_text(node / "device/model")
     if model:
         return {model}
@@ -197,7 +204,7 @@ def _is_ram_backed(mount: Mount | None, drive: Drive | None) -> bool | None:
 
 
 def _probe(facts: DirectoryFacts) -> DirectoryFacts:
-    """Add what only a file can tell: writable, O_TMPFILE, O_DIRECT."""
+    """Add the facts that need an open file: writable, O_TMPFILE, O_DIRECT."""
     try:
         fd, o_tmpfile = open_unnamed(facts.path)
     except OSError as error:
@@ -210,9 +217,9 @@ def _probe(facts: DirectoryFacts) -> DirectoryFacts:
 
 
 def open_unnamed(directory: Path) -> tuple[int, bool]:
-    """Open a new file without a name, for reading and writing, 0600. The caller closes it.
+    """Open a new unnamed file for reading and writing, mode 0600. The caller closes it.
 
-    Also tells whether O_TMPFILE made it; otherwise it had a name for a moment. Raises OSError when
+    Also return whether O_TMPFILE made it; otherwise it had a name for a moment. Raises OSError when
     neither way works.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
@@ -220,7 +227,7 @@ def open_unnamed(directory: Path) -> tuple[int, bool]:
         try:
             return os.open(directory, flags | os.O_TMPFILE, 0o600), True
         except OSError:
-            pass  # EOPNOTSUPP, EISDIR or EINVAL, by kernel; a real obstacle stops the next try too
+            pass  # EOPNOTSUPP, EISDIR or EINVAL, by kernel; another error recurs in the next try
     name = directory / f".offload-probe-{secrets.token_hex(8)}"
     fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -232,9 +239,9 @@ def open_unnamed(directory: Path) -> tuple[int, bool]:
 
 
 def probe_direct_io(fd: int) -> DirectIo:
-    """Switch the file to O_DIRECT, ask for its alignment, and prove the answer by a write.
+    """Switch the file to O_DIRECT, ask for its alignment, and verify the answer by a write.
 
-    The flag is set on an open file because open(O_CREAT | O_DIRECT) can fail and leave its file.
+    The flag is set on an open file because open(O_CREAT | O_DIRECT) can fail and leave the file.
     """
     if not hasattr(os, "O_DIRECT"):
         return DirectIo(False)
@@ -243,7 +250,7 @@ def probe_direct_io(fd: int) -> DirectIo:
     except OSError:
         return DirectIo(False)
     declared = read_dio_alignment(fd)
-    if declared and 0 in declared:  # the kernel's way to say that this file has no direct I/O
+    if declared and 0 in declared:  # the kernel reports 0 for a file without direct I/O
         return DirectIo(False)
     works: bool | None = False
     candidates = (declared, *_PROBED_ALIGNMENTS) if declared else _PROBED_ALIGNMENTS
@@ -257,7 +264,10 @@ def probe_direct_io(fd: int) -> DirectIo:
 
 
 def read_dio_alignment(fd: int) -> tuple[int, int] | None:
-    """Memory and offset alignment by statx (Linux 6.1 on); (0, 0): no O_DIRECT; None: not told."""
+    """Return the memory and offset alignment from statx (Linux 6.1 on).
+
+    (0, 0): the file has no direct I/O; None: statx does not report it.
+    """
     try:
         statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     except OSError:
@@ -275,11 +285,13 @@ def read_dio_alignment(fd: int) -> tuple[int, int] | None:
 
 
 def _try_direct_write(fd: int, mem_align_bytes: int, offset_align_bytes: int) -> bool | None:
-    """Write one unit, aligned no better than asked. None: failed, but not for its alignment."""
+    """Write one unit from memory that is aligned no better than asked; return whether that worked.
+    None: it failed for a reason other than alignment or missing support.
+    """
     nbytes = offset_align_bytes
     with mmap.mmap(-1, 2 * mem_align_bytes + nbytes) as area:
         address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        # An odd multiple of the alignment: memory that is aligned better would prove nothing.
+        # An odd multiple of the alignment: better aligned memory would prove nothing.
         start = (mem_align_bytes - address) % (2 * mem_align_bytes)
         with memoryview(area)[start : start + nbytes] as unit:
             try:

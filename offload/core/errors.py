@@ -1,40 +1,38 @@
-"""Every error that `offload` raises on purpose.
+"""The errors that `offload` raises on purpose.
 
-All derive from `OffloadError`, so that one `except` catches what the engine has to say. A message
-names what failed, which one, what was got and expected, and what to do about it. This file imports
-nothing.
+All derive from `OffloadError`, so that one `except` catches every error of the engine. A message
+names the operation that failed and its object, what was expected and what was got, and what to do
+about it. This file imports nothing.
 """
 
 from __future__ import annotations
 
 
 class OffloadError(Exception):
-    """Base of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class ConfigError(OffloadError, ValueError):
-    """What the caller asked for is not acceptable: an argument, a field, an environment variable.
+    """An argument, a field or an environment variable that is not acceptable.
 
     Raised before anything is changed.
     """
 
 
 class CapacityError(OffloadError):
-    """A byte budget is too small for what must be held in it. Carries the arithmetic in its
-    message.
-    """
+    """A byte budget that is too small for what it must hold. The message has the arithmetic."""
 
 
 class StateError(OffloadError, RuntimeError):
-    """The object is not in a state in which this can be done: closed, poisoned, used after fork."""
+    """A call that the object's state does not allow: it is closed, poisoned, or used after fork."""
 
 
 class FormatError(OffloadError):
-    """A file is not what it should be: damaged, hostile, or of another version."""
+    """A file that is not in the expected format: damaged, hostile, or of another version."""
 
 
 class StoreError(OffloadError, OSError):
-    """The disk or the system refused an operation on swapped bytes."""
+    """An operation on swapped bytes that the drive or the system refused."""
 
     def __init__(
         self,
@@ -55,28 +53,30 @@ class StoreError(OffloadError, OSError):
 
 
 class StoreTimeout(StoreError):
-    """An operation did not end within its deadline. Its buffer is quarantined, not reused."""
+    """An operation that did not end by its deadline. Its buffer is quarantined, not reused."""
 
 
 class CorruptionError(StoreError):
-    """Bytes came back from the disk that are not the bytes that were written."""
+    """A read from the drive that returned other bytes than were written."""
 
 
 class TorchVersionWarning(UserWarning):
-    """Nobody has compared this version of torch with ours, bit by bit; given once."""
+    """A version of torch whose update was not compared bit by bit with the engine's; given once."""
 
 
 def reason(error: BaseException) -> str:
-    """What an error is and says, for messages; an interrupt says nothing by itself."""
+    """Describe an error for a message: its type and its text, which an interrupt does not have."""
     if isinstance(error, KeyboardInterrupt) and not str(error):
         return "KeyboardInterrupt (Ctrl-C)"
     text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}, without a word"
+    return (
+        f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}, without a message"
+    )
 
 
 def kind_of(name: str) -> type[OffloadError]:
-    """The error of that name, which another rank has raised: what a program does about it, it does
-    on all ranks. `StateError` where it is none of ours.
+    """Return the error class called `name`, which another rank has raised, so that a program can
+    handle the error in the same way on all ranks. `StateError` if `name` is no class of this file.
     """
     kind = globals().get(name)
     is_ours = isinstance(kind, type) and issubclass(kind, OffloadError)

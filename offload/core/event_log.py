@@ -1,4 +1,4 @@
-"""The last events of a run, in memory that does not grow as the run goes on."""
+"""A log of the last events of a run, in memory of constant size."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Iterator
 
 from offload.core.timeline import Event
 
-_MOST_TEXTS = 1024  # that are shared; those of a step have its number, and never come again
+_MOST_TEXTS = 1024  # shared texts; those with the number of a step in them never recur
 
 
 class EventLog:
-    """A ring of `most` events: columns that are there from the start, names shared by all events
-    that have them. One thread at a time.
+    """A ring buffer of the last `most` events: columns that are allocated at the start, and texts
+    that events with the same text share. One thread at a time.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._count = 0  # of events, those that are forgotten included
+        self._count = 0  # of events appended, overwritten ones included
         self._rows = [""] * most
         self._names = [""] * most
-        self._times_s = array("d", [0.0]) * (2 * most)  # begin and end of one behind each other
+        self._times_s = array("d", [0.0]) * (2 * most)  # begin and end of each event in turn
         self._nbytes = array("q", [0]) * most
-        # Not `sys.intern`: texts that come and go make its table, which has those of all modules,
-        # grow by megabytes.
+        # Not `sys.intern`: its table, which all modules share, grows by megabytes from texts that
+        # are made and freed all the time.
         self._texts: dict[str, str] = {}
 
     def append(self, event: Event) -> None:
-        """Keep an event; the oldest makes room."""
+        """Append an event; it overwrites the oldest when the log is full."""
         place = self._count % self._most
         self._rows[place] = self._shared(event.row)
         self._names[place] = self._shared(event.name)
         self._times_s[2 * place] = event.begin_s
         self._times_s[2 * place + 1] = event.end_s
         self._nbytes[place] = event.nbytes
-        self._count += 1  # an interrupted event is written anew by the next
+        self._count += 1  # last: the next event overwrites one that was interrupted
 
     def _shared(self, text: str) -> str:
         if len(self._texts) >= _MOST_TEXTS:
@@ -42,7 +42,7 @@ class EventLog:
         return self._texts.setdefault(text, text)
 
     def copy(self) -> EventLog:
-        """The log as it is now."""
+        """Return a copy that later events do not change."""
         made = EventLog(0)
         made._most, made._count, made._texts = self._most, self._count, {}
         made._rows, made._names = self._rows[:], self._names[:]
@@ -50,7 +50,7 @@ class EventLog:
         return made
 
     def __getitem__(self, index: int) -> Event:
-        """0 is the first that is remembered, -1 the last."""
+        """Return one event: 0 is the oldest that the log still holds, -1 the latest."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         first = self._count if index < 0 else self._count - len(self)

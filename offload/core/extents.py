@@ -1,7 +1,7 @@
-"""Free space as pure integers: which pieces of a range are free, which are taken.
+"""A best-fit allocator over integers: which extents of a range are free, and which are taken.
 
-The host pool cuts its arena with it and the disk store its files. Knows no memory and no files. Not
-thread-safe: the owner has a lock of its own.
+The host pool allocates its arena with it, and the disk store its files. It touches no memory and no
+files. Not thread-safe: the owner holds its own lock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from offload.core.errors import StateError
 
 @dataclass
 class Extents:
-    """The range [0, capacity), cut into taken and free pieces whose borders are multiples of
-    `align`.
+    """The range [0, capacity), divided into taken and free extents at multiples of `align`.
 
-    Best fit: the smallest free piece that is large enough, lowest first, so that large pieces stay
-    whole. Neighbours that are free are always one piece. Sizes are rounded up to `align` and no
+    Best fit: the smallest free extent that is large enough, lowest first, so that large extents
+    stay whole. Adjacent free extents are always merged. Sizes are rounded up to `align` and no
     further. A change that a signal handler interrupts is done or not done, never half; `is_taken`
     tells which.
     """
@@ -36,7 +35,7 @@ class Extents:
         self._count_again()
 
     def _replace(self, first: int, last: int, piece: tuple[int, int] | None) -> None:
-        """Free pieces number `first` to `last` - 1 give way to `piece`, or to none."""
+        """Replace the free extents number `first` to `last` - 1 by `piece`, or by none."""
         for begin, size in self._free[first:last]:
             del self._by_size[bisect_left(self._by_size, (size, begin))]
         if piece is None:
@@ -49,21 +48,21 @@ class Extents:
         return -(-size // self.align) * self.align
 
     def take(self, size: int) -> int | None:
-        """Begin of a free piece of at least `size`, now taken; None when there is none."""
+        """Take at least `size` of a free extent and return its begin; None if no extent fits."""
         begin = self.find(size)
         if begin is not None:
             self.take_at(begin, size)
         return begin
 
     def find(self, size: int) -> int | None:
-        """Where `take` would take; nothing is changed."""
+        """Return the begin that `take` would return; change nothing."""
         if size < 1:
             raise StateError(f"extents: expected a size from 1 on, got {size}")
         place = bisect_left(self._by_size, (self.round_up(size),))
         return self._by_size[place][1] if place < len(self._by_size) else None
 
     def take_at(self, begin: int, size: int) -> None:
-        """Take the first `size` of the free piece that starts at `begin`."""
+        """Take the first `size` of the free extent that starts at `begin`."""
         size = self.round_up(size)
         place = bisect_left(self._free, (begin,))
         found, have = self._free[place]
@@ -79,7 +78,7 @@ class Extents:
             raise
 
     def give_back(self, begin: int) -> None:
-        """Make the piece that starts at `begin` free again, joined with its free neighbours."""
+        """Free the taken extent that starts at `begin`, and merge it with its free neighbours."""
         if begin not in self._taken:
             raise StateError(f"extents: nothing is taken at {begin}")
         try:
@@ -99,7 +98,7 @@ class Extents:
             raise
 
     def _count_again(self) -> None:
-        """Everything from what is taken: an interrupted change is whole again."""
+        """Rebuild all else from `_taken`, which makes the tables consistent after an interrupt."""
         free, end = [], 0
         for begin, size in [*sorted(self._taken.items()), (self.capacity, 0)]:
             if begin > end:
@@ -109,11 +108,11 @@ class Extents:
         self.used = sum(self._taken.values())
 
     def size_at(self, begin: int) -> int:
-        """Size of the taken piece that starts at `begin`."""
+        """Return the size of the taken extent that starts at `begin`."""
         return self._taken[begin]
 
     def is_taken(self, begin: int) -> bool:
-        """Whether a taken piece starts at `begin`."""
+        """Return whether a taken extent starts at `begin`."""
         return begin in self._taken
 
     @property

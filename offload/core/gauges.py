@@ -1,4 +1,4 @@
-"""How many bytes something holds, for samples of memory over time."""
+"""Gauges of memory: the bytes that a pool, a store or this process holds now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class _Measurable(Protocol):
 
 
 def used_by(holder: _Measurable) -> Callable[[], int | None]:
-    """Asks a pool or a store as long as it is there; it is not held."""
+    """Return a function that asks a pool or a store for its used bytes.
+
+    The function has a weak reference to `holder`, and returns None once `holder` is collected.
+    """
     there = weakref.ref(holder)
 
     def ask() -> int | None:
@@ -32,19 +35,19 @@ def used_by(holder: _Measurable) -> Callable[[], int | None]:
 
 
 def resident_bytes() -> int | None:
-    """Of this process, as the system counts them; None where it does not tell."""
+    """Return the RSS of this process; None where the system does not report it."""
     pages = _pages()
     return None if pages is None else pages[0] * _PAGE_BYTES
 
 
 def private_bytes() -> int | None:
-    """The same without pages of files and of memory that is shared."""
+    """Return the RSS of this process without file-backed pages and shared memory; None as above."""
     pages = _pages()
     return None if pages is None else (pages[0] - pages[1]) * _PAGE_BYTES
 
 
 def resident_peak_bytes() -> int | None:
-    """Most that `resident_bytes` ever was."""
+    """Return the peak of `resident_bytes` in the life of this process (VmHWM); None if unknown."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"VmHWM:"):
@@ -53,7 +56,7 @@ def resident_peak_bytes() -> int | None:
 
 
 def _pages() -> tuple[int, int] | None:
-    """That are resident, and those of them that are shared."""
+    """Return the number of resident pages, and of the shared ones among them."""
     with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
         _, resident, shared, _ = file.read().split(maxsplit=3)
         return int(resident), int(shared)

@@ -1,16 +1,17 @@
-"""The C library's heap: how much freed memory it keeps, and when it gives that back to the kernel.
+"""The C library's heap: how much freed memory it keeps, and when it returns that to the kernel.
 
-Kept is fast: an optimizer's state, made in the first step, lies at the top of the heap, above
-gradients and activations, and so keeps glibc from giving their memory back whenever they are freed.
-When the state moves away, every step would fault their pages in again. So glibc is told to keep
-what is freed.
+Keeping freed memory is fast. In plain training the optimizer state, allocated in the first step,
+lies at the top of the heap, above gradients and activations, and so keeps glibc from returning
+their memory to the kernel whenever they are freed. With the state evicted, every step would fault
+their pages in again. So the engine tells glibc to keep freed memory.
 
-But what is kept is not always used again. torch aligns its tensors to 64 bytes, for which glibc
-looks for a chunk that is 96 bytes larger than the tensor: that of a freed tensor of the same size
-is too small unless its neighbours are free, too. Gradients that come and go one after the other, as
-those do that have a place on disk, then take new memory each, up to the sum of them all. So RSS is
-looked at while gradients arrive and units run. Where it has grown by more than `SLACK_BYTES` beyond
-what was ever needed, free pages go back to the kernel: what is left is what is in use.
+But glibc does not always reuse what it keeps. torch aligns its tensors to 64 bytes, for which glibc
+looks for a heap chunk that is 96 bytes larger than the tensor: that of a freed tensor of the same
+size is too small unless its neighbours are free, too. Gradients that are made and freed one after
+the other, as spilled gradients are, then take new memory each, up to the sum of them all. So the
+engine looks at RSS while gradients arrive and units run. Where RSS has grown by more than
+`SLACK_BYTES` beyond the most that was ever needed, it trims the heap: free pages return to the
+kernel, and the RSS that is left is in use.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from typing import Any, Final
 from offload.core.gauges import private_bytes, resident_bytes, resident_peak_bytes
 from offload.core.metrics import Metrics
 
-SLACK_BYTES: Final = 96 << 20  # that may be free and resident beyond the most that was needed
-_PASSING_SLACK_BYTES = 32 << 20  # the same, beyond what comes and goes between two looks
+SLACK_BYTES: Final = 96 << 20  # may be free and resident beyond the most that was needed
+_PASSING_SLACK_BYTES = 32 << 20  # the same, beyond the memory made and freed between two looks
 _LOOK_EVERY_BYTES = 16 << 20  # of gradients
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 _NEVER = -1
-_MOST_MMAP_BYTES = 32 << 20  # where glibc itself ends up; a limit of our own turns its own off
+_MOST_MMAP_BYTES = 32 << 20  # where glibc's own threshold ends up; setting it ends its adjustment
 _NO_TRIM = (
     "this C library has no malloc_trim: memory of freed gradients may stay with the process, "
     "beyond host_memory"
@@ -38,8 +39,9 @@ _NO_TRIM = (
 
 
 class Heap:
-    """Of this process, for all prepared models and wrapped optimizers. No lock: threads that look
-    at once do the same twice.
+    """The heap of this process, for its users: all prepared models and wrapped optimizers.
+
+    No lock: threads that look at the same time do the same work twice.
     """
 
     def __init__(
@@ -51,16 +53,16 @@ class Heap:
         self._trim = trim or give_back_free_pages
         self._users = 0
         self._level_bytes = 0  # RSS that needs no trimming
-        self._last_bytes = 0  # RSS when it was last looked at
-        self._passing_bytes = 0  # most that one look saw come and go since the one before it
+        self._last_bytes = 0  # RSS at the last look
+        self._passing_bytes = 0  # most that was made and freed again between two looks
         self._arrived_bytes = 0
-        self.base_bytes: int | None = None  # resident when nothing of ours was there
-        self._peak_before_bytes = 0  # of RSS, at that time
+        self.base_bytes: int | None = None  # resident before the engine held any memory
+        self._peak_before_bytes = 0  # peak of RSS at that time
         self.trims = 0
 
     def serve(self, user: object, metrics: Metrics) -> None:
-        """Keep what is freed, within bounds, as long as `user` lives, which has not begun to use
-        its memory yet.
+        """Make glibc keep freed memory, within bounds, for the lifetime of `user`. To be called
+        before `user` allocates its memory.
         """
         if not keep_freed_memory() and _glibc() is None:
             metrics.fall_back("freed memory", _NO_TRIM)
@@ -71,7 +73,9 @@ class Heap:
         weakref.finalize(user, self._leave).atexit = False
 
     def settle(self) -> None:
-        """What was to be moved into a user's memory has been moved, and freed where it was."""
+        """Trim the heap, once values have been moved into a user's memory and their old memory was
+        freed; lower `base_bytes` if RSS is below it now.
+        """
         if self._users and self._trim():
             known = [n for n in (self.base_bytes, resident_bytes()) if n is not None]
             self.base_bytes = min(known, default=None)
@@ -85,14 +89,14 @@ class Heap:
             give_freed_memory_back()
 
     def arrived(self, nbytes: int) -> None:
-        """So many bytes of gradients have been made."""
+        """Count `nbytes` of new gradients; look at RSS every 16 MiB of them."""
         self._arrived_bytes += nbytes
         if self._arrived_bytes >= _LOOK_EVERY_BYTES:
             self.look()
 
     def look(self) -> None:
-        """Have free pages go where RSS has grown without need. Costs some microseconds where it has
-        not. Any thread.
+        """Trim the heap if RSS has grown beyond the allowed level; otherwise the look costs some
+        microseconds. Any thread.
         """
         self._arrived_bytes = 0
         now = self._private() if self._users else None
@@ -102,8 +106,10 @@ class Heap:
         self._last_bytes = now or 0
 
     def _note_trim(self, before: int, left: int) -> int:
-        """What is left is in use. What came since the last look and has gone was needed in between,
-        and will be again: to give that back each time would cost more than it is worth.
+        """Raise the allowed level after a trim, and return `left`, the bytes still in use.
+
+        Memory that was made since the last look and has been freed again was needed in between, and
+        will be again: to return it to the kernel each time would cost more than it is worth.
         """
         passed = min(before - self._last_bytes, before - left)
         self._passing_bytes = max(self._passing_bytes, passed)
@@ -112,15 +118,17 @@ class Heap:
         return left
 
     def peak_bytes(self) -> int | None:
-        """Most RSS since there is a user; None: there is none, or it is not known because there was
-        more before.
+        """Return the peak of RSS since the first user; None: there is no user, or the peak is
+        unknown because RSS was higher before.
         """
         peak = resident_peak_bytes() if self._users else None
         return peak if peak is not None and peak > self._peak_before_bytes else None
 
 
 def keep_freed_memory() -> bool:
-    """Whether it was done. Whoever has set glibc's own variables knows better."""
+    """Make glibc keep freed memory; return whether it does. Changes nothing if the user has set
+    glibc's own environment variables.
+    """
     mallopt = None if _is_set_by_user() else _mallopt()
     if mallopt is None:
         return False
@@ -129,8 +137,8 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Now, and from now on as glibc does by itself once a tensor of 32 MiB was freed: what it did
-    before cannot be asked.
+    """Return freed memory to the kernel now, and from now on as glibc does by itself once a tensor
+    of 32 MiB was freed: the setting from before cannot be read.
     """
     mallopt = None if _is_set_by_user() else _mallopt()
     if mallopt is not None:
@@ -139,7 +147,7 @@ def give_freed_memory_back() -> None:
 
 
 def give_back_free_pages() -> bool:
-    """Of all the heap, wherever they are; whether there is a way to do that."""
+    """Return the free pages of the whole heap to the kernel; False: the C library cannot."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -158,7 +166,7 @@ def _mallopt() -> Any:
 
 @cache
 def _glibc() -> Any:
-    """None: there is another C library."""
+    """Load glibc; None if this process has another C library."""
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version()

@@ -1,4 +1,4 @@
-"""Who else holds a piece of memory."""
+"""Reference counts of a tensor's memory: whether other tensors share it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def holders(memory: Tensor) -> int:
-    """How many tensors share the memory, `memory` itself included."""
+    """Return how many tensors share the storage of `memory`, `memory` itself included."""
     storage = memory.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage` itself
 
 
 def has_grad_to_itself(param: Tensor) -> bool:
-    """Whether nobody but the parameter can reach its gradient, which is there, or the memory of
-    it. The caller must not hold it either.
+    """Return whether the parameter has the only reference to its gradient and to the gradient's
+    storage. The parameter must have a gradient, and the caller must not hold a reference to it.
     """
     grad = param.grad
     assert grad is not None
-    # What numpy and the like have made, and what other processes see, torch does not count.
+    # torch does not count references to memory from numpy and the like, nor in other processes.
     is_shared: bool = grad.is_shared()  # type: ignore[no-untyped-call]
     is_torchs = grad.untyped_storage().resizable() and not is_shared
     del grad
@@ -29,8 +29,8 @@ def has_grad_to_itself(param: Tensor) -> bool:
 
 
 def _counts(param: Tensor) -> tuple[int, int, int, int]:
-    """References to the gradient and to its memory, by Python and by C++; those of this function
-    are among them.
+    """Count the references to the gradient and to its storage, from Python and from C++; those of
+    this function are among them.
     """
     grad = param.grad
     assert grad is not None
@@ -45,7 +45,9 @@ def _counts(param: Tensor) -> tuple[int, int, int, int]:
 
 @cache
 def _counts_of_one() -> tuple[int, int, int, int]:
-    """What they are where nobody else has any: versions of Python and torch differ in that."""
+    """Return the counts of a gradient without other references. They differ between versions of
+    Python and torch, so they are measured.
+    """
     with torch.inference_mode(False):
         lone = torch.empty(1, dtype=torch.float32, device="cpu")
         lone.grad = torch.empty_like(lone)

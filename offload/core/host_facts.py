@@ -1,9 +1,9 @@
 """Facts about this machine: cores, memory, limits, io_uring, torch and its accelerator.
 
-Decides nothing and changes nothing; what is good enough is the business of those who ask. A fact
-is a value, or None where the system does not tell (another kernel, a container that hides the
-file); nothing here raises for a missing one. Every function that reads `/proc` or `/sys` takes
-`root`, the directory below which it looks for them. `offload.core.drive_facts` knows directories.
+Decides nothing and changes nothing; the callers judge what is good enough. A fact is a value, or
+None where the system does not report it (another kernel, a container that hides the file); no
+function raises for a missing one. Every function that reads `/proc` or `/sys` takes `root`, the
+directory that holds them. `offload.core.drive_facts` has the facts about directories.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path("/")
-UNLIMITED_BYTES: Final = 2**63 - 1  # a limit that is known and does not bind
+UNLIMITED_BYTES: Final = 2**63 - 1  # a known limit of "unlimited"
 
 _IO_URING_SETUP = 425  # the same number on every architecture that torch runs on
 _IO_URING_PARAMS_BYTES = 120
@@ -31,32 +31,37 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Cpu:
-    """Cores: those of the machine, and those that this process may use."""
+    """The cores of the machine, and those that this process may use."""
 
     model: str | None
     logical: int | None
     physical: int | None
-    affinity: int | None  # logical cores that the scheduler may give us
+    affinity: int | None  # logical cores that this process may run on
     quota_cores: float | None  # cgroup: seconds of CPU per second; None: no quota
     numa_nodes: int | None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """RAM and swap of the machine, and the cgroup's share of it. No limit is None."""
+    """The RAM and swap of the machine, and the limits of this process's cgroups.
+
+    None: unknown, or no limit.
+    """
 
     total_bytes: int | None
     available_bytes: int | None
     swap_total_bytes: int | None
     swap_free_bytes: int | None
-    cgroup_limit_bytes: int | None  # the smallest on the way from our group to the top
+    cgroup_limit_bytes: int | None  # the smallest from this process's group to the root
     cgroup_usage_bytes: int | None  # of the group with that limit, page cache included
     cgroup_room_bytes: int | None  # least of limit - usage + reclaimable cache over all groups
 
 
 @dataclass(frozen=True)
 class HugePages:
-    """Transparent huge pages (`always`, `madvise`, `never`) and free pages of the explicit kind."""
+    """The setting of transparent huge pages (`always`, `madvise`, `never`), and the free explicit
+    ones.
+    """
 
     transparent: str | None
     explicit_free_bytes: int | None
@@ -64,25 +69,25 @@ class HugePages:
 
 @dataclass(frozen=True)
 class Memlock:
-    """How much memory this process may lock; UNLIMITED_BYTES when there is no limit."""
+    """The limit of locked memory of this process; UNLIMITED_BYTES when there is no limit."""
 
     soft_bytes: int | None
     hard_bytes: int | None
-    exempt: bool  # holds CAP_IPC_LOCK on the host: the limit is not applied
+    exempt: bool  # has CAP_IPC_LOCK on the host: the kernel ignores the limit
 
 
 @dataclass(frozen=True)
 class IoUring:
-    """Whether the kernel gave us a ring when asked for one."""
+    """The result of a trial: whether this process can set up an io_uring."""
 
     usable: bool | None  # None: could not be tried
     error: str | None  # name of the errno of the refusal
-    disabled: int | None  # sysctl kernel.io_uring_disabled: 0 for all, 1 some, 2 nobody may
+    disabled: int | None  # sysctl kernel.io_uring_disabled: 0 for none, 1 for some, 2 for all
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch that this interpreter imports, or why it does not."""
+    """The version of torch that this interpreter imports, or the error of the import."""
 
     version: str | None
     error: str | None
@@ -100,7 +105,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """All facts that do not depend on a directory."""
+    """The facts about this machine that do not depend on a directory."""
 
     system: str  # "Linux", "Darwin"
     kernel: str  # release, as `uname -r`
@@ -114,7 +119,7 @@ class HostFacts:
 
 
 def read_machine(root: Path = ROOT) -> HostFacts:
-    """All facts. Imports torch; everything else takes milliseconds."""
+    """Read all facts about this machine. Imports torch; all else takes milliseconds."""
     return HostFacts(
         system=platform.system() or "unknown",
         kernel=platform.release() or "unknown",
@@ -132,7 +137,7 @@ def read_machine(root: Path = ROOT) -> HostFacts:
 
 
 def read_text(path: Path) -> str | None:
-    """Text of a small file without white space around it, or None when it cannot be read."""
+    """Read a small file as text, stripped of white space; None when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
@@ -140,7 +145,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """The whole number that is all the file holds, or None."""
+    """Read a file that holds one whole number and no more, else None."""
     return _parse_int(read_text(path))
 
 
@@ -152,9 +157,10 @@ def _parse_int(text: str | None, base: int = 10) -> int | None:
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """The answer of a foreign library, or None.
+    """Call `question`, which uses a foreign library, and return its answer, or None if it raises.
 
-    Where files are missing, libraries raise what they like, or warn, which raises under `-W error`.
+    Where files are missing, libraries raise errors of any kind, or warn, which raises under
+    `-W error`.
     """
     try:
         with warnings.catch_warnings():
@@ -165,7 +171,7 @@ def _ask(question: Callable[[], Any]) -> Any:
 
 
 def _psutil() -> Any:
-    """psutil; to be called within `_ask`, because it may be missing or broken."""
+    """Import psutil. To be called within `_ask`, because it may be missing or broken."""
     import psutil  # type: ignore[import-untyped,unused-ignore]
 
     return psutil
@@ -175,7 +181,7 @@ def _psutil() -> Any:
 
 
 def read_cpu(root: Path = ROOT) -> Cpu:
-    """Cores of the machine, and what affinity and cgroup leave of them to this process."""
+    """Read the cores of the machine, and those that affinity and cgroup leave to this process."""
     return Cpu(
         model=read_cpu_model(root),
         logical=os.cpu_count(),
@@ -187,20 +193,20 @@ def read_cpu(root: Path = ROOT) -> Cpu:
 
 
 def read_cpu_model(root: Path = ROOT) -> str | None:
-    """Name of the processor; on ARM, where the kernel knows no name, the architecture."""
+    """Read the name of the processor; on ARM, where the kernel has no name, the architecture."""
     cpuinfo = read_text(root / "proc/cpuinfo") or ""
     found = re.search(r"^model name\s*:\s*(\S.*)$", cpuinfo, re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine() or None
 
 
 def read_cpu_quota(root: Path = ROOT) -> float | None:
-    """The smallest cgroup quota from our group to the top, in cores; None without one."""
+    """Read the smallest cgroup quota from this process's group to the root, in cores; or None."""
     quotas = (_quota_of(level) for level in cgroup_levels("cpu", root))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_of(level: Path) -> float | None:
-    """Quota of one group in cores. v2: one file, "max" for none; v1: two files, -1 for none."""
+    """Read the quota of one cgroup in cores. v2: one file, "max" for none; v1: two, -1 for none."""
     fields = (read_text(level / "cpu.max") or "").split()
     if len(fields) == 2:
         quota_us, period_us = _parse_int(fields[0]), _parse_int(fields[1])
@@ -213,7 +219,7 @@ def _quota_of(level: Path) -> float | None:
 
 
 def count_numa_nodes(root: Path = ROOT) -> int | None:
-    """Memory nodes of the machine."""
+    """Count the NUMA nodes of the machine; None if the kernel lists none."""
     names = _list_names(root / "sys/devices/system/node")
     return sum(re.fullmatch(r"node\d+", name) is not None for name in names) or None
 
@@ -229,7 +235,7 @@ def _list_names(directory: Path) -> list[str]:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """RAM, swap, and what the cgroup allows."""
+    """Read RAM, swap, and the limits of the cgroups."""
     ram = _ask(lambda: _psutil().virtual_memory())
     swap = _ask(lambda: _psutil().swap_memory())
     limit_bytes, usage_bytes, room_bytes = _read_cgroup_memory(root)
@@ -245,10 +251,11 @@ def read_memory(root: Path = ROOT) -> Memory:
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
-    """Directories that may hold the controller's files, from our group to the top, v1 and v2 alike.
+    """List the directories that may hold the controller's files, of v1 and v2, from this process's
+    group to the root.
 
-    Directories that do not exist may be among them: without a cgroup namespace a container sees the
-    host's path in /proc/self/cgroup and has its own group mounted at the top, where the walk ends.
+    Some may not exist: without a cgroup namespace a container sees the host's path in
+    /proc/self/cgroup, and has its own group mounted at the root, where the walk ends.
     """
     base = root / "sys/fs/cgroup"
     levels: list[Path] = []
@@ -262,7 +269,7 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # our group lies outside of the namespace: only its top can be seen
+        if ".." in parts:  # the group is outside of the namespace: only its root can be seen
             parts = []
         for mount in mounts:
             levels += [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -270,18 +277,21 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
 
 
 def _read_cgroup_memory(root: Path) -> tuple[int | None, int | None, int | None]:
-    """Smallest limit, usage of the group that has it, least room under any limit."""
+    """Read the smallest limit, the usage of the group with it, and the least room below any limit.
+
+    Room counts reclaimable page cache as free.
+    """
     limits: list[tuple[int, int | None]] = []
     rooms: list[int] = []
     for level in cgroup_levels("memory", root):
         limit_bytes = _first_int(level, ("memory.max", "memory.limit_in_bytes"))
-        # v1 has no word for "no limit" but the largest multiple of the page size below 2**63.
+        # v1 reports "no limit" as the largest multiple of the page size below 2**63.
         if limit_bytes is None or limit_bytes >= 2**60:
             continue
         usage_bytes = _first_int(level, ("memory.current", "memory.usage_in_bytes"))
         limits.append((limit_bytes, usage_bytes))
         if usage_bytes is not None:
-            # Page cache counts as usage, yet the kernel gives it up before it kills anybody.
+            # Page cache counts as usage, yet the kernel reclaims it before it kills a process.
             rooms.append(max(0, limit_bytes - usage_bytes + _read_reclaimable_bytes(level)))
     limit, usage = min(limits, key=lambda pair: pair[0], default=(None, None))
     return limit, usage, min(rooms, default=None)
@@ -293,9 +303,9 @@ def _first_int(level: Path, names: Iterable[str]) -> int | None:
 
 
 def _read_reclaimable_bytes(level: Path) -> int:
-    """Page cache of a group and all below it that is not in active use."""
+    """Read the inactive page cache of a group and of all groups below it."""
     stat = read_text(level / "memory.stat") or ""
-    # v1 counts the group alone under the plain name, v2 counts all below it.
+    # The plain name counts only the group itself in v1, and all groups below it, too, in v2.
     for key in ("total_inactive_file", "inactive_file"):
         found = re.search(rf"^{key} (\d+)$", stat, re.MULTILINE)
         if found:
@@ -304,7 +314,7 @@ def _read_reclaimable_bytes(level: Path) -> int:
 
 
 def read_huge_pages(root: Path = ROOT) -> HugePages:
-    """The setting of transparent huge pages, and what is free in the pools of explicit ones."""
+    """Read the setting of transparent huge pages, and the free bytes of all explicit pools."""
     setting = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     chosen = re.search(r"\[(\w+)\]", setting)
     pools = root / "sys/kernel/mm/hugepages"
@@ -318,17 +328,17 @@ def read_huge_pages(root: Path = ROOT) -> HugePages:
 
 
 def read_memlock(root: Path = ROOT) -> Memlock:
-    """The limit on locked memory of this process."""
+    """Read the limit of locked memory of this process."""
     limits = _ask(lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)) or (None, None)
     soft, hard = (UNLIMITED_BYTES if x == resource.RLIM_INFINITY else x for x in limits)
     return Memlock(soft, hard, exempt=_holds_ipc_lock(root))
 
 
 def _holds_ipc_lock(root: Path) -> bool:
-    """Whether the kernel ignores the limit for us.
+    """Return whether the kernel ignores the limit for this process.
 
     The capability counts only in the host's user namespace, the one that maps all ids to
-    themselves: root in a rootless container holds it for nothing.
+    themselves: root in a rootless container has it without effect.
     """
     status = read_text(root / "proc/self/status") or ""
     found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
@@ -340,7 +350,7 @@ def _holds_ipc_lock(root: Path) -> bool:
 
 
 def setup_ring() -> int:
-    """Ask the kernel for the smallest ring and give it back at once. 0, or the refusal's errno."""
+    """Set up the smallest io_uring and close it at once. Return 0, or the errno of the refusal."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
@@ -352,7 +362,7 @@ def setup_ring() -> int:
 
 
 def read_io_uring(root: Path = ROOT, setup: Callable[[], int] = setup_ring) -> IoUring:
-    """Whether io_uring can be used, found out by using it: no file tells what seccomp forbids."""
+    """Find out whether io_uring works, by a trial: no file tells what seccomp forbids."""
     disabled = read_int(root / "proc/sys/kernel/io_uring_disabled")
     if sys.platform != "linux":
         return IoUring(None, None, disabled)
@@ -363,7 +373,7 @@ def read_io_uring(root: Path = ROOT, setup: Callable[[], int] = setup_ring) -> I
 
 
 def name_errno(code: int) -> str:
-    """`EPERM` for 1, and so on."""
+    """Return the name of an errno: `EPERM` for 1, and so on."""
     return errno.errorcode.get(code, f"errno {code}")
 
 
@@ -371,7 +381,7 @@ def name_errno(code: int) -> str:
 
 
 def read_torch() -> Torch:
-    """Version of torch, or the reason why it cannot be imported."""
+    """Read the version of torch, or the reason why it cannot be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -382,7 +392,7 @@ def read_torch() -> Torch:
 
 
 def read_accelerator() -> Accelerator | None:
-    """The accelerator that torch sees; None also when its driver fails, and without torch."""
+    """Find the accelerator that torch sees; None also when its driver fails, and without torch."""
     found: Accelerator | None = _ask(_find_accelerator)
     return found
 
@@ -396,18 +406,18 @@ def _find_accelerator() -> Accelerator | None:
     count = torch.accelerator.device_count()
     if device is None or count < 1:
         return None
-    # Backends differ in what they tell; a device without a name is still a device.
+    # Backends report different facts; a device without a name is still a device.
     module = _ask(lambda: torch.get_device_module(device))
     name = _ask(lambda: str(module.get_device_name(0)))
     memory = _ask(lambda: torch.accelerator.get_memory_info(0))
     return Accelerator(device.type, count, name, memory[1] if memory else None)
 
 
-# --- sums that several askers need -------------------------------------------------------------
+# --- sums that several callers need ------------------------------------------------------------
 
 
 def usable_cores(cpu: Cpu) -> int | None:
-    """Cores that this process can keep busy: affinity, cut to the cgroup's quota, at least one."""
+    """Return how many cores this process can use: affinity, cut to the cgroup quota, at least 1."""
     cores = cpu.affinity or cpu.logical
     if cores is None or cpu.quota_cores is None:
         return cores
@@ -415,6 +425,6 @@ def usable_cores(cpu: Cpu) -> int | None:
 
 
 def free_memory_bytes(memory: Memory) -> int | None:
-    """Bytes that this process can still take without swapping or being killed."""
+    """Return the bytes that this process can still allocate without swapping or being killed."""
     known = (memory.available_bytes, memory.cgroup_room_bytes)
     return min((nbytes for nbytes in known if nbytes is not None), default=None)

@@ -1,20 +1,20 @@
-"""Locks, waits, and Ctrl-C in the middle of either.
+"""Locks and waits that Ctrl-C cannot leave in a broken state.
 
-A signal handler runs in the main thread between any two calls of Python's, and the default one for
-SIGINT raises there. `with` of a lock that C has made is safe: nothing runs between the moment it is
-taken and the block that releases it. Whatever enters by Python is not: a `threading.Condition`, an
-`Event`, a generator with `@contextmanager`, `acquire()` before `try`. Nor is bookkeeping of more
-than one statement, lock or no lock. So
+Python runs a signal handler in the main thread between any two calls of Python code, and the
+default handler for SIGINT raises there. `with` of a lock made by C is safe: no handler runs between
+the acquire and the block that releases the lock. Locking by Python code is not safe: a
+`threading.Condition`, an `Event`, a generator with `@contextmanager`, `acquire()` before `try`. Nor
+is bookkeeping of more than one statement, lock or no lock. So
 
-* what must not be left half-done is a section that is `uninterrupted`: Ctrl-C takes effect at its
-  end, or where it waits, as an error of the drive would;
-* clean-up that must come to its end is `steadfast`: not even its waits are ended. They have
-  deadlines of their own;
-* who waits, waits here, for a limited time.
+* an update that must not be left half-done is an `uninterrupted` section: Ctrl-C takes effect at
+  its end, or in its waits, where it is handled like an error of the drive;
+* clean-up that must run to its end is a `steadfast` section: Ctrl-C does not end its waits either.
+  They have their own deadlines;
+* all waits use the functions of this file, with a time limit.
 
-Only Python's handler for SIGINT is put off, and only in the main thread, the one that runs it.
-Elsewhere sections cost nothing. Handlers of other signals run as always; who raises from them may
-break what is under way.
+Only Python's handler for SIGINT is deferred, and only in the main thread, which runs it. In other
+threads a section costs nothing. Handlers of other signals run as always; one that raises may break
+the operation in flight.
 """
 
 from __future__ import annotations
@@ -32,32 +32,34 @@ from typing import Any
 
 from offload.core.errors import StoreTimeout
 
-PATIENCE_S = 600.0  # for another thread of this process that works, whose every act has a deadline
-_RECHECK_S = 1.0  # how long a wait may overlook a change whose thread was ended before it told
+PATIENCE_S = 600.0  # for a working thread of this process, whose every operation has a deadline
+_RECHECK_S = 1.0  # how long a wait may miss a change whose thread ended before it notified
 
 Lock = Any  # threading.Lock or threading.RLock: made by C, so that `with` is safe
 
 
 class _Deferral:
-    """What is being put off, in the main thread.
+    """The state of the deferral of SIGINT in the main thread.
 
-    Whatever runs a section between any two steps of `begin` and `end`, a handler of another signal
-    or a finalizer, finds them so that its own section holds and no signal is lost: a section counts
-    before its note is there, and until the handler is there again.
+    A handler of another signal or a finalizer may run a section of its own between any two steps of
+    `begin` and `end`. The steps are ordered so that its section holds and no signal is lost: a
+    section counts before its note is installed, and until the user's handler is restored.
     """
 
-    depth = 0  # sections that are open
-    steadfast = 0  # how many of them are
-    open_at = 0  # as many were when it began to wait: the innermost may be interrupted
-    is_armed = False  # a note is there instead of the handler
-    noted: _Note | None = None  # a signal has come to it that nobody has heard of
+    depth = 0  # sections that this thread is in
+    steadfast = 0  # how many of them are steadfast
+    open_at = 0  # `depth` when the innermost section began to wait: it may be interrupted
+    is_armed = False  # a `_Note` is installed in place of the user's handler
+    noted: _Note | None = None  # the note that got a signal which is not delivered yet
 
     def __init__(self) -> None:
         self._note = _Note(None)
 
     @property
     def is_open(self) -> bool:
-        """It waits, and may be interrupted. Not what a handler does while it waits."""
+        """Whether the innermost section waits and may be interrupted. False in a section that a
+        signal handler runs during the wait.
+        """
         return self.depth > 0 and self.open_at == self.depth
 
     def begin(self) -> None:
@@ -68,20 +70,20 @@ class _Deferral:
             return
         try:
             self._arm()
-        except BaseException:  # it came before the note was there
+        except BaseException:  # a signal arrived before the note was installed
             self.depth -= 1
             raise
 
     def _arm(self) -> None:
         before = _signal.getsignal(SIGINT)
-        if not callable(before):  # nothing would be raised
+        if not callable(before):  # SIG_IGN, SIG_DFL or None: no handler that raises
             return
-        if type(before) is not _Note:  # else somebody has put it back: it knows whom it is for
+        if type(before) is not _Note:  # else other code has reinstalled a note: it has its `before`
             if self._note.before is not before:
                 self._note = _Note(before)
             try:
                 _signal.signal(SIGINT, self._note)
-            except ValueError:  # the main thread of another interpreter than the main one
+            except ValueError:  # the main thread of a subinterpreter
                 return
         self.is_armed = True
 
@@ -90,12 +92,12 @@ class _Deferral:
             return
         if self.depth > 1:
             self.depth -= 1
-            if kind is None and self.is_open:  # a handler's, and what it has interrupted waits on
+            if kind is None and self.is_open:  # a handler's; the wait it interrupted goes on
                 self.check()
             return
         try:
             self._disarm()
-        finally:  # also where a new one has come just now; nothing is called between these
+        finally:  # also if a new signal has just raised; no call, so no handler, between these
             self.depth, self.is_armed = 0, False
             noted, self.noted = self.noted, None
         if noted is not None and not (kind is not None and issubclass(kind, KeyboardInterrupt)):
@@ -104,7 +106,7 @@ class _Deferral:
     def _disarm(self) -> None:
         now = _signal.getsignal(SIGINT)
         if type(now) is _Note:
-            self.is_armed = False  # a section that begins after the next line needs one of its own
+            self.is_armed = False  # a section that begins after the next line needs its own note
             _signal.signal(SIGINT, now.before)
 
     def check(self) -> None:
@@ -113,15 +115,17 @@ class _Deferral:
             noted.before(SIGINT, sys._getframe())
 
     def forget(self) -> None:
-        """In a forked child, which is in none of the parent's sections."""
+        """Reset the state in a forked child, which is in none of the parent's sections."""
         self._disarm()
         self.depth = self.steadfast = self.open_at = 0
         self.is_armed, self.noted = False, None
 
 
 class _Note:
-    """The handler for SIGINT in sections, in place of `before`. Where it has stayed or was put back
-    by somebody who took it for the user's, it is as if `before` were there.
+    """A handler for SIGINT in sections, in place of `before`, which it defers.
+
+    It acts as `before` outside of sections, where it may remain, or be reinstalled by code that
+    took it for the user's handler.
     """
 
     def __init__(self, before: Any) -> None:
@@ -167,16 +171,16 @@ steadfast = _Steadfast()
 
 
 def check() -> None:
-    """Be interrupted here, between two parts of a long section, if a signal has come."""
+    """Deliver a deferred SIGINT here, between two parts of a long section."""
     if _DEFERRAL.noted is not None and _in_main_thread():
         _DEFERRAL.check()
 
 
 def _waiting(wait: Callable[[], Any]) -> Any:
-    """What `wait` returns, which may be interrupted although the section may not."""
+    """Call `wait` and return its result. SIGINT may interrupt it although it is in a section."""
     if not _DEFERRAL.depth or not _in_main_thread():
         return wait()
-    before = _DEFERRAL.open_at  # not 0 where a handler waits that has interrupted a wait
+    before = _DEFERRAL.open_at  # not 0 if this runs in a handler that interrupted another wait
     try:
         _DEFERRAL.open_at = _DEFERRAL.depth  # from here on the handler raises
         check()
@@ -187,8 +191,9 @@ def _waiting(wait: Callable[[], Any]) -> Any:
 
 
 def acquire(lock: Lock, timeout_s: float) -> bool:
-    """Wait for a lock that tells of an event. It may have been taken although this was interrupted:
-    for one that guards something use `with`.
+    """Wait for a lock that signals an event; return False if the time is over first.
+
+    An interrupt may come after the acquire: for a lock that guards data use `with`.
     """
     return bool(_waiting(lambda: lock.acquire(True, min(timeout_s, threading.TIMEOUT_MAX))))
 
@@ -199,7 +204,9 @@ def nap(seconds: float) -> None:
 
 @contextmanager
 def attempt(lock: Lock) -> Iterator[bool]:
-    """Whether the lock was to be had at once; if so it is held inside, in a section."""
+    """Try to take the lock without blocking, and hold it while the block runs, as a section. Yields
+    whether it is held.
+    """
     with uninterrupted:
         is_held = lock.acquire(blocking=False)
         try:
@@ -210,15 +217,15 @@ def attempt(lock: Lock) -> Iterator[bool]:
 
 
 class Gate:
-    """Threads that wait for what a lock guards to change; `with` takes the lock itself."""
+    """A condition variable for data that `lock` guards. The caller takes the lock by `with`."""
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
         self._waiters: deque[Lock] = deque()
 
     def wait(self, timeout_s: float) -> None:
-        """Let go of the lock, which this thread has, until somebody tells or the time is over; then
-        have it again, whatever happens.
+        """Release the lock, which this thread holds, until `notify_all` or for `timeout_s`, but for
+        `_RECHECK_S` at most; then take it again, also after an exception.
         """
         waiter = threading.Lock()
         with uninterrupted:
@@ -229,7 +236,7 @@ class Gate:
                 acquire(waiter, min(timeout_s, _RECHECK_S))
             finally:
                 _have_again(self._lock, depth)
-                with suppress(ValueError):  # told
+                with suppress(ValueError):  # `notify_all` has removed it
                     self._waiters.remove(waiter)
 
     def wait_until(
@@ -239,15 +246,17 @@ class Gate:
         timeout_s: float = PATIENCE_S,
         progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Wait, under the lock, until it is so. When nothing has come of it for that long, and
-        `progress` has said the same all the time, a `StoreTimeout` tells `what` was waited for.
+        """Wait, with the lock held, until `is_so()`.
+
+        Raises `StoreTimeout`, which names `what`, when that took `timeout_s` without a change of
+        the value of `progress()`.
         """
         until_s, seen = time.monotonic() + timeout_s, progress()
         while not is_so():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise StoreTimeout(
-                    f"{what}: nothing has come of it for {timeout_s:g} s; a drive, a file system "
+                    f"{what}: no progress for {timeout_s:g} s; a drive, a file system "
                     "or a rank does not answer (see dmesg, and what other ranks say): wait for it "
                     "again, or end the process",
                     operation=what,
@@ -257,16 +266,17 @@ class Gate:
                 until_s, seen = time.monotonic() + timeout_s, now
 
     def notify_all(self) -> None:
-        """It has changed. Under the lock or, at the risk of telling late, without: a finalizer may
-        do this.
+        """Wake all waiting threads after a change.
+
+        Call it with the lock held or, at the risk of a late wake-up, without it: a finalizer may.
         """
-        with suppress(IndexError):  # nobody is left
+        with suppress(IndexError):  # no waiter is left
             while True:
                 self._waiters.popleft().release()
 
 
 def _let_go(lock: Lock) -> Any:
-    save = getattr(lock, "_release_save", None)  # of one that a thread may hold several times
+    save = getattr(lock, "_release_save", None)  # an RLock has it: releases all levels at once
     return lock.release() if save is None else save()
 
 
@@ -279,7 +289,7 @@ def _have_again(lock: Lock, depth: Any) -> None:
 
 
 class Flag:
-    """Something that happens once, and that threads wait for."""
+    """An event that happens once, and that threads wait for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -296,6 +306,6 @@ class Flag:
         timeout_s: float = PATIENCE_S,
         progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Until it has happened; as `Gate.wait_until`."""
+        """Wait until the flag is set; time-out and progress as in `Gate.wait_until`."""
         with self._lock:
             self._gate.wait_until(lambda: self.is_set, what, timeout_s, progress)

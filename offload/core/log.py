@@ -1,7 +1,7 @@
-"""The package's logger, "offload". It speaks in the first rank only, and prints nothing by itself.
+"""The package's logger, "offload". It logs on rank 0 only, and prints nothing by itself.
 
-`logging.basicConfig(level="INFO")` shows what is logged: the plan, each new fall-back, a step that
-went wrong. In other ranks, which torchrun numbers in the environment, everything is dropped; errors
+`logging.basicConfig(level="INFO")` shows its records: the plan, each new fall-back, a failed step.
+On other ranks, which torchrun numbers by RANK in the environment, all records are dropped; errors
 are raised there all the same.
 """
 

@@ -1,11 +1,11 @@
-"""What has happened, in numbers: counters, seconds by cause, events, and every fall-back by name.
+"""The metrics of one engine: counters, seconds by cause, events, and every fall-back by name.
 
-The parts of the engine note things here while they run; `Report` reads a snapshot. Any thread;
-cheap enough for every transfer and every chunk. Prints nothing and decides nothing.
+The parts of the engine record here while they run; `Report` reads a snapshot. Any thread may call
+it, and it is cheap enough for every transfer and every chunk. Prints nothing and decides nothing.
 
-Inside a step each moment of its thread belongs to one cause, that of the innermost span, or to
-`OTHER`: so the seconds of a step add up to its wall time. Where torch's profiler runs, each span is
-a range of it.
+Within a step each moment of the step's thread counts for one cause, that of the innermost span, or
+for `OTHER`: so the seconds of a step add up to its wall time. When torch's profiler runs, each span
+is a range in its trace.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ OTHER = "other"
 COMPUTING = frozenset(
     {"update", "gradient norm", "state in", "state out"}
 )  # the other causes are waits
-MOST_EVENTS = 8192  # of the last steps; 40 bytes each, and their names
-MOST_SAMPLES = 4096  # of memory
-_AT_S = "at_s"  # beside the names of memory, in a row of samples
-_SAMPLE_EVERY_S = 0.02  # one costs up to 0.1 ms of the thread that trains
-_SHORT_WAIT_S = 50e-6  # outside of steps, shorter ones are counted and not drawn
+MOST_EVENTS = 8192  # the last ones are kept; 40 bytes each, and their names
+MOST_SAMPLES = 4096  # of memory; the last ones are kept
+_AT_S = "at_s"  # the column of the time in a row of samples, beside the names of the gauges
+_SAMPLE_EVERY_S = 0.02  # a sample costs the training thread up to 0.1 ms
+_SHORT_WAIT_S = 50e-6  # shorter waits outside of steps are counted but recorded as no event
 
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """The numbers at one moment. `later - earlier` is what happened in between."""
+    """A snapshot of the numbers. `later - earlier` has the differences, and all fall-backs."""
 
     counts: Mapping[str, int]
-    seconds: Mapping[str, float]  # of steps, by cause
-    outside: Mapping[str, float]  # of spans that were in no step, or in another thread
-    fallbacks: Mapping[str, str]  # what runs in a lesser way -> why
+    seconds: Mapping[str, float]  # within steps, by cause
+    outside: Mapping[str, float]  # of spans outside of a step, or in another thread than its own
+    fallbacks: Mapping[str, str]  # the degraded feature -> the reason
 
     @property
     def wall_s(self) -> float:
-        """Of all steps."""
+        """The wall time of all steps, in seconds."""
         return sum(self.seconds.values())
 
     def __sub__(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
@@ -64,7 +64,7 @@ class MetricsSnapshot:
 
 
 class Sample(NamedTuple):
-    """Bytes of each kind of memory at one moment of `time.perf_counter`."""
+    """A sample of all gauges, in bytes, at one moment of `time.perf_counter`."""
 
     at_s: float
     nbytes: Mapping[str, int]
@@ -79,8 +79,8 @@ NOTHING = MetricsSnapshot({}, {}, {}, {})
 
 @dataclass
 class Metrics:
-    """One set of numbers; each engine has its own. strict: a fall-back raises instead of being
-    noted.
+    """A set of numbers; each engine has its own. strict: a fall-back raises `StateError` instead of
+    being recorded.
     """
 
     strict: bool = False
@@ -90,11 +90,11 @@ class Metrics:
     _fallbacks: dict[str, str] = field(default_factory=dict)
     _events: EventLog = field(default_factory=lambda: EventLog(MOST_EVENTS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    # Of memory, by what it is: who knows the bytes, and what they were when.
+    # Gauges of memory: name -> function that returns its bytes; and the samples of all of them.
     _gauges: dict[str, Callable[[], int | None]] = field(default_factory=dict)
     _samples: NumberLog = field(default_factory=lambda: NumberLog(MOST_SAMPLES))
     _sampled_s: float = 0.0
-    # Of the step under way: its thread, the spans it is in, and since when in the innermost.
+    # The current step: its thread, its open spans, and since when the innermost one is charged.
     _stepping: int | None = None
     _within: list[tuple[str, str]] = field(default_factory=list)
     _since_s: float = 0.0
@@ -106,7 +106,9 @@ class Metrics:
 
     @contextmanager
     def step(self, name: str = STEP) -> Iterator[None]:
-        """One step, in this thread; one at a time. What an interrupted one has left is dropped."""
+        """Record the block as one step of this thread; one at a time. The open spans that an
+        interrupted step has left are dropped.
+        """
         begin_s = self._since_s = time.perf_counter()
         self._within = [(OTHER, "")]
         self._stepping = threading.get_ident()
@@ -119,13 +121,15 @@ class Metrics:
             self.event(Event(STEP, name, begin_s, end_s))
 
     def span(self, cause: str, what: str = "") -> _CauseSpan:
-        """`with` it: the time inside counts for `cause`, also when it ends with an exception, less
-        that of spans inside. what: for the trace.
+        """Charge the time of the `with` block to `cause`, less that of spans inside it.
+
+        Charges it also when the block ends with an exception. what: follows the cause in the name
+        of the event in the trace.
         """
         return _CauseSpan(self, cause, what)
 
     def _charge(self, now_s: float) -> None:
-        """The time since the last change of cause is that of the innermost span."""
+        """Charge the time since the last change of cause to the innermost span."""
         cause, what = self._within[-1]
         with self._lock:
             self._seconds[cause] = self._seconds.get(cause, 0.0) + now_s - self._since_s
@@ -136,37 +140,39 @@ class Metrics:
         self._since_s = now_s
 
     def event(self, event: Event) -> None:
-        """Keep an act of some resource for the trace. The oldest make room."""
+        """Append an event to the trace; it overwrites the oldest when the log is full."""
         with self._lock:
             self._events.append(event)
 
     def events(self) -> Sequence[Event]:
-        """Return those so far, in the order in which they ended. There may have been earlier ones
-        if they are `MOST_EVENTS`.
+        """Return the recorded events in the order in which they ended. If they are `MOST_EVENTS`,
+        earlier ones may have been overwritten.
         """
         with self._lock:
             return Decoded(self._events.copy(), _itself)
 
     def events_since(self, begin_s: float) -> list[Event]:
-        """Those that ended after that, the latest first."""
+        """Return the events that ended at `begin_s` or later, the latest first."""
         with self._lock:
             return list(takewhile(lambda event: event.end_s >= begin_s, reversed(self._events)))
 
     def last_events(self) -> list[Event]:
-        """Those of the last step, whose own is the first, and all that ended after it began."""
+        """Return the event of the last step, then the other events that ended within that step, the
+        latest first.
+        """
         with self._lock:
             latest = reversed(self._events)
             step = next(event for event in latest if event.row == STEP)
             return [step, *takewhile(lambda event: event.end_s >= step.begin_s, latest)]
 
     def watch(self, name: str, ask: Callable[[], int | None]) -> None:
-        """Keep samples of some memory while things happen. ask: its bytes now, None when there is
-        nothing to ask any more; called in the thread that trains.
+        """Sample the gauge `ask` while the engine runs. ask: returns the bytes in use now, or None
+        when its object is gone, which removes the gauge; called in the thread that trains.
         """
         self._gauges[name] = ask
 
     def sample(self, now_s: float) -> None:
-        """Look at all memory that is watched, unless that was done a moment ago."""
+        """Sample all gauges, unless the last sample is less than 20 ms old."""
         if now_s - self._sampled_s < _SAMPLE_EVERY_S or not self._gauges:
             return
         self._sampled_s = now_s
@@ -177,12 +183,14 @@ class Metrics:
             self._samples.append({_AT_S: now_s, **found})
 
     def samples(self) -> Sequence[Sample]:
-        """Return those so far."""
+        """Return the recorded samples, the oldest first."""
         with self._lock:
             return Decoded(self._samples.copy(), _sample)
 
     def fall_back(self, what: str, why: str) -> None:
-        """Note that `what` runs in a lesser way than it could. The first reason stays."""
+        """Record that `what` is degraded, and why. The first reason stays. Raises `StateError` if
+        `strict` is set.
+        """
         if self.strict:
             raise StateError(
                 f"{what}: {why} (strict=True allows no fall-back; mend it, or set strict=False)"
@@ -190,7 +198,9 @@ class Metrics:
         self.note(what, why)
 
     def note(self, what: str, why: str) -> None:
-        """A line of the report about something that did not go as it should. The first stays."""
+        """Record a degradation for the report, also if `strict` is set, and log it once. The first
+        reason stays.
+        """
         with self._lock:
             is_new = what not in self._fallbacks
             self._fallbacks.setdefault(what, why)
@@ -208,7 +218,7 @@ class Metrics:
 
 
 class _CauseSpan:
-    """The time inside belongs to one cause. A class, since a generator costs twice as much."""
+    """A context manager that charges its time to one cause. A generator costs twice as much."""
 
     __slots__ = ("_begin_s", "_cause", "_metrics", "_range", "_what")
 

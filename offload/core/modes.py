@@ -1,8 +1,8 @@
-"""The engine's own work in the mode of an ordinary program, whatever mode its caller is in.
+"""Helpers that run the engine's code outside of the caller's inference mode.
 
-Tensors that are made under `torch.inference_mode()` can never be trained, and a parameter whose
-values lie in such a tensor is one of them. What the engine makes while somebody evaluates outlives
-the evaluation, so it leaves that mode for as long as it works. Code of users keeps its mode.
+A tensor made under `torch.inference_mode()` can never be trained, and neither can a parameter whose
+values are in one. Tensors that the engine makes while the user evaluates outlive the evaluation, so
+the engine leaves that mode while it works. The user's code keeps its mode.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 @contextmanager
 def left_inference_mode() -> Iterator[None]:
-    """Leave the caller's inference mode inside the block; gradients stay off."""
-    with torch.inference_mode(False), torch.no_grad():  # the first alone would turn them on
+    """Leave the caller's inference mode while the block runs; autograd stays off."""
+    with torch.inference_mode(False), torch.no_grad():  # the first alone would enable autograd
         yield
 
 
 def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function leave its caller's inference mode, if there is one."""
+    """Decorate a function to leave its caller's inference mode, if there is one."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -41,7 +41,7 @@ def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def entered_outside(manager: AbstractContextManager[None]) -> Iterator[None]:
-    """Enter and leave `manager` outside of inference mode; the block keeps its caller's mode."""
+    """Enter and leave `manager` outside of inference mode; the block keeps the caller's mode."""
     outside_inference_mode(manager.__enter__)()
     leave = outside_inference_mode(manager.__exit__)
     try:

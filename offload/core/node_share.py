@@ -1,11 +1,10 @@
-"""Ranks on one machine share it out instead of fighting over it: cores, threads, operations on the
-drives, and the memory that nobody has named a budget for.
+"""The division of one machine among its ranks: cores, threads, the I/O depth of drives, and memory
+without a budget.
 
-Alone, a process has all of it. Among `count` on the same machine each gets cores of its own, whole
-ones and of one memory node where that is possible, as many threads as it has cores, and its part of
-what a drive is given at a time. Whoever has bound the process to some cores already (taskset,
-numactl, torchrun --numa-binding) knows better and is left alone; OFFLOAD_BIND=0 turns the binding
-off.
+A single process has all of it. With `count` processes on one machine each gets its own cores, whole
+ones and of one NUMA node if possible, as many threads as it has cores, and its part of the
+operations in flight on a drive. A process that the user has bound to some cores already (taskset,
+numactl, torchrun --numa-binding) is not bound again; OFFLOAD_BIND=0 turns the binding off.
 """
 
 from __future__ import annotations
@@ -25,8 +24,11 @@ BIND = "OFFLOAD_BIND"
 
 @dataclass(frozen=True)
 class NodeShare:
-    """One process's part of a machine. rank, count: among those on it. cores: bound to these; none:
-    not bound. threads: None: as they were. why: in words, why it is bound, or is not.
+    """The share of a machine that one of its processes has.
+
+    rank, count: this process among those on the machine. cores: the cores it is bound to; empty:
+    not bound. threads: the most for updates; None: unchanged. why: the reason why it is bound, or
+    is not, in words.
     """
 
     rank: int = 0
@@ -36,7 +38,9 @@ class NodeShare:
     why: str = "alone on this machine"
 
     def part_of(self, most: int, least: int = 1) -> int:
-        """Of something that the machine has once, and has no budget."""
+        """Return this process's part of `most` units of a machine-wide resource without a budget,
+        but at least `least`.
+        """
         return max(least, most // self.count)
 
     def __str__(self) -> str:
@@ -52,13 +56,15 @@ _current = NodeShare()
 
 
 def current() -> NodeShare:
-    """What this process has settled for."""
+    """Return the share that this process has settled on."""
     return _current
 
 
 def settle(rank: int, count: int, limit_threads: Callable[[int], None]) -> NodeShare:
-    """Take the part of the `rank`-th of `count` processes on this machine, once: the first call
-    settles it for good. limit_threads: called with the most threads for updates, if there are any.
+    """Take the share of process `rank` of `count` on this machine; bind all threads to its cores.
+
+    The first call with more than one process settles it for good. limit_threads: called with the
+    most threads for updates, if the share sets that.
     """
     global _current
     if _current.count == 1 and count > 1:
@@ -74,15 +80,18 @@ def settle(rank: int, count: int, limit_threads: Callable[[int], None]) -> NodeS
 def _bind(portion: NodeShare) -> None:
     if portion.cores:
         for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # a thread that has just ended
+            with suppress(OSError):  # the thread has just ended
                 os.sched_setaffinity(int(task.name), portion.cores)
 
 
 def divide(
     rank: int, count: int, nodes: Sequence[Sequence[int]], is_whole: bool, wanted: str
 ) -> NodeShare:
-    """A process's part. nodes: the cores of each memory node that it may use, those that share a
-    core's parts next to one another. is_whole: those are all of the machine. wanted: "0" or "1".
+    """Compute the share of process `rank` of `count`.
+
+    nodes: the cores of each NUMA node that this process may use, hardware threads of one physical
+    core adjacent. is_whole: they are all cores of the machine. wanted: the value of OFFLOAD_BIND,
+    "0", "1" or empty.
     """
     assert 0 <= rank < count, (rank, count)
     if wanted not in ("", "0", "1"):
@@ -91,8 +100,8 @@ def divide(
     threads = max(1, cores // count)
     if wanted == "0":
         return NodeShare(rank, count, (), threads, f"not bound to cores: {BIND}=0")
-    if not is_whole:  # of the cores that were left to it, we cannot know who else has them
-        return NodeShare(rank, count, (), None, f"bound by somebody else to {cores} cores")
+    if not is_whole:  # which other processes use these cores cannot be known
+        return NodeShare(rank, count, (), None, f"already bound to {cores} cores")
     if cores < count:
         return NodeShare(rank, count, (), 1, f"not bound: {cores} cores are fewer than ranks")
     own = _own_cores(rank, count, nodes)
@@ -102,7 +111,7 @@ def divide(
 
 
 def _own_cores(rank: int, count: int, nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Those of one node, where every node has cores for its ranks; else a part of all."""
+    """Choose cores of one NUMA node if every node has a core for each of its ranks, else of all."""
     node = rank * len(nodes) // count
     there = [other for other in range(count) if other * len(nodes) // count == node]
     if all(len(each) >= -(-count // len(nodes)) for each in nodes):
@@ -115,8 +124,8 @@ def _part(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
 
 
 def read_nodes(root: Path = ROOT) -> tuple[list[list[int]], bool]:
-    """The cores of each memory node that this process may use, and whether they are all there are.
-    Threads of one core are next to one another.
+    """Read the cores of each NUMA node that this process may use, and whether they are all online
+    cores. Hardware threads of one physical core are adjacent.
     """
     allowed = os.sched_getaffinity(0)
     online = parse_cores(read_text(root / "sys/devices/system/cpu/online") or "") or sorted(allowed)
@@ -134,7 +143,7 @@ def read_nodes(root: Path = ROOT) -> tuple[list[list[int]], bool]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Numbers as the kernel writes them: 0-3,8,10-11."""
+    """Parse a list of numbers as the kernel writes it: 0-3,8,10-11."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""The last rows of named numbers, in memory that does not grow as a run goes on."""
+"""A log of the last rows of named numbers, in memory of constant size."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from math import nan
 
 
 class NumberLog:
-    """8 bytes a row and name, taken when a name is first seen: whole numbers below 2**53 come back
-    as they were. One thread at a time.
+    """A ring buffer of the last `most` rows, 8 bytes per row and name, as float64.
+
+    A column is allocated when its name is first seen. Whole numbers below 2**53 are kept exactly.
+    One thread at a time.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._columns: dict[str, array[float]] = {}  # nan: this row has no such number
-        self._count = 0  # of rows, those that are forgotten included
+        self._columns: dict[str, array[float]] = {}  # nan: the row has no such number
+        self._count = 0  # of rows appended, overwritten ones included
 
     def append(self, numbers: Mapping[str, float]) -> None:
         place = self._count % self._most
@@ -23,10 +25,10 @@ class NumberLog:
             self._columns[name] = array("d", [nan]) * self._most
         for name, column in self._columns.items():
             column[place] = numbers.get(name, nan)
-        self._count += 1  # an interrupted row is written anew by the next
+        self._count += 1  # last: the next row overwrites one that was interrupted
 
     def copy(self) -> NumberLog:
-        """The log as it is now."""
+        """Return a copy that later rows do not change."""
         made = NumberLog(self._most)
         made._columns = {name: column[:] for name, column in self._columns.items()}
         made._count = self._count
@@ -36,7 +38,7 @@ class NumberLog:
         return min(self._count, self._most)
 
     def __getitem__(self, index: int) -> dict[str, float]:
-        """A row: 0 is the first that is remembered, -1 the last."""
+        """Return one row: 0 is the oldest that the log still holds, -1 the latest."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         first = self._count if index < 0 else self._count - len(self)

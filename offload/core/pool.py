@@ -1,14 +1,15 @@
-"""Host memory for blocks in flight and for state that lives in memory.
+"""The pool of host memory for blocks in flight and for optimizer state in memory.
 
-One arena is mapped at the start, exactly as large as the budget, aligned to 2 MiB, on huge pages
-where the system has them, and registered with a device if it is copied to and from one. It is cut
-into leases. A lease has one holder and returns its piece by itself: when it is released, when its
-`with` block is left, or when it is forgotten; but never before the last tensor that was made on it
-is gone, so that no memory is reused under somebody's feet. A request beyond the budget waits or
-raises `CapacityError`; the arena never grows. Any thread. Knows bytes, not tensor names or files.
+The pool maps one arena at the start, exactly as large as the budget, aligned to 2 MiB, on huge
+pages if the system has them, and registers it with a device if that copies to and from it. The
+arena is cut into leases. A lease has one holder. Its extent returns to the pool when the lease is
+released, its `with` block is left, or it is garbage collected; but never before the last tensor on
+it is freed, so that no memory is reused while a tensor reads or writes it. A request beyond the
+budget blocks or raises `CapacityError`; the arena never grows. Any thread. The pool knows bytes, no
+tensor names and no files.
 
-The arena is not inherited by a forked child (MADV_DONTFORK): the kernel would otherwise copy pages
-under running transfers. Using a pool there is a `StateError`.
+A forked child does not inherit the arena (MADV_DONTFORK): the kernel would otherwise copy pages
+under transfers in flight. Using the pool there raises `StateError`.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ from offload.core.log import LOG
 from offload.core.metrics import Metrics
 
 ARENA_ALIGN = 2 << 20  # a huge page
-PIECE_ALIGN = 4096  # every lease starts at a page: direct I/O wants it, and 64-byte lines follow
+PIECE_ALIGN = 4096  # leases start at a page: direct I/O needs it, and 64-byte alignment follows
 _RECHECK_S = (
-    0.05  # how long a waiting thread may overlook a piece that came back while the lock was held
+    0.05  # how long a waiting thread may miss an extent that returned while the lock was held
 )
 
-# Pieces that a stuck operation may still write to. They hold their arena's map, which must outlive
-# the pool then. So do arenas that the device does not let go of.
+# The quarantine: memory that a stuck operation may still write to, which keeps its arena mapped,
+# also beyond the life of the pool; and arenas that the device did not unregister.
 _QUARANTINE: list[object] = []
 
 
 class _Arena(mmap.mmap):
-    """The map of a pool. It goes with the last who holds a piece of it, and the accelerator is told
-    just before: a finalizer of a weak reference would come after the memory is gone.
+    """The mapping of a pool's arena. It is unmapped with the last reference to a part of it.
+
+    It is unregistered with the accelerator just before, in `__del__`: the finalizer of a weak
+    reference would run after the unmapping.
     """
 
     unregister: Callable[[], None] | None = None
@@ -62,9 +65,9 @@ class _Arena(mmap.mmap):
             return
         try:
             unregister()
-        except Exception as error:  # nobody could catch it here
+        except Exception as error:  # no caller can catch it here
             LOG.warning("host memory: could not be unpinned, and stays mapped: %s", error)
-            _QUARANTINE.append(self)  # other memory here would be taken for pinned
+            _QUARANTINE.append(self)  # else CUDA would take new memory at this address for pinned
 
 
 _ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
@@ -72,36 +75,41 @@ _ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
 
 @atexit.register
 def _leave_registered() -> None:
-    """The end of the process unpins all memory, in less time, when torch may be gone already."""
+    """Skip the unregistering at exit: the end of the process unpins all memory, in less time, and
+    torch may be unloaded by then.
+    """
     for arena in list(_ARENAS):
         arena.unregister = None
 
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
-_MOST_TOUCHING = 8  # threads; more gained nothing where that was measured
+_MOST_TOUCHING = 8  # threads that fault pages in; more were no faster where that was measured
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 _ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class RegistrationError(RuntimeError):
-    """The device's runtime did not take host memory, or does not let go of it."""
+    """A refusal of the device's runtime to register host memory, or to unregister it."""
 
 
-# Makes the arena known to a device and returns what undoes it; None when there is nobody to tell.
-# Raises `RegistrationError` where the device does not want it.
+# Registers the arena with a device and returns the function that unregisters it; None: the device
+# needs no registration. Raises `RegistrationError` if the device refuses.
 Register = Callable[[int, int, torch.device], Callable[[], None] | None]
 
 
 def register_host_memory(
     address: int, nbytes: int, device: torch.device
 ) -> Callable[[], None] | None:
-    """Pin the arena for a GPU. The one call that has no general form in torch."""
+    """Pin the arena for a GPU, and return the function that unpins it; None for another device.
+
+    The only call here for which torch has no device-independent form.
+    """
     if device.type != "cuda":
         return None
-    with torch.accelerator.device_index(device.index):  # else a context is made on the first
+    with torch.accelerator.device_index(device.index):  # else CUDA makes a context on GPU 0
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-        if int(result) == _ALREADY:  # by somebody whose memory was here, and is gone
+        if int(result) == _ALREADY:  # by code that freed its memory here without unregistering it
             runtime.cudaHostUnregister(address)
             result = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
         _check_registered(runtime, result, device)
@@ -119,16 +127,17 @@ def _check_registered(runtime: Any, result: Any, device: torch.device) -> None:
     _clear_last_error(device)
     if int(result) == _ALREADY:
         raise StateError(
-            f"host memory: {device} takes some of it for pinned by somebody who has freed it since "
-            "without telling CUDA, and would copy other bytes; start the process anew"
+            f"host memory: {device} has some of it registered as pinned memory that was freed "
+            "without telling CUDA, and would copy other bytes; restart the process"
         )
     raise RegistrationError(f"{runtime.cudaGetErrorString(result)} ({int(result)})")
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """CUDA keeps the error for the next launch, which is somebody's who has done nothing wrong. A
-    launch reads and clears it; torch has no other call that does. What is there a second time is
-    no refusal: the device is lost.
+    """Clear CUDA's last error, which the next kernel launch, an innocent one, would raise.
+
+    A launch reads and clears it; torch has no other call that does. If the second launch raises,
+    too, the error was no refusal: the device is lost, and the error is raised.
     """
     for has_tried in (False, True):
         try:
@@ -140,8 +149,8 @@ def _clear_last_error(device: torch.device) -> None:
 
 
 def _fault_in(address: int, nbytes: int) -> None:
-    """Have the system give all pages now, by several threads: whoever pins them does it by one,
-    which takes three times as long. Where it cannot be asked, that one does it.
+    """Fault in all pages now, with several threads: the registration would do it with one thread,
+    which takes three times as long. Where madvise cannot do it, the registration does.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -163,7 +172,7 @@ def _fault_in(address: int, nbytes: int) -> None:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Bytes of a pool at one moment."""
+    """The statistics of a pool at one moment, in bytes, and the number of its leases."""
 
     capacity_bytes: int
     used_bytes: int
@@ -174,11 +183,11 @@ class PoolStats:
 
 
 class Pool:
-    """An arena of `nbytes`, cut into leases. `close()` gives the memory back once the last lease
-    has returned.
+    """A pool of host memory: an arena of `nbytes`, cut into leases. After `close()` the memory is
+    freed as soon as the last lease has returned.
 
-    device: it is copied to and from, so that the arena is registered with it; None, or the CPU: no
-    device hears of it. Where it refuses, copies block, and `metrics` is told.
+    device: the device that copies to and from the arena, which is registered with it; None, or the
+    CPU: not registered. If the device refuses, copies block, and `metrics` records a fall-back.
     """
 
     def __init__(
@@ -199,7 +208,7 @@ class Pool:
         except BaseException:
             share.release()
             raise
-        weakref.finalize(arena, share.release).atexit = False  # when the last lease is gone
+        weakref.finalize(arena, share.release).atexit = False  # after the last lease is freed
         whole = (ctypes.c_char * len(arena)).from_buffer(arena)
         self._begin = -ctypes.addressof(whole) % ARENA_ALIGN
         self.address = ctypes.addressof(whole) + self._begin
@@ -209,10 +218,10 @@ class Pool:
         self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
         self._lock = threading.Lock()
         self._changed = Gate(self._lock)
-        # Pieces that have come back. A finalizer may run at any moment, even in a thread that holds
-        # the lock, so it only leaves the piece here.
+        # Extents that were returned. A finalizer may run at any moment, even in a thread that holds
+        # the lock, so it only appends the extent here.
         self._returned: deque[int] = deque()
-        self._queue: deque[object] = deque()  # threads that wait, first come first served
+        self._queue: deque[object] = deque()  # one entry per waiting thread, served in order
         self._peak_bytes = 0
         self._quarantined_bytes = 0
 
@@ -239,11 +248,11 @@ class Pool:
 
     @uninterrupted
     def lease(self, nbytes: int, timeout_s: float | None = 0.0, what: str = "a block") -> Lease:
-        """The right to use `nbytes`. Waits up to `timeout_s` (None: as long as it takes) for others
-        to return theirs.
+        """Lease `nbytes` of the arena. Blocks up to `timeout_s` (None: without limit) until other
+        leases return enough memory; requests are served in order.
 
-        Raises `CapacityError` with the numbers when it is not to be had, at once when it never will
-        be.
+        Raises `CapacityError` with the numbers if no extent becomes free in time, and at once if
+        the request is larger than the pool. what: the purpose, for that message.
         """
         self._check_usable()
         if not isinstance(nbytes, int) or nbytes < 0:
@@ -262,7 +271,7 @@ class Pool:
                 self._changed.notify_all()
             if begin is None:
                 raise CapacityError(
-                    self._refusal(nbytes, what, f"none came free in {timeout_s:g} s")
+                    self._refusal(nbytes, what, f"none was freed within {timeout_s:g} s")
                 )
             self._peak_bytes = max(self._peak_bytes, self._extents.used)
         try:
@@ -295,12 +304,12 @@ class Pool:
             self._extents.give_back(self._returned.popleft())
 
     def _put_back(self, begin: int) -> None:
-        """Called by finalizers: must not block and must not fail."""
+        """Return an extent to the pool. Finalizers call it: it must not block and must not fail."""
         self._returned.append(begin)
         self._changed.notify_all()
 
     def buffer(self) -> memoryview:
-        """The whole arena, to register it with others; whoever has it keeps it."""
+        """Return a view of the whole arena, to register it elsewhere; the view keeps it mapped."""
         self._check_usable()
         return memoryview(self._memory(0, self.capacity_bytes)).cast("B")
 
@@ -318,8 +327,8 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Refuse further leases. Pieces that are still held stay valid until they are returned; the
-        arena goes with the last. Idempotent; in a forked child it does nothing.
+        """Refuse further leases. Leases that are still held stay valid until they are released; the
+        arena is unmapped with the last. Idempotent; in a forked child it does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -352,16 +361,16 @@ class Pool:
 
 
 class Lease:
-    """The right to use one piece of a pool. One holder; `release()` ends it, leaving a `with` block
-    too.
+    """A lease of one extent of a pool, with one holder. `release()` ends it, and so does the end of
+    its `with` block.
     """
 
     def __init__(self, pool: Pool, begin: int, nbytes: int) -> None:
         self._pool = pool
         self._begin = begin
         self.nbytes = nbytes
-        # Whoever can reach the memory holds this object, tensors included. When it goes, the piece
-        # goes back.
+        # All that can reach the memory, tensors included, refers to this object. When it is
+        # collected, its extent returns to the pool.
         memory = pool._memory(begin, max(nbytes, 1))
         self._return = weakref.finalize(memory, pool._put_back, begin)
         self._return.atexit = False
@@ -374,7 +383,7 @@ class Lease:
     def tensor(
         self, dtype: torch.dtype = torch.uint8, numel: int | None = None, offset_bytes: int = 0
     ) -> Tensor:
-        """A tensor on the lease's memory; it keeps the memory, also after the lease is released."""
+        """Make a tensor on the lease's memory. It keeps the memory alive, also after `release`."""
         memory = self._memory()
         if numel is None:
             numel = (self.nbytes - offset_bytes) // dtype.itemsize
@@ -388,17 +397,17 @@ class Lease:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
 
     def buffer(self) -> memoryview:
-        """The memory as bytes; it keeps the memory as a tensor does."""
+        """Return the memory as bytes; the view keeps the memory alive as a tensor does."""
         return memoryview(self._memory())[: self.nbytes].cast("B")
 
     def release(self) -> None:
-        """End the lease. The piece returns to the pool as soon as no tensor or view is left on it.
+        """End the lease. Its extent returns to the pool as soon as no tensor or view is left on it.
         Idempotent.
         """
         self._held = None
 
     def quarantine(self) -> None:
-        """Never give this piece back: an operation on it is stuck and may still write to it."""
+        """End the lease and never reuse its memory: a stuck operation may still write to it."""
         memory = self._memory()
         if self._return.detach():
             with self._pool._lock:
@@ -421,7 +430,7 @@ class Lease:
 
 
 def _map_arena(nbytes: int) -> _Arena:
-    """Private memory for `nbytes` and the way to the next huge page, which is never touched."""
+    """Map private memory for `nbytes`, plus one huge page for alignment, which is never touched."""
     arena = _Arena(-1, nbytes + ARENA_ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
@@ -431,8 +440,8 @@ def _map_arena(nbytes: int) -> _Arena:
 
 
 def _keep_inherited_arenas() -> None:
-    """In a forked child: never unmap the parent's arenas. They are not mapped here, and other
-    memory of the child's may lie in their place.
+    """Keep a forked child from unmapping the parent's arenas. They are not mapped in the child, and
+    its own memory may be at their addresses.
     """
     for arena in list(_ARENAS):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))

@@ -1,6 +1,6 @@
-"""Calls on files that Linux has and others lack, with what comes nearest there.
+"""File calls that only Linux has, with the nearest replacement on other systems.
 
-Linux is what we support; on macOS everything is meant to run, slowly, so that code can be tried.
+Linux is the supported system; on macOS the engine should run, slowly, so that users can try code.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from typing import Final
 
-RESERVES: Final = hasattr(os, "posix_fallocate")  # else a drive may still turn out to be too small
+RESERVES: Final = hasattr(os, "posix_fallocate")  # else the drive may run out of space later
 
 
 def reserve(fd: int, nbytes: int, begin: int = 0) -> None:
-    """Give a file `nbytes` from `begin` on, and where the system can, room for all of them."""
+    """Extend a file to hold `nbytes` from `begin` on; allocate their space if the system can."""
     if RESERVES:
         os.posix_fallocate(fd, begin, nbytes)
     else:
@@ -20,7 +20,7 @@ def reserve(fd: int, nbytes: int, begin: int = 0) -> None:
 
 
 def sync_data(fd: int) -> None:
-    """Make what was written durable."""
+    """Make all data written to the file durable."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(fd)
     else:
@@ -28,6 +28,6 @@ def sync_data(fd: int) -> None:
 
 
 def drop_cached(fd: int, offset: int, nbytes: int) -> None:
-    """Let the page cache forget a part of a file; 0 bytes: all from there on. It is only asked."""
+    """Advise the kernel to drop a part of a file from the page cache; 0 bytes: up to the end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Small files of ours, for their owner only: written whole or not at all, read up to a size."""
+"""Small files that only their owner can read: written atomically, and read up to a size limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from offload.core.errors import ConfigError, FormatError, StoreError
 
 
 def write_private(path: Path, content: str | bytes) -> None:
-    """Replace `path` with a file that only its owner can read; all of it or nothing. Raises
-    `ConfigError` where that cannot be such a file, `StoreError` where the system refuses.
+    """Replace `path` atomically with a file that only its owner can read.
+
+    Raises `ConfigError` if `path` exists and is no ordinary file, or its directory does not exist;
+    `StoreError` if the system refuses.
     """
     try:
         _write(path, content.encode() if isinstance(content, str) else content)
@@ -41,11 +43,11 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """What is in an ordinary file. Raises `FormatError` where it is another, or has more than
-    `most_bytes`, and `StoreError` where it cannot be read.
+    """Read an ordinary file of at most `most_bytes`. Raises `FormatError` if it is no ordinary file
+    or is longer, and `StoreError` if it cannot be read.
     """
     try:
-        # A pipe would let us wait for somebody to write.
+        # Without O_NONBLOCK the open of a pipe would block until another process writes.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -1,4 +1,4 @@
-"""One optimizer step as numbers: when it was, what it waited for, and what it moved."""
+"""The numbers of one optimizer step: its times, its seconds by cause, and the bytes it moved."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepFact:
-    """One `step()`. Times in seconds since the first event or step of the file. seconds: by cause.
-    counts: bytes and the like since the step before.
+    """The numbers of one `step()`.
+
+    Times are those of `time.perf_counter`; in a run file, seconds since the first event or step.
+    seconds: by cause. counts: bytes and other counters since the previous step.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: strict, and bounded before anything is built from it."""
+"""A strict JSON parser for untrusted files, which checks limits before it builds any value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _ENDLESS = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON in UTF-8 without repeated keys, NaN and the like, endless numbers or endless depth.
+    """Parse JSON in UTF-8, and refuse repeated keys, NaN and infinities, and numbers or nesting
+    beyond the limits of the format.
 
     Raises `FormatError`.
     """
@@ -32,20 +33,22 @@ def parse_json(text: bytes) -> Any:
 
 
 def shown(value: object) -> str:
-    """For a message: what a file says may be endless, and may do things to a terminal."""
+    """Format a value from a file for a message: in ASCII, since it may have control codes for the
+    terminal, and cut to 120 characters, since it may be of any length.
+    """
     text = ascii(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def printable(text: object) -> str:
-    """A path for a message, whole, but without what does things to a terminal."""
+    """Format a path for a message in full, with control codes for the terminal escaped."""
     plain = str(text)
     return plain if plain.isprintable() else ascii(plain)[1:-1]
 
 
 def _check_bounds(text: bytes) -> None:
-    """Before the parser sees it: it recurses as deep as the text does, and turns digits into a
-    number in a time that grows with their square.
+    """Check depth, number of containers, and digits before the parser runs: it recurses as deep as
+    the text nests, and its time to convert digits grows with the square of their count.
     """
     depth = containers = 0
     for bare, overlap in _outside_strings(text):
@@ -62,10 +65,10 @@ def _check_bounds(text: bytes) -> None:
 
 
 def _outside_strings(text: bytes) -> Iterator[tuple[bytes, int]]:
-    """The text without the insides of strings, in pieces, because there may be very many strings;
-    with each the number of bytes that it repeats of the piece before.
+    """Yield the text without the contents of strings, in pieces, because there may be very many
+    strings; with each piece the number of bytes that it repeats from the end of the piece before.
     """
-    # Backslashes are right within strings only; at any other the parser stops.
+    # A backslash is legal only within a string; the parser refuses any other.
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
     tail, is_inside = b"", False
     for at in range(0, len(plain), _PIECE_BYTES):

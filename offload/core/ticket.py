@@ -1,13 +1,13 @@
-"""Tickets: one asynchronous act each.
+"""Tickets: futures, one for each asynchronous act.
 
-Whoever starts something that ends later hands out a ticket. It ends once, with a result or with an
-error, and is waited for once, in the thread that wants the result; the error is raised there. What
-must happen afterwards is chained with `then`, what must happen together is put together with
-`gather`. An error that nobody waits for is not lost: it is reported when the ticket is dropped. A
-ticket does not know who produces its result. Any thread.
+Code that starts an asynchronous act returns a ticket. The ticket ends once, with a result or an
+error, and is waited for once, in the thread that wants the result; the error is raised there. A
+follow-up is chained with `then`; several tickets are combined with `gather`. An error that no
+thread waits for is not lost: it is reported when the ticket is garbage collected. A ticket does not
+know the producer of its result. Any thread.
 
-Follow-ups run one after the other in the thread that ends the act, which is often the only one that
-ends anything. So nothing waits in a follow-up: that is refused instead of hanging for ever.
+Follow-ups run one after the other in the thread that ends the act, which is often the only thread
+that ends acts. So a wait in a follow-up is refused; it could hang for ever.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ U = TypeVar("U")
 
 
 class GivenUp(StateError):
-    """The act was ended because its owner was closed. Who waits is told; if nobody does, the one
-    who closed it knows.
+    """An act that was ended because its owner was closed. A wait raises it; without a wait it is
+    not reported, since the caller that closed the owner knows.
     """
 
 
 class TicketState(Enum):
-    PENDING = "pending"  # the act is under way
-    DONE = "done"  # it has ended well; the result is here
-    FAILED = "failed"  # it has ended badly; the error is here
-    COLLECTED = "collected"  # somebody has taken the result or the error
+    PENDING = "pending"  # the act is in flight
+    DONE = "done"  # it has succeeded; the ticket holds the result
+    FAILED = "failed"  # it has failed; the ticket holds the error
+    COLLECTED = "collected"  # a wait or a follow-up has taken the result or the error
 
-    __hash__ = object.__hash__  # members are single; Enum's own is Python, and slow
+    __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and slow
 
 
 MOVES = {
@@ -54,8 +54,8 @@ MOVES = {
 
 
 class Ticket(Generic[T]):
-    """One asynchronous act. `what` names it in errors; `describe` adds what is in flight to a
-    time-out's message.
+    """A future: the handle of one asynchronous act. `what` names the act in errors; `describe`
+    lists the operations in flight for the message of a time-out.
     """
 
     __slots__ = (
@@ -77,26 +77,28 @@ class Ticket(Generic[T]):
 
     def __init__(self, what: str, describe: Callable[[], str] | None = None) -> None:
         self.what = what
-        # Called when somebody begins to wait, in whatever thread: must not block.
+        # Called when a wait for this ticket, or for one that depends on it, begins, in any thread:
+        # must not block.
         self.urge: Callable[[], None] | None = None
-        # Called instead in the thread that waits for this very act, with its time limit: may block.
+        # Called instead if the wait is for this very ticket, in the waiting thread, with its time
+        # limit: may block.
         self.land: Callable[[float | None], None] | None = None
         self._describe = describe
         self._state = TicketState.PENDING
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._taken = False  # somebody waits, or will: a second one is refused
+        self._taken = False  # claimed by a wait or a follow-up: a second one is refused
         self._urged = False
-        self._behind: tuple[Ticket[Any], ...] = ()  # this one ends after those
+        self._behind: tuple[Ticket[Any], ...] = ()  # the tickets that must end before this one
         self._next: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        # Held until the act has ended: a lock costs a twentieth of an Event.
+        # Held until the act has ended. A lock costs a twentieth of an Event.
         self._gate = threading.Lock()
         self._gate.acquire()
 
     @classmethod
     def of(cls, result: T, what: str = "done already") -> Ticket[T]:
-        """A ticket that has ended well."""
+        """Make a ticket that has succeeded with `result`."""
         ticket: Ticket[T] = cls(what)
         ticket.finish(result)
         return ticket
@@ -104,11 +106,11 @@ class Ticket(Generic[T]):
     # --- for the producer -------------------------------------------------------------------------
 
     def finish(self, result: T) -> None:
-        """The act has ended well."""
+        """End the act with `result`; run the follow-ups in this thread."""
         self._end(TicketState.DONE, result, None)
 
     def fail(self, error: BaseException) -> None:
-        """The act has ended with `error`."""
+        """End the act with `error`; run the follow-ups in this thread."""
         self._end(TicketState.FAILED, None, error)
 
     def _end(self, state: TicketState, result: T | None, error: BaseException | None) -> None:
@@ -117,8 +119,8 @@ class Ticket(Generic[T]):
             self._result = result
             self._error = error
             follow = self._next
-            # What has ended refers to nobody: a cycle would keep it, and its error, until some
-            # collection.
+            # An ended ticket refers to no other object: a reference cycle would keep it, and its
+            # error, until a garbage collection.
             self._next = self.urge = self.land = None
             self._behind = ()
         self._gate.release()
@@ -129,7 +131,7 @@ class Ticket(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the act has ended, well or badly."""
+        """Whether the act has ended, with a result or an error. Does not block."""
         return self._state is not TicketState.PENDING
 
     @property
@@ -138,9 +140,9 @@ class Ticket(Generic[T]):
 
     @uninterrupted
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block until the act has ended; return its result or raise its error. Once.
+        """Block until the act has ended; return its result or raise its error. Only once.
 
-        A time-out is a `StoreTimeout` and leaves the ticket as it was: it may be waited for again.
+        A time-out raises `StoreTimeout` and leaves the ticket as it was: the caller may wait again.
         """
         if self._state is TicketState.PENDING:
             self._await(timeout_s)
@@ -157,7 +159,7 @@ class Ticket(Generic[T]):
             )
         self._claim()
         try:
-            land = self.land  # it goes when the act ends
+            land = self.land  # None once the act has ended
             if land is None:
                 self._hurry()
                 ended = self._pass_gate(timeout_s)
@@ -176,16 +178,16 @@ class Ticket(Generic[T]):
     def _land(self, land: Callable[[float | None], None], timeout_s: float | None) -> bool:
         begin_s = time.monotonic()
         land(timeout_s)
-        # Another thread may have seen that it is over, and be about to say so.
+        # Another thread may have seen the end, and be about to call `finish` or `fail`.
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
         return self._pass_gate(left_s)
 
     def then(self, action: Callable[[T], U | Ticket[U]], what: str | None = None) -> Ticket[U]:
-        """A ticket for `action`, which starts when this act has ended well, in the thread that
-        ended it, or in this one if it has ended already.
+        """Chain `action` to this act and return a ticket for it. `action` runs when this act has
+        succeeded, in the thread that ended it, or in this thread if it has ended already.
 
-        `action` must not block; to wait in it is refused. It may return a ticket of its own, which
-        is then waited for. When this act fails, the new ticket fails with the same error and
+        `action` must not block; a wait in it is refused. It may return a ticket: then the new
+        ticket ends as that does. When this act fails, the new ticket fails with the same error and
         `action` is not called.
         """
         self._claim()
@@ -207,13 +209,13 @@ class Ticket(Generic[T]):
         return following
 
     def _pass_gate(self, timeout_s: float | None) -> bool:
-        """Wait for the end; False when the time is over first."""
-        if self._state is not TicketState.PENDING:  # the gate may be shut behind one who was
-            return True  # interrupted there
+        """Wait for the end of the act; return False when the time is over first."""
+        if self._state is not TicketState.PENDING:  # an interrupted wait may have acquired the gate
+            return True
         return acquire(self._gate, math.inf if timeout_s is None else max(timeout_s, 0.0))
 
     def _hand_over_to(self, other: Ticket[T]) -> None:
-        """End `other` as this one ends."""
+        """End `other` with the result or error of this ticket."""
         self._claim()
         other._behind = (self,)
         if other._urged:
@@ -230,11 +232,11 @@ class Ticket(Generic[T]):
         self._call_at_end(pass_on)
 
     def _hurry(self) -> None:
-        """Tell all producers on the way to this one's end that somebody waits."""
+        """Tell the producers of this ticket, and of all that it depends on, that a thread waits."""
         tickets: list[Ticket[Any]] = [self]
-        for ticket in tickets:  # and those that are added meanwhile
+        for ticket in tickets:  # the list grows in the loop
             ticket._urged = True
-            urge = ticket.urge  # it goes when the act ends
+            urge = ticket.urge  # None once the act has ended
             if urge is not None:
                 urge()
             tickets += ticket._behind
@@ -266,7 +268,7 @@ class Ticket(Generic[T]):
         try:
             raise error
         finally:
-            del error  # its traceback has this frame
+            del error  # its traceback refers to this frame: a cycle
 
     def _move_to(self, state: TicketState) -> None:
         if state not in MOVES[self._state]:
@@ -277,11 +279,11 @@ class Ticket(Generic[T]):
         error = getattr(self, "_error", None)
         if error is None or isinstance(error, GivenUp):
             return
-        # Nobody asked: tell, as Python does for errors it cannot raise.
-        message = f"{self.what}: nobody waited for"
+        # No wait has raised it: report it, as Python does for errors that it cannot raise.
+        message = f"{self.what}: never waited for"
         if sys.unraisablehook is not sys.__unraisablehook__:
             sys.unraisablehook(_Unraisable(type(error), error, error.__traceback__, message, self))
-        elif sys.stderr is not None:  # Python's own hook takes nothing that Python has not made
+        elif sys.stderr is not None:  # Python's own hook takes only arguments that Python made
             print(f"{message}: {self!r}", file=sys.stderr)
             traceback.print_exception(type(error), error, error.__traceback__)
 
@@ -290,7 +292,7 @@ class Ticket(Generic[T]):
 
 
 class _Unraisable:
-    """The argument of sys.unraisablehook, which cannot be made directly."""
+    """A replacement for the argument of sys.unraisablehook, whose type cannot be instantiated."""
 
     err_msg: str | None
 
@@ -300,7 +302,7 @@ class _Unraisable:
 
 
 class _FollowUps(threading.local):
-    """What this thread has still to call; None: it is not in a follow-up."""
+    """The queue of functions that this thread has still to call; None: it is in no follow-up."""
 
     queue: deque[Callable[[], None]] | None = None
 
@@ -309,12 +311,12 @@ _here = _FollowUps()
 
 
 def in_follow_up() -> bool:
-    """Whether this thread runs the follow-up of a ticket, and so must not wait."""
+    """Return whether this thread runs the follow-up of a ticket, and so must not wait."""
     return _here.queue is not None
 
 
 def _run(function: Callable[[], None]) -> None:
-    """Call `function` and all that follows from it. A loop: chains may be longer than the stack."""
+    """Call `function` and all follow-ups of it, in a loop: chains may be longer than the stack."""
     if _here.queue is not None:
         _here.queue.append(function)
         return
@@ -323,7 +325,7 @@ def _run(function: Callable[[], None]) -> None:
     while queue:
         try:
             queue.popleft()()
-        except BaseException as error:  # of a signal handler: the others must be told all the same
+        except BaseException as error:  # from a signal handler: the other follow-ups must still run
             interruption = error
     _here.queue = None
     if interruption is not None:
@@ -331,10 +333,11 @@ def _run(function: Callable[[], None]) -> None:
 
 
 def gather(tickets: Iterable[Ticket[T]], what: str) -> Ticket[list[T]]:
-    """A ticket that ends when all have ended: with all results in order, or with the first ticket's
-    error; a time-out is told rather than another. Further errors are its context.
+    """Combine tickets into one that ends when all have ended: with all results in order, or with
+    the error of the first that failed in order; a time-out precedes other errors. Further errors
+    are its context.
 
-    It never ends early, so that no buffer of a slower act is still in use when it has ended.
+    The ticket never ends early, so that no buffer of a slower act is in use after its end.
     """
     tickets = tuple(tickets)
     tables = tuple(dict.fromkeys(ticket._describe for ticket in tickets if ticket._describe))
@@ -384,8 +387,8 @@ def _claim_all(tickets: tuple[Ticket[Any], ...]) -> None:
 
 
 def _first_of(errors: list[BaseException]) -> BaseException:
-    """The error to raise, with the others as its context. Memory that is still in use matters most,
-    then a drive that does not answer.
+    """Choose the error to raise, and chain the others as its context. First comes ETIMEDOUT, whose
+    memory is still in use, then other time-outs: a drive that does not answer.
     """
 
     def rank(error: BaseException) -> int:
@@ -403,9 +406,10 @@ def _first_of(errors: list[BaseException]) -> BaseException:
 
 
 def _end_of(error: BaseException, known: set[int]) -> tuple[BaseException, set[int]]:
-    """The last of an error's contexts, and all that are known by now. Contexts that are known
-    already, such as what was being handled when several of them were raised, are cut off: whoever
-    follows a circle never comes to its end.
+    """Return the last error in the chain of contexts of `error`, and the ids of all known errors.
+
+    Cuts the chain at a context that is known already, such as an error that was being handled when
+    several of them were raised: code that follows a cycle would never end.
     """
     known = known | {id(error)}
     while error.__context__ is not None and id(error.__context__) not in known:
@@ -416,7 +420,7 @@ def _end_of(error: BaseException, known: set[int]) -> tuple[BaseException, set[i
 
 
 def split(ticket: Ticket[T]) -> tuple[Ticket[T], Ticket[T]]:
-    """Two tickets that end as this one does, for two who wait."""
+    """Make two tickets that end as `ticket` does, for two waiting threads."""
     both: tuple[Ticket[T], Ticket[T]] = (
         Ticket(ticket.what, ticket._describe),
         Ticket(ticket.what, ticket._describe),

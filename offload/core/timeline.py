@@ -1,8 +1,8 @@
-"""Who was busy when: events, and what can be drawn and counted from them. Pure functions.
+"""Events of a run, and pure functions that count them and convert them to a trace to view.
 
-An event is one act of one resource. Acts of a resource may overlap: several reads are in flight at
-a time. `in_turn` cuts them so that one follows the other and their sum is the time in which the
-resource had something to do.
+An event is one operation of one resource. Operations of a resource may overlap: several reads are
+in flight at a time. `in_turn` cuts the events so that none overlap, and their sum is the time in
+which the resource was busy.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 STEP = "step"
-COMPUTE = "compute"  # the thread that runs the model does so, between uses of units
-UPDATE = "update"  # the thread that steps computes
+COMPUTE = "compute"  # the thread that runs the model computes, between uses of units
+UPDATE = "update"  # the thread that runs the optimizer step computes
 WAITING = "waiting"  # that thread waits
 DISK_READS = "disk reads"
 DISK_WRITES = "disk writes"
@@ -22,7 +22,7 @@ ROWS = (STEP, COMPUTE, UPDATE, WAITING, DISK_READS, DISK_WRITES, TO_DEVICE, TO_H
 
 
 class Event(NamedTuple):
-    """Times are those of `time.perf_counter`."""
+    """An event: one operation of a resource. Its times are those of `time.perf_counter`."""
 
     row: str
     name: str
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 
 def in_turn(events: Iterable[Event]) -> list[Event]:
-    """The same time, without overlap: each moment belongs to the act that ended first."""
+    """Cut the events so that none overlap: each moment belongs to the event that ended first."""
     covered: list[Event] = []  # in order of time
     for event in sorted(events, key=lambda event: event.end_s):
         end_s, at = event.end_s, len(covered)
@@ -48,7 +48,7 @@ def in_turn(events: Iterable[Event]) -> list[Event]:
 
 
 def busy_s(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of these was going on: the sum of `in_turn`."""
+    """Count the seconds in which at least one event was in flight: the sum of `in_turn`."""
     total_s, reached_s = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.begin_s):
         if event.end_s > reached_s:
@@ -58,8 +58,8 @@ def busy_s(events: Iterable[Event]) -> float:
 
 
 def whole_steps(events: Sequence[Event], some_are_lost: bool) -> list[Event]:
-    """From the first step on of which nothing is missing. events: in the order in which they ended;
-    some_are_lost: there were earlier ones.
+    """Return the events from the first step on whose events are complete. events: in the order in
+    which they ended; some_are_lost: there were earlier ones, which were overwritten.
     """
     known_s = events[0].end_s if events and some_are_lost else float("-inf")
     begins_s = [e.begin_s for e in events if e.row == STEP and e.begin_s >= known_s]
@@ -68,7 +68,9 @@ def whole_steps(events: Sequence[Event], some_are_lost: bool) -> list[Event]:
 
 
 def to_chrome(events: Sequence[Event]) -> dict[str, Any]:
-    """For chrome://tracing and Perfetto: one row for each resource, times in microseconds."""
+    """Convert events to the trace format of chrome://tracing and Perfetto: one row for each
+    resource, times in microseconds.
+    """
     start_s = min((event.begin_s for event in events), default=0.0)
     about: list[dict[str, Any]] = [_name("process_name", 0, "offload")]
     drawn: list[dict[str, Any]] = []
@@ -87,7 +89,7 @@ def to_chrome(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _draw(event: Event, row: int, start_s: float) -> dict[str, Any]:
-    # Nanoseconds, rounded once for begin and end each: neighbours do not overlap.
+    # Begin and end are rounded to nanoseconds, once each: so adjacent events do not overlap.
     begin_ns, end_ns = (round((t - start_s) * 1e9) for t in (event.begin_s, event.end_s))
     drawn = {
         "ph": "X",

@@ -1,6 +1,6 @@
-"""The versions of torch whose fused optimizers have been compared with our update, bit by bit.
+"""The versions of torch whose fused optimizers were compared bit by bit with the engine's update.
 
-`make versions` compares them. Nothing of torch is imported here: the doctor also tells of a torch
+`make versions` compares them. This file does not import torch: the doctor also reports on a torch
 that is broken.
 """
 
@@ -18,22 +18,22 @@ _told: set[str] = set()
 
 
 def is_known(version: str) -> bool:
-    """Whether `torch.__version__` is a release of a known version. Builds of other sources are not:
-    their compiler may have fused other products.
+    """Return whether `version`, a `torch.__version__`, is a release of a known version. Builds from
+    other sources are not: their compiler may have fused other multiply-adds.
     """
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", version)
     return release is not None and release[1] in KNOWN
 
 
 def describe(version: str) -> str:
-    """The version, and whether it is a known one, for a table."""
+    """Describe the version, and whether it is a known one, for a table."""
     one = "one" if is_known(version) else "none"
     return f"{version}, {one} of those whose bits were compared ({', '.join(KNOWN)})"
 
 
 def warn_if_unknown(version: str) -> None:
-    """Warn once about each version that nobody has compared. For functions that users call: the
-    warning points at their line.
+    """Warn once about each version that was not compared. For functions that the user's code calls:
+    the warning points at its line.
     """
     if is_known(version) or version in _told:
         return

@@ -1,4 +1,4 @@
-"""Dataclasses from JSON that nobody vouches for: every key and value checked against the fields."""
+"""A reader of dataclasses from untrusted JSON: checks every key and value against the fields."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _MOST_FLOAT = 1e300
 
 
 def read_as(kind: type[_T], value: Any, where: str = "") -> _T:
-    """`value`, as `json.loads` gives what `dataclasses.asdict` was, as that dataclass. Its fields
-    are texts, bools, whole and other numbers from 0 on, tuples of one type, dicts by text, such
-    dataclasses, or one of these and None. Raises `FormatError` with the place of what is not.
+    """Read `value`, the JSON of a `dataclasses.asdict`, as the dataclass `kind`.
+
+    Its fields may be strings, bools, ints and floats from 0 on, tuples of one type, dicts with
+    string keys, such dataclasses, or one of these or None. Raises `FormatError` with the place of
+    the first wrong key or value.
     """
     return typing.cast(_T, _read(kind, value, where))
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
-    if origin in (types.UnionType, typing.Union):  # of something and None
+    if origin in (types.UnionType, typing.Union):  # of one type and None
         (inner,) = [arg for arg in typing.get_args(kind) if arg is not type(None)]
         return None if value is None else _read(inner, value, where)
     if origin is tuple:
@@ -66,9 +68,9 @@ def _read_fields(kind: type[_T], value: Any, where: str) -> _T:
     read = {key: _read(hints[key], item, prefix + key) for key, item in value.items()}
     try:
         return kind(**read)
-    except TypeError as error:  # a key that must be there is not
+    except TypeError as error:  # a required key is missing
         raise FormatError(f"{where or 'the file'}: {error}") from error
-    except FormatError as error:  # what the dataclass itself refuses
+    except FormatError as error:  # raised by the dataclass itself
         raise FormatError(f"{prefix}{error}") from error
 
 

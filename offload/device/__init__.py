@@ -1,20 +1,22 @@
 """Copies between host memory and a device: the only owner of streams and events.
 
-Two side streams: `up` carries copies to the device, `down` copies to the host; a third, made when
-it is needed, carries what happens between the devices of several ranks. All run beside the stream
-that computes, which is whatever stream is current in the thread that calls. The CPU does not
-wait here: streams wait for one another, and only `Ticket.wait` and `close` block. What a copy reads
-and writes is held until the copy is over: a lease cannot return to its pool, nor device memory to
-its allocator, while bytes are under way.
+There are two side streams: `up` carries uploads, `down` carries downloads; a third, made when it is
+needed, carries copies and collectives between the devices of several ranks. All run beside the
+compute stream, which is the current stream of the calling thread. The CPU does not wait here:
+streams wait for one another, and only `Ticket.wait` and `close` block. The source and target of a
+copy are held until it is over: a lease cannot return to its pool, nor device memory to its
+allocator, while a copy is in flight.
 
-Device memory for what is fetched comes from torch's allocator, out of the pool of `up`, and is
-counted against a budget in bytes. It is given back in the order of `up`, after the streams that
-used it: what `up` writes next may lie in the same memory, at once, without anybody waiting for it.
-So the bytes in use never exceed the budget, however far the device runs behind the CPU.
+Device memory for uploads comes from torch's caching allocator, from the memory of the stream `up`,
+and is counted against a budget in bytes. It is released in the order of `up`, after the streams
+that used it: the next copy on `up` may write to the same memory at once, and neither the CPU nor
+the allocator waits. So the bytes in use never exceed the budget, however far the device runs behind
+the CPU.
 
-`device.py` has the copies, `buffer.py` the device memory, `gauge.py` what else is on the device,
-`host.py` the case without a device: the CPU's own memory, where nothing is copied. Any
-thread. Knows no policy and no files.
+`device.py` has the copies, `buffer.py` the device memory, `gauge.py` the memory in use on the
+device, `streams.py` the streams, `random.py` the devices' random number states, and `host.py` the
+case without a device: the CPU's own memory, where nothing is copied. Any thread may call. The
+package knows no policy and no files.
 """
 
 from __future__ import annotations
@@ -58,13 +60,15 @@ __all__ = [
 ]
 
 Transfer = DeviceTransfer | HostTransfer
-Moment = torch.Event  # something that streams can wait for; others hand it on
+Moment = torch.Event  # an event that streams can wait for; other packages only pass it on
 
 
 def open_transfer(
     device: torch.device | str, budget_bytes: int | None = None, metrics: Metrics | None = None
 ) -> Transfer:
-    """What moves bytes to and from `device`. budget_bytes: for device memory; the CPU has none."""
+    """Open the transfer that copies bytes to and from `device`. budget_bytes: of device memory;
+    ignored for the CPU.
+    """
     if torch.device(device).type == "cpu":
         return HostTransfer()
     return DeviceTransfer(device, budget_bytes, metrics=metrics)

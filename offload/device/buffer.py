@@ -1,4 +1,4 @@
-"""Device memory that is filled from the host, used, and given back, against a budget in bytes."""
+"""Device memory that is filled from the host, used and released, against a budget in bytes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ALIGN = 512  # torch's allocators round up to it
 
 
 class DeviceFullError(CapacityError):
-    """The device itself has no memory left, whatever the budget says."""
+    """An error that says that the device itself has no memory left, even within the budget."""
 
 
 class MemoryHolder(Protocol):
-    """Has memory of a device that it can do without."""
+    """A holder of device memory that it can do without, such as a cache."""
 
     def make_way(self, device: torch.device, nbytes: int) -> None:
-        """Give up so much of it, as far as it can. Any thread; never waits for another."""
+        """Release `nbytes` of it, or as much as it can. Any thread; never waits for another one."""
 
 
-HOLDERS: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()  # are asked when a device is full
+HOLDERS: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()  # release memory if a device is full
 
-# Starts the copy of a host tensor to a device tensor on `up`, both flat bytes, after these events;
+# Begins the copy of a host tensor to a device tensor on `up`, both flat bytes, after these events;
 # calls back, before any later copy, with the event that ends it.
 Upload = Callable[
     [Tensor, Tensor, str, list[torch.Event], Callable[[torch.Event], None]], Ticket[None]
@@ -45,8 +45,8 @@ Across = Callable[[Callable[[], None], list[torch.Event]], torch.Event]
 
 
 class DeviceMemory:
-    """Memory of one device, out of the allocator's pool of the stream `up`, and how much of it is
-    in use. Any thread; never blocks.
+    """The memory of one device that the engine allocates, from the allocator's memory of the stream
+    `up`, and its budget. Any thread may call; never blocks.
     """
 
     def __init__(self, device: torch.device, up: torch.Stream, budget_bytes: int | None) -> None:
@@ -55,19 +55,20 @@ class DeviceMemory:
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
         self._used_bytes = 0
-        self._returned: deque[int] = deque()  # sizes; finalizers leave them here
+        self._returned: deque[int] = deque()  # sizes that were released; finalizers append them
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are held: by a buffer, or by a view that outlives its buffer."""
+        """The bytes in use: held by a buffer, or by a view that outlives its buffer."""
         with self._lock:
             self._take_in_returned()
             return self._used_bytes
 
     def allocate(self, nbytes: int, what: str, is_urgent: bool = True) -> Tensor:
-        """So many bytes, not filled. Raises `CapacityError` with the numbers when the budget or the
-        device is spent. is_urgent: where the device is, everybody gives up what is idle first.
+        """Allocate `nbytes`, uninitialised. Raises `CapacityError` with the numbers when the budget
+        is spent, `DeviceFullError` when the device is. is_urgent: if the device is full, first
+        have all `HOLDERS` release idle memory and try again.
         """
         if nbytes < 0:
             raise ConfigError(f"{what}: expected 0 bytes or more, got {nbytes}")
@@ -95,7 +96,7 @@ class DeviceMemory:
                 raise
         for holder in list(HOLDERS):
             holder.make_way(self.device, nbytes)
-        torch.accelerator.empty_cache()  # what was given up may be cut in other sizes
+        torch.accelerator.empty_cache()  # released memory may be cached in segments of other sizes
         return self._empty(nbytes)
 
     def _empty(self, nbytes: int) -> Tensor:
@@ -122,9 +123,9 @@ class DeviceMemory:
 
 @dataclass
 class _Loan:
-    """Memory of the pool of `up`, the event that ends what has filled it, and the other streams
-    that have used it. Apart from the buffer, so that the memory of a buffer that is forgotten goes
-    back in order, too.
+    """A loan of memory of `up`, with the event that ends its last fill and the other streams that
+    have used it. It is separate from the buffer, so that the finalizer of a buffer that was never
+    released returns its memory in order, too.
     """
 
     memory: Tensor | None
@@ -133,14 +134,15 @@ class _Loan:
     users: list[torch.Stream] = field(default_factory=list)
 
     def give_back(self) -> bool:
-        """Drop the memory in the order of `up`, after its users. False when somebody still holds a
-        view; then the allocator keeps it until the view is gone and the users are past it.
+        """Release the memory in the order of `up`, after its users. Return False if a view of it
+        still exists; then the allocator keeps the memory until the view is freed and the users'
+        streams are past it.
         """
         memory, self.memory = self.memory, None
         if memory is None:
             return True
         escaped = holders(memory) > 1
-        self.up.wait_event(self.filled)  # other devices may have filled it, and nobody used it
+        self.up.wait_event(self.filled)  # other devices may have filled it, with no use since
         for stream in self.users:
             self.up.wait_event(stream.record_event())
             if escaped:
@@ -149,9 +151,9 @@ class _Loan:
 
 
 class DeviceBuffer:
-    """One piece of device memory. One holder.
+    """A range of device memory with one holder.
 
-    Filling may happen in any thread. `use` and `release` belong to the threads that compute.
+    Any thread may fill it. Only threads that compute may call `use` and `release`.
     """
 
     def __init__(
@@ -159,16 +161,15 @@ class DeviceBuffer:
     ) -> None:
         self.what = what
         self.nbytes = memory.nbytes
-        # Also what was there before must be over: fills of the memory's last holder.
+        # Earlier work on `up` must be over as well: fills of the memory's last holder.
         self._loan = _Loan(memory, up, up.record_event())
         self._upload, self._across = upload, across
         weakref.finalize(self, self._loan.give_back).atexit = False
 
     def fill(self, host: Tensor, offset_bytes: int = 0) -> Ticket[None]:
-        """Copy `host` to the buffer's bytes from `offset_bytes` on. Parts may come as they are
-        ready, so that the copy of one runs while the next is read from somewhere; bytes that were
-        used already are filled again after their use. `host` is held until the ticket is done.
-        Never blocks.
+        """Copy `host` to the buffer's bytes from `offset_bytes` on. Parts may be copied as they
+        become ready, so that one is copied while the next is read from the store; bytes that are in
+        use are overwritten after that use. `host` is held until the ticket is done. Never blocks.
         """
         memory, end = self._memory(), offset_bytes + host.nbytes
         if not 0 <= offset_bytes <= end <= self.nbytes:
@@ -182,21 +183,22 @@ class DeviceBuffer:
         return self._upload(flat, target, self.what, self.busy(), self._note_filled)
 
     def spread(self, act: Callable[[Tensor], None]) -> None:
-        """Have `act` fill the buffer's bytes, or some of them, from other devices: its work goes to
-        the stream between devices, after all fills and uses so far. Never blocks.
+        """Have `act` fill the buffer's bytes, or some of them, from other devices: its work is
+        queued on the stream between devices, after all fills and uses so far. Never blocks.
         """
         memory = self._memory()
         self._note_filled(self._across(lambda: act(memory), self.busy()))
 
     def note_fill(self) -> None:
-        """This thread's current stream has been given work that fills the bytes, after `use`:
-        whoever uses them next waits for it, on whatever stream.
+        """Note that work that fills the bytes is queued on this thread's current stream, after
+        `use`: the next use waits for it, on any stream.
         """
         self._note_filled(torch.accelerator.current_stream(self._memory().device).record_event())
 
     def busy(self) -> list[torch.Event]:
-        """What must be over before the bytes are written again, or all that was written to them is
-        there: the fills and everything that their users have been given so far.
+        """Return the events after which the bytes may be written again, and after which all bytes
+        written so far are there: the end of the fills, and of all work queued so far on the streams
+        that use them.
         """
         return [self._loan.filled, *(stream.record_event() for stream in self._loan.users)]
 
@@ -205,12 +207,12 @@ class DeviceBuffer:
 
     @property
     def arrived(self) -> bool:
-        """Whether what was filled so far is there already."""
+        """Whether all fills so far are over."""
         return self._loan.filled.query()
 
     @property
     def views(self) -> int:
-        """How many tensors lie in its memory."""
+        """The number of tensors that lie in its memory, beside its own."""
         return holders(self._memory()) - 1
 
     @property
@@ -218,21 +220,21 @@ class DeviceBuffer:
         return self._memory().untyped_storage().data_ptr()
 
     def use(self) -> Tensor:
-        """The buffer's bytes, for this thread's current stream, which waits for the fills so far.
-        Views of it may be made; all of them end with `release`.
+        """Return the buffer's bytes for use on this thread's current stream, which waits for the
+        fills so far. The caller may make views, which it frees before `release`.
         """
         memory = self._memory()
         stream = torch.accelerator.current_stream(memory.device)
         stream.wait_event(self._loan.filled)
         if stream not in self._loan.users:
             self._loan.users.append(stream)
-        return memory.detach()  # a tensor of its own, so that `release` can tell who still has it
+        return memory.detach()  # a separate tensor, so that `release` can count the references
 
     def release(self) -> bool:
-        """Give the memory back, after all that its users have been given so far. Idempotent.
+        """Release the memory, after all work queued so far on the streams that use it. Idempotent.
 
-        False: somebody still holds a view of it. The view stays valid, and its memory goes on
-        counting against the budget until it is gone. (Then the allocator may need a moment longer
+        Return False if a view of it still exists. The view stays valid, and its memory counts
+        against the budget until the view is freed. (Then the allocator may need a moment longer
         until it has the memory back: the one case in which more than the budget can be in use.)
         """
         return self._loan.give_back()

@@ -1,4 +1,4 @@
-"""What can be copied, how a copy is cut, and how a thread gets on a stream."""
+"""Checks of tensors to copy and of devices; how a copy is cut; how a thread enters a stream."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offload.core.errors import ConfigError
 
 
 def on(stream: torch.Stream) -> torch.Stream:
-    """`stream` to enter with `with`. A new object each time: torch keeps what to go back to in the
-    object, so that two threads in the same one would leave each other's streams and devices behind.
+    """Return `stream` as a new object to enter with `with`. torch keeps the stream and device to
+    restore in the object, so that two threads that enter the same one would restore each other's.
     """
     return torch.Stream(
         stream_id=stream.stream_id,
@@ -23,7 +23,9 @@ def on(stream: torch.Stream) -> torch.Stream:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """`device` with its number: `cuda` is the current one."""
+    """Return `device` with its index: `cuda` is the current one. Raises `ConfigError` if torch sees
+    no such device.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         there = "the CPU alone" if accelerator is None else accelerator.type
@@ -37,8 +39,9 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def own_index() -> int:
-    """The current device; where nobody has chosen one, a rank that torchrun has started has that of
-    its number on the machine, if it sees so many: all would be on the first otherwise.
+    """Return the index of the current device. If that is 0, as when the user's code has set none,
+    and torchrun has started this rank, return its local rank if it sees that many devices: all
+    ranks would be on the first device otherwise.
     """
     current, local = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK", "")
     if current == 0 and local.isdecimal() and int(local) < torch.accelerator.device_count():
@@ -47,7 +50,9 @@ def own_index() -> int:
 
 
 def check_copy(host: Tensor, device: Tensor, what: str) -> None:
-    """A copy between the two is a plain move of bytes, which alone can run beside the CPU."""
+    """Check that a copy between the two moves plain bytes; only such a copy can run asynchronously.
+    Raises `ConfigError`.
+    """
     if host.dtype != device.dtype or host.shape != device.shape:
         raise ConfigError(
             f"{what}: expected the same shape and dtype on both sides, got "
@@ -60,7 +65,7 @@ def check_copy(host: Tensor, device: Tensor, what: str) -> None:
 
 
 def cut(numel: int, part: int) -> Iterator[slice]:
-    """Slices of `part` elements that cover [0, numel); one empty slice where there is nothing."""
+    """Cut [0, numel) into slices of `part` elements; yield one empty slice if `numel` is 0."""
     step = max(part, 1)
     for begin in range(0, max(numel, 1), step):
         yield slice(begin, min(begin + step, numel))

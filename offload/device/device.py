@@ -1,5 +1,5 @@
-"""Copies to and from one accelerator, on two streams of their own, and a third one for what happens
-between devices.
+"""Copies to and from one accelerator, on two side streams, and a third stream for copies and
+collectives between devices.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from offload.device.checks import check_copy, cut, indexed, on
 from offload.device.streams import lend
 
 READS_IN_FLIGHT_BYTES = 256 << 20
-_LOOK_AGAIN_S = 0.0005  # where an event is waited for with a deadline, which torch does not offer
+_LOOK_AGAIN_S = 0.0005  # poll interval of waits with a deadline, which torch's events do not offer
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place on a stream: everything that was given to the stream before."""
+    """A place on a stream: after all work queued on it so far."""
 
     stream: torch.Stream
     event: torch.Event
@@ -38,7 +38,7 @@ class Mark:
 
 @dataclass(eq=False)
 class _InFlightCopy:
-    """One copy under way, and what must stay where it is until the copy is over."""
+    """A copy in flight. held: the tensors whose memory must not be released before it is over."""
 
     event: torch.Event
     ticket: Ticket[Any]
@@ -48,14 +48,16 @@ class _InFlightCopy:
     begin_s: float = field(default_factory=time.perf_counter, kw_only=True)
 
     def let_go(self) -> None:
-        """The copy is over. Whoever is told so finds that nothing here holds its memory."""
+        """Release the tensors of a copy that is over. It comes before the ticket ends, so that
+        callers that wait for the ticket find no reference to their memory here.
+        """
         self.held = ()
 
 
 @dataclass(eq=False)
 class _Download(_InFlightCopy):
-    """A copy to the host. owner: the stream in whose order `source` may be dropped before the copy
-    is over; None: it may not.
+    """A download in flight. owner: the stream in whose order `source` may be released before the
+    copy is over; None: it must be held until then.
     """
 
     source: Tensor | None
@@ -67,8 +69,8 @@ class _Download(_InFlightCopy):
 
 
 class _Flights:
-    """The copies of one stream, in its order. Apart from the transfer, so that a transfer that is
-    forgotten still waits for them.
+    """The copies in flight on one stream, in its order. They are separate from the transfer, so
+    that the finalizer of a transfer that was never closed waits for them, too.
     """
 
     def __init__(self, stream: torch.Stream, row: str, metrics: Metrics) -> None:
@@ -88,12 +90,12 @@ class _Flights:
             flight.ticket.finish(flight.result)
 
     def _tell(self, flight: _InFlightCopy) -> None:
-        # Until somebody noticed that it is over, which may be later than it was.
+        # The end is when `settle` noticed it, which may be later than the copy's own end.
         what, end_s = flight.ticket.what, time.perf_counter()
         self.metrics.event(Event(self.row, what, flight.begin_s, end_s, flight.nbytes))
 
     def fail(self, flight: _InFlightCopy, error: Exception) -> None:
-        """End one ticket with the device's error, unless somebody else has ended it."""
+        """End one ticket with the device's error, unless another thread has ended it."""
         with self.lock:
             if flight not in self.queue:
                 return
@@ -107,12 +109,12 @@ class _Flights:
 
 
 class DeviceTransfer:
-    """Copies to and from one accelerator, through `torch.accelerator`, `torch.Stream` and
-    `torch.Event`. Any thread.
+    """A transfer to and from one accelerator, through `torch.accelerator`, `torch.Stream` and
+    `torch.Event`. Any thread may call.
 
-    budget_bytes: what all buffers may hold together (None: what the device has).
-    reads_in_flight_bytes: how much device memory may wait for its copy to the host; beyond that
-    the stream that computes waits for the oldest copy, the CPU does not.
+    budget_bytes: the limit of all buffers together (None: what the device has).
+    reads_in_flight_bytes: how much device memory may wait for its download; beyond that the compute
+    stream waits for the oldest download, the CPU does not.
     """
 
     zero_copy = False
@@ -125,8 +127,8 @@ class DeviceTransfer:
         metrics: Metrics | None = None,
     ) -> None:
         self.device = indexed(torch.device(device))
-        # Before something was pinned, `is_pinned` may say no without having looked.
-        with torch.accelerator.device_index(self.device.index):  # else for the first one
+        # Before the first pinned allocation `is_pinned` may return False without a check.
+        with torch.accelerator.device_index(self.device.index):  # otherwise on the first device
             torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.metrics = metrics or Metrics()
         self._reads_in_flight_bytes = reads_in_flight_bytes
@@ -144,9 +146,9 @@ class DeviceTransfer:
     # --- to the device ----------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> DeviceBuffer:
-        """Device memory to be filled. Raises `CapacityError` with the numbers when the budget is
-        spent, `DeviceFullError` when the device is. is_urgent: not before everybody has given up
-        what is idle there.
+        """Allocate a device buffer, not filled yet. Raises `CapacityError` with the numbers when
+        the budget is spent, `DeviceFullError` when the device is. is_urgent: if the device is full,
+        first have all `HOLDERS` release idle memory and try again.
         """
         self._check_open()
         self.poll()
@@ -154,7 +156,9 @@ class DeviceTransfer:
         return DeviceBuffer(memory, self._up, self._fill, self._across, what)
 
     def fetch(self, host: Tensor, what: str = "a block") -> DeviceBuffer:
-        """A device buffer with the bytes of `host`, which is held until they are there."""
+        """Upload `host` to a new device buffer; `host` is held until the copy is over. Raises as
+        `allocate` does.
+        """
         buffer = self.allocate(host.nbytes, what)
         buffer.fill(host)
         return buffer
@@ -170,20 +174,20 @@ class DeviceTransfer:
         self._check_open()
         self._check_pair(host, target, what)
         self.poll()
-        # The target is not held: its memory is given back in the order of `up`, as this copy runs.
+        # The target need not be held: its memory is released in the order of `up`, which runs this.
         return self._upload(host, target, what, after, None, (host,), note)
 
     def mark(self) -> Mark:
-        """The present place of this thread's current stream."""
+        """Mark the present place of this thread's current stream."""
         stream = torch.accelerator.current_stream(self.device)
         return Mark(stream, stream.record_event())
 
     def write(
         self, host: Tensor, target: Tensor, after: Mark, what: str = "a copy"
     ) -> Ticket[Tensor]:
-        """Copy `host` onto the device tensor `target`, once everything before `after` is done with
-        it. Neither may be touched before the ticket is done; a stream may use `target` after
-        `join`. The result is `target`. Never blocks.
+        """Copy `host` to the device tensor `target`, once all work before `after` is over. The
+        caller must touch neither before the ticket is done; a stream may use `target` after `join`.
+        The result is `target`. Never blocks.
         """
         self._check_open()
         self._check_pair(host, target, what)
@@ -215,16 +219,16 @@ class DeviceTransfer:
         return flight.ticket
 
     def join(self) -> None:
-        """Let this thread's current stream wait for all copies to the device so far."""
+        """Let this thread's current stream wait for all uploads so far. Never blocks."""
         current = torch.accelerator.current_stream(self.device)
         current.wait_event(self._up.record_event())
 
     # --- between devices --------------------------------------------------------------------------
 
     def across(self, act: Callable[[], None], after: Iterable[torch.Event]) -> Mark:
-        """Call `act`, whose work goes to the stream between devices, once these events have passed
-        (of a `Mark`, or those of `DeviceBuffer.busy`). Returns the place behind it. What it touches
-        must be held until then. Never blocks.
+        """Call `act`, whose work is queued on the stream between devices, after these events (that
+        of a `Mark`, or those of `DeviceBuffer.busy`). Return the place after it. The caller must
+        hold the memory that it touches until then. Never blocks.
         """
         return Mark(self._stream_between, self._across(act, after))
 
@@ -244,14 +248,14 @@ class DeviceTransfer:
             return self._streams.between
 
     def take_thread(self) -> None:
-        """Make the device this thread's current one, for good: in threads of ours. Otherwise torch
-        would go back to the first device after every call, and make a context there, which costs
-        hundreds of megabytes for each process of a machine with several.
+        """Make the device this thread's current one, for good. Only the engine's own threads call
+        it. Otherwise torch would go back to the first device after every call and make a context
+        there, which costs hundreds of megabytes for each process of a node with several.
         """
         torch.accelerator.set_device_index(self.device.index)
 
     def wait_for(self, mark: Mark) -> None:
-        """Let this thread's current stream wait for everything before `mark`."""
+        """Let this thread's current stream wait for all work before `mark`. Never blocks."""
         torch.accelerator.current_stream(self.device).wait_event(mark.event)
 
     # --- to the host ------------------------------------------------------------------------------
@@ -259,12 +263,12 @@ class DeviceTransfer:
     def read(
         self, source: Tensor, host: Tensor, what: str = "a copy", after: Mark | None = None
     ) -> Ticket[Tensor]:
-        """Copy the device tensor `source` to `host`, once everything before `after` is done. The
-        result is `host`. `source` may not be written before the ticket is done. Never blocks.
+        """Download the device tensor `source` to `host`, once all work before `after` is over. The
+        result is `host`. `source` must not be written before the ticket is done. Never blocks.
 
-        after: None is now, on this thread's current stream, which then must be the one that made
-        `source`: a gradient in the hook that gets it. Only then `source` may be dropped at once
-        and counts against `reads_in_flight_bytes`; otherwise it is held until the copy is over.
+        after: None means now, on this thread's current stream, which must be the one that made
+        `source`, as with a gradient in its autograd hook. Only then `source` may be released early:
+        it counts against `reads_in_flight_bytes`; otherwise it is held until the copy is over.
         """
         return self._read(source, host, what, after, [(source.detach(), host)])[0]
 
@@ -276,8 +280,8 @@ class DeviceTransfer:
         what: str = "a copy",
         after: Mark | None = None,
     ) -> list[Ticket[Tensor]]:
-        """As `read`, with a ticket for every `part_bytes`, in order: the first part can be worked
-        on while the next is under way. Each result is a part of `host`, flat.
+        """Download like `read`, with a ticket for every `part_bytes`, in order: the caller can
+        process the first part while the next is in flight. Each result is a part of `host`, flat.
         """
         check_copy(host, source, what)
         flat, target = source.detach().view(-1), host.view(-1)
@@ -306,7 +310,9 @@ class DeviceTransfer:
         return tickets
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory of torch's own that copies need not wait for; outside of every pool."""
+        """Return pinned host memory from torch's allocator, outside of every pool, for asynchronous
+        copies.
+        """
         with torch.accelerator.device_index(self.device.index):
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
@@ -318,7 +324,7 @@ class DeviceTransfer:
         owner: torch.Stream | None,
         asynchronous: bool,
     ) -> Ticket[Tensor]:
-        """Under the lock of the flights."""
+        """Begin one download. The caller holds the lock of the downward flights."""
         with on(self._down):
             host.detach().copy_(source, non_blocking=asynchronous)
         event = self._down.record_event()
@@ -327,9 +333,9 @@ class DeviceTransfer:
         return flight.ticket
 
     def _let_go_of_sources(self) -> None:
-        """Where too much device memory waits for its copy to the host, drop the oldest in the order
-        of the stream that owns it: that stream waits for the copy before it uses the memory again.
-        Under the lock of the flights.
+        """Release the oldest sources while more than `reads_in_flight_bytes` of device memory wait
+        for their download, each in the order of the stream that owns it: that stream waits for the
+        copy before it uses the memory again. The caller holds the lock of the downward flights.
         """
         flights = [f for f in self._downward.queue if f.source is not None and f.owner is not None]
         sizes = {}  # parts of one gradient share their memory
@@ -345,24 +351,29 @@ class DeviceTransfer:
             if not any(f.source is not None and _at(f.source, address) for f in flights):
                 del sizes[address]
 
-    # --- what is under way ------------------------------------------------------------------------
+    # --- copies in flight -------------------------------------------------------------------------
 
     def _follow(self, flights: _Flights, flight: _InFlightCopy) -> None:
-        """Have the flight's ticket end when the flight is over. Under the lock of the flights."""
+        """Queue the copy, so that its ticket ends when it is over. The caller holds the lock of the
+        flights.
+        """
         spent, lander = _Waiting(flights, flight, self.metrics), self._lander
         flight.ticket.land = spent.land
         flight.ticket.urge = lambda: lander.take(spent)
         flights.queue.append(flight)
 
     def poll(self) -> None:
-        """End the tickets of all copies that are over, and so give back what they held. Every call
-        does it in passing; whoever waits for host memory calls it in between. Never blocks.
+        """End the tickets of all copies that are over, which releases what they held. Every call
+        that begins a copy does it, too; callers that wait for host memory call it in between. Never
+        blocks.
         """
         self._upward.settle()
         self._downward.settle()
 
     def close(self) -> None:
-        """Wait for all copies and end their tickets. Idempotent; buffers stay valid."""
+        """Wait for all copies, end their tickets and return the streams. Idempotent; buffers stay
+        valid.
+        """
         self._closed = True
         self._upward.finish()
         self._downward.finish()
@@ -382,7 +393,9 @@ class DeviceTransfer:
             raise ConfigError(f"{what}: expected a tensor in host memory, got {host.device}")
 
     def _is_registered(self, host: Tensor) -> bool:
-        """Whether the CPU can go on while `host` is copied; where it cannot, that is told."""
+        """Return whether `host` is pinned, so that the CPU need not wait for its copy; if it is
+        not, note a fallback.
+        """
         if not host.numel() or host.is_pinned():
             return True
         self.metrics.fall_back(
@@ -394,18 +407,20 @@ class DeviceTransfer:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """The wait for one flight."""
+    """A wait for one copy in flight."""
 
     flights: _Flights
     flight: _InFlightCopy
     metrics: Metrics
 
     def land(self, timeout_s: float | None) -> None:
-        """Block until the copy is over, or the time is; then end what has ended."""
+        """Block until the copy is over, or `timeout_s` has passed; then end the tickets of the
+        copies that are over. A device error ends this copy's ticket with that error.
+        """
         try:
             with self.metrics.span("device copy"):
                 self._wait(timeout_s)
-        except Exception as error:  # the device's: a kernel before the copy has failed, say
+        except Exception as error:  # a device error, such as a failed kernel before the copy
             self.flights.fail(self.flight, error)
             return
         self.flights.settle()
@@ -417,12 +432,13 @@ class _Waiting:
             if time.monotonic() >= deadline_s:
                 return
             time.sleep(_LOOK_AGAIN_S)
-        event.synchronize()  # also where it has passed: this is where the device tells of errors
+        event.synchronize()  # even if it has passed: this call raises the device's errors
 
 
 class _Lander:
-    """A thread that waits for copies on which something else waits: a chain, several together.
-    Whoever waits for a copy itself does so in its own thread. Started when it is first needed.
+    """A thread that waits for copies on which other tickets depend: chained ones, or several
+    together. A thread that waits for a copy itself blocks on its own. Started when it is first
+    needed.
     """
 
     def __init__(self, device: torch.device) -> None:

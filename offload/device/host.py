@@ -1,4 +1,4 @@
-"""The same where the device is the CPU: device and host are one memory, so nothing moves."""
+"""The transfer for the CPU as the device: device and host are one memory, so nothing is copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.device.checks import check_copy, cut
 
 
 class HostBuffer:
-    """The answer of `HostTransfer.fetch`: the host's own bytes."""
+    """A buffer that `HostTransfer.fetch` returns: the host's own bytes."""
 
     arrived = True
 
@@ -26,7 +26,7 @@ class HostBuffer:
         return self._bytes
 
     def release(self) -> bool:
-        """Let go of the host's memory, which its lease takes care of. Idempotent."""
+        """Drop the reference to the host memory, which belongs to its lease. Idempotent."""
         self._bytes = None
         return True
 
@@ -38,7 +38,7 @@ class HostBuffer:
 
 
 class HostTransfer:
-    """The same where the device is the CPU: device and host are one memory, so nothing moves."""
+    """A transfer with the interface of `DeviceTransfer` for the CPU, where nothing is copied."""
 
     zero_copy = True
 
@@ -54,7 +54,7 @@ class HostTransfer:
     def write(
         self, host: Tensor, target: Tensor, after: None = None, what: str = "a copy"
     ) -> Ticket[Tensor]:
-        """Make `target` what `host` is, at once; nothing is done where they are one memory."""
+        """Copy `host` to `target` at once, unless they are the same memory. The ticket is done."""
         check_copy(host, target, what)
         if host.data_ptr() != target.data_ptr():
             target.copy_(host)
@@ -66,7 +66,7 @@ class HostTransfer:
     def read(
         self, source: Tensor, host: Tensor | None, what: str = "a copy", after: None = None
     ) -> Ticket[Tensor]:
-        """The result is `source`: it is where it should be. `host` is not needed."""
+        """Return a ticket that is done, with `source` itself as its result; `host` is not used."""
         return Ticket.of(source, what)
 
     def read_in_parts(

@@ -1,4 +1,4 @@
-"""The state of the random numbers that devices draw."""
+"""The states of the devices' random number generators (RNG), for checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def _module() -> ModuleType | None:
-    """Of the accelerator that is in use, if it has random numbers of its own."""
+    """Return torch's module of the accelerator, if it is initialised and has RNG states."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
@@ -20,7 +20,9 @@ def _module() -> ModuleType | None:
 
 
 def device_random_states() -> list[bytes]:
-    """One for each device. None where there is no accelerator, or nobody has used it."""
+    """Return the RNG state of each device. The list is empty if there is no accelerator, or this
+    process has not used it yet.
+    """
     module: Any = _module()
     if module is None:
         return []
@@ -28,7 +30,7 @@ def device_random_states() -> list[bytes]:
 
 
 def set_device_random_states(states: list[bytes]) -> None:
-    """As many as there are devices; the rest has no place to go to."""
+    """Restore the RNG states, one per device; ignore those beyond the number of devices."""
     module: Any = _module()
     if module is None:
         return

@@ -1,8 +1,8 @@
-"""The streams of a transfer, and of the next one when it has ended.
+"""The streams of transfers, which the next transfer uses again when one has ended.
 
-A device has few of them (CUDA: 32, dealt out in turn), so that a program that makes and ends many
-transfers would come to share one with itself. And memory that a stream has freed is kept for that
-stream: a new one would find none of it.
+A device has few streams (CUDA: a pool of 32, assigned in turn), so that a program that makes and
+ends many transfers would get the same stream twice. Also, the allocator keeps memory freed on a
+stream for that stream: a new one could not use it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ import torch
 
 
 class Streams:
-    """Of one device: `up` and `down`, and a third where it is needed."""
+    """The side streams of one device: `up` and `down`, and `between` if it is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.up = torch.Stream(device)
         self.down = torch.Stream(device)
-        self._between: torch.Stream | None = None  # most have one device
+        self._between: torch.Stream | None = None  # most programs use one device only
 
     @property
     def between(self) -> torch.Stream:
-        """For what happens between devices. One thread at a time."""
+        """The stream for copies and collectives between devices, made at the first use. One thread
+        at a time.
+        """
         if self._between is None:
             self._between = torch.Stream(self.device)
         return self._between
 
 
-_IDLE: dict[torch.device, deque[Streams]] = {}  # without a lock: finalizers give back, too
+_IDLE: dict[torch.device, deque[Streams]] = {}  # without a lock, since finalizers append to it
 
 
 def lend(to: object, device: torch.device) -> tuple[Streams, Callable[[], object]]:
-    """For one transfer, until it calls what is returned beside them, or is forgotten. It starts no
-    copies then; those that it has started come first for the next one.
+    """Lend streams to one transfer until it calls the returned function, or is garbage-collected.
+    After that it must start no copies; copies of its own in flight run before those of the next
+    transfer.
     """
     try:
         streams = _IDLE[device].pop()
@@ -52,5 +55,5 @@ def _take_back(streams: Streams) -> None:
 
 
 def forget() -> None:
-    """The next transfers have new ones."""
+    """Drop the idle streams, so that the next transfers make new ones."""
     _IDLE.clear()

@@ -1,4 +1,4 @@
-"""Ranks, by `torch.distributed`, which nothing outside of this package imports."""
+"""Ranks and collectives over `torch.distributed`, which only this package imports."""
 
 from offload.distributed.group import (
     Connections,

@@ -1,9 +1,9 @@
-"""Blocks of several ranks on their devices: gathered from slices in host memory or on the device,
-and summed up to slices in host memory.
+"""Collectives on blocks in device memory: all-gather from shards in host or device memory, and
+reduce-scatter to shards in host memory.
 
-Each rank moves only its own slice between its host memory and its device; the devices do the rest
-among themselves, on a stream of their own. The order is that of `Ranks`: the ranks tell one another
-what comes next, and only then the device is given its work. Nothing here blocks.
+Each rank copies only its own shard between its host memory and its device; the devices exchange the
+rest on a stream of their own. The order is that of `Ranks`: the ranks agree on the next collective,
+and only then is its work enqueued on the device. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from offload.distributed import DeviceLink, Ranks
 
 
 class DeviceNetwork:
-    """Of one device among those of `ranks`, who all make one. link: None makes one."""
+    """A network between this rank's device and those of the other ranks. All ranks make one. link:
+    None connects the devices, which all ranks must do together.
+    """
 
     def __init__(
         self, ranks: Ranks, transfer: DeviceTransfer, link: DeviceLink | None = None
@@ -31,9 +33,9 @@ class DeviceNetwork:
     def gather(
         self, buffer: DeviceBuffer, own: Tensor, what: str, after: Ticket[Any] | None = None
     ) -> Ticket[Ticket[None]]:
-        """Fill a buffer with everybody's `own`, host memory that has its values once `after` has
-        ended. Ends when the device has been told; the buffer can be used then. Its result ends
-        when `own` has been read.
+        """All-gather the shards `own` of all ranks in a device buffer. `own` is host memory, and
+        has its values once `after` has ended. The ticket ends when the work is enqueued; from then
+        on the buffer can be used. Its result is a ticket that ends when `own` has been read.
         """
         begin = self.ranks.rank * own.nbytes
         assert buffer.nbytes == self.ranks.count * own.nbytes, what
@@ -49,10 +51,11 @@ class DeviceNetwork:
     def gather_there(
         self, whole: Tensor, load: Callable[[], None], store: Callable[[], None], what: str
     ) -> Ticket[Mark]:
-        """Fill `whole`, device memory with a row for each rank, with everybody's own. `load` fills
-        our row and `store` uses all of them: their work goes to the stream between devices, behind
-        what this thread's current stream has been given so far. Ends when the device has been told.
-        Its result is the place behind `store`; until then all that they touch must be held.
+        """All-gather device memory: `whole` has a row for each rank. `load` fills this rank's row,
+        `store` uses all rows; their work goes to the stream between devices, behind the work that
+        this thread's current stream has so far. The ticket ends when the work is enqueued. Its
+        result is the mark behind `store`; until the stream gets there, the caller must hold all
+        memory that `load` and `store` touch.
         """
         mark = self.transfer.mark()
 
@@ -70,16 +73,17 @@ class DeviceNetwork:
     def reduce_scatter(
         self, buffer: DeviceBuffer, dtype: torch.dtype, target: Tensor, what: str
     ) -> Ticket[Tensor]:
-        """Make `target`, host memory, the mean of everybody's part of the buffer that is this
-        rank's. What its users' streams have been given so far fills the buffer, which is used up,
-        and must not be released before the end.
+        """Reduce-scatter a device buffer: `target`, host memory, becomes the mean over all ranks of
+        this rank's part. It runs behind the work that the buffer's streams have so far. The buffer
+        is overwritten, and must not be released before the ticket ends.
         """
         whole = buffer.use().view(dtype)
         return self._reduce(whole, target, what, buffer.busy())
 
     def reduce_there(self, whole: Tensor, target: Tensor, what: str) -> Ticket[Tensor]:
-        """The same for device memory with a part for each rank, which this thread's current stream
-        has filled. It must be held until the end, and not be filled again.
+        """Reduce-scatter device memory with a part for each rank, filled on this thread's current
+        stream, in the same way. The caller must hold it, and not fill it again, until the ticket
+        ends.
         """
         return self._reduce(whole, target, what, [self.transfer.mark().event])
 

@@ -1,4 +1,4 @@
-"""Which ranks this process belongs to, and connections between them for small things."""
+"""The process group that this process belongs to, and gloo connections between its ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ _NOT_IN_IT = (
 
 
 def is_initialised() -> bool:
-    """Whether this process has been told of a group, be it alone in it."""
+    """Return whether `torch.distributed` is initialised, be it with this process alone."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_connected() -> bool:
-    """Whether this process belongs to a group of several."""
+    """Return whether this process belongs to a group of several."""
     return is_initialised() and dist.get_world_size() > 1
 
 
 def place_of(process_group: Any) -> tuple[int, int] | None:
-    """Rank and count of those to share with; None: as in `ranks_of`. Asks nobody else."""
+    """Return this process's rank in the group and the count of its ranks; None: the process is
+    alone, or `process_group` is False. Refuse an argument that is no group, or a group without this
+    rank. Does not communicate.
+    """
     if process_group is False or not is_connected():
         if process_group:
             raise ConfigError(
@@ -37,7 +40,7 @@ def place_of(process_group: Any) -> tuple[int, int] | None:
                 "init_process_group, or leave it out"
             )
         return None
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it to non-members
         raise ConfigError(_NOT_IN_IT)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise ConfigError(
@@ -51,8 +54,8 @@ def place_of(process_group: Any) -> tuple[int, int] | None:
 
 
 def deadline_of(process_group: Any) -> float:
-    """Seconds that a group lets its members wait for one another (the `timeout=` of
-    `init_process_group`), the default group's for None.
+    """Return the seconds that a group lets its members wait for one another (the `timeout=` of
+    `init_process_group`; the least of its backends'). None means the default group.
     """
     group = process_group or dist.distributed_c10d._get_default_group()
     limits = [
@@ -64,14 +67,18 @@ def deadline_of(process_group: Any) -> float:
 
 
 class Members(NamedTuple):
-    """rank: of this process among `ranks`, which are numbers in the default group."""
+    """The members of a group. rank: this process's index in `ranks`, which are numbers in the
+    default group.
+    """
 
     rank: int
     ranks: list[int]
 
 
 def members_of(process_group: Any) -> Members | None:
-    """Who belongs to it (None: all there are). None: this process is alone, or it says False."""
+    """Return the members of a group (None: the default group). The result is None if this process
+    is alone or not in the group, or if `process_group` is False.
+    """
     if process_group is False or not is_connected():
         return None
     ranks = dist.get_process_group_ranks(process_group)
@@ -80,35 +87,38 @@ def members_of(process_group: Any) -> Members | None:
 
 
 def default_store() -> Any:
-    """What all ranks can read and write: small texts by name."""
+    """Return the rendezvous store, where all ranks can read and write small texts by name."""
     return dist.distributed_c10d._get_default_store()
 
 
 def name_for(what: str, ranks: Sequence[int]) -> str:
-    """Of something that these have in common, in the store. That may outlive the processes:
-    torchrun starts others with it, which must not find what those before have left there.
+    """Make a name in the store for a thing that these ranks share. The store may outlive the
+    processes: torchrun restarts them with the same store, and the new ones must not find the old
+    ones' entries. So the name holds torchrun's restart count.
     """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"offload/{what}/{start}/{'.'.join(map(str, ranks))}"
 
 
 def connections_of(name: str, members: Members, deadline_s: float) -> Connections:
-    """New connections between members, who all call it with the same `name`, used once."""
+    """Connect the members, who all call it with the same `name`. A name is used once. Blocks up to
+    the deadline.
+    """
     store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=deadline_s)
     return Connections(dist.ProcessGroupGloo(store, members.rank, len(members.ranks), limit))
 
 
 class Connections:
-    """Connections in host memory, outside of the groups that `torch.distributed` counts: it names a
-    new one by the number of those that a process has, in which ranks may differ.
+    """A set of gloo connections, outside of the groups that `torch.distributed` counts: torch names
+    a new group by the number of groups that a process has, in which ranks may differ.
     """
 
     def __init__(self, group: Any) -> None:
         self._group: Any = group
 
     def gather(self, found: Sequence[Tensor], mine: Tensor, deadline_s: float) -> Any:
-        """Start to fill `found` with everybody's; returns torch's work."""
+        """Begin the all-gather of `mine` into `found`; return torch's work."""
         options = torch._C._distributed_c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=deadline_s)
         return self._group.allgather([list(found)], [mine], options)

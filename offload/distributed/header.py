@@ -1,4 +1,4 @@
-"""What a rank tells the others before an act, so that ranks which have parted ways find out."""
+"""The header that each rank sends before a collective, so that ranks out of step find out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _TEXT_BYTES = HEADER_BYTES - _FIELDS.size
 
 
 class Header(NamedTuple):
-    """What a rank is about to do."""
+    """The announcement of a rank's next act: its kind, its number in the order of acts, the bytes
+    of this rank's part, and a text for messages.
+    """
 
     kind: int
     number: int
@@ -25,7 +27,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def fitting(what: str) -> str:
-        """As much of a text as a header holds, which is bytes and not letters."""
+        """Cut a text to what a header holds; the limit is in bytes, not in letters."""
         return what.encode()[:_TEXT_BYTES].decode(errors="ignore")
 
     def packed(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Collectives between the devices of several ranks: NCCL's, or what else torch has for them."""
+"""Collectives between the devices of several ranks: NCCL's, or those of torch's other backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.distributed.group import default_store, name_for
 
 
 def backend_of(device: torch.device) -> str:
-    """What torch moves bytes between such devices with."""
+    """Return torch's communication backend for such devices; refuse devices that have none."""
     try:
         return dist.get_default_backend_for_device(device)
     except ValueError as error:
@@ -28,12 +28,12 @@ def backend_of(device: torch.device) -> str:
         ) from error
 
 
-_MADE: Counter[str] = Counter()  # groups of the same ranks so far
+_MADE: Counter[str] = Counter()  # by name: groups of the same ranks made so far
 
 
 def _connect(members: list[int], rank: int, backend: str, deadline_s: float) -> Any:
-    """As `new_group`, which names a group by the number of those that this process has: ranks may
-    differ in that, and would wait for one another for ever.
+    """Make a process group. `new_group` would name it by the number of groups that this process
+    has: ranks may differ in that, and would then wait for one another for ever.
     """
     world = dist.distributed_c10d._get_default_group()
     if world.bound_device_id is not None and len(members) < world.size():
@@ -58,7 +58,9 @@ def _connect(members: list[int], rank: int, backend: str, deadline_s: float) -> 
 
 
 class DeviceLink:
-    """Work goes to the current stream. All ranks call the same in the same order, in one thread."""
+    """A process group between devices. Its work goes to the current stream. All ranks make the same
+    calls in the same order, from one thread.
+    """
 
     def __init__(
         self, members: Sequence[int], backend: str, device: torch.device, deadline_s: float
@@ -66,8 +68,9 @@ class DeviceLink:
         self._rank = list(members).index(dist.get_rank())
         self._count = len(members)
         self._group = _connect(list(members), self._rank, backend, deadline_s)
-        # Connects them, here and not in the middle of a step, nor in another thread, where it could
-        # come in another order with what the program does with its own groups.
+        # The first collective connects the devices. It runs here, not in the middle of a step, nor
+        # in another thread, where its order relative to the user's own collectives could differ
+        # between ranks.
         probe = torch.full((self._count,), self._rank, dtype=torch.float32, device=device)
         self.gather(probe)
         found = probe.tolist()
@@ -79,24 +82,26 @@ class DeviceLink:
             )
 
     def gather(self, whole: Tensor) -> None:
-        """Every rank has filled its own part of `whole`; then all have all of it."""
+        """All-gather in place: every rank has filled its own part of `whole`."""
         dist.all_gather_single(whole, self._own(whole), group=self._group)
 
     def reduce_scatter(self, whole: Tensor) -> None:
-        """Make this rank's own part of `whole` the mean of everybody's; the rest is used up."""
+        """Reduce-scatter in place: this rank's part of `whole` becomes the mean over all ranks; the
+        other parts are overwritten.
+        """
         whole.div_(self._count)
         dist.reduce_scatter_single(self._own(whole), whole, group=self._group)
 
     def abort(self) -> None:
-        """Let no device wait for others any more: one has gone. What is under way ends, with any
-        values; nothing comes of it, for the ranks agree on nothing any more.
+        """Abort the collectives in flight, so that no device waits for a lost rank. They end with
+        undefined values, which no code uses: the ranks agree on no further act.
         """
-        with suppress(RuntimeError):  # not every backend can
+        with suppress(RuntimeError):  # not every backend can abort
             self._group.abort()
 
     def close(self) -> None:
-        """Give back what the connections hold on the device, when nothing is under way."""
-        if self._group in dist.distributed_c10d._world.pg_map:  # the program may have ended all
+        """Release the connections' device memory. No collective may be in flight."""
+        if self._group in dist.distributed_c10d._world.pg_map:  # user code may have destroyed all
             dist.destroy_process_group(self._group)
 
     def _own(self, whole: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""How a block of bytes is shared out over ranks: equal slices, one a rank. Pure numbers.
+"""The partition of a block of bytes into equal shards, one per rank. Pure arithmetic.
 
-Slices begin at multiples of 64 bytes: a slice of an aligned block is aligned, and no element lies
-in two. Every rank's has the same size; the last ones may be, in part or whole, padding.
+Shards begin at multiples of 64 bytes: a shard of an aligned block is aligned, and no element lies
+in two. All shards have the same size; the last ones may be padding, in part or whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Partition:
-    """Of a block of `nbytes` over `count` ranks."""
+    """A partition of a block of `nbytes` over `count` ranks."""
 
     nbytes: int
     count: int
@@ -23,24 +23,26 @@ class Partition:
 
     @property
     def slice_bytes(self) -> int:
-        """Of each rank, padding included."""
+        """The bytes of each rank's shard, padding included."""
         each = -(-self.nbytes // self.count)
         return -(-each // ALIGN_BYTES) * ALIGN_BYTES
 
     @property
     def padded_bytes(self) -> int:
-        """Of all slices together."""
+        """The bytes of all shards together."""
         return self.slice_bytes * self.count
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The bytes of the block that are a rank's; none, at the end, where it has only padding."""
+        """Return the bytes [begin, end) of the block in a rank's shard; an empty range at the end
+        of the block if the shard is all padding.
+        """
         assert 0 <= rank < self.count, (rank, self)
         begin = min(rank * self.slice_bytes, self.nbytes)
         return begin, min(begin + self.slice_bytes, self.nbytes)
 
     def own(self, rank: int, begin: int, numel: int, itemsize: int) -> tuple[int, int]:
-        """First and last (excluded) element that is a rank's, of a parameter of `numel` elements
-        that begins at the byte `begin` of the block; (0, 0): none.
+        """Return the elements [first, end) in a rank's shard, of a parameter of `numel` elements
+        that begins at byte `begin` of the block; (0, 0) if it has none.
         """
         assert begin % itemsize == 0, (begin, itemsize)
         low, high = self.span(rank)

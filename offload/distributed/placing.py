@@ -1,6 +1,4 @@
-"""Tensors that torch shares out over ranks, `DTensor`s: the part that this process has, and where
-the others are.
-"""
+"""DTensors: the local part that this rank holds, and the placement of the other ranks' parts."""
 
 from __future__ import annotations
 
@@ -18,33 +16,33 @@ from offload.core.errors import ConfigError, StateError
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor, of which this process has a part."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    """Return whether it is a DTensor, of which this rank holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A DTensor's part that this process has, which shares its memory; else the tensor itself. Not
-    to be kept: FSDP2 exchanges it.
+    """Return this rank's part of a DTensor, which shares its memory, or an ordinary tensor itself.
+    The caller must not keep it: FSDP2 exchanges it.
     """
     if not is_sharded(tensor):
         return tensor
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    wait = getattr(local, "wait", None)  # that of a collective which is still under way
+    wait = getattr(local, "wait", None)  # it has one if it is the result of a collective in flight
     return wait() if wait is not None else local
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Where a DTensor's parts are."""
+    """The placement of a DTensor: its mesh, its placements and its global shape."""
 
     mesh: Any
     placements: tuple[Any, ...]
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # the global one
 
     @property
     def is_partial(self) -> bool:
-        """Whether parts are still to be added up over ranks."""
+        """Whether parts must still be summed over ranks."""
         return any(one.is_partial() for one in self.placements)
 
     def __str__(self) -> str:
@@ -53,7 +51,7 @@ class Placing:
 
 
 def placing_of(tensor: Tensor) -> Placing | None:
-    """None: it is no DTensor."""
+    """Return the placement of a DTensor; None for an ordinary tensor."""
     if not is_sharded(tensor):
         return None
     given: Any = tensor
@@ -61,14 +59,15 @@ def placing_of(tensor: Tensor) -> Placing | None:
 
 
 def like(param: Tensor, local: Tensor) -> Tensor:
-    """A DTensor placed as `param` is, with `local`, wherever that is, as this process's part;
-    shares its memory. `local` itself where `param` is no DTensor.
+    """Make a DTensor placed as `param` is, with `local`, on any device, as this rank's part; shares
+    its memory. Return `local` itself if `param` is no DTensor.
     """
     if not is_sharded(param):
         return local
     from torch.distributed.tensor import DTensor
 
-    # Not `from_local`: that would move it to the mesh's device, and with CPU offload it stays here.
+    # Not `from_local`: that would move `local` to the mesh's device, and with CPU offload it must
+    # stay in host memory.
     spec: Any = param._spec  # type: ignore[attr-defined]
     meta = spec.tensor_meta._replace(dtype=local.dtype)
     made: Any = DTensor
@@ -76,8 +75,9 @@ def like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def part_of(param: Tensor, whole: Tensor) -> Tensor | None:
-    """The part of an ordinary tensor that this process would have, were it placed as the DTensor
-    `param` is; shares its memory. None where it has another shape, or that cannot be told.
+    """Return the part of an ordinary tensor that this rank would hold if it were placed as the
+    DTensor `param` is; shares its memory. None if the shape differs from the global one, or if
+    placements are not plain `Shard` or `Replicate`.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -97,12 +97,12 @@ def part_of(param: Tensor, whole: Tensor) -> Tensor | None:
 
 
 def sum_over_meshes(values: Sequence[tuple[Placing | None, float]], went_well: bool) -> float:
-    """The sum of what all ranks have for their parts of DTensors, with the same bits on all. What
-    several ranks have alike counts once, as the first of them has it; that goes for ordinary
-    tensors beside the DTensors, too.
+    """Sum the values that all ranks have for their parts of DTensors; the result has the same bits
+    on all. A value that several ranks hold as replicas counts once, as the first of them has it;
+    this also holds for ordinary tensors beside the DTensors.
 
-    Every rank comes with the same placings in the same order, also one whose own part has not gone
-    well: then all the others raise `StateError`, and nobody waits for it.
+    A collective: every rank passes the same placings in the same order. A rank that has failed
+    calls it with `went_well=False`: then all others raise `StateError`, and no rank waits for it.
     """
     first = next(placing.mesh for placing, _ in values if placing is not None)
     by_mesh: dict[Any, dict[tuple[Any, ...] | None, list[float]]] = {}
@@ -126,7 +126,7 @@ def sum_over_meshes(values: Sequence[tuple[Placing | None, float]], went_well: b
 
 
 def _once(table: Tensor, placements: tuple[Any, ...] | None) -> list[float]:
-    """Without what ranks have alike. placements: None, all of it."""
+    """Return the values without replicas. placements: None if all ranks hold replicas."""
     for dim in reversed(range(table.dim())):
         if placements is None or placements[dim].is_replicate():
             table = table.select(dim, 0)
@@ -134,7 +134,7 @@ def _once(table: Tensor, placements: tuple[Any, ...] | None) -> list[float]:
 
 
 def _gathered(mesh: Any, own: Sequence[float]) -> Tensor:
-    """What each rank of a mesh has, by its place in the mesh."""
+    """All-gather the values of each rank of a mesh, indexed by its coordinates in the mesh."""
     table = torch.tensor(own, dtype=torch.float64, device=mesh.device_type)
     try:
         for dim in reversed(range(mesh.ndim)):
@@ -150,8 +150,8 @@ def _gathered(mesh: Any, own: Sequence[float]) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """The rows [begin, end) of a tensor that a rank has. is_first_holder: of those that have the
-    same, it is the first.
+    """The rows [begin, end) of a tensor that a rank holds. is_first_holder: it is the first of the
+    ranks that hold these rows.
     """
 
     begin: int
@@ -160,7 +160,9 @@ class Rows(NamedTuple):
 
 
 def rows_of(name: str, tensor: Any) -> Rows:
-    """Of a DTensor. Refuses one that is spread over ranks in another way than by rows."""
+    """Return the rows of a DTensor that this rank holds. Refuse one that is sharded in another way
+    than by rows.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = tensor.device_mesh, tensor.placements

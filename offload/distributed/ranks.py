@@ -1,13 +1,13 @@
-"""Ranks: the processes that share one training, by `torch.distributed`.
+"""Ranks: the processes that share one training, connected through `torch.distributed`.
 
-`Ranks` moves bytes between them: it gathers slices to whole blocks and takes the mean of blocks in
-slices. Everything happens in the order of the calls, which must be that of all ranks, in a thread
-of its own, over connections of its own: what the loop does with `torch.distributed` is not in its
-way. Before each act the ranks tell one another what they are about to do, so that ranks that have
-parted ways end with an error that says so, and not with other bytes.
+`Ranks` moves bytes between them: it all-gathers shards to whole blocks and reduce-scatters blocks
+to shards of their mean. All acts run in the order of the calls, which must be the same on all
+ranks, in a thread of its own and over connections of its own: the training loop's own collectives
+do not interfere. Before each act the ranks exchange headers that say what they are about to do, so
+that ranks that are out of step end with an error that says so, and not with wrong bytes.
 
-On the CPU it is made of gloo's sends and receives. Its own all-gather copies everything twice more,
-and its reduce-scatter moves twice the bytes; measured in benchmarks/LOG.md.
+On the CPU it is built on gloo's sends and receives. Gloo's own all-gather copies everything twice
+more, and its reduce-scatter moves twice the bytes; measured in benchmarks/LOG.md.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ from offload.distributed.link import DeviceLink, backend_of
 from offload.distributed.worker import Worker
 
 T = TypeVar("T")
-_PART_BYTES = 4 << 20  # of what one rank sends to another at a time, when sums are taken
+_PART_BYTES = 4 << 20  # what one rank sends to another at a time in a reduce-scatter
 
 
 def ranks_of(process_group: Any, deadline_s: float | None = None) -> Ranks | None:
-    """The ranks to share with; None: this process is alone, or `process_group` is False. All ranks
-    of the group call it. deadline_s: for every wait for others; None is the group's own.
+    """Connect the ranks of a group; None: this process is alone, or `process_group` is False. All
+    ranks of the group call it. It also limits the kernel threads to this rank's share of the node.
+
+    deadline_s: for every wait for another rank; None is the group's own timeout.
     """
     if place_of(process_group) is None:
         return None
@@ -66,7 +68,7 @@ def _limit_threads(count: int) -> None:
         kernels.set_num_threads(count)
 
 
-_MADE: Counter[str] = Counter()  # connections of the same ranks so far
+_MADE: Counter[str] = Counter()  # by name: connections of the same ranks made so far
 
 
 def _connect(members: Members, deadline_s: float) -> Connections:
@@ -84,36 +86,40 @@ def _connect(members: Members, deadline_s: float) -> Connections:
 
 
 class Ranks:
-    """This process among others. One order of calls for all of them; any thread."""
+    """The ranks of a group, as seen by this process. All ranks make the same calls in the same
+    order. Any thread may call it.
+    """
 
     def __init__(self, members: Sequence[int], deadline_s: float) -> None:
         self._members = list(members)
         self.rank = self._members.index(dist.get_rank())
         self.count = len(self._members)
         self.deadline_s = deadline_s
-        self.sent_bytes: Counter[str] = Counter()  # by kind, what this rank has put on the network
+        self.sent_bytes: Counter[str] = Counter()  # by kind: what this rank has sent
         self._connections = _connect(Members(self.rank, self._members), deadline_s)
         self._number = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self._broken: StateError | None = None
-        self._unsettled: list[object] = []  # what the network may still write to, after an error
+        self._unsettled: list[object] = []  # held after an error: gloo may still write to them
         self._scratch: list[Tensor] = []
         self._links: list[DeviceLink] = []
         self._worker = Worker("ranks", partial(_hang_up, self._connections, self._unsettled))
 
     @property
     def place(self) -> tuple[int, int]:
-        """Rank and count."""
+        """This process's rank and the count of ranks."""
         return self.rank, self.count
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing can be asked of the others any more."""
+        """Whether an error has ended all communication with the other ranks."""
         return self._broken is not None
 
     def another(self) -> Ranks:
-        """The same ranks with an order of their own, for what happens beside. All call it."""
+        """Connect the same ranks again, with an order of calls of its own, for concurrent work. All
+        ranks call it.
+        """
         return Ranks(self._members, self.deadline_s)
 
     # --- what all do together ---------------------------------------------------------------------
@@ -121,8 +127,8 @@ class Ranks:
     def gather(
         self, whole: Tensor, own: Tensor, what: str, after: Ticket[Any] | None = None
     ) -> Ticket[None]:
-        """Fill `whole` with everybody's `own`, in the order of ranks; `own` may lie in its place
-        there. after: ends when `own` has its values.
+        """All-gather host memory: fill `whole` with the `own` of all ranks, in the order of ranks.
+        `own` may be this rank's part of `whole`. after: ends when `own` has its values.
         """
         _check_bytes(whole, own, self.count, what)
         act = lambda: self._gather(_flat(whole), _flat(own))  # noqa: E731
@@ -131,9 +137,9 @@ class Ranks:
     def reduce_scatter(
         self, own: Tensor, whole: Tensor, what: str, after: Ticket[Any] | None = None
     ) -> Ticket[None]:
-        """Make `own` the mean of everybody's part of `whole` that is this rank's. Each is divided
-        by the count, then they are added in the order of ranks; 16-bit ones in fp32, and rounded
-        once.
+        """Reduce-scatter host memory: `own` becomes the mean over all ranks of this rank's part of
+        `whole`. Each addend is divided by the count, then they are added in the order of ranks;
+        16-bit ones in fp32, and rounded once.
         """
         _check_bytes(whole, own, self.count, what)
         if own.dtype != whole.dtype or not own.is_floating_point():
@@ -146,15 +152,15 @@ class Ranks:
     def gather_by(
         self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
     ) -> Ticket[T]:
-        """As `gather`, of so many bytes a rank, which `act` does: it is called when all ranks are
-        about to do the same, in our thread, and starts a collective of a `DeviceLink`.
+        """Run `act`, the all-gather of a `DeviceLink` with `nbytes` from each rank, in the order of
+        `gather`. It is called in the thread of `Ranks`, once all ranks have announced the same.
         """
         return self._start(GATHER, nbytes, what, self._counted("gather", nbytes, act), after)
 
     def reduce_by(
         self, act: Callable[[], T], nbytes: int, what: str, after: Ticket[Any] | None = None
     ) -> Ticket[T]:
-        """As `reduce_scatter`, in the same way."""
+        """Run `act`, the reduce-scatter of a `DeviceLink`, in the same way as `gather_by`."""
         return self._start(REDUCE, nbytes, what, self._counted("reduce", nbytes, act), after)
 
     def _counted(self, kind: str, nbytes: int, act: Callable[[], T]) -> Callable[[], T]:
@@ -171,8 +177,8 @@ class Ranks:
         return act_and_count
 
     def link(self, device: torch.device) -> DeviceLink:
-        """Collectives between the devices of all ranks, who all call it. Refused on all where one
-        has none.
+        """Connect the devices of all ranks, who all call it. Raise on all ranks if one of them has
+        no backend for its device, or a device of another kind.
         """
         backend = self.by_consensus("device", lambda: backend_of(device))
         self.check_equal("device", [device.type, backend], "give all ranks devices of one kind")
@@ -183,7 +189,7 @@ class Ranks:
         return link
 
     def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
-        """What every rank has to say, by rank: something that JSON can express."""
+        """All-gather one value from each rank, by rank: anything that JSON can express. Blocks."""
         data = json.dumps(value).encode()
         found: list[Any] = []
 
@@ -194,7 +200,9 @@ class Ranks:
         return [json.loads(one) for one in found]
 
     def sum(self, values: Sequence[float], what: str) -> list[float]:
-        """Of everybody's, each in double and rounded once: the same on all ranks."""
+        """Sum each of `values` over all ranks, in double and rounded once: the same result on all
+        ranks. Blocks.
+        """
         each = self.exchange([value.hex() for value in values], what)
         if len({len(one) for one in each}) > 1:
             lengths = [len(one) for one in each]
@@ -203,7 +211,7 @@ class Ranks:
         return [_sum(column) for column in columns]
 
     def check_equal(self, what: str, value: Any, remedy: str) -> None:
-        """Raise `ConfigError` on all ranks where one says something else than rank 0."""
+        """Raise `ConfigError` on all ranks if the value of one differs from rank 0's. Blocks."""
         each = self.exchange(value, what)
         for rank, one in enumerate(each):
             if one != each[0]:
@@ -213,16 +221,20 @@ class Ranks:
                 )
 
     def agree(self, error: BaseException | None, what: str) -> None:
-        """Before something that all do: raise this rank's error, or say which rank has one."""
+        """Reach consensus before a common act: raise this rank's error, or else a `StateError` that
+        names a rank that has one. Blocks.
+        """
         each = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
         if error is not None:
             raise error
         for rank, text in enumerate(each):
             if text is not None:
-                raise StateError(f"{what}: rank {rank} cannot go on, and so no rank does: {text}")
+                raise StateError(f"{what}: rank {rank} failed, so no rank continues: {text}")
 
     def by_consensus(self, what: str, act: Callable[[], T]) -> T:
-        """The result of something that each rank does by itself; an error on one is one on all."""
+        """Run `act`, which each rank does by itself, and return its result; an error on one rank is
+        an error on all of them. Blocks.
+        """
         found: list[T] = []
         error: BaseException | None = None
         try:
@@ -233,15 +245,17 @@ class Ranks:
         return found[0]
 
     def on_this_machine(self) -> list[int]:
-        """The ranks that share this one's machine, itself among them."""
+        """Return the ranks on this rank's node, itself included. All ranks call it. Blocks."""
         each = self.exchange(_machine(), "which machine they are on")
         return [rank for rank, one in enumerate(each) if one == each[self.rank]]
 
     def close(self) -> None:
-        """Let go of the network, when everything that was asked for has ended. Idempotent."""
+        """Close the connections once all acts requested so far have ended. Does not wait.
+        Idempotent.
+        """
         with self._lock:
             if not self._is_closed and not self.is_broken:
-                end = partial(_close_links, tuple(self._links))  # without a hold of ourselves
+                end = partial(_close_links, tuple(self._links))  # without a reference to `self`
                 self._worker.put(lambda: end)
             self._is_closed = True
             self._worker.end()
@@ -285,7 +299,7 @@ class Ranks:
         deadline_s: float | None,
         ticket: Ticket[T],
     ) -> Callable[[], None]:
-        """In the thread of ours. What it returns ends the ticket."""
+        """Run one act, in the worker thread. Return the function that ends its ticket."""
         try:
             if self._broken is not None:
                 raise StateError(f"{header.what}: an earlier error stands: {self._broken}")
@@ -301,7 +315,7 @@ class Ranks:
             after.wait()
         except BaseException as error:
             failed = header._replace(kind=FAILED, what=f"{header.what}: {error}")
-            self._swap_headers(failed, None)  # the others need not wait for the deadline
+            self._swap_headers(failed, None)  # so that other ranks do not wait for the deadline
             self._break(StateError(f"{header.what}: {error}"))
             raise
 
@@ -311,7 +325,7 @@ class Ranks:
         if others:
             rank, one = others[0]
             raise StateError(
-                f"ranks have parted ways: rank {self.rank} {header}, rank {rank} {one}; every rank "
+                f"ranks are out of step: rank {self.rank} {header}, rank {rank} {one}; every rank "
                 "must run the same layers in the same order, and call save, state_dict and the like"
             )
         return headers
@@ -337,10 +351,10 @@ class Ranks:
             raise
 
     def _as_ours(self, error: BaseException, header: Header) -> BaseException:
-        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):  # of gloo's
+        if isinstance(error, RuntimeError) and not isinstance(error, OffloadError):  # from gloo
             error = StateError(
                 f"{header.what}: the ranks could not {DOING[header.kind].rstrip('s')} it: another "
-                f"rank has gone, or was not there within {self.deadline_s:g} s; look at what the "
+                f"rank has ended, or did not answer within {self.deadline_s:g} s; look at what the "
                 f"other ranks have said, and start all of them again ({_first_line(error)})"
             )
         if self._broken is None and isinstance(error, StateError):
@@ -348,7 +362,7 @@ class Ranks:
         return error
 
     def _break(self, error: StateError) -> None:
-        """Nothing can be asked of the others any more."""
+        """Refuse all later acts with this error, and abort the collectives between devices."""
         self._broken = error
         for link in self._links:
             link.abort()
@@ -356,7 +370,9 @@ class Ranks:
     # --- bytes ------------------------------------------------------------------------------------
 
     def _others(self) -> list[int]:
-        """Everybody else, each rank in another order: nobody gets everything at once."""
+        """List the other ranks, each rank beginning behind itself: so no rank is sent everything at
+        once.
+        """
         return [(self.rank + step) % self.count for step in range(1, self.count)]
 
     def _gather(self, whole: Tensor, own: Tensor) -> None:
@@ -383,7 +399,7 @@ class Ranks:
     def _begin_part(
         self, own: Tensor, whole: Tensor, span: tuple[int, int], turn: int
     ) -> tuple[tuple[int, int], list[Tensor], list[Any]]:
-        """Send everybody his, and receive mine."""
+        """Begin to send each rank its elements of `span`, and to receive this rank's."""
         numel, (begin, end) = own.numel(), span
         places = self._places(own.dtype, end - begin, turn)
         mine = [
@@ -397,7 +413,7 @@ class Ranks:
         return span, mine, works
 
     def _places(self, dtype: torch.dtype, numel: int, turn: int) -> list[Tensor]:
-        """Memory for what the others send; made once."""
+        """Return buffers for what the other ranks send; their memory is allocated once."""
         if not self._scratch:
             nbytes = 2 * self.count * _PART_BYTES
             self._scratch = list(
@@ -434,7 +450,7 @@ class Ranks:
 
 
 def _hang_up(connections: Connections, unsettled: Sequence[object]) -> None:
-    if not unsettled:  # to close connections is to wait for what is under way on them
+    if not unsettled:  # a close waits for what is in flight on the connections
         connections.close()
 
 
@@ -442,7 +458,7 @@ def _close_links(links: Sequence[DeviceLink]) -> None:
     for link in links:
         try:
             link.close()
-        except Exception as error:  # nobody needs it any more
+        except Exception as error:  # no code needs the link any more
             LOG.warning("ranks: the connections between devices could not be closed: %s", error)
 
 
@@ -461,7 +477,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _machine() -> str:
-    """Names the machine that this process runs on, until it is started again."""
+    """Return a name of the node that this process runs on; it changes when the node reboots."""
     return f"{read_text(ROOT / 'proc/sys/kernel/random/boot_id')} {os.uname().nodename}"
 
 
@@ -477,7 +493,9 @@ def _short(value: Any) -> str:
 
 
 def _first_difference(what: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Where two values differ, and what is there: in the first entry of tables that does."""
+    """Return the name and both values of the first difference: for dicts, of the first entry that
+    differs.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         for name in {**other, **one}:
             if one.get(name) != other.get(name):

@@ -1,9 +1,10 @@
-"""Ranks that do one thing together, such as a save, and speak of it over connections of their own.
+"""Side channels: connections between ranks that do one thing together, such as a save.
 
-A meeting begins when all ranks have come to it; who comes alone hears that after a deadline, and
-has left no trace: the next one may be whole. What is said are small things, in turns, from one
-thread of each rank. Who leaves, or dies, is missed at once by whoever listens. Nothing of it is
-known to the groups that torch keeps: neither their order nor their number changes.
+A rendezvous is complete when all ranks have arrived. A rank that waits in vain gets an error after
+a deadline, and leaves no trace: the next rendezvous may be complete. The ranks exchange small
+messages in rounds, from one thread of each rank. If a rank leaves or dies, the ranks that wait for
+it find out at once. Torch's process groups do not know of it: neither their order nor their number
+changes.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from offload.distributed import (
 )
 
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0002, 0.01
-_BEAT_S = 1.0  # between two signs of life
-_LEAST_BYTES_S = 20 << 20  # a second; what moves fewer has stopped
-_RENDEZVOUS: Counter[str] = Counter()  # how many there have been, by name
+_BEAT_S = 1.0  # between two heartbeats
+_LEAST_BYTES_S = 20 << 20  # a second; a connection that moves fewer has stopped
+_RENDEZVOUS: Counter[str] = Counter()  # by name: how many there have been
 _LOCK = threading.Lock()
 
 
 def meet(what: str, process_group: Any, deadline_s: float) -> SideChannel | None:
-    """A meeting of the ranks of `process_group` (None: all; False: none). None where this process
-    is alone. All ranks come to it in the same order.
+    """Hold a rendezvous of the ranks of `process_group` (None: all; False: none) and open a side
+    channel between them. The result is None if this process is alone. All ranks call it, in the
+    same order. Blocks up to the deadline, then raises `StateError`.
     """
     members = members_of(process_group)
     if members is None:
@@ -64,19 +66,19 @@ def meet(what: str, process_group: Any, deadline_s: float) -> SideChannel | None
     except BaseException as error:
         if (
             side_channel is not None
-        ):  # Ctrl-C; the others are in it, and hear at once that we have gone
+        ):  # Ctrl-C; the others are connected, and find out at once that this rank has left
             side_channel.leave(error)
         raise
     return side_channel
 
 
-@uninterrupted  # but for its naps
+@uninterrupted  # except during its naps
 def _arrive(
     store: Any, key: str, rank: int, count: int, what: str, deadline_s: float
 ) -> BaseException | None:
-    """Return when all are there. Otherwise it is as if this rank had never come. An interruption
-    is raised; where the last one has come in that very moment it is returned: the others have gone
-    on to meet us.
+    """Wait until all ranks have arrived. On an error (the deadline, an interruption) undo this
+    rank's arrival and raise it. But if the last rank arrives in that very moment, the others go on
+    to connect to this one: then go on, too, and return an interruption instead of raising it.
     """
     until_s, nap_s = time.monotonic() + deadline_s, _FIRST_NAP_S
     store.set(f"{key}/{rank}", "here")
@@ -94,7 +96,7 @@ def _arrive(
             with suppress(RuntimeError):
                 store.delete_key(f"{key}/{rank}")
             raise
-        store.add(key, 1)  # the last one has come in this very moment
+        store.add(key, 1)  # the last rank has arrived in this very moment
         return None if isinstance(error, StateError) else error
     return None
 
@@ -104,7 +106,7 @@ def _connect(key: str, members: Members, what: str, deadline_s: float) -> Connec
         return connections_of(key, members, deadline_s)
     except RuntimeError as error:
         raise StateError(
-            f"{what}: the ranks cannot be connected, or one has gone in this moment; look at what "
+            f"{what}: the ranks cannot be connected, or one has just ended; look at what "
             f"the other ranks have said ({str(error).strip().splitlines()[0]})"
         ) from error
 
@@ -118,11 +120,12 @@ def _missing(store: Any, key: str, rank: int, count: int, what: str, deadline_s:
 
 
 class SideChannel:
-    """Of `count` ranks, this being `rank`. One thread speaks at a time; any may `leave`.
+    """A side channel between `count` ranks, of which this process is `rank`. One thread uses it at
+    a time; any thread may `leave`.
 
-    While a rank works on what it will say, a thread of its own tells the others every moment that
-    it is still there. So a rank that was stopped, or hangs as a whole, is missed after `limit_s`,
-    by name, however long the work of the others takes.
+    While a rank prepares its next message, a thread of the channel sends heartbeats to the others.
+    So a process that was stopped, or hangs as a whole, is reported by its rank after `limit_s`,
+    however long the others take for their work.
     """
 
     def __init__(self, rank: int, count: int, connections: Connections, limit_s: float) -> None:
@@ -135,7 +138,9 @@ class SideChannel:
         self._thread = Worker("offload speaks", at_end=connections.close)
 
     def begin(self, what: str) -> None:
-        """Be heard from now on, until what there is to say is said by `exchange` or `gather`."""
+        """Begin a round: send heartbeats from now on, until `exchange` or `gather` sends this
+        rank's message.
+        """
         with self._lock:
             if self._is_over:
                 raise self._why or StateError(f"{what}: rank {self.rank} has left")
@@ -143,14 +148,16 @@ class SideChannel:
             self._thread.put(lambda: self._converse(talk))
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every rank has to say, by rank: anything that JSON can express. Raises `StateError`
-        where one has gone, or is not heard for too long.
+        """All-gather one value from each rank, by rank: anything that JSON can express. Blocks.
+        Raises `StateError` if a rank has left or died, or sends no heartbeat for too long.
         """
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         return [json.loads(one.numpy().tobytes()) for one in self.gather(data)]
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """The bytes of every rank, by rank, as many as it has."""
+        """All-gather the bytes of every rank, by rank; their sizes may differ. Blocks, and raises
+        as `exchange` does.
+        """
         talk = self._talk
         assert talk is not None, "begin comes first"
         talk.say(mine)
@@ -167,15 +174,16 @@ class SideChannel:
         return talk.found
 
     def leave(self, why: BaseException | None = None) -> None:
-        """Idempotent. Who waits for us hears that we have gone. why: what this rank's own thread
-        gets, if it is waiting for others now, or asks them later.
+        """Leave the channel; ranks that wait for this one get an error. Idempotent. Any thread;
+        does not wait. why: the error that this rank's own thread gets if it waits for the others
+        now, or uses the channel later.
         """
         with self._lock:
             self._why = self._why or why or StateError(f"rank {self.rank} has left")
             self._is_over = True
             if self._talk is not None:
                 self._talk.end()
-        self._thread.end()  # closes the connections, when nothing is under way on them
+        self._thread.end()  # closes the connections when nothing is in flight on them
 
     # --- in the thread ----------------------------------------------------------------------------
 
@@ -190,17 +198,18 @@ class SideChannel:
                 talk.found = parts
         except StateError as error:
             talk.error = error
-        except BaseException as error:  # of the connections
+        except BaseException as error:  # from the connections
             talk.error = StateError(
-                f"{talk.what}: another rank has gone; look at what the other ranks have said, and "
+                f"{talk.what}: another rank has ended; see the output of the other ranks, and "
                 f"start all of them again ({str(error).strip().splitlines()[:1]})"
             )
             talk.error.__cause__ = error
         return lambda: None
 
     def _say_sizes(self, talk: _Talk) -> list[int] | None:
-        """How many bytes each has to say, when all know it; None: we have left. Until then each
-        says, every moment, that it is there.
+        """Exchange the sizes of the messages, in bytes by rank. Until every rank has its message,
+        the exchange is repeated with -1 for a rank that has none yet, as a heartbeat. None: this
+        rank has left.
         """
         while not talk.is_over:
             talk.await_news(min(_BEAT_S, self._limit_s / 4))
@@ -214,8 +223,8 @@ class SideChannel:
         return None
 
     def _swap(self, what: str, mine: Tensor, parts: Sequence[Tensor]) -> None:
-        """Send ours to everybody, and fill everybody's part. From rank to rank: who does not send
-        is known.
+        """Send `mine` to all other ranks, and receive theirs into `parts`. It uses sends and
+        receives between pairs of ranks, so that an error can name the rank that did not send.
         """
         others = [rank for rank in range(self.count) if rank != self.rank]
         coming = {r: self._connections.receive(parts[r], r) for r in others if parts[r].numel()}
@@ -227,7 +236,7 @@ class SideChannel:
                 work.wait(limit)
             except RuntimeError as error:
                 raise StateError(
-                    f"{what}: rank {rank} has gone, or was not heard of within "
+                    f"{what}: rank {rank} has ended, or did not answer within "
                     f"{limit.total_seconds():g} s (is its process stopped?); look at what it and "
                     f"the other ranks have said, and start all of them again "
                     f"({str(error).strip().splitlines()[0]})"
@@ -237,15 +246,15 @@ class SideChannel:
 
 
 class _Talk:
-    """One thing that all ranks say."""
+    """A round of messages, one from each rank."""
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.mine: Tensor | None = None  # None: it is still being worked on
+        self.mine: Tensor | None = None  # None: this rank's message is not ready yet
         self.found: list[Tensor] | None = None
         self.error: BaseException | None = None
-        self.is_over = False  # nobody waits for it any more
-        self._news = threading.Lock()  # free when there are some
+        self.is_over = False  # this rank has left and does not wait for the result any more
+        self._news = threading.Lock()  # an event: released once there is news
         acquire(self._news, 0.0)
 
     def say(self, mine: Tensor) -> None:
@@ -257,18 +266,18 @@ class _Talk:
         self._tell()
 
     def _tell(self) -> None:
-        with suppress(RuntimeError):  # it was told already
+        with suppress(RuntimeError):  # it was released already
             self._news.release()
 
     def await_news(self, timeout_s: float) -> None:
-        """Return when there is something to say, or nobody waits for it, or the time is over."""
+        """Wait until there is a message to send, the round is over, or the timeout has passed."""
         if self.mine is None and not self.is_over:
             acquire(self._news, timeout_s)
 
 
 class SharedFlag:
-    """One that any rank may ring and all can hear, without waiting for one another: what is asked
-    of it each time is one question to the store that all ranks share. All ranks make their bells in
+    """A flag that any rank may set and all can read, without waiting for one another: a read that
+    finds it unset is one request to the store that all ranks share. All ranks make their flags in
     the same order.
     """
 
@@ -280,20 +289,22 @@ class SharedFlag:
 
     @classmethod
     def of(cls, process_group: Any) -> SharedFlag | None:
-        """None where this process is alone."""
+        """Make the flag of a process group's ranks; None if this process is alone."""
         members = members_of(process_group)
         return None if members is None else cls(members)
 
     def ring(self, said: Any) -> None:
-        """Only the first one in a round is heard."""
+        """Set the flag with a value that JSON can express. Only the first call in a round counts,
+        over all ranks.
+        """
         if self._store.add(f"{self._key}/{self._round}/count", 1) == 1:
             self._store.set(f"{self._key}/{self._round}", json.dumps(said))
 
     def heard(self) -> Any | None:
-        """What was said with it in this round; None: nobody has rung."""
+        """Return the value that the flag was set with in this round; None: it is not set."""
         key = f"{self._key}/{self._round}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def next_round(self) -> None:
-        """All have heard it."""
+        """Begin a new round with an unset flag, once all ranks have read the value."""
         self._round += 1

@@ -1,4 +1,4 @@
-"""A thread that does acts one after the other, and ends before the interpreter does."""
+"""A thread that runs acts one after the other, and ends before the interpreter does."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
-Act: TypeAlias = Callable[[], Callable[[], None]]  # does it; what it returns tells of it
+Act: TypeAlias = Callable[[], Callable[[], None]]  # runs; its result, called next, reports the end
 Acts: TypeAlias = "queue.SimpleQueue[Act | None]"
 
-_EXIT_S = 2.0  # for how long the end of the process waits for threads that wait for others
+_EXIT_S = 2.0  # how long the exit of the process waits for workers that wait for other ranks
 _RUNNING: weakref.WeakKeyDictionary[threading.Thread, Acts] = weakref.WeakKeyDictionary()
 
 
 class Worker:
-    """Acts are done in the order of `put`, until `end`, until nobody has the worker, or until the
-    process ends; then `at_end`, in the same thread.
+    """A daemon thread that runs acts in the order of `put`, until `end`, until the worker is
+    garbage collected, or until the process exits; then it calls `at_end`.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class Worker:
         self._acts.put(act)
 
     def end(self) -> None:
-        """When all that was put before is done; what is put later is not. Does not wait."""
+        """End the thread once all acts put so far have run; drop later ones. Does not wait."""
         self._acts.put(None)
 
 
@@ -43,16 +43,16 @@ def _work(acts: Acts, at_end: Callable[[], None]) -> None:
         if act is None:
             return at_end()
         end = act()
-        del act  # it holds tensors, whose memory may be wanted as soon as it is over
+        del act  # it holds tensors; the caller may want their memory as soon as the act has ended
         end()
         del end
 
 
 @atexit.register
 def _end_all() -> None:
-    """Connections go down here, not later: their own threads let go of tensors, and so does an act
-    that has the last hold of them. To ask for the GIL when the interpreter has gone would abort the
-    process.
+    """End all workers at exit, and with them their connections, while the interpreter still exists.
+    The connections' own threads release tensors, and so does an act that holds the last reference
+    to one; a request for the GIL after the interpreter has ended would abort the process.
     """
     running = [(thread, acts) for thread, acts in _RUNNING.items() if thread.is_alive()]
     for _, acts in running:

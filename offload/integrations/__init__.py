@@ -1,1 +1,1 @@
-"""Where other programs meet the engine: progress lines, signals, Hugging Face's `Trainer`."""
+"""Integrations with other programs: progress lines, signals, and Hugging Face's `Trainer`."""

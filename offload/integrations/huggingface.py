@@ -1,14 +1,15 @@
-"""Hugging Face's `Trainer`: `offload.save` and `offload.load` make and load its checkpoints.
+"""The integration with Hugging Face's `Trainer`: its checkpoints are made by `offload.save` and
+loaded by `offload.load`.
 
-A callback alone hears of a save when the Trainer has made it. So this one is given the trainer, and
-takes the place of those of its methods that write and read checkpoints: in the object, not in the
-class. In each `checkpoint-<step>` there is then a checkpoint of ours, `offload/`, beside the files
-that describe it (config, tokenizer, trainer_state.json); no optimizer.pt, scheduler.pt, rng_state
-or weights, and nothing that is pickled. One that is there already stays until the new one in its
-place is whole.
+The Trainer calls a callback only after a save. So this callback is given the trainer, and replaces
+those of its methods that write and read checkpoints: in the object, not in the class. Each
+`checkpoint-<step>` then contains one of our checkpoints, `offload/`, beside the files that describe
+it (config, tokenizer, trainer_state.json); it contains no optimizer.pt, scheduler.pt, rng_state or
+weights, and nothing that is pickled. A checkpoint that is there already stays until the new one in
+its place is complete.
 
-What the Trainer logs of training has the engine's numbers, too: `offload/stall_share` and the like,
-for its history and for every place that it reports to.
+The training logs of the Trainer contain the engine's numbers, too: `offload/stall_share` and the
+like, in its history and in every service that it reports to.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ _REPLACED = (
 
 
 class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """`offload.TrainerCallback(trainer)`, once, before `trainer.train(...)`.
+    """The callback that makes a Trainer save and resume by offload:
+    `offload.TrainerCallback(trainer)`, once, before `trainer.train(...)`.
 
     From then on the Trainer saves by `offload.save` (each checkpoint is read back before an older
-    one goes) and resumes by `offload.load`, with the bits of training that never stopped.
-    `resume_from_checkpoint=True` takes the newest whole one; checkpoints that the Trainer has made
-    without this are resumed as before. `trainer.save_model()` and `save_only_model=True` write
-    Hugging Face's own files, as always.
+    one is removed) and resumes by `offload.load`, bit for bit as if training had never stopped.
+    `resume_from_checkpoint=True` takes the newest complete checkpoint; checkpoints that the Trainer
+    has made without this callback are resumed as before. `trainer.save_model()` and
+    `save_only_model=True` write Hugging Face's own files, as always.
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:
@@ -80,13 +82,13 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         if missing:
             raise ConfigError(
                 f"TrainerCallback: transformers {transformers.__version__} has no Trainer."
-                f"{missing[0]}; this version is not known here"
+                f"{missing[0]}; this version is not supported"
             )
         self._trainer: Any = trainer
         self._own = {name: getattr(trainer, name) for name in _REPLACED}
         self._is_saving = False
         self._random: Any = None
-        self._steps_logged = 0  # of the optimizer
+        self._steps_logged = 0  # optimizer steps at the latest log
         for name in _REPLACED:
             setattr(trainer, name, getattr(self, f"_do_{name.lstrip('_')}"))
         trainer.add_callback(self)
@@ -94,17 +96,19 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
     # --- logging ----------------------------------------------------------------------------------
 
     def _do_log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Before the Trainer hands them on: its callbacks are asked in order, and ours is last."""
-        if "loss" in logs:  # of training, not of an evaluation or of the whole run
+        """Add the engine's numbers to a training log. Done here and not in a callback: the Trainer
+        calls callbacks in order, and this one is the last.
+        """
+        if "loss" in logs:  # a log of training, not of an evaluation or of the whole run
             logs.update(self._numbers())
         self._own["log"](logs, *args, **kwargs)
 
     def _numbers(self) -> dict[str, float]:
-        """The stall share is that since the last log."""
+        """Return the engine's numbers for a log. The stall share is that since the last log."""
         trainer = self._trainer
         try:
             told = report(trainer.model if prepared_of(trainer.model) else trainer.optimizer)
-        except ConfigError:  # neither is ours: a plain one, whose checkpoints are
+        except ConfigError:  # neither prepared nor wrapped: only the checkpoints are ours
             return {}
         live_stats = LiveStats.of(told, self._steps_logged)
         self._steps_logged = live_stats.steps
@@ -125,7 +129,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
             self._is_saving = False
 
     def _do_save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """What describes the model; its values are in our checkpoint."""
+        """Write the files that describe the model; its values are in our checkpoint."""
         if not self._is_saving or output_dir is None:
             self._own["_save"](output_dir, state_dict)
             return
@@ -141,16 +145,17 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
 
     def _do_save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer = self._trainer
-        # keep: so that it is read back before the Trainer removes older ones, or we this step's.
+        # keep=1 has the checkpoint read back before the Trainer removes older ones, or
+        # `_take_place` an earlier one of this step.
         path = _free_path(Path(output_dir))
         save(path, trainer.model, trainer.optimizer, keep=1, **self._stateful())
         _take_place(path)
 
     def _do_save_scaler(self, output_dir: str) -> None:
-        """It is in our checkpoint."""
+        """Do nothing: the scaler is in our checkpoint."""
 
     def _do_save_rng_state(self, output_dir: str) -> None:
-        """It is in our checkpoint."""
+        """Do nothing: the random states are in our checkpoint."""
 
     def _stateful(self) -> dict[str, Any]:
         scaler = getattr(self._trainer.accelerator, "scaler", None)
@@ -168,7 +173,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
         return self._own["train"](resume_from_checkpoint, *args, **kwargs)
 
     def _do_load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
-        if not _has_ours(checkpoint):  # else it comes with the optimizer
+        if not _has_ours(checkpoint):  # else the model is loaded together with the optimizer
             self._own["_load_from_checkpoint"](checkpoint, model)
 
     def _do_load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -177,7 +182,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
             return
         trainer = self._trainer
         load(str(checkpoint), trainer.model, trainer.optimizer, **self._stateful())
-        # The Trainer passes over the batches that were used, and sets random numbers after that.
+        # The Trainer skips the batches that were used, and restores the random states after that.
         self._random = random_states()
 
     def _do_load_scaler(self, checkpoint: str | None) -> None:
@@ -201,8 +206,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
 
 
 def _ours(checkpoint: Path) -> list[Path]:
-    """Our checkpoints in one of the Trainer's: more than one while another is written in its place,
-    and where that was killed.
+    """Return our checkpoints in one of the Trainer's. There are several while another one is
+    written in its place, or if the process was killed then.
     """
     return [path for path in checkpoint.glob(f"{FOLDER}*") if _NAME.fullmatch(path.name)]
 
@@ -212,7 +217,9 @@ def _has_ours(checkpoint: str | None) -> bool:
 
 
 def _free_path(checkpoint: Path) -> Path:
-    """For a new one. The Trainer comes to a step again that has one: then beside it."""
+    """Return a path for a new checkpoint: beside the old one if the Trainer repeats a step that has
+    one.
+    """
     path, count = checkpoint / FOLDER, 1
     while os.path.lexists(path):
         count += 1
@@ -221,8 +228,8 @@ def _free_path(checkpoint: Path) -> Path:
 
 
 def _take_place(path: Path) -> None:
-    """The new one is whole and has been read back, and wins over all others by its number. What is
-    left of those goes; it gets their name if that can be done.
+    """Remove the other checkpoints of this step and give the new one their name, as far as the file
+    system allows. The new one is complete, has been read back, and takes precedence by its number.
     """
     with suppress(OSError):
         for other in _ours(path.parent):
@@ -232,9 +239,9 @@ def _take_place(path: Path) -> None:
 
 
 def _newest(folder: str) -> str | None:
-    """The last `checkpoint-<step>` that is whole: a training that is killed leaves others, and
-    drives may change bytes. They are read here, because the Trainer takes its own files from the
-    one that is chosen before we load ours.
+    """Return the last `checkpoint-<step>` that is complete. Training that is killed leaves
+    incomplete ones, and drives may corrupt bytes. They are verified here, because the Trainer reads
+    its own files from the chosen one before we load ours.
     """
     found = [path for path in Path(folder).glob("checkpoint-*") if _has_ours(str(path))]
     steps = {path: path.name.rpartition("-")[2] for path in found}
@@ -248,7 +255,9 @@ def _newest(folder: str) -> str | None:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Why none of our checkpoints in one of the Trainer's can be gone on from; None: one can."""
+    """Return why training cannot resume from any of our checkpoints in one of the Trainer's; None:
+    it can.
+    """
     wrong = f"{_STATE} is missing, or cut off"
     try:
         json.loads((checkpoint / _STATE).read_text())

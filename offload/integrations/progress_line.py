@@ -1,4 +1,4 @@
-"""A line that tells how training goes, around the loader of a loop that stays as it is."""
+"""A progress line around the loader of an unchanged training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from offload.telemetry.loggers import Writer, check_writer, log_numbers
 from offload.telemetry.report import Report
 
 _T = TypeVar("_T")
-_WINDOW = 24  # lines over which speeds are averaged
+_WINDOW = 24  # latest lines or logs over which speeds are averaged
 
 
 def progress(
@@ -40,31 +40,33 @@ def progress(
     log_to: Writer | None = None,
     log_every: int = 10,
 ) -> Progress[_T]:
-    """The batches of `loader`, with a line between them: step, loss, tokens a second, seconds a
-    step, the share of time that is waited for drives, copies and ranks, bytes on each tier, time
-    left. What only the loop knows it says by `set(loss=...)` of what this returns.
+    """Iterate over the batches of `loader` and show a line between them: step, loss, tokens per
+    second, seconds per step, the share of time spent waiting for drives, copies and ranks, bytes in
+    each tier, time left. Numbers that only the loop knows are given by `set(loss=...)` of the
+    object returned.
 
-    optimizer: a wrapped one, or a prepared model; None for training without offload: the line then
-    has no tiers. file: instead of standard error; in a notebook without it the line is an output
-    of the cell. A terminal's line is written over, at most every `every_s` seconds; elsewhere there
-    is a new one every ten seconds. Among several ranks the first one tells.
+    optimizer: a wrapped optimizer, or a prepared model; None for training without offload: the line
+    then has no tiers. file: where to write instead of standard error; in a notebook, without
+    `file`, the line is an output of the cell. In a terminal or notebook the line is overwritten, at
+    most every `every_s` seconds; elsewhere there is a new line, at most every ten seconds. Among
+    several ranks only the first one shows it and logs.
 
-    tokens: in each batch, or a function of the batch; found by itself in `input_ids` and in whole
-    numbers of two dimensions, padding included. start: steps that were done before, by a run that
-    is resumed. total: steps in all, where the loader does not tell its length. log_to: a
-    SummaryWriter of TensorBoard or a run of W&B, for all numbers of the report and the loop's own,
-    every `log_every` steps and at the end.
+    tokens: the number in each batch, or a function of the batch; by default it is found in
+    `input_ids` and in integer tensors of two dimensions, padding included. start: steps that were
+    done before, by a run that is resumed. total: steps in all, if the loader does not tell its
+    length. log_to: a SummaryWriter of TensorBoard or a run of W&B, for all numbers of the report
+    and the loop's own, every `log_every` steps and at the end.
     """
     _check(every_s, tokens, start, log_every)
     if optimizer is not None:
-        report(optimizer)  # refuses what is not ours, before the first step
+        report(optimizer)  # refuses an optimizer that is not wrapped, before the first step
     if log_to is not None:
         check_writer(log_to, "progress: log_to")
     place = place_of(None)
     is_first = place is None or place[0] == 0
     screen = find_screen(file, every_s) if is_first else NoScreen()
     if total is None:
-        length = length_hint(loader, -1)  # a loader of a stream has no length
+        length = length_hint(loader, -1)  # a loader that streams has no length
         total = None if length < 0 else start + length
     log = _Log(log_to, log_every) if log_to is not None and is_first else None
     return Progress(loader, optimizer, screen, tokens, start, total, log)
@@ -89,7 +91,7 @@ class _Log(NamedTuple):
 
 
 class _DonePoint(NamedTuple):
-    """What was done by when."""
+    """A point in time, and the steps and tokens done by then."""
 
     at_s: float
     done: int
@@ -97,22 +99,25 @@ class _DonePoint(NamedTuple):
 
 
 class _LinePart(NamedTuple):
-    """Of the line. rank: where there is no room for all, those with the lowest come first."""
+    """A part of the line. rank: if the line is too short for all parts, those of the lowest rank
+    are chosen first.
+    """
 
     text: str
     rank: int
 
 
 class _Speed(NamedTuple):
-    """Lately. tokens_per_s: None: not known."""
+    """The average speed of late. tokens_per_s: None: not known."""
 
     step_s: float
     tokens_per_s: float | None
 
 
 class Progress(Generic[_T]):
-    """An iterator over the batches of one loader, once; a second time is a `StateError`. A step
-    counts as done when the next batch is asked for. For the thread that trains.
+    """An iterator over the batches of one loader, for one pass; another `iter()` after its end
+    raises `StateError`. A step counts as done when the next batch is requested. For the training
+    thread only.
     """
 
     def __init__(
@@ -128,28 +133,29 @@ class Progress(Generic[_T]):
         self._loader, self._optimizer, self._screen = loader, optimizer, screen
         self._device = _device_of(optimizer)
         self._tokens_of, self._start, self._total, self._log = tokens, start, total, log
-        self._batches: Iterator[_T] | None = None  # None: nobody has asked yet
+        self._batches: Iterator[_T] | None = None  # None: no batch has been requested yet
         self._is_over = False
-        self._numbers: dict[str, Any] = {}  # what the loop has set, not looked at yet
+        self._numbers: dict[str, Any] = {}  # set by the loop; tensors are not read yet
         self._done = 0
         self._tokens: int | None = 0  # None: not known
         self._points: deque[_DonePoint] = deque(maxlen=_WINDOW)
         self._shown_s, self._shown_done, self._logged_done = float("-inf"), 0, 0
-        self._steps_seen = 0  # of the optimizer, when the last line was shown
-        # A loop that is left early, or by an exception, leaves no open line.
+        self._steps_seen = 0  # optimizer steps when the last line was shown
+        # Ends the line also if the loop is left early or by an exception.
         self._end = weakref.finalize(self, screen.end)
 
     def set(self, **numbers: Any) -> None:
-        """Numbers that the loop knows, the loss first of all. Tensors of one element are not looked
-        at before a line is written, so a device is not waited for more often than that.
+        """Set numbers that the loop knows, which the line shows; `loss` comes first. Tensors of one
+        element are not read before a line is written, so the loop waits for a device no more often
+        than that.
         """
         for name, value in numbers.items():
             self._numbers[name] = _as_told(name, value)
 
     def __iter__(self) -> Progress[_T]:
-        if self._is_over:  # an empty pass would be an epoch that trains nothing, without a word
+        if self._is_over:  # an empty pass would be an epoch that silently trains nothing
             raise StateError(
-                "progress: it has come to its end, and shows one pass over a loader; make another "
+                "progress: it is exhausted, and shows one pass over a loader; make another "
                 "for the next pass: for batch in offload.progress(loader, optimizer, start=...)"
             )
         return self
@@ -174,14 +180,14 @@ class Progress(Generic[_T]):
         return batch
 
     def close(self) -> None:
-        """Show how far it has come, and end the line. The end of the loader does it, too."""
+        """Show the last step and end the line; idempotent. The end of the loader does it, too."""
         if not self._is_over:
             self._is_over = True
             self._tell(is_last=True)
         self._end()
 
     def _tell(self, is_last: bool) -> None:
-        """What is due: a line, the numbers for a log, both or nothing."""
+        """Show a line and log the numbers, each if it is due."""
         now_s, log = time.monotonic(), self._log
         shows = self._done > self._shown_done and (
             is_last or now_s - self._shown_s >= self._screen.every_s
@@ -203,10 +209,12 @@ class Progress(Generic[_T]):
             self._write(told, live_stats, numbers)
 
     def _show(self, parts: list[_LinePart]) -> None:
-        """A terminal that has gone away is no reason to end a training."""
+        """Show the line. A closed terminal or file gives a warning: it is no reason to end the
+        training.
+        """
         try:
             self._screen.show(parts)
-        except (OSError, ValueError) as error:  # ValueError: a file that was closed
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
             self._end.detach()
             self._screen = NoScreen()
             LOG.warning("progress: the line cannot be shown, and is not tried again: %s", error)
@@ -237,7 +245,7 @@ class Progress(Generic[_T]):
     def _write(
         self, told: Report | None, live_stats: LiveStats | None, numbers: Mapping[str, float]
     ) -> None:
-        """To the log: the report's numbers, those of the line, and the loop's own."""
+        """Log the report's numbers, those of the line, and the loop's own."""
         assert self._log is not None
         speed = self._speed()
         ours: dict[str, Any] = told.to_dict() if told is not None else {}
@@ -251,8 +259,9 @@ class Progress(Generic[_T]):
 
 
 def count_tokens(batch: Any, told: int | Callable[[Any], int] | None = None) -> int | None:
-    """In a batch: as told, else what is in `input_ids`, or in a tensor of whole numbers with two
-    dimensions, alone or first of several. None: not known. Reads no element.
+    """Return the number of tokens in a batch: as told, else the size of `input_ids`, or of an
+    integer tensor with two dimensions, alone or first of several. None: not known. Reads no
+    element.
     """
     if told is not None:
         return int(told(batch)) if callable(told) else told
@@ -267,7 +276,7 @@ def count_tokens(batch: Any, told: int | Callable[[Any], int] | None = None) -> 
 
 
 def _as_told(name: str, value: Any) -> Any:
-    """A number, or a tensor that is one; it holds no graph."""
+    """Check and return a number, or a tensor of one element, detached so that it holds no graph."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     if isinstance(value, Tensor) or not hasattr(value, "__float__"):
@@ -279,7 +288,9 @@ def _as_told(name: str, value: Any) -> Any:
 
 
 def _device_of(optimizer: Any) -> torch.device | None:
-    """Where plain parameters are; None: on the CPU, or not to be seen."""
+    """Return the device of a plain optimizer's parameters; None: they are on the CPU, or
+    not known.
+    """
     groups = getattr(optimizer, "param_groups", ())
     params = (param for group in groups for param in group["params"])
     return next((p.device for p in params if p.device.type not in ("cpu", "meta")), None)
@@ -294,7 +305,7 @@ def _tiers(live_stats: LiveStats, device: torch.device | None) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """h:mm:ss, or m:ss for less than an hour."""
+    """Format as h:mm:ss, or m:ss for less than an hour."""
     minutes, left = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

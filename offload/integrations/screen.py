@@ -1,4 +1,6 @@
-"""Where a line that is written again and again is shown: a terminal, a notebook, a plain file."""
+"""The outputs that show a line which is rewritten all the time: a terminal, a notebook, a plain
+file.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-_PLAIN_EVERY_S = 10.0  # between lines that stay
+_PLAIN_EVERY_S = 10.0  # least time between lines that are not overwritten
 _NOTEBOOK_WIDTH = 160
 _BETWEEN = " | "
 
 
 class TextPart(Protocol):
-    """Of a line. rank: where there is no room for all, those with the lowest come first."""
+    """A part of a line. rank: if the line is too short for all parts, those of the lowest rank are
+    chosen first.
+    """
 
     @property
     def text(self) -> str: ...
@@ -25,21 +29,23 @@ class TextPart(Protocol):
 
 
 class Screen(Protocol):
-    """every_s: the least time between two lines. One thread uses it."""
+    """An output that shows a line. every_s: the least time between two lines. One thread
+    uses it.
+    """
 
     every_s: float
 
     def show(self, parts: Sequence[TextPart]) -> None:
-        """In the place of what was shown before, if it can be."""
+        """Show a line, in place of the previous one if the output can do that."""
 
     def end(self) -> None:
-        """What was shown last stays, and others may write below it. Any number of times."""
+        """Leave the last line in place, so that other output begins below it. Idempotent."""
 
 
 def fit(parts: Sequence[TextPart], width: int | None) -> str:
-    """A line of at most `width` characters (None: of any length). Parts keep their order; where
-    there is no room for all, the important ones are chosen first, and the first of these is cut if
-    it must be.
+    """Join the parts to a line of at most `width` characters (None: of any length). Parts keep
+    their order; if there is no room for all, those of the lowest rank are chosen first, and the
+    first of these is cut if it must be.
     """
     if width is None:
         return _joined(parts)
@@ -56,7 +62,7 @@ def _joined(parts: Sequence[TextPart]) -> str:
 
 
 class TerminalScreen:
-    """One line, written over, as wide as the terminal is at the moment."""
+    """A terminal: one line, which is overwritten, as wide as the terminal is at the moment."""
 
     def __init__(self, out: TextIO, every_s: float) -> None:
         self.every_s = every_s
@@ -64,7 +70,7 @@ class TerminalScreen:
         self._is_open = False
 
     def show(self, parts: Sequence[TextPart]) -> None:
-        width = max(1, _columns(self._out) - 1)  # a full line would begin another
+        width = max(1, _columns(self._out) - 1)  # a full line would wrap to the next one
         self._out.write(f"\r{fit(parts, width):<{width}}")
         self._out.flush()
         self._is_open = True
@@ -77,7 +83,7 @@ class TerminalScreen:
 
 
 class PlainScreen:
-    """A file or a pipe, where every line stays: there are few of them."""
+    """A file or a pipe, where no line can be overwritten: it gets few lines."""
 
     def __init__(self, out: TextIO, every_s: float) -> None:
         self.every_s = max(every_s, _PLAIN_EVERY_S)
@@ -88,11 +94,11 @@ class PlainScreen:
         self._out.flush()
 
     def end(self) -> None:
-        """Lines end themselves."""
+        """Do nothing: each line ends in a newline."""
 
 
 class NotebookScreen:
-    """One output of a cell, changed in place. display: IPython's."""
+    """A notebook: one output of a cell, which is updated. display: IPython's function."""
 
     def __init__(self, display: Any, every_s: float) -> None:
         self.every_s = every_s
@@ -107,34 +113,36 @@ class NotebookScreen:
             self._handle.update(shown, raw=True)
 
     def end(self) -> None:
-        """The output stays as it is."""
+        """Do nothing: the output stays in the cell."""
 
 
 class NoScreen:
-    """Another rank shows the line, or there is no stderr."""
+    """A screen that shows nothing: another rank shows the line, or there is no stderr."""
 
     every_s = float("inf")
 
     def show(self, parts: Sequence[TextPart]) -> None:
-        """Nobody looks."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing was begun."""
+        """Do nothing: no line was begun."""
 
 
 def find_screen(out: TextIO | None, every_s: float) -> Screen:
-    """out: None for the notebook that runs this, else standard error."""
+    """Find the screen for `out`; None: the notebook that runs this code, else standard error."""
     display = _notebook_display() if out is None else None
     if display is not None:
         return NotebookScreen(display, every_s)
     stream: TextIO | None = sys.stderr if out is None else out
-    if stream is None:  # Python was started without one
+    if stream is None:  # Python was started without stderr
         return NoScreen()
     return TerminalScreen(stream, every_s) if stream.isatty() else PlainScreen(stream, every_s)
 
 
 def _columns(out: TextIO) -> int:
-    """Of the terminal that is written to; where it does not tell, of the one that Python finds."""
+    """Return the width of the terminal that `out` is; if `out` does not tell, that of the terminal
+    that Python finds.
+    """
     try:
         return os.get_terminal_size(out.fileno()).columns or 80
     except (AttributeError, OSError, ValueError):
@@ -142,8 +150,8 @@ def _columns(out: TextIO) -> int:
 
 
 def _notebook_display() -> Any:
-    """IPython's `display` where a kernel runs this, not a terminal; None elsewhere, and where
-    nobody has imported IPython.
+    """Return IPython's `display` if a notebook kernel runs this code; None in a terminal, and while
+    IPython is not imported.
     """
     shell_of: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = shell_of() if callable(shell_of) else None

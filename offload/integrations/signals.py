@@ -1,14 +1,15 @@
-"""Signals that ask a training to save: before its time is over, or at its end.
+"""Signals on which training saves a checkpoint: before its time limit, or at its end.
 
-A handler only notes the signal. The save happens at a safe point: the end of `optimizer.step()`,
-or `point()` where other objects are saved, too, whose turn comes after the step. A thread that was
-there from the beginning sees to the limit, whatever the main thread is doing.
+A handler only notes the signal. The save happens at a safe point: at the end of `optimizer.step()`,
+or in `point()` if further objects are saved, which are updated after the step. A thread, started at
+the beginning, enforces the limit even if the main thread is busy.
 
-Among ranks a signal that one of them gets is for all. At its next safe point that rank rings a bell
-(`side_channel.py`), and goes on; all save at the safe point behind that one. Nobody can be past it:
-it takes all ranks to come there. What it costs each time is one look at the bell. A forked child (a
-loader's worker) is no training: it has none of this, and signals to it are its own. What goes wrong
-is a line on stderr, whatever becomes of the log: the process may end with it.
+Among ranks, a signal to one of them is for all. At its next safe point that rank sets a shared flag
+(`side_channel.py`) and goes on; all ranks save at the safe point after that one. No rank is past it
+if the steps contain collectives of all ranks; loops without any agree on the last of their points.
+Each safe point costs one request to read the flag. A forked child (a loader's worker) does not
+train: it has none of this, and signals to it have their usual effect. An error is written to stderr
+as one line, independently of the log: the process may end with it.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from offload.optim import is_wrapped
 from offload.optim.optimizer import session_of
 from offload.params.prepared import prepared_of
 
-GOES_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})  # after these training goes on
-_GRACE = 0.2  # share of the limit that is left for removing a save that was cancelled
+GOES_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2})  # after these, training goes on
+_GRACE = 0.2  # share of the limit that is reserved for removing a cancelled save
 _MOST_GRACE_S = 2.0
-_CREDENTIALS = struct.Struct("3i")  # process, user, group of whoever has written
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of the sender
 
 
 class SaveRequest(Enum):
     NOTHING = "nothing"  # no signal yet
-    SAVE = "save"  # save, and go on
-    END = "end"  # save, and end
-    ENDING = "ending"  # has saved, or could not
+    SAVE = "save"  # save and go on
+    END = "end"  # save and end
+    ENDING = "ending"  # has saved or failed to; the process ends
 
 
 MOVES = {
@@ -65,24 +66,27 @@ MOVES = {
 
 
 class save_on_signal:
-    """Save `model` and `optimizer` when one of `signals` comes, as `offload.save` does. Until
-    `close()`, or used as `with offload.save_on_signal(...) as saver:`. In the main thread, one at a
-    time: further models and optimizers are given by name, as stateful.
+    """A handler that saves `model` and `optimizer` as `offload.save` does when one of `signals`
+    arrives.
+
+    It is in force until `close()`, or inside `with offload.save_on_signal(...) as saver:`. Make it
+    in the main thread, one at a time: further models and optimizers are given by name, as stateful.
 
     After SIGUSR1 and SIGUSR2 training goes on; after any other signal (SIGTERM) the process ends
-    with exit code 128 + the signal's number, `limit_s` seconds after it at the latest. A step or
-    save that is under way comes to its end first. What cannot be saved within the limit is
-    cancelled and removed; older checkpoints are as they were. A signal after the last step is
-    answered where `with` ends. A save that fails is told on stderr, after SIGUSR1 also in the
-    report.
+    with exit code 128 + the signal's number, at most `limit_s` seconds after the signal. A step or
+    save in progress is completed first. A save that is not complete within the limit is cancelled
+    and removed; older checkpoints stay as they were. A signal after the last step takes effect
+    where `with` ends. A save that fails is reported on stderr, after SIGUSR1 and SIGUSR2 also in
+    the report.
 
-    path: of the new checkpoint; where it is there already, `<path>-2`, `<path>-3`, ... or a
-    function that returns one. extra: plain values, or a function that returns them at the save.
-    stateful: as in `offload.save`. With any (a scheduler steps after the optimizer), call
-    `saver.point()` at the end of every iteration: that is where it saves.
+    path: of the new checkpoint; if it exists already, `<path>-2`, `<path>-3`, ...; or a function
+    that returns a path. extra: plain values, or a function that returns them at the save. stateful:
+    as in `offload.save`. If there are any (a scheduler steps after the optimizer), call
+    `saver.point()` at the end of every iteration: the save happens there.
 
-    With several ranks, on all of them: a signal to one is one to all, and all save together, one
-    step later than one process would. So leave two steps and a save within the limit.
+    With several ranks, use it on all of them: a signal to one is a signal to all, and all save
+    together, one step later than a single process would. So leave two steps and a save within the
+    limit.
     """
 
     def __init__(
@@ -106,15 +110,15 @@ class save_on_signal:
         self._signal = 0
         self._steps = 0  # since the last point
         self._points = 0  # safe points so far
-        self._goal = 0  # the one at which all ranks save, or have saved
+        self._goal = 0  # the safe point at which all ranks save, or have saved
         self._group = process_group_of(optimizer, prepared_of(model))
         self._flag = SharedFlag.of(self._group)
         self._pid = os.getpid()
         self._is_closed = False
-        self._inner = innermost(optimizer)  # accelerate's own has no hooks
+        self._inner = innermost(optimizer)  # accelerate's wrapper of an optimizer has no hooks
         _refuse_second()
         self._hook = self._inner.register_step_post_hook(self._after_step)
-        # Not a pipe: forked children share it, and of what comes here the sender is known.
+        # Not a pipe: forked children inherit it, and a socket's messages name their sender.
         self._from, self._to = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if hasattr(socket, "SO_PASSCRED"):
             self._from.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -123,9 +127,9 @@ class save_on_signal:
             target=_watch, args=(self._from, self._signals, limit_s), daemon=True
         )
         self._guard.start()
-        # The system's handler writes there at once, even while some library computes for long.
+        # Python's C handler writes there at once, even during a long computation in a library.
         self._wakeup_before = signal.set_wakeup_fd(self._to.fileno(), warn_on_full_buffer=False)
-        if self._wakeup_before != -1:  # an event loop has its own; then the handler tells
+        if self._wakeup_before != -1:  # that of an event loop; `_note` writes instead
             signal.set_wakeup_fd(self._wakeup_before)
         self._before = {number: signal.signal(number, self._note) for number in self._signals}
         _OPEN.append(self)
@@ -133,8 +137,10 @@ class save_on_signal:
     # --- signals ----------------------------------------------------------------------------------
 
     def _note(self, number: int, frame: object) -> None:
-        """The handler. In the main thread, between any two instructions of anything."""
-        if os.getpid() != self._pid:  # forked by some library, past Python
+        """Note the signal. This is the handler: it runs in the main thread, between any two
+        bytecode instructions.
+        """
+        if os.getpid() != self._pid:  # a library forked without Python's os.fork hooks
             if number not in GOES_ON:
                 os._exit(128 + number)
             return
@@ -153,7 +159,7 @@ class save_on_signal:
             self._act()
             return
         self._steps += 1
-        if self._steps > 2:  # two: it may have been made in the middle of an iteration
+        if self._steps > 2:  # not 1: this may have been constructed in the middle of an iteration
             names = ", ".join(self._stateful)
             raise StateError(
                 f"save_on_signal: {names} must be saved after its own step: call point() of what "
@@ -161,7 +167,9 @@ class save_on_signal:
             )
 
     def point(self) -> None:
-        """Save here if a signal has come. Everything that is saved belongs to the same step."""
+        """Save here if a signal has arrived. Call it where all objects to be saved belong to the
+        same step.
+        """
         self._steps = 0
         self._act()
 
@@ -176,7 +184,7 @@ class save_on_signal:
         try:
             if self._stateful and self._steps:
                 raise StateError(
-                    "a step came after the last point(), so that not all fits together"
+                    "a step came after the last point(), so the saved objects would not match"
                 )
             path = self._save()
             LOG.info("%s: saved %s", name, path)
@@ -188,7 +196,7 @@ class save_on_signal:
             raise SystemExit(128 + number)
 
     def _is_heard(self, flag: SharedFlag) -> bool:
-        """Whether all ranks are to save now."""
+        """Return whether all ranks save at this safe point."""
         self._points += 1
         if self._points <= self._goal:
             return self._points == self._goal
@@ -200,7 +208,7 @@ class save_on_signal:
         self._take_over(int(said["signal"]))
         if self._points < int(said["point"]):
             return False
-        # Loops that never wait for one another may be at different points: on to the last one.
+        # Without collectives ranks may be at different points: all save at the last of these.
         rank_group = RankGroup.gather("save_on_signal", self._group)
         try:
             last = int(max(rank_group.by_consensus("points", lambda: self._points)))
@@ -211,16 +219,16 @@ class save_on_signal:
         return self._points == last
 
     def _take_over(self, number: int) -> None:
-        """A signal that another rank has got."""
+        """Note a signal that another rank has received."""
         wanted = SaveRequest.SAVE if number in GOES_ON else SaveRequest.END
         if wanted in MOVES[self._ask]:
             self._ask, self._signal = wanted, number
-            self._to.send(bytes([number]))  # the limit is ours, too
+            self._to.send(bytes([number]))  # the limit applies to this rank, too
 
     def _save(self) -> Any:
         try:
             background.settle([self._model, self._inner])
-        except StateError as error:  # of an earlier one: this one is still to be made
+        except StateError as error:  # of an earlier save: this one is made all the same
             _tell(str(error))
         extra = self._extra() if callable(self._extra) else self._extra
         return save(
@@ -244,7 +252,9 @@ class save_on_signal:
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Handlers are as before. Idempotent. A process that is ending keeps its limit."""
+        """Restore the previous handlers. Idempotent. If the process is ending, its limit stays in
+        force.
+        """
         if self._is_closed:
             return
         _check_thread()
@@ -265,7 +275,7 @@ class save_on_signal:
             signal.set_wakeup_fd(-1)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: signals are as they were before."""
+        """Restore the previous handlers in a forked child."""
         self._is_closed = True
         with suppress(ValueError):
             self._give_back()
@@ -314,7 +324,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _watch(messages: socket.socket, signals: Sequence[int], limit_s: float) -> None:
-    """Waits for a signal after which the process ends, then for the limit."""
+    """Wait for a signal after which the process ends, and then enforce the limit."""
     with messages:
         while data := _received(messages):
             ends = [number for number in data if number in signals and number not in GOES_ON]
@@ -323,7 +333,9 @@ def _watch(messages: socket.socket, signals: Sequence[int], limit_s: float) -> N
 
 
 def _received(messages: socket.socket) -> bytes:
-    """Numbers of signals that have come to this very process; empty: there will be no more."""
+    """Return the numbers of signals that this process has received; empty: the socket is shut down.
+    Messages of forked children are dropped.
+    """
     while True:
         data, about, _, _ = messages.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
         senders = [_CREDENTIALS.unpack(each)[0] for *_, each in about]
@@ -336,13 +348,15 @@ def _see_to_the_limit(number: int, limit_s: float) -> None:
     time.sleep(limit_s - grace_s)
     name = signal.Signals(number).name
     _tell(f"{name}: no safe point or no save within {limit_s:g} s: nothing was saved by it")
-    cancel_all(SystemExit(128 + number))  # in whatever thread saves
+    cancel_all(SystemExit(128 + number))  # all saves in progress, in any thread
     time.sleep(grace_s)
     os._exit(128 + number)
 
 
 def _tell(what: str) -> None:
-    """Past everything that may be closed, full or in use by another thread by now."""
+    """Log and write to stderr directly: the usual stream may be closed, full or locked by another
+    thread.
+    """
     LOG.error("%s", what)
     with suppress(OSError):
         os.write(2, f"offload: {what}\n".encode(errors="replace"))
@@ -364,7 +378,7 @@ def _checked(signals: Sequence[int], limit_s: float) -> tuple[int, ...]:
 def _check_save(
     path: Any, model: nn.Module, extra: Any, keep: int | None, stateful: Mapping[str, Any]
 ) -> None:
-    """What every save would refuse is refused now, not when the signal comes."""
+    """Raise now the errors that every save would raise, not when the signal arrives."""
     if not callable(path) and not isinstance(path, str | PathLike):
         raise ConfigError(f"path: expected a path or a function, got {type(path).__name__}")
     check_arguments("later" if callable(path) else check_path(path), model, keep, stateful)

@@ -1,8 +1,8 @@
 """Update rules, gradient statistics, casts and checksums on host memory.
 
-`calls` are the typed calls of the native core, `reference` the same in plain torch (the judge, and
-the fall-back without the native core), `rules` the scalars of each update rule, `arguments` the
-checks of tensors before a byte is written.
+`calls` are the typed calls of the native core; `reference` has the same in plain torch (the
+standard for the tests, and the fall-back without the native core); `rules` has the scalars of each
+update rule; `arguments` checks tensors before a byte is written.
 """
 
 from __future__ import annotations

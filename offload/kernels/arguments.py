@@ -1,4 +1,4 @@
-"""What kernels and stores may be given: checks of tensors, done before a byte is written.
+"""The checks of tensors that kernels and stores are given, done before a byte is written.
 
 The native core works on raw addresses, so a mistake here would be a crash or silent damage there.
 Every refusal is a `ConfigError` that names the argument, what it is and what it should be.
@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Argument(NamedTuple):
-    """A tensor that was checked, and where it lies: bytes [begin, end)."""
+    """A tensor that was checked, and its memory: bytes `[begin, end)`."""
 
     name: str
     tensor: Tensor
@@ -36,7 +36,7 @@ class Argument(NamedTuple):
 def check_tensor(
     name: str, tensor: object, dtypes: Sequence[torch.dtype] | None = None
 ) -> Argument:
-    """`tensor` as an argument, if it is dense host memory of one of `dtypes` (None: of any)."""
+    """Return `tensor` as an argument if it is dense host memory of one of `dtypes` (None: any)."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu:
@@ -67,11 +67,11 @@ def check_tensor(
 
 
 def _check_memory(name: str, tensor: Tensor) -> int:
-    """Where `tensor` begins, if there is memory behind every element of it."""
+    """Return the address at which `tensor` begins, if every element of it has memory."""
     kind = type(tensor).__name__
     try:
         address, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    # Fake, functional, wrapping tensors; for some torch warns instead, which may be made an error.
+    # Fake, functional, wrapping tensors. For some torch warns instead, which may be made an error.
     except (RuntimeError, NotImplementedError, UserWarning) as error:
         raise ConfigError(f"{name}: a {kind} without memory: {error}") from error
     needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
@@ -86,7 +86,7 @@ def _check_memory(name: str, tensor: Tensor) -> int:
 
 
 def check_sizes(arguments: Sequence[Argument]) -> int:
-    """The number of elements that all `arguments` have; the first one sets it."""
+    """Return the number of elements that all `arguments` have; the first one sets it."""
     first = arguments[0]
     for other in arguments:
         if other.numel != first.numel:
@@ -98,7 +98,7 @@ def check_sizes(arguments: Sequence[Argument]) -> int:
 
 
 def check_apart(arguments: Sequence[Argument]) -> None:
-    """No two of `arguments` share a byte."""
+    """Check that no two of `arguments` share a byte."""
     before: Argument | None = None
     for this in sorted((a for a in arguments if a.numel), key=_begin_of):
         if before is not None and this.begin < before.end:
@@ -123,8 +123,8 @@ def check_readable(argument: Argument) -> None:
 
 
 def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
-    """The first and the last page of [begin, end) can be touched: a tensor may lie on a read-only
-    map, and a mapped file may be cut short.
+    """Check that the first and the last page of `[begin, end)` can be touched: a tensor may lie in
+    a read-only mapping, and a mapped file may have been truncated.
     """
     if begin == end or not _can_probe():
         return
@@ -133,12 +133,12 @@ def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
         return
     for page in sorted({begin & -mmap.PAGESIZE, (end - 1) & -mmap.PAGESIZE}):
         code = _populate(page, advice)
-        if code == errno.EFAULT:  # touching the page would be the end of the process
+        if code == errno.EFAULT:  # touching the page would kill the process
             raise ConfigError(
                 f"{name}: lies behind the end of its memory-mapped file; was it cut short?"
             )
-        # Mappings of a driver refuse the probe although they can be written; the map of the process
-        # decides.
+        # Mappings of a driver refuse the probe although they can be written; the process's memory
+        # map decides.
         if code != 0 and writable and not _mapped_writable(page):
             raise ConfigError(
                 f"{name}: lies in read-only memory (a memory-mapped file?); pass a copy"
@@ -148,14 +148,14 @@ def check_pages(name: str, begin: int, end: int, writable: bool) -> None:
 def note_writes(arguments: Sequence[Argument]) -> None:
     """Tell autograd that the tensors have changed, as an in-place operation of torch does.
 
-    Inference tensors count no versions; torch passes them over.
+    Inference tensors count no versions; torch skips them.
     """
     torch.autograd.graph.increment_version([argument.tensor for argument in arguments])
 
 
 @cache
 def _populate_call() -> Callable[[int, int, int, int], int]:
-    """The native core's call where it is there, else the same by ctypes: ten times as slow."""
+    """Return the native core's call if there is one, else the same by ctypes: ten times as slow."""
     try:
         from offload import _native
     except ImportError:
@@ -173,14 +173,14 @@ def _populate_call() -> Callable[[int, int, int, int], int]:
 
 
 def _populate(page: int, advice: int) -> int:
-    """0 if the page can be touched so, otherwise the kernel's error number."""
+    """Touch the page. Return 0 if that is possible, otherwise the kernel's error number."""
     return _populate_call()(page, page + 1, mmap.PAGESIZE, advice)
 
 
 @cache
 def _can_probe() -> bool:
-    """Whether this kernel knows the probe; without it read-only memory is not noticed before the
-    write.
+    """Return whether this kernel knows the probe. Without it read-only memory is not noticed before
+    the write.
     """
     if not sys.platform.startswith("linux"):
         return False

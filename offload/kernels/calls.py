@@ -1,14 +1,14 @@
 """Typed calls of the kernels: updates, gradient statistics, casts.
 
-All work on host memory, in one pass, with the GIL released and on the threads of one team for the
-whole process; results do not depend on the instruction set, the number of threads, the alignment,
-or how a parameter is cut into slices. Where the native core is missing, the same functions run in
-plain torch (`offload.kernels.reference`), with the same bits, slowly; `native_error()` says why and
+All work on host memory, in one pass, with the GIL released and on one team of threads for the whole
+process. Results do not depend on the instruction set, the number of threads, the alignment, or how
+a parameter is cut into slices. Without the native core the same functions run in plain torch
+(`offload.kernels.reference`), with the same bits, slowly; `native_error()` says why and
 `offload doctor` shows it.
 
 An update gets a slice of a parameter. `offset` is the number of the parameter's elements before the
 slice and `numel` those of the whole parameter (None: the slice reaches its end): torch treats the
-last `numel % 8` elements of a parameter in another way, and so must we.
+last `numel % 8` elements of a parameter in another way, and so must the kernels.
 
 Environment, read once: `OFFLOAD_ISA` forces an instruction set (`avx512`, `avx2`, `neon`, `scalar`,
 or `reference` for plain torch).
@@ -66,10 +66,10 @@ def _load() -> tuple[ModuleType | None, str | None]:
     except ImportError as error:
         return (
             None,
-            f"the native core is not there ({error}); install with a C++ compiler, or from a wheel",
+            f"the native core is missing ({error}); install with a C++ compiler, or from a wheel",
         )
-    # torch's number to begin with: it follows OMP_NUM_THREADS and the physical cores, and a team
-    # of another size than torch's would be made anew at every turn.
+    # Begin with torch's number: it follows OMP_NUM_THREADS and the physical cores, and a team of
+    # another size than torch's would be made anew each time the two take turns.
     _native.set_threads(torch.get_num_threads())
     if _is_forked_worker():
         _native.assume_forked()
@@ -77,11 +77,11 @@ def _load() -> tuple[ModuleType | None, str | None]:
 
 
 def _is_forked_worker() -> bool:
-    """Whether this process is a worker that `multiprocessing` has forked.
+    """Return whether this process is a worker that `multiprocessing` has forked.
 
-    Here it matters when offload is imported in the worker first: torch's threads may have died at
-    the fork, and a team of them would be waited for in vain. (A plain `os.fork` before the first
-    import of offload cannot be told; then use no more than one thread, as for torch itself.)
+    It matters when the worker itself imports offload first: torch's threads may have died at the
+    fork, and a wait for a team of them would never end. (A plain `os.fork` before the first import
+    of offload cannot be detected; then use no more than one thread, as for torch itself.)
     """
     spawned = multiprocessing.get_start_method(allow_none=True) in ("spawn", "forkserver")
     return multiprocessing.parent_process() is not None and not spawned
@@ -92,7 +92,7 @@ _load()  # now, not at the first call: a fork must find the native core's handle
 
 @dataclass
 class _Choice:
-    """The instruction set in use; `None` until the first question, then fixed unless a test changes
+    """The instruction set in use; `None` until the first query, then fixed unless a test changes
     it.
     """
 
@@ -103,15 +103,15 @@ _choice = _Choice()
 
 
 def available_isas() -> list[str]:
-    """Instruction sets that can be forced on this machine, fastest first; `reference` (plain torch)
-    is always there.
+    """List the instruction sets that can be forced on this machine, fastest first; `reference`
+    (plain torch) is always among them.
     """
     native, _ = _load()
     return [*(native.isas() if native else ()), "reference"]
 
 
 def isa() -> str:
-    """The instruction set in use."""
+    """Return the instruction set in use."""
     if _choice.isa is None:
         _set_isa(os.environ.get("OFFLOAD_ISA") or available_isas()[0], origin="OFFLOAD_ISA")
     assert _choice.isa is not None
@@ -119,7 +119,7 @@ def isa() -> str:
 
 
 def native_error() -> str | None:
-    """None when the native core is in use, otherwise why it is not."""
+    """Return why the native core is not in use, or None if it is."""
     if isa() != "reference":
         return None
     _, error = _load()
@@ -141,8 +141,8 @@ def _set_isa(name: str, origin: str) -> None:
 
 @contextmanager
 def forced_isa(name: str) -> Iterator[None]:
-    """Run with another instruction set, for tests and benchmarks; for the whole process, so not
-    while others compute.
+    """Run with another instruction set inside the `with`, for tests and benchmarks. It holds for
+    the whole process, so no other thread may compute meanwhile.
     """
     before = isa()
     _set_isa(name, origin="forced_isa")
@@ -157,7 +157,7 @@ def _native() -> ModuleType | None:
 
 
 def num_threads() -> int:
-    """Most threads that kernels run on at the same moment, over all calls of this process."""
+    """Return the most threads that kernels run on at once, over all calls of this process."""
     native = _native()
     return native.threads() if native else torch.get_num_threads()
 
@@ -189,18 +189,21 @@ def update(
     threads: int | None = None,
     sums: Sequence[NDArray[np.uint64] | None] = (),
 ) -> None:
-    """One optimizer step on a slice of a parameter, in place: the bits of torch's fused CPU
+    """Do one optimizer step on a slice of a parameter, in place, with the bits of torch's fused CPU
     optimizers.
 
-    rule: made by `offload.kernels.rules` for this step. param and states: fp32; `param` is the
-    parameter itself or the exact master of a 16-bit one, the states are those that `rule.states`
-    names. grad: fp32, bf16 or fp16; not changed. out: bf16 or fp16, receives the updated `param`
-    rounded to nearest even. scale: multiplies the gradient in fp32 before anything else (1 / loss
-    scale x clip coefficient). adopt: wherever `out` is not the rounding of `param` before the step,
-    `out` was set by somebody else, and `param` takes its value first. offset, numel: where the
-    slice lies in its parameter. sums: for `param` and each state None, or room for one number for
-    each whole `SUM_BYTES` of it, which become the checksums of what it is then, as `checksum` has
-    them; in plain torch they stay as they are.
+    rule: made by `offload.kernels.rules` for this step.
+    param and states: fp32; `param` is the parameter itself or the exact master of a 16-bit one, the
+    states are those that `rule.states` names.
+    grad: fp32, bf16 or fp16; not changed.
+    out: bf16 or fp16, receives the updated `param` rounded to nearest even.
+    scale: multiplies the gradient in fp32 before anything else (1 / loss scale x clip coefficient).
+    adopt: wherever `out` is not the rounding of `param` before the step, `out` is an external edit,
+    and `param` takes its value first.
+    offset, numel: the slice's place in its parameter.
+    sums: for `param` and each state None, or an array with one number for each whole `SUM_BYTES` of
+    it. The numbers become the checksums of the new values, as `checksum` computes them; in plain
+    torch they are not written.
     """
     if not isinstance(rule, Rule):
         raise ConfigError(f"rule: expected one made by offload.kernels.rules, got {shown(rule)}")
@@ -230,7 +233,7 @@ def update(
         if native := _native():
             _update_natively(native, rule, tensors, signed_scale, tail_begin, lanes, adopt, rooms)
         else:
-            with _disable_current_modes():  # one that fakes or redirects torch's operations
+            with _disable_current_modes():  # a mode that fakes or redirects torch's operations
                 buffers = reference.Buffers.of(tensors, signed_scale, tail_begin, adopt)
                 getattr(reference, rule.kernel)(buffers, rule)
         note_writes(written)
@@ -262,7 +265,9 @@ def _update_natively(
 
 
 def _check_sums(sums: object, of: Sequence[Argument]) -> list[Argument]:
-    """The room for checksums of each tensor, as far as there is any; at 0: none."""
+    """Return the memory for the checksums, tensor by tensor, with address 0 and no bytes for one
+    that gets none.
+    """
     if not isinstance(sums, list | tuple):
         raise ConfigError(f"sums: expected a list, got {shown(sums)}")
     if sums and len(sums) != len(of):
@@ -279,7 +284,7 @@ def _check_sums(sums: object, of: Sequence[Argument]) -> list[Argument]:
             raise ConfigError(f"{name}: expected an array of uint64, got {got}")
         if room.shape != (count,) or not room.flags.carray:
             raise ConfigError(
-                f"{name}: expected {count} in one writable row, one for each whole {SUM_BYTES} "
+                f"{name}: expected {count} in one writable array, one for each whole {SUM_BYTES} "
                 f"bytes, got shape {room.shape}, strides {room.strides}"
             )
         begin = room.ctypes.data if count else 0
@@ -288,8 +293,8 @@ def _check_sums(sums: object, of: Sequence[Argument]) -> list[Argument]:
 
 
 def _tail_begin(offset: int, count: int, numel: int | None) -> int:
-    """Where, in a slice of `count` elements at `offset`, the parameter's last `numel % 8` elements
-    begin.
+    """Return the position in a slice of `count` elements at `offset` at which the parameter's last
+    `numel % 8` elements begin.
     """
     _check_whole("offset", offset, least=0)
     end = offset + count
@@ -322,11 +327,11 @@ def _check_whole(name: str, value: object, least: int, most: int = 2**62) -> Non
 
 @dataclass(frozen=True)
 class GradStats:
-    """Sum of squares of a gradient, and whether every element of it is finite.
+    """The sum of squares of a gradient, and whether every element of it is finite.
 
     `block_sums` has one partial sum for each STATS_BLOCK elements. Their total is exact before its
-    one rounding, so that it does not depend on the order in which slices are put together with `+`;
-    nor on where a gradient was cut, as long as the cuts are multiples of STATS_BLOCK.
+    one rounding, so it does not depend on the order in which slices are combined with `+`, nor on
+    where a gradient was cut, as long as the cuts are multiples of STATS_BLOCK.
     """
 
     block_sums: tuple[float, ...] = field(repr=False)
@@ -350,8 +355,8 @@ class GradStats:
 
 
 def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
-    """Statistics of `grad` (fp32, bf16 or fp16) in one pass; independent of threads and instruction
-    set.
+    """Compute the statistics of `grad` (fp32, bf16 or fp16) in one pass. They do not depend on the
+    number of threads or the instruction set.
     """
     with torch._C.DisableTorchFunction():
         read = check_tensor("grad", grad, _GRADS)
@@ -364,7 +369,7 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
             code = _CODES[grad.dtype]
             native.block_sums(grad.data_ptr(), code, count, sums.ctypes.data, lanes)
         else:
-            with _disable_current_modes():  # one that fakes or redirects torch's operations
+            with _disable_current_modes():  # a mode that fakes or redirects torch's operations
                 reference.block_sums(reference.flat(grad), torch.from_numpy(sums))
     return GradStats.of(sums.tolist())
 
@@ -388,13 +393,15 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
             codes = _CODES[source.dtype], _CODES[target.dtype]
             native.cast(source.data_ptr(), codes[0], target.data_ptr(), codes[1], count, lanes)
         else:
-            with _disable_current_modes():  # one that fakes or redirects torch's operations
+            with _disable_current_modes():  # a mode that fakes or redirects torch's operations
                 reference.cast(reference.flat(source), reference.flat(target))
         note_writes([written])
 
 
 def checksum(memory: Tensor) -> int:
-    """Of the bytes of a contiguous host tensor. Not for a file: it may change with any version."""
+    """Compute a checksum of the bytes of a contiguous host tensor. Never write it to a file: the
+    function may change with any version.
+    """
     argument = check_tensor("memory", memory)
     native = _native()
     if native is not None:

@@ -1,10 +1,10 @@
-"""The kernels in plain torch: the judge in the tests, and the fall-back where the native core is
-missing.
+"""The kernels in plain torch: the standard for the tests, and the fall-back without the native
+core.
 
-Same bits as the native core on every input, which takes two things that torch does not offer on
-CPU: a fused multiply-add (built here in double with rounding to odd) and a correctly rounded square
-root (torch's own may be a last bit off; a detour through double is exact). Slow: tens of passes
-over memory, in blocks that stay in cache.
+They have the same bits as the native core on every input. That takes two operations that torch does
+not have on the CPU: a fused multiply-add (built here in double with rounding to odd) and a
+correctly rounded square root (torch's own may be off by the last bit; a detour through double is
+exact). Slow: tens of passes over memory, in blocks that stay in cache.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from offload.kernels import rules
 
-BLOCK = (
-    1 << 18
-)  # elements at a time, so that temporaries stay a few MiB whatever the size of the tensor
+# Elements at a time, so that temporaries stay a few MiB for a tensor of any size.
+BLOCK = 1 << 18
 STATS_BLOCK = 16384  # elements of one partial sum of squares; as in kernels.h
 STATS_LANES = 32
 
 
-Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]  # as Buffers has them
+# The tensors of an update, in the order of `Buffers`.
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The memory of `tensor` as a plain tensor of one dimension: no subclass, no autograd."""
+    """Return `tensor`'s memory as a plain tensor of one dimension: no subclass, no autograd."""
     plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
     storage, offset = tensor.untyped_storage(), tensor.storage_offset()
     return plain.set_(storage, offset, (tensor.numel(),), (1,))
@@ -55,7 +55,7 @@ class Buffers:
         return cls(flat(param), flat(grad), state0, state1, out, scale, tail_begin, adopt)
 
     def blocks(self) -> Iterator[Buffers]:
-        """The same update in pieces that are either all body or all tail."""
+        """Yield the same update in blocks that are either all body or all tail."""
         count = self.param.numel()
         edges = sorted({*range(0, count, BLOCK), min(self.tail_begin, count), count})
         for begin, end in pairwise(edges):
@@ -73,7 +73,9 @@ class Buffers:
             yield piece
 
     def take_over(self) -> None:
-        """Where `out` is not the rounding of `param`, somebody else has set it: it wins."""
+        """Copy `out` to `param` where `out` is not the rounding of `param`: that is an external
+        edit, and it wins.
+        """
         if self.adopt and self.out is not None:
             rounded = self.param.to(self.out.dtype)
             other = rounded.view(torch.int16) != self.out.view(torch.int16)
@@ -88,11 +90,10 @@ class Buffers:
 
 
 def fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """`a*b + c` in fp32, rounded once.
+    """Compute `a*b + c` in fp32, rounded once.
 
     The product of two fp32 numbers is exact in double. The sum is rounded there to odd: when it is
-    inexact, the last bit is made 1, so that the second rounding (to fp32) cannot see a tie that was
-    none.
+    inexact, the last bit is made 1, so that the second rounding (to fp32) cannot see a false tie.
     """
     product = a.double() * b.double() if isinstance(a, Tensor) else a * b.double()
     addend = c.double()
@@ -110,7 +111,7 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def sign(x: Tensor) -> Tensor:
-    """torch.sign, but NaN stays NaN: a broken gradient must not pass for a zero one."""
+    """Compute torch.sign, but keep NaN: a broken gradient must not pass for a zero one."""
     return torch.where(torch.isnan(x), x, torch.sign(x))
 
 
@@ -124,7 +125,7 @@ def adam(buffers: Buffers, rule: rules.Adam) -> None:
             g = fma(rule.decay, p, g)
         weight = rule.lerp_weight
         if b.is_tail and rule.lerp_from_grad and weight == 0.0:
-            weight = -0.0  # as torch's tail has it
+            weight = -0.0  # as in torch's tail
         m.copy_(fma(weight, g - m, g if rule.lerp_from_grad else m))
         gg = g * rule.one_minus_beta2
         v.copy_(fma(rule.beta2, v, gg * g) if b.is_tail else fma(gg, g, v * rule.beta2))
@@ -178,8 +179,8 @@ def _write_out(b: Buffers) -> None:
 
 
 def block_sums(grad: Tensor, sums: Tensor) -> None:
-    """Sum of squares of each STATS_BLOCK of `grad`, in the native core's order, into `sums`
-    (double).
+    """Write the sum of squares of each STATS_BLOCK of `grad` to `sums` (double), in the native
+    core's order.
 
     Element i of a block adds to lane i % 32, one after the other; then the lanes are added
     pairwise.
@@ -197,5 +198,5 @@ def block_sums(grad: Tensor, sums: Tensor) -> None:
 
 
 def cast(source: Tensor, target: Tensor) -> None:
-    """fp32 <-> bf16/fp16, to nearest even; NaN stays NaN."""
+    """Cast between fp32 and bf16 or fp16, to nearest even; NaN stays NaN."""
     target.copy_(source)

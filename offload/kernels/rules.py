@@ -4,7 +4,7 @@ Hyper-parameters are doubles. The few numbers that enter the arithmetic of a ste
 them here, in double, and rounded to fp32 once: that, and the order of operations in the kernels,
 decides the bits (they are those of `torch.optim` with `fused=True` on CPU). A rule is made once for
 a parameter group and a step, with `at`, and then applied to any number of slices by
-`kernels.update`. A learning rate may be negative, as in torch after an optimizer has been made:
+`kernels.update`. A learning rate may be negative, as torch allows once an optimizer has been made:
 schedulers that end at zero may miss it by a rounding error. The field order of each class is the
 argument order of the native call.
 """
@@ -24,14 +24,15 @@ from offload.core.errors import ConfigError
 
 
 def to_f32(value: float) -> float:
-    """`value` rounded to the nearest fp32 number (overflow gives infinity, as in C)."""
+    """Round `value` to the nearest fp32 number (overflow gives infinity, as in C)."""
     return ctypes.c_float(value).value
 
 
 def fma(a: float, b: float, c: float) -> float:
-    """`a*b + c` in double, rounded once: torch's compiler fuses these, and a last bit can show.
+    """Compute `a*b + c` in double, rounded once: torch's compiler fuses these, and the last bit may
+    differ.
 
-    A zero comes out positive, as it does in C for the products and sums used here.
+    A zero result is positive, as it is in C for the products and sums used here.
     """
     try:
         return float(Fraction(a) * Fraction(b) + Fraction(c))
@@ -43,12 +44,12 @@ Number = float | Tensor  # a tensor of one element, as optimizers allow for lear
 
 
 def shown(value: object) -> str:
-    """`value` for a message; a tensor by its type, since its repr may run foreign code."""
+    """Format `value` for a message; a tensor by its type, since its repr may run foreign code."""
     return f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
 
 
 def to_float(name: str, value: Number) -> float:
-    """`value` as a double; a tensor of one element counts as its number."""
+    """Return `value` as a double; a tensor of one element counts as its number."""
     if isinstance(value, Tensor):
         return _only_element(name, value)
     try:
@@ -63,7 +64,7 @@ def _only_element(name: str, tensor: Tensor) -> float:
             shape = tuple(tensor.shape)
             if tensor.numel() == 1:
                 return float(tensor)
-        except Exception as error:  # meta, nested, and what a subclass's own code may raise
+        except Exception as error:  # meta, nested, or an error of a subclass's own code
             raise ConfigError(
                 f"{name}: expected a number, got {shown(tensor)} that has none: {error}"
             ) from error
@@ -71,7 +72,7 @@ def _only_element(name: str, tensor: Tensor) -> float:
 
 
 def finite(**values: Number) -> list[float]:
-    """The values as doubles, in order; each must be finite."""
+    """Return the values as doubles, in order; each must be finite."""
     numbers = {name: to_float(name, value) for name, value in values.items()}
     for name, number in numbers.items():
         if not math.isfinite(number):
@@ -80,7 +81,9 @@ def finite(**values: Number) -> list[float]:
 
 
 def not_negative(**values: Number) -> list[float]:
-    """The values as doubles, in order; each must be finite and zero or more, as torch asks."""
+    """Return the values as doubles, in order; each must be finite and zero or more, as torch
+    requires.
+    """
     numbers = finite(**values)
     for name, number in zip(values, numbers, strict=True):
         if number < 0.0:
@@ -89,14 +92,14 @@ def not_negative(**values: Number) -> list[float]:
 
 
 def check_flags(**values: object) -> None:
-    """Each value is a bool: the native core would take any object for true."""
+    """Check that each value is a bool: the native core would take any object for true."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name}: expected True or False, got {shown(value)}")
 
 
 def below_one(**values: Number) -> list[float]:
-    """The values as doubles, in order; each must be in [0, 1), as betas are."""
+    """Return the values as doubles, in order; each must be in [0, 1), as betas are."""
     numbers = {name: to_float(name, value) for name, value in values.items()}
     for name, number in numbers.items():
         if not 0.0 <= number < 1.0:
@@ -105,7 +108,7 @@ def below_one(**values: Number) -> list[float]:
 
 
 def step_count(step: Number) -> float:
-    """The step as a double: 1 at the first update."""
+    """Return the step as a double: 1 at the first update."""
     number = to_float("step", step)
     if not (math.isfinite(number) and number >= 1.0):
         raise ConfigError(f"step: expected 1 for the first update or more, got {number}")
@@ -114,7 +117,7 @@ def step_count(step: Number) -> float:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (`decoupled=False`: decay enters the gradient) and AdamW (`decoupled=True`)."""
+    """The rule of Adam (`decoupled=False`: decay enters the gradient) and AdamW (`True`)."""
 
     kernel: ClassVar[str] = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -169,7 +172,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Sgd:
-    """SGD with momentum, dampening and Nesterov's variant.
+    """The rule of SGD with momentum, dampening and Nesterov's variant.
 
     first: there is no momentum yet; the buffer is only written.
     """
@@ -222,7 +225,7 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Adagrad:
-    """Adagrad; `lr` is the rate after its own decay."""
+    """The rule of Adagrad; `lr` is the rate after its own decay."""
 
     kernel: ClassVar[str] = "adagrad"
     states: ClassVar[tuple[str, ...]] = ("sum",)
@@ -251,7 +254,9 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class LionRule:
-    """Lion (Chen et al., 2023): the sign of an interpolated momentum, with decoupled decay."""
+    """The rule of Lion (Chen et al., 2023): the sign of an interpolated momentum, with decoupled
+    decay.
+    """
 
     kernel: ClassVar[str] = "lion"
     states: ClassVar[tuple[str, ...]] = ("exp_avg",)

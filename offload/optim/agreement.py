@@ -1,4 +1,4 @@
-"""What ranks tell one another before they do something together, so that none is left waiting."""
+"""Consensus among ranks before they act together, so that no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def by_consensus(
     remedy: str = "",
     deadline_s: float | None = None,
 ) -> list[Any]:
-    """What `act` has to say on each rank, by rank: something that JSON can express. Where it raises
-    on one rank, all raise. metrics: are told how long it took the others. remedy: for ranks that do
-    something else meanwhile.
+    """Run `act` on every rank and return all results, by rank. A result is a value that JSON can
+    express. If `act` raises on one rank, all ranks raise.
+
+    what: the act's name in messages. metrics: get the time spent waiting for the other ranks.
+    remedy: advice appended to the error where other ranks do something else meanwhile. Blocks.
     """
     error: Exception | None = None
     said: dict[str, Any] = {}
@@ -51,13 +53,13 @@ def by_consensus(
     for rank, one in enumerate(each):
         if "text" in one:
             raise kind_of(one["kind"])(
-                f"{what}: rank {rank} cannot go on, and so no rank does: {one['text']}"
+                f"{what}: rank {rank} failed, so no rank continues: {one['text']}"
             )
     return [one["value"] for one in each]
 
 
 def differing(each: Sequence[Mapping[str, object]]) -> tuple[str, int] | None:
-    """The first entry in which a rank differs from rank 0, and the rank."""
+    """Find the first entry in which a rank differs from rank 0; return its name and the rank."""
     for rank, one in enumerate(each):
         for name in {**each[0], **one}:
             if one.get(name) != each[0].get(name):
@@ -66,7 +68,9 @@ def differing(each: Sequence[Mapping[str, object]]) -> tuple[str, int] | None:
 
 
 def check_alike(what: str, said: Sequence[Mapping[str, object]]) -> None:
-    """Refuse parameters that are not the same on all ranks: what each has said of its own."""
+    """Raise `ConfigError` if parameters are not the same on all ranks. said: the facts of each
+    rank about its own, by rank.
+    """
     found = differing(said)
     if found is not None:
         name, rank = found
@@ -81,7 +85,7 @@ def check_alike(what: str, said: Sequence[Mapping[str, object]]) -> None:
 
 
 def settings_sum(records: Sequence[Record]) -> int:
-    """Of learning rates and all else that is set for groups of parameters."""
+    """Compute a checksum of the learning rates and all other settings of parameter groups."""
     groups = {id(record.group): record.group for record in records}
     table = [
         sorted((key, repr(value)) for key, value in group.items() if "param" not in key)
@@ -91,8 +95,8 @@ def settings_sum(records: Sequence[Record]) -> int:
 
 
 def start_facts(records: Sequence[Record]) -> dict[str, Any]:
-    """What all ranks must have alike to share these parameters: by name, the kind of each, then the
-    values.
+    """Collect the facts that must be equal on all ranks that share these parameters, by name: the
+    shape, dtype, strides and frozenness of each parameter, then the checksums of their values.
     """
     found: dict[str, Any] = {"the number of parameters": len(records)}
     for record in records:

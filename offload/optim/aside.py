@@ -1,4 +1,4 @@
-"""The state of an optimizer between two plans: our own part of it, in memory or in a store."""
+"""Optimizer state kept between two plans: this rank's part of it, in host memory or in a store."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from offload.storage.disk import DiskStore
 from offload.storage.files import BLOCK_BYTES
 from offload.storage.handout import Refusal, allow_memory
 
-_PIECE_NUMEL = 1 << 20  # of what is stored and read at once
+_PIECE_NUMEL = 1 << 20  # elements that are stored and read at once
 
 
 class StoredPart:
-    """A field of the elements that are ours, in a store that checks every byte of it: in pieces,
-    as they were written.
+    """A field of the elements that this rank owns, in a store that checks every byte. It is held in
+    the pieces in which it was written.
     """
 
     def __init__(self, store: DiskStore, name: str) -> None:
         self._store, self._name = store, name
-        self._begins: list[int] = []  # of the pieces, in their order
+        self._begins: list[int] = []  # first elements of the pieces, sorted
         self._ends: dict[int, int] = {}
 
     def write(self, begin: int, values: Tensor) -> None:
-        """Returns when it is there: the memory of the values is another's then."""
+        """Write values and wait until they are stored: the caller then reuses their memory."""
         tickets: list[Ticket[None]] = []
         for first, end in _pieces(begin, begin + values.numel()):
             some = values[first - begin : end - begin]
@@ -45,7 +45,7 @@ class StoredPart:
             ticket.wait()
 
     def read_into(self, begin: int, target: Tensor) -> None:
-        """Fill it with the elements from `begin` on."""
+        """Fill `target` with the elements from `begin` on. Blocks."""
         end = begin + target.numel()
         index = max(0, bisect_right(self._begins, begin) - 1)
         for first in self._begins[index:]:
@@ -63,7 +63,9 @@ class StoredPart:
 
 
 class Aside:
-    """By parameter, with the records of the plan that it comes from. store: None, in memory."""
+    """The optimizer state that is kept while a new plan is made: by parameter, with the records of
+    the plan it was copied out of. store: None if the state is in host memory.
+    """
 
     def __init__(
         self,
@@ -91,8 +93,9 @@ class Aside:
         directories: Sequence[Path],
         metrics: Metrics,
     ) -> Aside:
-        """chunks: that it comes from. Where the directories have no room it is in memory, if so
-        much more is free; else a `StoreError`, and nothing has changed.
+        """Copy the state out to a store in `directories`. chunks: those that hold the state now.
+        Where the directories have no room, the state goes to host memory if enough of that is free;
+        otherwise this raises a `StoreError`, and nothing has changed.
         """
         held = origin.held()
         nbytes = _stored_bytes(held, chunks)
@@ -127,7 +130,7 @@ class Aside:
 
     @property
     def states(self) -> dict[Tensor, dict[str, Any]]:
-        """By parameter, with fields that are read as they are needed."""
+        """The state by parameter; its fields are read when they are needed."""
         found: dict[Tensor, dict[str, Any]] = {}
         for held in self._held:
             record, parts = held.record, self._parts[held.record.number]
@@ -147,7 +150,7 @@ class Aside:
                     target.write(begin, values)
 
     def close(self) -> None:
-        """Nobody needs it any more. Idempotent."""
+        """Release the store, if there is one. Idempotent."""
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -159,7 +162,9 @@ def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _stored_bytes(held: Sequence[Held], chunks: Sequence[Chunk]) -> int:
-    """Of all slices of these, each piece in whole blocks."""
+    """Return the bytes that the slices of these parameters take, each piece in whole file blocks of
+    `BLOCK_BYTES`.
+    """
     numbers = {each.record.number for each in held}
     found = 0
     for chunk in chunks:

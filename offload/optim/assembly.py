@@ -1,6 +1,7 @@
-"""Fields of parameters whose elements lie in another order in memory than their shape says
-(channels_last, say). Their slices are put together here, and leave in the order of the shape, so
-that whoever has another order can take them.
+"""Fields of parameters whose memory order is not that of their shape (channels_last, say).
+
+Their slices are assembled here and leave in the order of the shape, so that a receiver with another
+memory order can take them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offload.planning.layout import Slice
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one behind the other in the order of the shape."""
+    """Return whether elements lie one behind the other in the order of the shape."""
     step = 1
     for size, distance in zip(reversed(shape), reversed(stride), strict=True):
         if size == 0:
@@ -31,19 +32,20 @@ def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether elements lie in the same order for both strides; sizes of 1 have any stride."""
+    """Return whether both strides put elements in the same order; sizes of 1 have any stride."""
     return all(size < 2 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
 @dataclass
 class _Field:
     whole: Tensor  # in the parameter's order of memory
-    left: int  # elements that have not come
+    left: int  # elements not added yet
 
 
 class Assembly:
-    """Each field of such a parameter takes its own size of memory from its first slice until its
-    last one has come, and twice that while it leaves. Any thread.
+    """An assembler of fields from slices that arrive in any order. A field takes its own size of
+    memory from its first slice until its last one, and twice that while `sink` is called with the
+    whole field. Any thread may call it.
     """
 
     def __init__(self, sink: Callable[[int, str, int, Tensor], None]) -> None:

@@ -1,14 +1,14 @@
-"""How an optimizer's parameters are put together and shared out over ranks.
+"""How an optimizer's parameters are grouped in buckets and sharded over ranks.
 
-A bucket holds parameters of one type, one behind the other, each at a multiple of 64 bytes, about
+A bucket holds parameters of one dtype, one behind the other, each at a multiple of 64 bytes, about
 `bucket_bytes` in all; a larger parameter has a bucket for itself. Each bucket is cut into equal
-slices, one a rank: `Partition`. They are in the order in which backward most likely brings the
-gradients, the reverse of the optimizer's. What goes over the network at once is a round: the same
-part of everybody's slice, so that buffers need not be as large as the largest parameter.
+shards, one per rank: `Partition`. Buckets are in the order in which backward most likely produces
+the gradients, the reverse of the optimizer's. One collective carries a round: the same part of
+every rank's shard, so that buffers need not be as large as the largest parameter.
 
-A parameter keeps its place as long as it is there: new ones come behind, in buckets of their own.
-So no state moves to another rank when the plan is made anew. Pure numbers; all ranks come to the
-same ones.
+A parameter keeps its place as long as the optimizer has it; new ones are appended in buckets of
+their own. So no state moves to another rank when the plan is made again. All of this is arithmetic
+on sizes, and every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from offload.planning.rank_share import RankShare
 BUCKET_BYTES = 32 << 20
 LEAST_BUCKET_BYTES = 64 << 10
 HOST = torch.device("cpu")
-BUFFERS = 2  # one is filled or emptied while the other is on the network
-_OF_THE_BUDGET = 16  # two buffers take an eighth of a small one
+BUFFERS = 2  # one is filled or emptied while the other is in a collective
+_OF_THE_BUDGET = 16  # so that two buffers take an eighth of a small budget
 _ROUND_ALIGN = 16  # elements
 _PAGE = 4096
 
 
 def bucket_bytes_for(host_memory: int | None) -> int:
-    """host_memory: as the user gave it, which all ranks must do alike."""
+    """Choose the bucket size. host_memory: the budget the user gave, equal on all ranks."""
     if host_memory is None:
         return BUCKET_BYTES
     return min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, host_memory // _OF_THE_BUDGET))
 
 
 def no_buckets(place: tuple[int, int], config: Config) -> Buckets:
-    """Before there are parameters. place: rank and count of ranks."""
+    """Make the buckets of an optimizer without parameters yet. place: rank and count of ranks."""
     given = None if config.host_memory is None else int(config.host_memory)
     return Buckets(*place, bucket_bytes_for(given))
 
 
 def stage_of(config: Config) -> int:
-    """Of an optimizer among ranks."""
+    """Return the ZeRO stage of an optimizer among ranks: 2 shards the gradients, too."""
     return 2 if config.release_grads else 1
 
 
 def share_out(buckets: Buckets, records: Sequence[Record]) -> Buckets:
-    """Buckets for these parameters; each is told which elements are ours. Refused where they are
-    not all in one place.
+    """Make the buckets for these parameters, and note in each record which elements this rank owns.
+    Refuse parameters that are not all on one device or all in host memory.
     """
     place_of(records)
     found = buckets.of(records)
@@ -66,7 +66,9 @@ def share_out(buckets: Buckets, records: Sequence[Record]) -> Buckets:
 
 
 def place_of(records: Sequence[Record]) -> torch.device:
-    """Where the parameters are that are shared: all on one device, or all in host memory."""
+    """Return the device of the parameters that ranks share (the CPU for host memory). Refuse
+    parameters that are not all on the same one; frozen ones are not shared.
+    """
     shared = [record for record in records if not record.is_frozen]
     for record in shared:
         if record.device != shared[0].device:
@@ -81,8 +83,8 @@ def place_of(records: Sequence[Record]) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlace:
-    """Where a parameter is in its bucket: from element `begin` on. number: its record's; None: it
-    is not the optimizer's any more.
+    """The place of a parameter in its bucket: from element `begin` on. number: its record's; None
+    if the optimizer does not have the parameter any more.
     """
 
     param: Tensor
@@ -93,7 +95,7 @@ class BucketPlace:
 
 @dataclass(frozen=True)
 class RoundSpan:
-    """Elements [first, end) of a parameter, at element `at` of a round's part."""
+    """The elements [first, end) of a parameter, at element `at` of one rank's part of a round."""
 
     number: int
     first: int
@@ -115,7 +117,7 @@ class Bucket:
 
     @property
     def slice_numel(self) -> int:
-        """Elements of each rank's slice, padding included."""
+        """The elements of each rank's shard, padding included."""
         return self.partition.slice_bytes // self.dtype.itemsize
 
     @property
@@ -123,13 +125,13 @@ class Bucket:
         return f"bucket {self.number}"
 
     def own(self, rank: int, place: BucketPlace) -> tuple[int, int]:
-        """The elements of the parameter that are a rank's."""
+        """Return the elements [first, end) of the parameter that a rank owns."""
         itemsize = self.dtype.itemsize
         return self.partition.own(rank, place.begin * itemsize, place.numel, itemsize)
 
     def rounds(self, buffer_bytes: int, itemsize: int) -> list[tuple[int, int]]:
-        """Elements [begin, end) of everybody's slice that go together, where a buffer holds so many
-        bytes, and an element has `itemsize` of them.
+        """Cut the shards into rounds: elements [begin, end) of every rank's shard, as many as a
+        buffer of `buffer_bytes` holds when an element takes `itemsize` bytes.
         """
         most = buffer_bytes // (self.count * itemsize) // _ROUND_ALIGN * _ROUND_ALIGN
         assert most, "a buffer holds some elements of each rank"
@@ -139,7 +141,7 @@ class Bucket:
         ]
 
     def spans(self, rank: int, begin: int, end: int) -> Iterator[RoundSpan]:
-        """What of parameters is in elements [begin, end) of a rank's slice."""
+        """Yield the parts of parameters that lie in elements [begin, end) of a rank's shard."""
         low, high = rank * self.slice_numel + begin, rank * self.slice_numel + end
         for place in self.places:
             first, last = max(low, place.begin), min(high, place.begin + place.numel)
@@ -148,7 +150,7 @@ class Bucket:
 
 
 class Buckets:
-    """Those of one rank's optimizer. `of` gives them for its parameters as they are."""
+    """The buckets of one rank's optimizer. `of` makes those for its current parameters."""
 
     def __init__(
         self, rank: int, count: int, bucket_bytes: int, each: Sequence[Bucket] = ()
@@ -163,7 +165,7 @@ class Buckets:
         }
 
     def of(self, records: Sequence[Record]) -> Buckets:
-        """With these parameters; those that were there before stay where they are."""
+        """Make buckets for these parameters; those that have a place already keep it."""
         numbers = {record.param: record.number for record in records}
         each = [
             replace(b, places=tuple(replace(p, number=numbers.get(p.param)) for p in b.places))
@@ -177,7 +179,7 @@ class Buckets:
         return Buckets(self.rank, self.count, self._bucket_bytes, each)
 
     def _lay_out(self, records: Sequence[Record], number: int) -> list[Bucket]:
-        """In the order in which their last parameter comes."""
+        """Fill buckets with new parameters, sorted by the turn of each bucket's last parameter."""
         closed: list[list[Record]] = []
         open_ones: dict[torch.dtype, list[Record]] = {}
         filled: dict[torch.dtype, int] = {}
@@ -203,7 +205,7 @@ class Buckets:
         return self._of[number]
 
     def own(self, number: int) -> tuple[int, int] | None:
-        """Elements of a parameter that are this rank's; None: it is in no bucket."""
+        """Return the elements of a parameter that this rank owns; None: it is in no bucket."""
         if number not in self._of:
             return None
         bucket, place = self._of[number]
@@ -211,12 +213,14 @@ class Buckets:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """Of all parameters that are shared."""
+        """The numbers of all parameters that ranks share."""
         return tuple(self._of)
 
     @property
     def in_order_of_update(self) -> list[Bucket]:
-        """Chunks of state are laid out in the optimizer's order, one type behind the other."""
+        """The buckets as the update completes them: the chunks of state are laid out in the
+        optimizer's order, one dtype behind the other.
+        """
         kinds: dict[torch.dtype, int] = {}
         for bucket in reversed(self.each):
             kinds.setdefault(bucket.dtype, len(kinds))
@@ -224,23 +228,24 @@ class Buckets:
 
     @property
     def whole_bytes(self) -> int:
-        """Of the largest round: everybody's part."""
+        """The bytes of the largest round: the parts of all ranks."""
         most = self._bucket_bytes + self.count * ALIGN_BYTES
         return min(max((b.partition.padded_bytes for b in self.each), default=0), most)
 
     @property
     def part_bytes(self) -> int:
-        """Of one rank's part of the largest round."""
+        """The bytes of one rank's part of the largest round."""
         return _up(-(-self.whole_bytes // self.count), ALIGN_BYTES)
 
     @property
     def slices_bytes(self) -> int:
-        """Of this rank's slices of all buckets."""
+        """The bytes of this rank's shards of all buckets."""
         return sum(bucket.partition.slice_bytes for bucket in self.each)
 
     def share(self, stage: int, place: torch.device = HOST) -> RankShare:
-        """A buffer holds a round, where the parameters are; with gradients also a part that is
-        added to another, in host memory.
+        """Compute what this rank holds and sends. A buffer holds one round, on the parameters'
+        device; if gradients are reduced (stage 2), also one part in host memory that is added to
+        another.
         """
         is_reduced, is_in_host = stage == 2, place == HOST
         whole_bytes = _up(self.whole_bytes, ALIGN_BYTES)
@@ -258,7 +263,7 @@ class Buckets:
 
     @property
     def digest(self) -> int:
-        """Of what is where, to be compared over ranks."""
+        """A checksum of the layout, to be compared over ranks."""
         table = [
             (str(b.dtype), [(place.number, place.begin, place.numel) for place in b.places])
             for b in self.each

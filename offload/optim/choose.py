@@ -1,4 +1,4 @@
-"""Which recipe an optimizer gets, and which optimizers are refused."""
+"""The choice of an optimizer's recipe, and the optimizers that are refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _REFUSED = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it takes sparse gradients",
 }
-# Of packages whose steps work on blocks of quantised numbers, or with kernels for GPUs alone.
+# Packages whose steps work on blocks of quantised numbers, or with kernels for GPUs only.
 _REFUSED_PACKAGES = ("bitsandbytes", "torchao")
 
 
 def choose_recipe(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> Recipe:
-    """The recipe for exactly this class: one below it may do something else in its `step`.
-    elementwise: the user says that it treats every element by itself; None: cannot say so here.
+    """Choose the recipe for exactly this class: a subclass may do something else in its `step`.
+    elementwise: True if the user declares that the step treats every element by itself; None if
+    the caller (prepare) has no such argument.
     """
     kind = type(optimizer)
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
@@ -38,7 +39,7 @@ def choose_recipe(optimizer: torch.optim.Optimizer, elementwise: bool | None) ->
     if kind is Lion:
         return LionRecipe()
     name = kind.__name__
-    if name in _REFUSED:  # whoever has written it
+    if name in _REFUSED:  # by name, whichever package defines the class
         raise ConfigError(f"optimizer: {name} cannot be offloaded: {_REFUSED[name]}; {_SUITABLE}")
     package = kind.__module__.partition(".")[0]
     if package in _REFUSED_PACKAGES:

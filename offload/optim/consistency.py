@@ -1,10 +1,10 @@
-"""Whether parameters and state of an optimizer are of one age, and what helps when they are not.
+"""Whether an optimizer's parameters and state are of one age, and what helps when they are not.
 
-An error in the middle of a step leaves some slices a step ahead of the others; one in the middle of
-a load leaves states of two origins. Nothing mixed may be stepped or saved then. A whole
-`load_state_dict` mends it. After a step the parameters are mixed as well, so they must have been
-loaded before that: those that the step may have touched and nobody has written to since are refused
-by name. (What writes through `.data` is not seen; the message tells the way round.)
+An error in the middle of a step leaves some slices one step ahead of the others; an error in the
+middle of a load leaves states of two origins. Such a mixture must not be stepped or saved. A whole
+`load_state_dict` mends it. After a failed step the parameters are mixed as well, so they must be
+loaded first: parameters that the step may have changed and that user code has not written to since
+are refused by name. (Writes through `.data` are not seen; the error message tells a way round.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOVE = "move of the state to another plan"
 
 @dataclass(frozen=True)
 class _Touched:
-    """A parameter as the step left it."""
+    """A parameter as the failed step left it."""
 
     name: str
     param: Tensor
@@ -35,8 +35,9 @@ class _Touched:
 
 
 def _likeness(param: Tensor, may_move: bool) -> tuple[int, ...]:
-    """Address and versions: what is done to a DTensor leaves that of its part as it was. may_move:
-    the engine gives it another address, or none, when it likes; versions alone tell then.
+    """Return the parameter's address and versions. Both versions count: a write to a DTensor does
+    not change the version of its local part. may_move: the engine may change or free the
+    parameter's memory at any time, so only the version is compared.
     """
     if may_move:
         return (param._version,)
@@ -45,24 +46,24 @@ def _likeness(param: Tensor, may_move: bool) -> tuple[int, ...]:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Give up the memory that the frames of an error hold, however long somebody keeps it: a
-    notebook keeps the last one, and our budget would be taken as long.
+    """Release the tensors that the frames of an error hold, however long the error is kept: a
+    notebook keeps the last one, and the budget would be in use for as long.
     """
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # others may have made a circle of them
+    while error is not None and id(error) not in seen:  # the chain may be cyclic
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 class Consistency:
-    """The verdict on one optimizer's parameters and state. may_move: its parameters are those of a
-    prepared model.
+    """The verdict on one optimizer's parameters and state. may_move: the parameters belong to a
+    prepared model, whose engine moves them.
     """
 
     def __init__(self, may_move: bool) -> None:
         self._may_move = may_move
-        self.last_checkpoint: str | None = None  # the newest state that was handed out
+        self.last_checkpoint: str | None = None  # names the newest state that was handed out
         self._error: BaseException | None = None
         self._act = ""
         self._touched: list[_Touched] = []
@@ -72,56 +73,59 @@ class Consistency:
         return self._error is not None
 
     def lose(self, act: str, error: BaseException, touched: Sequence[Record] = ()) -> None:
-        """`act` has ended with `error` in its middle. touched: parameters it may have changed."""
+        """Note that `act` failed with `error` in its middle. touched: parameters it may have
+        changed.
+        """
         self._act, self._error = act, error
         LOG.error(
-            "%s ended with an error in its middle; nothing can be stepped or saved until a whole "
+            "%s failed halfway; nothing can be stepped or saved until a whole "
             "checkpoint is loaded: %s: %s",
             act,
             type(error).__name__,
-            str(error),  # not itself: whoever keeps the record would keep our memory
+            str(error),  # not the error: a handler that keeps the record would keep its frames
         )
-        if act == STEP:  # a load that fails after it makes the parameters no better
+        if act == STEP:  # keep the list if a load fails later: the parameters are still mixed
             self._touched = [
                 _Touched(record.name, record.param, _likeness(record.param, self._may_move))
                 for record in touched
             ]
 
     def mend(self) -> None:
-        """All state has been replaced."""
+        """Note that all state has been replaced."""
         self._error, self._touched = None, []
 
     def let_go(self) -> None:
-        """Before memory is given back: the error is no reason to keep it."""
+        """Clear the frames of the kept error, so that it does not hold memory to be released."""
         clear_frames(self._error)
 
     def check(self) -> None:
-        """Refuse to step or to save what is mixed."""
+        """Raise `StateError` if parameters and state are mixed: no step, no save."""
         if self._error is None:
             return
         known = self.last_checkpoint or "none is known here"
         if self._act in (STEP, CHECKPOINT) or self._touched:
-            what = "parameters and state are of two ages; load a checkpoint into the model, then "
+            what = "parameters and state are from different steps; load a checkpoint into the "
+            what += "model, then "
             what += f"its optimizer state by load_state_dict (the last one: {known})"
         else:
             what = "the state is of two origins; load it again (the parameters are as they were)"
         raise StateError(
-            f"optimizer: an earlier {self._act} ended with an error in its middle, so that {what}; "
+            f"optimizer: an earlier {self._act} failed halfway, so that {what}; "
             f"the error was: {type(self._error).__name__}: {self._error}"
         ) from self._error
 
     def tell(self, what: str) -> None:
-        """Warn where `what` hands out something mixed."""
+        """Warn if `what` hands out mixed values."""
         if self._error is not None:
             LOG.warning(
-                "%s: an earlier %s ended with an error in its middle, so that these values are of "
+                "%s: an earlier %s failed halfway, so that these values are of "
                 "two ages; load a whole checkpoint before they are used",
                 what,
                 self._act,
             )
 
     def check_mendable(self) -> None:
-        """Refuse a load that would leave parameters of two ages."""
+        """Refuse a load that would leave parameters from different steps."""
         left = [
             touched.name
             for touched in self._touched
@@ -129,8 +133,9 @@ class Consistency:
         ]
         if left:
             raise StateError(
-                f"optimizer: an earlier step ended with an error in its middle, and {left[0]} "
-                f"(one of {len(left)}) may be of another age than the rest: nobody has written to "
-                "it since; load the model's checkpoint first, then the optimizer's (weights that "
+                f"optimizer: an earlier step failed halfway, and {left[0]} "
+                f"(one of {len(left)}) may be of another step than the rest, and was not "
+                "written since; load the model's checkpoint first, then the optimizer's (weights "
+                "that "
                 "were put in through .data are not seen: close() then, and wrap or prepare again)"
             ) from self._error

@@ -1,9 +1,10 @@
-"""Values of buckets on their way between ranks, through a few buffers.
+"""All-gather and reduce-scatter of buckets through a few buffers.
 
-A buffer holds one round: everybody's part of a bucket. `Gathering` brings values from those who own
-them to everybody, in one order of buckets on all ranks, while others are still being made; the
-reducer (`reducer.py`) uses the same buffers for gradients during backward, when nobody gathers. One
-thread at a time. `device_exchange.py` does the same for values on devices.
+A buffer holds one round: the parts of all ranks' shards of a bucket that one collective carries.
+`Gathering` all-gathers updated values from the ranks that own them, in one order of buckets on all
+ranks, while the update of later buckets still runs. The reducer (`reducer.py`) uses the same
+buffers for gradients during backward, when no rank gathers. One thread at a time.
+`device_exchange.py` does the same for values on devices.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from offload.optim.buckets import Bucket, Buckets
 
 NETWORK = "network"  # the cause of waiting for other ranks
 
-# The elements of a parameter's values, or of what is like them, in the order of its memory. None:
-# they are as they should be.
+# By a parameter's number: its values, or others of the same shape (gradients, say), flat, in the
+# order of its memory. None: the values in the buffer, or in the parameter, need no copy.
 Values = Callable[[int], Tensor | None]
 
 
 @dataclass(eq=False)
 class BucketBuffer:
-    """whole: gives the bytes of a round, to be used now. part: host bytes of one rank's part, for
-    what is added to another. release: gives the memory back.
+    """A buffer for one round. whole: returns the bytes of the round, for use now. part: host memory
+    for one rank's part of an addend. release: releases the memory.
     """
 
     whole: Callable[[], Tensor]
@@ -41,14 +42,16 @@ class BucketBuffer:
 
     @classmethod
     def in_host(cls, memory: Tensor, buckets: Buckets) -> BucketBuffer:
-        """Bytes for a round, and a part where there are more."""
+        """Make a buffer of host memory: a round at its front, one rank's part at its end. They
+        overlap unless the memory has room for both.
+        """
         whole = memory[: buckets.whole_bytes]
         return cls(lambda: whole, memory[-buckets.part_bytes :])
 
 
 @dataclass(frozen=True)
 class Round:
-    """Elements [begin, end) of everybody's slice of a bucket."""
+    """The elements [begin, end) of every rank's shard of a bucket."""
 
     bucket: Bucket
     begin: int
@@ -59,7 +62,7 @@ class Round:
         return self.end - self.begin
 
     def put_own(self, whole: Tensor, rank: int, values: Values) -> None:
-        """Copy a rank's elements to its row of `whole`."""
+        """Copy the elements of `rank` to its row of `whole`."""
         for span in self.bucket.spans(rank, self.begin, self.end):
             given = values(span.number)
             if given is not None:
@@ -67,7 +70,7 @@ class Round:
                 there.copy_(given[span.first : span.end])
 
     def take_others(self, whole: Tensor, rank: int, values: Values) -> None:
-        """Copy all other ranks' elements from there."""
+        """Copy all other ranks' elements from `whole` to `values`."""
         for other in range(len(whole)):
             if other == rank:
                 continue
@@ -80,7 +83,7 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class InFlightRound:
-    """A round that is being gathered. store: is called with what its ticket brings."""
+    """A round whose all-gather is in flight. store: to be called with the ticket's result."""
 
     buffer: BucketBuffer
     ticket: Ticket[Any]
@@ -88,8 +91,8 @@ class InFlightRound:
 
 
 class Exchange:
-    """The buffers of one optimizer, and the ranks that it shares with. Values are in host memory,
-    and so are the buffers.
+    """The network buffers of one optimizer, and the ranks it shares its state with. Values and
+    buffers are in host memory.
     """
 
     def __init__(
@@ -103,14 +106,14 @@ class Exchange:
             yield Round(bucket, begin, end)
 
     def whole(self, buffer: BucketBuffer, step: Round, dtype: torch.dtype) -> Tensor:
-        """As rows: one part for each rank."""
+        """View a buffer as the round's elements, one row for each rank."""
         numel = self.ranks.count * step.numel
         flat = buffer.whole()[: numel * dtype.itemsize].view(dtype)
         return flat.view(self.ranks.count, step.numel)
 
     def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> InFlightRound:
-        """Start a round, in a buffer that is free: own values, which are there, go to all others.
-        `land` has to follow.
+        """Begin the all-gather of a round in a free buffer. This rank's own values must be final.
+        `land` must follow.
         """
         buffer, rank = self.free.pop(), self.ranks.rank
         whole = self.whole(buffer, step, dtype)
@@ -119,42 +122,46 @@ class Exchange:
         return InFlightRound(buffer, ticket, lambda _: step.take_others(whole, rank, values))
 
     def land(self, flight: InFlightRound) -> None:
-        """Return when the others' values are here, or may be counted on after `join`."""
+        """Wait until the other ranks' values are stored, or (on a device) are certain to be after
+        `join`, and free the buffer.
+        """
         flight.store(self.wait(flight.ticket))
         self.free.append(flight.buffer)
 
     def reduce(self, whole: Tensor, own: Tensor, what: str) -> Ticket[Any]:
-        """Make `own`, host memory, the mean of everybody's row of a buffer that is this rank's."""
+        """Reduce-scatter a buffer: `own`, host memory, becomes the mean over all ranks of this
+        rank's row.
+        """
         return self.ranks.reduce_scatter(own, whole, what)
 
     def note_maker(self) -> None:
-        """Whoever calls has made a gradient."""
+        """Note that the calling thread's current stream has made a gradient."""
 
     def wait_for_makers(self) -> bool:
-        """All of them come before what the caller does next. Whether there are others than the
-        caller: then gradients must be held until they have been reduced.
+        """Order the caller's next work behind all streams that made gradients. Return whether any
+        of them is not the caller's: then gradients must be held until they have been reduced.
         """
         return False
 
     def join(self) -> None:
-        """What has landed can be used by whatever comes next."""
+        """Order the caller's next work behind the values that have landed."""
 
     def wait(self, ticket: Ticket[Any]) -> Any:
-        """For the network; the time is told."""
+        """Wait for a collective; the metrics count the time as network time."""
         if ticket.done:
             return ticket.wait()
         with self.metrics.span(NETWORK, ticket.what):
             return ticket.wait()
 
     def close(self) -> None:
-        """Give the buffers back, but for those that are still under way after an error."""
+        """Release the buffers, except those that are still in flight after an error."""
         while self.free:
             self.free.pop().release()
 
 
 class Gathering:
-    """Everybody's own part of some buckets to everybody. values: own elements are read from there,
-    the others are written there. is_ready: whether this rank's own are what they will be.
+    """An all-gather of some buckets, in rounds. values: own elements are read from there, other
+    ranks' are written there. is_ready: whether this rank's own values of a bucket are final.
     """
 
     def __init__(
@@ -175,14 +182,14 @@ class Gathering:
         self._flying: deque[InFlightRound] = deque()
 
     def advance(self) -> None:
-        """Start what is ready and land what has come. Never waits."""
+        """Land the rounds that have arrived and begin those that are ready. Never waits."""
         while self._flying and self._flying[0].ticket.done:
             self._land()
         while self._left and self._exchange.free and self._is_ready(self._left[0].bucket):
             self._start()
 
     def finish(self) -> None:
-        """Return when everybody's values are everywhere, for whatever comes next."""
+        """Wait until every rank has the values of all ranks, for any work that follows."""
         self.advance()
         while self._flying:
             self._land()
@@ -191,7 +198,9 @@ class Gathering:
         self._exchange.join()
 
     def break_off(self, error: BaseException) -> None:
-        """After an error: tell the other ranks, and let nobody write to the buffers any more."""
+        """End the gathering after an error: tell the other ranks, and wait for the collectives in
+        flight, which write to the buffers.
+        """
         if self._left:
             ended: Ticket[None] = Ticket("the update")
             ended.fail(error.with_traceback(None))
@@ -199,7 +208,7 @@ class Gathering:
             what = self._name(self._left[0])
             self._settle(self._exchange.ranks.gather(own, own, what, after=ended).wait)
         while self._flying:
-            # Where it has failed its buffer may still be written to, and is not free.
+            # The buffer of a round that failed may still be written to, and is not freed.
             self._settle(partial(self._exchange.land, self._flying.popleft()))
         self._settle(self._exchange.join)
 

@@ -1,8 +1,8 @@
-"""Whose turn it is: one process, one thread, one act at a time.
+"""Mutual exclusion for one wrapped optimizer: one process, one thread, one act at a time.
 
-A step moves chunks through a fixed set of buffers and changes state as it goes. Whoever else would
-step, save or load meanwhile would read or leave a mixture, so he is refused, not kept waiting: what
-he wanted was about a moment that is over when his turn comes. That goes for other threads, and for
+A step moves chunks through a fixed set of buffers and changes state as it goes. Another step, save
+or load meanwhile would read or leave a mixture. Such a call is refused, not kept waiting: the state
+that it asked for would have changed by the time it could run. This holds for other threads, and for
 a signal handler that runs in the middle of an act of its own thread.
 """
 
@@ -21,8 +21,8 @@ class ExclusiveAccess:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._holder = ""  # what the thread that has the lock does, for the others' messages
-        self._act: str | None = None  # under way; nothing else may begin in its middle
+        self._holder = ""  # what the thread that holds the lock does, for other threads' messages
+        self._act: str | None = None  # the running act; no other may begin in its middle
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -32,8 +32,9 @@ class ExclusiveAccess:
 
     @contextmanager
     def hold(self, what: str) -> Iterator[None]:
-        """Keep other threads out. The own thread may do something else inside, as hooks do.
-        Inside, Ctrl-C takes effect where it waits, and at the end.
+        """Keep other threads out while the block runs; raise `StateError` if one is inside. The
+        same thread may enter again, as hooks do. Inside the block Ctrl-C takes effect only where
+        the thread waits, and at the end.
         """
         self.check_process()
         with attempt(self._lock) as is_ours:
@@ -50,7 +51,9 @@ class ExclusiveAccess:
 
     @contextmanager
     def act(self, what: str) -> Iterator[None]:
-        """Keep everybody else out, the own thread's signal handlers and hooks included."""
+        """Keep out every other act while the block runs, also those of the same thread's signal
+        handlers and hooks.
+        """
         with self.hold(what):
             if self._act is not None:
                 raise StateError(

@@ -1,4 +1,4 @@
-"""Optimizer state on its way out, whole: from the chunks, or from where it was kept meanwhile."""
+"""Export of whole optimizer state: from the chunks, or from where it is kept between two plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from offload.storage.outgoing import Outgoing
 
 
 class Held(NamedTuple):
-    """The state of one parameter: names of its fields, and all that is not elementwise."""
+    """The state of one parameter: the names of its fields, and all state that is not elementwise
+    (`scalars`).
+    """
 
     record: Record
     fields: tuple[str, ...]
@@ -21,43 +23,49 @@ class Held(NamedTuple):
 
 
 class FieldTarget(Protocol):
-    """Takes the elements of a field, from `begin` on, in the order of memory."""
+    """A destination for the elements of a field: `write` takes those from `begin` on, in the order
+    of memory.
+    """
 
     def write(self, begin: int, values: Tensor) -> None: ...
 
 
-# By the number of the parameter and the name of the field.
+# Destinations by the number of the parameter and the name of the field.
 Targets = Mapping[int, Mapping[str, FieldTarget]]
 
 
 class Origin(Protocol):
-    """Who has the state, or our own part of it."""
+    """The holder of the state, or of this rank's part of it."""
 
     def held(self) -> Sequence[Held]:
-        """What there is of every parameter that has state."""
+        """List the state of every parameter that has any."""
 
     def copy_out(self, targets: Targets) -> None:
-        """Write all elements of these fields that are here."""
+        """Write all elements of these fields that this rank holds to their targets."""
 
 
 class Gatherer(Protocol):
-    """Ranks that have the rest. All of them come with the same groups and fields."""
+    """The all-gather of state over the ranks that share it. All ranks call it with the same groups
+    and fields.
+    """
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:
-        """Numbers of parameters that are put together at once."""
+        """The numbers of the parameters that are gathered at once."""
 
     def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
-        """A field of parameters of one group, flat, in ordinary memory: ours and everybody's."""
+        """Gather one field of the parameters of one group from all ranks, flat, in ordinary host
+        memory. own: this rank's parts.
+        """
 
 
-# Gives the place for a field of a parameter's state; None: it stays here.
+# Makes the destination for a field of a parameter's state; None: the field is not exported.
 Make = Callable[[Record, str], Outgoing | None]
 
 
 def export(origin: Origin, make: Make, gatherer: Gatherer | None) -> dict[int, dict[str, Any]]:
-    """The state of every parameter by number, with the places that its fields were written to.
-    gatherer: None, all of it is here.
+    """Export the state of every parameter, by number, with the destinations that its fields were
+    written to. gatherer: None if this rank holds all of the state.
     """
     found: dict[int, dict[str, Any]] = {}
     places: dict[int, dict[str, Outgoing]] = {}
@@ -83,7 +91,9 @@ def _complete(
     places: Mapping[int, Mapping[str, Outgoing]],
     records: Mapping[int, Record],
 ) -> None:
-    """Our own part in ordinary memory, one field after the other with everybody's, and out."""
+    """Copy this rank's part of a group to ordinary memory, then gather and write out one field
+    after the other.
+    """
     own = {
         number: {field: FieldPart.empty(*own_range(records[number])) for field in each}
         for number, each in places.items()

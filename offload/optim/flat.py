@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of memory; shares it."""
+    """View a dense tensor as one dimension, in the order of memory; shares its memory."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -15,7 +15,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie next to one another, in whatever order (channels_last, say)."""
+    """Return whether the elements lie next to one another, in any order (channels_last, say)."""
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -26,7 +26,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def in_order_of(tensor: Tensor, param: Tensor) -> Tensor:
-    """The elements of `tensor` in the order in which those of `param` lie in memory."""
+    """Return the elements of `tensor`, flat, in the order in which those of `param` lie in memory.
+    Shares the memory of `tensor` if its strides are the same, otherwise copies.
+    """
     if tensor.stride() != param.stride():
         there = torch.empty_strided(
             param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device

@@ -1,8 +1,8 @@
-"""The recipe for optimizers without a kernel of ours: the torch class itself, slice by slice.
+"""The recipe for optimizers that have no native kernel: the torch class itself, slice by slice.
 
-Works for every optimizer whose step treats each element by itself. Which state is elementwise and
-which is a number for the whole parameter (a step count, NAdam's product) is found by running the
-class once on a small parameter. Each slice of a parameter starts from the same numbers and must end
+It works for every optimizer whose step treats each element by itself. Which state is elementwise
+and which is a scalar of the whole parameter (a step count, NAdam's product) is found by running the
+class once on a small parameter. Each slice of a parameter starts from the same scalars and must end
 with the same ones.
 """
 
@@ -28,13 +28,15 @@ class GenericRecipe:
         self._base = base
         self._inner = _bare_copy(base, optimizer)
         self._fields: dict[str, tuple[str, ...]] = {}
-        self._next: dict[int, dict[str, Any]] = {}  # scalars after this step, by record
+        self._next: dict[int, dict[str, Any]] = {}  # scalars after this step, by record number
 
     def begin_step(self, records: Sequence[Record]) -> None:
         self._next.clear()
 
     def fields(self, group: Group) -> tuple[str, ...]:
-        """Found by one step on a parameter that nobody has."""
+        """Find the elementwise state by one step on a small parameter made for that. The result is
+        cached by the group's settings.
+        """
         key = repr(sorted((k, repr(v)) for k, v in group.items() if k not in _NOT_SETTINGS))
         if key not in self._fields:
             probe = torch.nn.Parameter(torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu"))
@@ -46,7 +48,7 @@ class GenericRecipe:
         return self._fields[key]
 
     def initial(self, record: Record, field: str) -> float:
-        return 0.0  # the class itself makes what is new
+        return 0.0  # the class itself makes new state
 
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
         return None
@@ -74,7 +76,7 @@ class GenericRecipe:
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
         if "foreach" in settings:
-            settings["foreach"] = False  # one tensor at a time: nothing to gain, memory to lose
+            settings["foreach"] = False  # it has one tensor: no gain in time, a cost in memory
         self._inner.param_groups = [{**settings, "params": [param]}]
         self._inner.state.clear()
         if state:
@@ -88,17 +90,17 @@ class GenericRecipe:
                 "beside the state of parameters (a count, say), which is lost when it runs slice "
                 "by slice; keep it in the state of each parameter"
             )
-        self._inner.param_groups = [{**settings, "params": []}]  # it would keep a block's memory
+        self._inner.param_groups = [{**settings, "params": []}]  # do not hold the slice's memory
         return result
 
     def _aside(self) -> str:
-        """What a step may change beside parameters and their state, to be compared."""
+        """Describe what a step may change beside parameters and their state, for a comparison."""
         group = {k: v for k, v in self._inner.param_groups[0].items() if k != "params"}
         own = {k: v for k, v in vars(self._inner).items() if k not in ("param_groups", "state")}
         return repr((group, own))
 
     def _keep_scalars(self, record: Record, scalars: dict[str, Any]) -> None:
-        """The numbers after the step, which every slice of the parameter must agree on."""
+        """Keep the scalars after the step; they must be the same for every slice of a parameter."""
         known = self._next.setdefault(record.number, scalars)
         if known is not scalars and not _same(known, scalars):
             raise ConfigError(
@@ -125,7 +127,7 @@ class GenericRecipe:
 def _bare_copy(
     base: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings without parameters or hooks."""
+    """Make an optimizer of the same class and settings, without the user's parameters or hooks."""
     bare = base.__new__(base)
     torch.optim.Optimizer.__init__(
         bare,
@@ -138,7 +140,9 @@ def _bare_copy(
 
 
 def _adopt(work: SliceUpdate) -> None:
-    """What kernels do by themselves: a 16-bit parameter that somebody has set wins."""
+    """Take over 16-bit parameter values that user code has set: where they differ from the rounded
+    master, they replace it. Native kernels do the same.
+    """
     if work.out is not None:
         other = work.master.to(work.out.dtype).view(torch.int16) != work.out.view(torch.int16)
         work.master.copy_(torch.where(other, work.out.float(), work.master))

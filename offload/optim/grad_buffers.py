@@ -1,12 +1,13 @@
-"""Host memory for the gradients of device parameters, which come there while backward still runs.
+"""Gradient buffers: host memory for the gradients of device parameters, filled during backward.
 
-Every gradient has a home. When autograd has added to it, its copy to the host is started on a side
-stream. At `step()` it is there, if nobody has changed it since: clipping and unscaling do, between
-backward and step. Then it is copied again, and from the next step on only once. With `release` the
-gradient leaves the device for good: the parameter's own becomes None, and what later backward
-passes bring is added in host memory.
+Every gradient has a buffer. When autograd has accumulated into the gradient, its download begins on
+a side stream. At `step()` it is in host memory, and is used if no code has changed the gradient
+since. Clipping and unscaling between backward and step do change it. Then it is downloaded again,
+and from the next step on only once, at `step()`. With `release` the gradient leaves the device for
+good: `param.grad` becomes None, and the gradients of later backward passes are added in host
+memory.
 
-Autograd calls `arrived` from its own threads, while nobody steps.
+Autograd calls `arrived` from its own threads, while no step runs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _AS_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class GradBufferState(Enum):
-    EMPTY = "empty"  # nothing that counts
-    COPIED = "copied"  # what the parameter's gradient was when autograd was done with it
-    HELD = "held"  # the gradient itself; the parameter has none
+    EMPTY = "empty"  # its bytes mean nothing
+    COPIED = "copied"  # a copy of `param.grad` as autograd left it
+    HELD = "held"  # the only copy of the gradient; `param.grad` is None
 
 
 MOVES = {
@@ -46,10 +47,10 @@ MOVES = {
 
 @dataclass(frozen=True)
 class _Likeness:
-    """What a gradient was like. Its version misses writes through `.data`, so two sums over it are
-    taken as well: one of its bits, in which no change of one element is lost, and one of its
-    values weighted by their places, in which a change of all signs or of places shows. They are
-    on the device.
+    """A fingerprint of a gradient, to find out whether it has changed. Its version misses writes
+    through `.data`, so two sums are taken as well: one of its bits, which any change of one element
+    changes, and one of its values weighted by their places, which shows a change of all signs or of
+    places. The sums are on the device.
     """
 
     grad: TensorWeakRef
@@ -61,36 +62,36 @@ class _Likeness:
         return cls(TensorWeakRef(grad), grad._version, _sums(grad))
 
     def is_of(self, grad: Tensor) -> bool:
-        """Whether it is the same tensor in the same version; the sums have not been looked at."""
+        """Return whether `grad` is the same tensor in the same version; does not compare sums."""
         return self.grad() is grad and self.version == grad._version
 
 
 @dataclass(eq=False)
 class GradBuffer:
-    """Where one parameter's gradient comes to. `memory`: flat, in the order of the parameter's."""
+    """The buffer of one parameter's gradient. `memory`: flat, in the order of the parameter's."""
 
     record: Record
     memory: Tensor
     state: GradBufferState = GradBufferState.EMPTY
-    ticket: Ticket[Tensor] | None = None  # of the copy under way, until somebody waits for it
+    ticket: Ticket[Tensor] | None = None  # of the last download, until a thread takes it to wait
     likeness: _Likeness | None = None
-    calls: int = 0  # of `arrived` since the last step
-    usual_calls: int = 1  # in the step before
-    was_released: bool = False  # without us the parameter would have a gradient
+    calls: int = 0  # calls of `arrived` since the last step
+    usual_calls: int = 1  # the same in the step before
+    was_released: bool = False  # `param.grad` is None only because `release` moved it here
 
     def move_to(self, state: GradBufferState) -> None:
         assert state in MOVES[self.state] or state is self.state, (self.state, state)
         self.state = state
 
     def take_ticket(self) -> list[Ticket[Tensor]]:
-        """What has to be waited for before `memory` is used; once."""
+        """Return the tickets to wait for before `memory` is used, and forget them."""
         taken, self.ticket = self.ticket, None
         return [] if taken is None else [taken]
 
 
 @dataclass
 class _BufferAddend:
-    """A part of a gradient that is to be added to what its home has already."""
+    """A part of a gradient that is to be added to the gradient in its buffer."""
 
     buffer: GradBuffer
     begin: int
@@ -99,10 +100,11 @@ class _BufferAddend:
 
 
 class GradBuffers:
-    """The homes of one optimizer's gradients.
+    """The gradient buffers of one optimizer.
 
-    memory: of each home, by the parameter's number. verdicts: a byte for each parameter. staging
-    buffers: a gradient that is to be added to another passes over them.
+    memory: that of each buffer, by the parameter's number. verdicts: a byte of host memory for each
+    parameter, for the result of comparisons on a device. release: take gradients off the device.
+    staging_buffers: an addend passes through them on its way to its gradient buffer.
     """
 
     def __init__(
@@ -125,26 +127,28 @@ class GradBuffers:
         self._staging_buffers = staging_buffers
         self._comes_early = True  # until gradients turn out to be changed after backward
         self._addends: deque[_BufferAddend] = deque()
-        self._lock = threading.Lock()  # each device has a thread of autograd's
+        self._lock = threading.Lock()  # autograd runs one thread per device
 
     # --- during backward --------------------------------------------------------------------------
 
     def arrived(self, number: int) -> None:
-        """Autograd has added to a parameter's gradient, on this thread's current stream."""
+        """Note that autograd has accumulated into a parameter's gradient, on this thread's current
+        stream, and begin its download if that is due. Called by autograd's threads.
+        """
         buffer = self.by_number[number]
         with self._lock:
             buffer.calls += 1
             grad = buffer.record.param.grad
             if grad is None or not _is_plain(grad, buffer.record):
-                return  # the step says what is wrong with it
+                return  # the step reports what is wrong with it
             if self._release:
                 self._take_away(buffer, grad)
             elif self._comes_early and buffer.calls >= buffer.usual_calls:
                 self._copy(buffer, grad)
 
     def _copy(self, buffer: GradBuffer, grad: Tensor) -> None:
-        """Start the copy. Where it is still under way when autograd adds to the gradient again, its
-        bytes are of two ages, and are replaced by those of the next copy behind it.
+        """Begin the download. If autograd accumulates again while it is in flight, its bytes are of
+        two ages; the next download, which is ordered behind it, replaces them.
         """
         buffer.move_to(GradBufferState.COPIED)
         buffer.likeness = _Likeness.of(grad)
@@ -162,7 +166,9 @@ class GradBuffers:
         self._metrics.count("gradients_early_bytes", buffer.memory.nbytes)
 
     def _read(self, buffer: GradBuffer, source: Tensor, after: Mark | None) -> None:
-        """Start the copy of a flat gradient. after: None lets the device memory go at once."""
+        """Begin the download of a flat gradient. after: None is now, on the current stream, which
+        made the gradient; only then its device memory need not be held until the copy has ended.
+        """
         transfer = self._transfers[source.device]
         buffer.ticket = transfer.read(source, buffer.memory, buffer.record.name, after)
 
@@ -170,11 +176,11 @@ class GradBuffers:
         return self._transfers[buffer.record.device].mark()
 
     def _add(self, buffer: GradBuffer, grad: Tensor) -> None:
-        """Start the copies of the gradient's parts to where they can be added from."""
+        """Begin to download the gradient in parts to staging buffers, from where they are added."""
         source = in_order_of(grad.detach(), buffer.record.param)
         begin = 0
         while begin < source.numel():
-            while len(self._addends) > 1:  # one is added while the other comes
+            while len(self._addends) > 1:  # one is added while the other is in flight
                 self._add_oldest()
             staging_buffer = self._staging_buffers.borrow()
             staged = staging_buffer.memory.view(source.dtype)[: source.numel() - begin]
@@ -196,7 +202,7 @@ class GradBuffers:
     # --- at the step ------------------------------------------------------------------------------
 
     def held(self) -> dict[int, Tensor]:
-        """The gradients that are here only, by parameter."""
+        """Return the gradients whose only copy is here, by parameter. Waits for pending addends."""
         with self._lock:
             while self._addends:
                 self._add_oldest()
@@ -207,13 +213,16 @@ class GradBuffers:
             }
 
     def settle(self, number: int) -> Tensor:
-        """One home's memory, once the gradient is there."""
+        """Wait until a parameter's gradient is in its buffer; return the buffer's memory."""
         for ticket in self.by_number[number].take_ticket():
             ticket.wait()
         return self.by_number[number].memory
 
     def fetch(self, grads: Mapping[int, Tensor]) -> None:
-        """See that all these gradients are here or under way; those on devices are flat."""
+        """Begin the download of the gradients that were not copied during backward, or of all if
+        one that was copied has changed since. Those on devices are flat; those in host memory are
+        skipped.
+        """
         there = [self.by_number[n] for n in grads if n in self.by_number and not grads[n].is_cpu]
         changed = self._changed([h for h in there if h.state is GradBufferState.COPIED])
         if changed:
@@ -226,12 +235,12 @@ class GradBuffers:
         for buffer in there:
             if (
                 buffer.state is not GradBufferState.COPIED or changed
-            ):  # who writes to one, writes to others
+            ):  # code that writes to one gradient writes to others
                 self._read(buffer, grads[buffer.record.number], self._mark(buffer))
                 self._metrics.count("gradients_late_bytes", buffer.memory.nbytes)
 
     def _changed(self, grad_buffers: Iterable[GradBuffer]) -> list[GradBuffer]:
-        """Those whose parameter's gradient is not any more what was copied."""
+        """Return the buffers whose parameter's gradient has changed since it was copied."""
         changed = []
         alike: dict[torch.device, list[GradBuffer]] = {}
         for buffer in grad_buffers:
@@ -247,7 +256,9 @@ class GradBuffers:
         return changed
 
     def _compare(self, device: torch.device, grad_buffers: Sequence[GradBuffer]) -> list[bool]:
-        """Whether the sums over each gradient are what they were. The CPU waits for the device."""
+        """Return, for each gradient, whether its sums are what they were. The CPU waits for the
+        device.
+        """
         then: list[Tensor] = []
         now: list[Tensor] = []
         for buffer in grad_buffers:
@@ -260,14 +271,14 @@ class GradBuffers:
         return [bool(verdict) for verdict in verdicts.tolist()]
 
     def end_step(self) -> None:
-        """Gradients that are here only have been used up."""
+        """End the step, which has used up the gradients here: drop the contents of all buffers."""
         for buffer in self.by_number.values():
             buffer.usual_calls, buffer.calls = max(buffer.calls, 1), 0
         self.forget()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """What the optimizer's `zero_grad` does to gradients that the parameters do not have: it
-        drops them, or makes them zero, those too that a step has used up.
+        """Do to the gradients whose only copy is here what the optimizer's `zero_grad` does to
+        others: drop them, or set them to zero, also those that a step has used up.
         """
         self.forget()
         for number, buffer in self.by_number.items():
@@ -278,7 +289,7 @@ class GradBuffers:
                 buffer.move_to(GradBufferState.HELD)
 
     def forget(self) -> None:
-        """Drop what is here."""
+        """Drop the contents of all buffers."""
         with self._lock:
             while self._addends:
                 self._add_oldest()
@@ -288,7 +299,7 @@ class GradBuffers:
                 buffer.likeness = None
 
     def close(self) -> None:
-        """Give the parameters back the gradients that are here only."""
+        """Restore `param.grad` from the gradients whose only copy is here, and drop the rest."""
         for number, memory in self.held().items():
             self.settle(number)
             param = self.by_number[number].record.param
@@ -299,10 +310,10 @@ class GradBuffers:
 
 
 def _sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the bits, and of the weighted values (as bits, so that NaN is like NaN)."""
+    """Sum the bits, and the weighted values (returned as bits, so that NaN equals NaN)."""
     grad = grad.detach()
     bits = grad.view(_AS_BITS[grad.element_size()]).sum(dtype=torch.int64)
-    # A gradient of two classes is (a, -a): its plain sum would be the same with all signs changed.
+    # The gradient of two classes is (a, -a): a plain sum would not show a change of all signs.
     matrix = grad.flatten(1) if grad.dim() > 1 else grad.reshape(1, -1)
     rows, columns = (_weights(size, grad) for size in matrix.shape)
     with torch.autocast(grad.device.type, enabled=False):  # the same in backward and at the step
@@ -311,13 +322,15 @@ def _sums(grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weights(size: int, like: Tensor) -> Tensor:
-    """Numbers between 1 and 3 without a pattern, the same ones each time."""
+    """Make pseudo-random numbers between 1 and 3, the same ones each time."""
     places = torch.arange(1, size + 1, device=like.device, dtype=torch.float32)
     return places.mul_(12.9898).sin_().mul_(43758.547).frac_().add_(2.0).to(like.dtype)
 
 
 def _is_plain(grad: Tensor, record: Record) -> bool:
-    """Whether it can be copied as it is; subclasses may hold more than they show."""
+    """Return whether a gradient can be copied bit for bit. Refuses subclasses of `Tensor`, which
+    may hold more than they show.
+    """
     if type(grad) is not Tensor or grad.layout != torch.strided or grad.is_neg():
         return False
     return grad.dtype == record.dtype and grad.device == record.device

@@ -1,4 +1,4 @@
-"""The gradients that an update can use."""
+"""The check of gradients at a step: which ones an update can use."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gradient_of(record: Record) -> Tensor | ColdValues:
-    """Flat, in the order of the parameter's memory; the parameter has one. Of a model that ranks
-    share, this rank's part of it. Cold where it is not in memory.
+    """Return a parameter's gradient, flat, in the order of the parameter's memory; refuse one that
+    no update can use. The parameter must have one. For a DTensor it is this rank's part. For a
+    gradient that is not in memory it is the handle of its values (`ColdValues`).
     """
     given = record.param.grad
     assert given is not None
     if isinstance(given, SlicedGradient):
         return given.source
     if isinstance(given, SpilledGradient):
-        return given.source  # of the parameter's own shape and type
+        return given.source  # has the parameter's own shape and dtype
     placing = placing_of(given)
     if placing != record.placing:
         raise ConfigError(
@@ -38,7 +39,7 @@ def gradient_of(record: Record) -> Tensor | ColdValues:
             f"{record.name}: its gradient is sparse ({grad.layout}), which is not supported; make "
             "it dense: nn.Embedding(..., sparse=False), or p.grad = p.grad.to_dense()"
         )
-    if grad.shape != record.shape:  # torch lets nobody set such a one, but may exchange it
+    if grad.shape != record.shape:  # torch refuses to set such a one, but may exchange its data
         raise ConfigError(
             f"{record.name}: expected a gradient whose part here has the shape "
             f"{tuple(record.shape)}, got {tuple(grad.shape)}"

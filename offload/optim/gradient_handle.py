@@ -1,9 +1,9 @@
-"""A gradient whose values are elsewhere, seen as one tensor beside its parameter.
+"""A tensor subclass that stands for a gradient whose values are not in its memory.
 
-It has the shape, type and place of its parameter, and what speaks of it without its values is
-answered here. What becomes of everything else is for the subclass to say: `SlicedGradient` refuses
-it, since no rank has the values; `SpilledGradient` brings them. Neither knows who holds the bytes:
-they ask a keeper.
+It has the shape, dtype and device of its parameter, and answers here all calls that need no values.
+The subclass decides about every other call: `SlicedGradient` refuses it, since no rank has all of
+the values; `SpilledGradient` fetches them. Neither knows which object holds the bytes: they ask a
+keeper.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 KEEPER = "_offload_keeper"
 
-# What speaks of a gradient without its values.
+# Attributes and methods that do not need a gradient's values.
 _ATTRIBUTES = (
     "device",
     "dtype",
@@ -59,11 +59,13 @@ _METHODS = (
 
 
 class GradientHandle(Tensor):
-    """Made by a keeper only."""
+    """A handle of a gradient whose values a keeper holds. Only a keeper makes one."""
 
     @classmethod
     def made(cls, param: Tensor, keeper: object, device: torch.device) -> Self:
-        """device: where torch is to see it. The parameter is not held: it may hold this."""
+        """Make the handle of a parameter's gradient. device: the device that torch sees. Holds no
+        reference to the parameter, which may hold this handle as its `.grad`.
+        """
         made: Self = Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=device
         )
@@ -89,21 +91,21 @@ class GradientHandle(Tensor):
 
     @classmethod
     def _answers(cls) -> Mapping[Any, Callable[..., Any]]:
-        """What is known without the values, or can be done where they are."""
+        """Return the functions that are answered without the values, or applied where they are."""
         raise NotImplementedError
 
     @classmethod
     def _otherwise(
         cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What has no answer."""
+        """Handle a function that has no answer: refuse it, or fetch the values."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A change in place that works on each element by itself, so that it gives the same bits
-    whenever it is made, on the whole or part by part. is_blank: what was there does not matter.
+    """An in-place change that works on each element by itself, so that it gives the same bits now
+    or later, on the whole or part by part. is_blank: the values before it do not matter.
     """
 
     act: Callable[..., object]
@@ -113,14 +115,14 @@ class Edit:
 
     @classmethod
     def of(cls, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Edit:
-        """A method of tensors, with numbers or tensors of one, which are copied: whose they are may
-        change them before the edit is made.
+        """Make the edit that calls a method of `Tensor` with numbers or one-element tensors. The
+        tensors are copied: user code may change them before the edit is applied.
         """
         named = {key: _kept(one) for key, one in kwargs.items()}
         return cls(getattr(Tensor, name), tuple(map(_kept, args)), named, name == "zero_")
 
     def check(self, like: Tensor) -> None:
-        """Raise at once what torch will raise for values like these."""
+        """Raise now what torch would raise later, for values of the dtype of `like`."""
         shape = (0,) if like.dim() else ()
         self(torch.zeros(shape, dtype=like.dtype, device="cpu"))
 
@@ -133,7 +135,7 @@ def _kept(value: Any) -> Any:
 
 
 def handles_in(values: Iterable[Any]) -> Iterator[Any]:
-    """All handles among some arguments."""
+    """Yield all handles among some arguments, also in nested lists, tuples and mappings."""
     for one in values:
         if isinstance(one, GradientHandle):
             yield one
@@ -144,7 +146,9 @@ def handles_in(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def itself() -> dict[Any, Callable[..., Any]]:
-    """What a handle answers with itself: it has no graph, and no other place."""
+    """Return the functions that a handle answers with itself: it has no graph, and no other
+    place.
+    """
     each = (Tensor.detach, Tensor.detach_, Tensor.requires_grad_, Tensor.contiguous)
     answers: dict[Any, Callable[..., Any]] = {one: lambda g, *_, **__: g for one in each}
     answers[Tensor.data.__get__] = lambda g, *_: g  # type: ignore[attr-defined]
@@ -152,7 +156,7 @@ def itself() -> dict[Any, Callable[..., Any]]:
 
 
 def foreach(act: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for each of a list, with one number for all of them or one for each."""
+    """Make the `foreach` variant of `act`: it takes a list, with one number for all or one each."""
 
     def all_of(gradients: Sequence[Any], factor: Any = None) -> None:
         for number, gradient in enumerate(gradients):
@@ -163,7 +167,7 @@ def foreach(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain(values: Iterable[Any]) -> bool:
-    """Whether all of them are numbers, or tensors that have one."""
+    """Return whether every value is a number or a tensor without dimensions."""
     return all(not isinstance(one, Tensor) or one.dim() == 0 for one in values)
 
 

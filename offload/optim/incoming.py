@@ -1,4 +1,4 @@
-"""States that come from outside, from a `state_dict` or a plain optimizer: whether they fit."""
+"""The check of optimizer state from a `state_dict` or a plain optimizer: whether it fits here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from offload.planning.layout import MASTER
 def check_states(
     records: Sequence[Record], recipe: Recipe, states: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Refuse states, by the numbers of their parameters, that do not fit. Changes nothing."""
+    """Raise `ConfigError` if a state does not fit its parameter. states: by the parameter's number.
+    Changes nothing.
+    """
     for number, state in states.items():
         record = records[number]
         if not is_there(record, state):
@@ -37,8 +39,8 @@ def check_states(
 
 
 def own_part(record: Record, value: Tensor, field: str = "a field") -> Tensor:
-    """What belongs to this process of a DTensor that is placed as the parameter, or of an ordinary
-    tensor; shares its memory. Raises `ConfigError` where that cannot be told.
+    """Return this rank's part of `value`: a DTensor placed as the parameter is, or an ordinary
+    tensor. Shares its memory. Raises `ConfigError` if the part cannot be determined.
     """
     placing = placing_of(value)
     if placing == record.placing:
@@ -59,7 +61,7 @@ def own_part(record: Record, value: Tensor, field: str = "a field") -> Tensor:
 def check_groups(
     records: Sequence[Record], recipe: Recipe, groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse groups that come where they need other state than ours have room for."""
+    """Refuse groups from a `state_dict` that need other state fields than the plan has room for."""
     each = [group for group in groups for _ in group["params"]]
     for record, group in zip(records, each, strict=True):
         fields = recipe.fields(dict(group))
@@ -72,15 +74,15 @@ def check_groups(
 
 
 def is_there(record: Record, state: Mapping[str, Any]) -> bool:
-    """Whether there is a state. SGD keeps a momentum_buffer of None where there is none. A master
-    alone, from a time without momentum, is no state where there should be more.
+    """Return whether there is a state. SGD keeps a momentum_buffer of None if it has none. Master
+    weights alone, saved while the momentum was 0, are no state if the recipe has fields.
     """
     names = {name for name, value in state.items() if value is not None}
     return bool(names - {MASTER} if record.fields else names)
 
 
 def _is_plain(value: Tensor | FieldSource, shape: torch.Size) -> bool:
-    """Whether it has numbers of that shape, which can be copied."""
+    """Return whether `value` has floating-point numbers of that shape, which can be copied."""
     if isinstance(value, FieldSource):
         return value.dtype.is_floating_point and tuple(value.shape) == tuple(shape)
     dense = value.layout == torch.strided and not value.is_meta

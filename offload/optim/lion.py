@@ -1,4 +1,4 @@
-"""Lion as an optimizer of torch's kind: for use by itself, or wrapped like any other."""
+"""Lion as a `torch.optim.Optimizer`: for use by itself, or wrapped like any other optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from offload.kernels.rules import below_one, not_negative
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023): steps by the sign of an interpolated momentum, decoupled decay."""
+    """The Lion optimizer (Chen et al., 2023): its step is the sign of an interpolated momentum, its
+    weight decay is decoupled.
+    """
 
     def __init__(
         self,
@@ -30,7 +32,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` computes the loss again, as for every optimizer of torch."""
+        """Take one step. `closure` computes the loss again, as for every optimizer of torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -47,7 +49,7 @@ class Lion(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(param)
         momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
         mixed = momentum * beta1 + grad * (1 - beta1)
-        # A NaN stays one, where torch.sign would make it a zero: nothing may look well that is not.
+        # Keep a NaN, which torch.sign would turn into a zero: an error must stay visible.
         direction = torch.where(mixed.isnan(), mixed, mixed.sign())
         param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction * group["lr"])
         momentum.mul_(beta2).add_(grad, alpha=1 - beta2)

@@ -1,4 +1,4 @@
-"""The way from a plain optimizer to what a wrapped one holds; among ranks, on all or on none."""
+"""The start of a session for a plain optimizer; among ranks it starts on all of them or on none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def open_session(
     watch_passes: WatchPasses,
     ranks: Ranks | None,
 ) -> Session:
-    """With the state that the optimizer has. Nothing is left when it raises. configure: gives the
-    settings, or refuses them.
+    """Open a session that takes over the optimizer's state. If this raises, everything it took is
+    released.
+
+    configure: returns the settings, or refuses them. ranks: None if the state is not shared;
+    otherwise all ranks call it, and an error on one is an error on all. Blocks.
     """
     opened: list[Session] = []
     limit_before = HOST.limit_bytes
@@ -69,8 +72,8 @@ def open_session(
 
 
 def _connect(optimizer: torch.optim.Optimizer, ranks: Ranks) -> DeviceLink | None:
-    """Between the devices that the parameters are on; None: those are in host memory. Whatever else
-    may be wrong with the optimizer is refused later.
+    """Connect the devices that the parameters are on; None if those are in host memory. Every other
+    fault of the optimizer is refused later.
     """
     groups = getattr(optimizer, "param_groups", ())
     params = [param for group in groups for param in group["params"]]

@@ -1,9 +1,9 @@
-"""`OffloadOptimizer`: an optimizer of torch's whose state is somewhere else.
+"""`OffloadOptimizer`: a torch optimizer whose state is offloaded.
 
-An optimizer that exists is changed in place: its class becomes one made on the spot, below
-`OffloadOptimizer` and the class it had. So it stays the object that schedulers, scalers and
-trainers hold, and `isinstance` says what it said. `close()` gives the plain optimizer back, with
-its state.
+An existing optimizer is changed in place: its class becomes one made at run time, a subclass of
+`OffloadOptimizer` and of the class it had. So it stays the object that schedulers, scalers and
+trainers hold, and `isinstance` gives the same answers. `close()` makes it the plain optimizer
+again, with its state.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SESSION = "_offload_session"
 
 
 class Elsewhere(defaultdict[Any, Any]):
-    """`state` of a wrapped optimizer: it is empty, but not false where there is state. For a
-    distributed checkpoint torch asks for that, and takes a step with gradients of zero where there
-    seems to be none.
+    """The `state` of a wrapped optimizer: empty, but true if the session has state. For a
+    distributed checkpoint torch tests whether `state` is true, and takes a step with gradients of
+    zero if it is not.
     """
 
     def __init__(self, session: Session, plain: defaultdict[Any, Any]) -> None:
         super().__init__(dict)
         self._session = session
-        self.plain = plain  # what the plain optimizer had, and gets back
+        self.plain = plain  # the plain optimizer's own dict, put back by `close()`
 
     def __bool__(self) -> bool:
         return len(self) > 0 or self._session.has_state
@@ -46,7 +46,9 @@ class Elsewhere(defaultdict[Any, Any]):
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """What is different in an optimizer that has been wrapped. Made by `offload.wrap` only."""
+    """An optimizer that has been wrapped: the methods in which it differs from the plain one. Only
+    `offload.wrap` makes one.
+    """
 
     @property
     def grad_norm(self) -> float | None:
@@ -67,7 +69,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return loss
 
     def _refuse_scaler(self) -> None:
-        """A GradScaler leaves these to optimizers that unscale by themselves; see `attach`."""
+        """Refuse a step that a GradScaler has called: it sets `grad_scale` and `found_inf` on
+        optimizers that unscale by themselves; see `attach`.
+        """
         left = [name for name in ("grad_scale", "found_inf") if name in vars(self)]
         for name in left:
             delattr(self, name)
@@ -78,28 +82,30 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "or use DistributedDataParallel and leave release_grads out"
             )
 
-    # What torch does to `step` when an optimizer is made: hooks and profiler ranges around it.
+    # As torch does to `step` when an optimizer is made: hooks and profiler ranges around it.
     step = torch.optim.Optimizer.profile_hook_step(_step)  # type: ignore[assignment, arg-type]
     step.hooked = True  # type: ignore[attr-defined]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block gradients stay with their parameters; they are averaged over ranks
-        with those of the next backward pass outside of it, once. Nothing where there are no ranks.
+        """Keep gradients with their parameters while the block runs. They are averaged over ranks
+        once, with those of the next backward pass outside of the block. Does nothing without ranks.
         """
         return session_of(self).no_sync()
 
     @uninterrupted
     @outside_inference_mode
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the plain optimizer's; also for gradients that `release_grads` has moved away."""
+        """Clear the gradients as the plain optimizer does, also those that `release_grads` has
+        moved to host memory.
+        """
         super().zero_grad(set_to_none)
         session_of(self).zero_grad(set_to_none)
 
     @outside_inference_mode
     def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's, in fp32, with `master` for 16-bit parameters. Tensors are
-        copies; state that does not fit in host memory is on a memory-mapped file without a name.
-        Among ranks all of them call it, and each gets the whole.
+        """Return the state as the plain optimizer does, but in fp32, with `master` for 16-bit
+        parameters. Tensors are copies; state that does not fit in host memory is in a memory-mapped
+        file without a name. Among ranks all of them call it, and each gets the whole state. Blocks.
         """
         session = session_of(self)
         with session.access.act("state_dict"):
@@ -114,8 +120,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @outside_inference_mode
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a plain or a wrapped optimizer. Nothing has changed when it raises a
-        `ConfigError` or a `ValueError`. It mends an optimizer whose last step or load broke off.
+        """Load the state of a plain or a wrapped optimizer. If it raises a `ConfigError` or a
+        `ValueError`, nothing has changed. It mends an optimizer whose last step or load failed in
+        its middle.
         """
         session = session_of(self)
         taken: dict[int, Mapping[str, Any]] = {}
@@ -155,10 +162,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the plain optimizer's; the plan is made anew for all groups."""
+        """Add a parameter group as the plain optimizer does, and make a new plan for all groups."""
         session = session_of(self)
         if isinstance(param_group, dict) and "params" in param_group:
-            params = param_group["params"]  # may be a generator, which can be looked at only once
+            params = param_group["params"]  # may be a generator, which can be read only once
             param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         before = len(self.param_groups)
 
@@ -177,9 +184,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @uninterrupted
     @outside_inference_mode
     def close(self) -> None:
-        """Give everything back; this is a plain optimizer again, with its state as torch would have
-        it: in the parameters' dtype, on their device, without masters. Idempotent. Among ranks all
-        of them call it, and each gets the whole state; after a step that broke off, none.
+        """Release all memory and files; this is a plain optimizer again, with its state as torch
+        would have it: in the parameters' dtype, on their device, without master weights. Among
+        ranks all of them call it, and each gets the whole state. After a step that failed in its
+        middle, or once the other ranks are lost, the plain optimizer has no state. Idempotent.
         """
         session: Session | None = getattr(self, _SESSION, None)
         if session is not None:
@@ -196,7 +204,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return
         session = session_of(self)
         if kind is not None and session.ranks is not None:
-            session.ranks.close()  # the others need not be here: nobody waits for them
+            session.ranks.close()  # the other ranks may not get here: do not wait for them
         self.close()
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -211,7 +219,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 
 def session_of(optimizer: torch.optim.Optimizer) -> Session:
-    """Of a wrapped one."""
+    """Return the session of a wrapped optimizer."""
     session: Session = getattr(optimizer, _SESSION)
     return session
 
@@ -227,13 +235,13 @@ def is_wrapped(optimizer: object) -> bool:
 
 @uninterrupted
 def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
-    """Change the optimizer's class; its state is in the session already."""
+    """Wrap the optimizer: change its class. Its state must be in the session already."""
     setattr(optimizer, _SESSION, session)
     optimizer.state.clear()
     optimizer.state = Elsewhere(session, optimizer.state)
-    # A GradScaler then unscales by itself and skips the step; ours reads no scale on the side.
+    # With False a GradScaler unscales by itself and skips the step: our step reads no scale.
     session.supported_scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
-    # Where it would find no gradients it gets to `step`, which refuses it.
+    # With True, where it would find no gradients to unscale, it calls `step`, which refuses it.
     optimizer._step_supports_amp_scaling = session.reduces  # type: ignore[attr-defined]
     if vars(optimizer).get("close") is _nothing_to_close:
         del optimizer.close  # type: ignore[attr-defined]
@@ -242,7 +250,9 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
 
 
 def detach(optimizer: torch.optim.Optimizer) -> None:
-    """Change the class back, with the state where torch expects it."""
+    """Unwrap the optimizer: change its class back and put its state where torch expects it. If the
+    export of the state raises, the optimizer stays wrapped and nothing is lost.
+    """
     session = session_of(optimizer)
     state = session.export_plain()  # if it raises, nothing is lost: still wrapped
     held: Any = optimizer.state
@@ -253,7 +263,7 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
             if session.ranks is not None:
                 session.ranks.close()
     finally:
-        optimizer.state = getattr(held, "plain", held)  # unless somebody has set another
+        optimizer.state = getattr(held, "plain", held)  # user code may have set another `state`
         optimizer.state.update(held)
         _change_class(optimizer, type(optimizer).__mro__[2])
         delattr(optimizer, _SESSION)
@@ -267,12 +277,14 @@ def detach(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _nothing_to_close() -> None:
-    """`close()` of an optimizer that is plain again, as in a `finally` after a `with`."""
+    """Do nothing: the `close()` of an optimizer that is plain again, as in a `finally` after a
+    `with`.
+    """
 
 
 def _change_class(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
-    """Also where a scheduler has left a `step` of its own in the instance, which would go on
-    calling that of the old class.
+    """Change the optimizer's class. If a scheduler has set a `step` of its own on the instance,
+    replace that, too: it would go on calling the `step` of the old class.
     """
     optimizer.__class__ = kind
     left = vars(optimizer).get("step")

@@ -1,4 +1,4 @@
-"""A step between the last refusal and the first change."""
+"""The pending step: after the last check that can refuse a step, before its first change."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from offload.optim.spilled_gradient import Gradient
 
 @dataclass
 class PendingStep:
-    """A step that nothing stands in the way of any more. Steps are counted already. squares: sums
-    over parts of the gradients that are ours, by number, for their norm; None where nobody asked.
-    sum_squares: of all of them, and of other ranks' when those have told.
+    """A step that can no longer be refused and has not changed anything yet, except that the
+    records' step counts include it.
+
+    squares: sums of squares over parts of this rank's gradients, by parameter number, for their
+    norm; None if no norm is needed. sum_squares: their total; with the other ranks' after
+    `take_squares` or `complete`.
     """
 
     grads: dict[int, Gradient]
-    fresh: set[int]  # numbers of those that have no state yet
+    fresh: set[int]  # numbers of the parameters that have no state yet
     stepping: list[Record]
-    before: list[float]  # their counts of steps
+    before: list[float]  # the step counts of `stepping` before this step
     squares: Mapping[int, Sequence[float]] | None
     sum_squares: float | None = None
 
@@ -39,17 +42,19 @@ class PendingStep:
 
     @property
     def squares_text(self) -> str | None:
-        """For other ranks."""
+        """The sum of squares as exact text (hexadecimal), to be sent to other ranks."""
         return None if self.sum_squares is None else self.sum_squares.hex()
 
     def take_squares(self, said: Sequence[str | None]) -> None:
-        """Of all ranks: added up exactly, in the same way on each."""
+        """Take the sums of squares of all ranks; they are added exactly, in the same way on each
+        rank.
+        """
         if self.sum_squares is not None:
             sums = [float.fromhex(text) for text in said if text is not None]
             self.sum_squares = kernels.GradStats.of(sums).sum_squares
 
     def complete(self, sum_over_ranks: Callable[[float], float]) -> None:
-        """Add the squares of other ranks; where that fails, the step is undone."""
+        """Add the squares of other ranks. If that fails, undo the step and raise."""
         if self.sum_squares is not None:
             try:
                 self.sum_squares = sum_over_ranks(self.sum_squares)

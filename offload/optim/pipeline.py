@@ -1,11 +1,11 @@
-"""Chunks through the update: the next ones come, one is worked on, the last ones go.
+"""The pipeline of a pass over chunks: it fetches ahead, updates one chunk, writes the last ones.
 
-Coming is a read from the disk, a copy from a device, or both; going likewise. All of it goes on at
-the same time, in as many buffers and staging buffers as the plan has. Chunks that are at hand (in
-host memory, as their parameters are) are woven in: they are worked on whenever no other has
-arrived, so that disk, device and cores all stay busy. The last chunks stay in their buffers
-unwritten, and are the first of the next pass. One thread; it waits only when there is nothing to
-do.
+A fetch is a read from the disk, a download from a device, or both; the way back is a write, an
+upload, or both. All of them overlap, in as many buffers and staging buffers as the plan has. Chunks
+that are at hand (they and their parameters are in host memory) fill the gaps: they are updated
+whenever no fetched chunk has arrived, so that disk, device and cores all stay busy. The last chunks
+stay in their buffers unwritten, and are the first of the next pass. One thread runs it, and it
+waits only when it has nothing to do.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from offload.optim.staging import Awaited, StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planning.layout import Chunk
 
-# Works on a chunk in memory, with its staging buffer if it has one; whether the chunk has changed.
+# Works on a chunk in memory, with its staging buffer if it has one; returns whether it has changed.
 Act = Callable[[HostChunk, StagingBuffer | None], bool]
 
 
 @dataclass(eq=False)
 class _InFlightChunk:
-    """A chunk on its way, in or out."""
+    """A chunk in flight, to its buffer or back."""
 
     piece: HostChunk
-    stays: bool  # in its memory, when it has been worked on
+    stays: bool  # it keeps its memory after the work: it is resident, or dirty in its buffer
     staging_buffer: StagingBuffer | None
     disk: Ticket[None] | None
 
@@ -45,8 +45,10 @@ class _InFlightChunk:
 
 
 class Pipeline:
-    """One pass over some chunks. staging buffers: None where no device takes part. doing: what the
-    time of working on them counts for. only_looks: no act changes a chunk.
+    """A pass over some chunks.
+
+    staging_buffers: None if no device takes part. doing: the metric that counts the time of the
+    work on chunks. only_looks: no act changes a chunk.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Pipeline:
         self._reads_left = 0
 
     def run(self, chunks: Sequence[Chunk], act: Act) -> None:
-        """Call `act` once for each chunk. When it returns, what was changed is with the tiers, and
-        parameters are on their way to their device; when it raises, no chunk is under way any more.
+        """Call `act` once for each chunk. When `run` returns, the changes are in the tiers (in a
+        buffer or written), and uploads of parameters may be in flight; if it raises, no chunk is in
+        flight any more.
         """
         to_fetch: deque[Chunk] = deque()
         at_hand: deque[Chunk] = deque()
@@ -101,8 +104,9 @@ class Pipeline:
         )
 
     def _make_room(self, to_fetch: Sequence[Chunk]) -> None:
-        """Write what lies in buffers that are needed for others before its turn comes. Half of the
-        buffers are enough for those.
+        """Begin to write unwritten chunks whose buffers other chunks need before their own turn,
+        until the reads have enough buffers: half of all are enough for them. The unwritten chunks
+        at the head of the pass stay in their buffers.
         """
         turns = {chunk.number: turn for turn, chunk in enumerate(to_fetch)}
         first = {chunk.number for chunk in takewhile(self._tiers.is_unwritten, to_fetch)}
@@ -111,7 +115,7 @@ class Pipeline:
         stay = self._tiers.plan.buffers // 2
         self._reads_left = sum(map(self._tiers.needs_buffer, to_fetch))
         while later and (len(later) > stay or later[-1].chunk.number not in turns):
-            piece = later.pop()  # the last one to have its turn, or one that has none
+            piece = later.pop()  # the one with the last turn, or one that is not in this pass
             if not self._needs_more_buffers:
                 return
             flight = _InFlightChunk(piece, True, None, None)
@@ -122,7 +126,9 @@ class Pipeline:
 
     @property
     def _needs_more_buffers(self) -> bool:
-        """Than are free, and will be without more being written."""
+        """Whether the reads that are left need more buffers than are free or about to become free
+        without another write.
+        """
         moving = sum(not flight.stays for flight in self._going)
         return self._reads_left > self._tiers.free_buffers + moving
 
@@ -142,8 +148,7 @@ class Pipeline:
             return False  # it is being written
         if self._staging_buffers is None or not self._staging_buffers.needs(chunk):
             return True
-        # A staging buffer that is under way elsewhere is waited for only when there is nothing to
-        # do.
+        # Wait for a staging buffer that is in flight elsewhere only when there is nothing to do.
         return self._staging_buffers.has_place(chunk, may_wait=not self._coming)
 
     def _fetch(self, chunk: Chunk) -> _InFlightChunk:
@@ -159,7 +164,7 @@ class Pipeline:
         return _InFlightChunk(piece, is_resident, staging_buffer, ticket)
 
     def _finish_one(self, act: Act) -> None:
-        """Wait for the oldest chunk to come, work on it, start its way back."""
+        """Wait for the oldest fetch, work on its chunk, begin its write and upload."""
         flight = self._coming[0]
         self._wait(flight, "disk read")
         changed = self._work(act, flight.piece, flight.staging_buffer)
@@ -175,7 +180,7 @@ class Pipeline:
         if flight.staging_buffer is not None and self._staging_buffers is not None:
             back = self._staging_buffers.send_back if changed else self._staging_buffers.give_back
             back(flight.staging_buffer)
-            flight.staging_buffer = None  # the staging buffers take care of it
+            flight.staging_buffer = None  # its provider looks after it from now on
 
     def _work(self, act: Act, piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
         with self._metrics.span(self._doing, piece.chunk.name):
@@ -195,14 +200,16 @@ class Pipeline:
             with self._metrics.span(cause, flight.piece.chunk.name):
                 flight.disk.wait()
             flight.disk = None
-        if flight.staging_buffer is not None:  # the transfer counts this time
+        if flight.staging_buffer is not None:  # the device transfer counts this time itself
             while flight.staging_buffer.tickets:
                 flight.staging_buffer.tickets[-1].wait()
                 flight.staging_buffer.tickets.pop()
 
     @steadfast
     def _drain(self) -> None:
-        """After an error: wait for the rest, whose errors are not more important than that one."""
+        """Wait, after an error, for all chunks in flight. Their errors are only counted: the first
+        one is raised.
+        """
         for flight in self._coming:
             self._end(flight)
             flight.stays |= self._tiers.is_unwritten(flight.piece.chunk)
@@ -215,7 +222,7 @@ class Pipeline:
         self._going.clear()
 
     def _end(self, flight: _InFlightChunk) -> bool:
-        """Wait for a chunk under way; whether all went well."""
+        """Wait for a chunk in flight. Return whether all of its copies succeeded."""
         went_well = True
         under_way: list[Awaited] = [flight.disk] if flight.disk else []
         for ticket in under_way + (flight.staging_buffer.tickets if flight.staging_buffer else []):
@@ -227,7 +234,7 @@ class Pipeline:
         return went_well
 
     def _let_go(self, flight: _InFlightChunk) -> None:
-        if flight.done:  # what never ended keeps its memory
+        if flight.done:  # a copy that never ended may still write: keep its memory
             if not flight.stays:
                 self._tiers.give_back(flight.piece)
             if flight.staging_buffer is not None and self._staging_buffers is not None:

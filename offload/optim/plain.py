@@ -1,5 +1,6 @@
-"""State as the plain optimizer keeps it: in the parameter's dtype, on its device, in its order of
-memory. What goes back to torch must be what torch itself would have made, or it cannot step.
+"""State as the plain optimizer keeps it: in the parameter's dtype, device and memory order.
+
+State that is returned to torch must be as torch itself would have made it, or torch cannot step.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def plain_room(handout: Handout, record: Record, field: str) -> Outgoing | None:
-    """For a field as torch keeps it; none for the master, which torch does not know."""
+    """Allocate the destination for a field as torch keeps it; None for the master weights, which
+    torch does not have.
+    """
     if field not in record.fields:
         return None
     shape, stride, param = record.shape, record.stride, record.local
-    if stride != param.stride():  # in another order since: `plain_state` has to look at it again
+    if stride != param.stride():  # the order has changed since: `plain_state` copies it again
         return InMemory(torch.empty_strided(shape, stride, dtype=torch.float32, device="cpu"))
     device = _device(record)
     if device.type == "cpu":
@@ -35,7 +38,9 @@ def plain_room(handout: Handout, record: Record, field: str) -> Outgoing | None:
 
 
 def plain_state(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What was written to such rooms, in the parameter's order of memory, and the rest of it."""
+    """Return a parameter's state as torch keeps it: the fields that were written to the places that
+    `plain_room` made, in the parameter's memory order, and the scalars.
+    """
     found = {}
     for name, value in state.items():
         if name in record.fields:
@@ -51,21 +56,27 @@ def _device(record: Record) -> torch.device:
 
 
 def _like(value: Tensor, param: Tensor, device: torch.device) -> Tensor:
-    """Itself, where it is as the parameter is already."""
+    """Bring `value` to the memory order and dtype of the parameter, on `device`; return `value`
+    itself if it has them already.
+    """
     if value.stride() != param.stride():  # fused steps go by memory alone
         value = torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
     return value.to(dtype=param.dtype, device=device)
 
 
 def _number(value: Any, record: Record) -> Any:
-    """A step count and the like is on the device only for steps that run there."""
+    """Move a step count or another scalar to the device if the step runs there (capturable or
+    fused); otherwise leave it.
+    """
     there = record.group.get("capturable") or record.group.get("fused")
     device = record.original_device or record.local.device
     return value.to(device) if there and isinstance(value, Tensor) else value
 
 
 def tell_what_is_lost(records: Mapping[Tensor, Record]) -> None:
-    """In the log: a plain optimizer keeps no master, and moments in the parameter's precision."""
+    """Log a warning about the precision that is lost: a plain optimizer keeps no master weights,
+    and its moments in the parameter's dtype.
+    """
     half = [record for record in records.values() if record.is_half]
     if half:
         nbytes = sum(record.local.numel() for record in half) * ELEMENT_BYTES

@@ -1,8 +1,8 @@
-"""How fast are these drives and these cores? A short measurement, only made when it is asked for.
+"""A short measurement of the speeds of the drives and the cores, made only on request.
 
-The drives: chunks pass through the same pipeline as in a step, with nothing to do in between. The
-cores: AdamW's kernel on memory of its own, the median of a few runs. Neither takes more memory or
-room on disk than the plan would; both have given it back when they return.
+Drives: chunks pass through the same pipeline as in a step, without any work on them. Cores: AdamW's
+kernel on memory of its own, the median of a few runs. Neither takes more memory or disk space than
+the plan would; both have released it when they return.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from offload.planning.layout import ELEMENT_BYTES, ParamSpec
 from offload.planning.planner import Plan, Speeds
 
 DISK_BYTES = 192 << 20  # written, then read and written again
-TENSORS = 2 + len(FIELDS)  # of an update: parameter, gradient and states
+TENSORS = 2 + len(FIELDS)  # in an update: parameter, gradient and states
 _CHUNK_BYTES = 8 << 20
-_UPDATE_NUMEL = 8 << 20  # 128 MiB: not to be had from a cache
+_UPDATE_NUMEL = 8 << 20  # 128 MiB: more than a cache holds
 _UPDATES = 5
-_ROUND_NUMEL = 1024  # what a field is rounded up to
+_ROUND_NUMEL = 1024  # a field's size is a multiple of this
 
 
 def measure(plan: Plan, directories: Sequence[Path], has_kernel: bool) -> Speeds:
-    """Speeds of what the plan uses. has_kernel: else the update runs torch's own code, whose speed
-    is not measured here.
+    """Measure the speeds of the drives and cores that the plan uses. has_kernel: False if the
+    update runs torch's own code, whose speed is not measured here. Blocks.
     """
     disk = _disk_bytes_per_s(plan, directories) if plan.disk_bytes else None
     update = _update_bytes_per_s(plan) if has_kernel and plan.arena_bytes else None
@@ -40,11 +40,11 @@ def measure(plan: Plan, directories: Sequence[Path], has_kernel: bool) -> Speeds
 def _disk_bytes_per_s(plan: Plan, directories: Sequence[Path]) -> float | None:
     element_bytes = ELEMENT_BYTES * len(FIELDS)
     nbytes = min(plan.disk_bytes, DISK_BYTES)
-    # Several times as many chunks as buffers, so that reads and writes meet.
+    # Several times as many chunks as buffers, so that reads and writes overlap.
     wanted = min(plan.buffer_bytes, _CHUNK_BYTES, nbytes // (3 * plan.buffers)) // element_bytes
     chunk_numel = max(wanted // _ROUND_NUMEL, 1) * _ROUND_NUMEL
     small = plan_traffic(nbytes, plan.buffers, chunk_numel)
-    if not small.disk_bytes:  # too little to tell anything
+    if not small.disk_bytes:  # too little to measure
         return None
     with Traffic(small, directories) as traffic:
         traffic.fill()
@@ -61,8 +61,8 @@ def _update_bytes_per_s(plan: Plan) -> float:
 
 
 class UpdateRun:
-    """AdamW over all of some memory: fp32 tensors of one size, as many as `TENSORS`. They are
-    written to first: empty pages would be one.
+    """A repeatable AdamW update over all of `memory`: `TENSORS` fp32 tensors of one size. They are
+    written to first: untouched pages would all be the same zero page.
     """
 
     def __init__(self, memory: Sequence[Tensor]) -> None:
@@ -73,7 +73,7 @@ class UpdateRun:
         )
 
     def run_s(self) -> float:
-        """The seconds of one."""
+        """Run one update; return its seconds."""
         begin_s = time.perf_counter()
         kernels.update(self._rule, *self.memory)
         return time.perf_counter() - begin_s

@@ -1,4 +1,4 @@
-"""What an optimizer's step does to one slice of a parameter, and which state it needs for that.
+"""Recipes: what an optimizer's step does to a slice of a parameter, and which state it needs.
 
 A recipe is made once for an optimizer. The native ones call the kernels; `generic.py` has the one
 that runs the torch class itself.
@@ -26,39 +26,38 @@ Group = dict[str, Any]  # a param_group of torch's
 
 @dataclass
 class Record:
-    """One parameter and what is kept of it beside its chunks."""
+    """A parameter and what is kept for it beside its chunks."""
 
     number: int
     name: str
     param: Tensor
     group: Group
-    fields: tuple[str, ...]  # of the recipe, without the master
-    is_frozen: bool = False  # needed no gradient when the plan was made
-    has_state: bool = False  # its slices of the chunks, step and scalars mean something
+    fields: tuple[str, ...]  # the recipe's state fields, without the master weights
+    is_frozen: bool = False  # requires_grad was False when the plan was made
+    has_state: bool = False  # its slices of the chunks, step and scalars are valid
     step: float = 0.0  # updates so far
     scalars: dict[str, Any] = field(default_factory=dict)  # other state that is not elementwise
     original_device: torch.device | None = (
-        None  # of a prepared model: where it goes at close; its gradient
+        None  # in a prepared model: it returns there at close; its gradient is in host memory
     )
-    # is in host memory
-    own: tuple[int, int] | None = None  # elements whose state is ours among ranks; None: all
+    own: tuple[int, int] | None = None  # the elements whose state this rank owns; None: all
 
     def __post_init__(self) -> None:
-        # As the plan was made for it; `model.to(...)` may change them under our feet.
+        # As the plan was made for; a later `model.to(...)` may change the parameter's.
         local = self.local
         self.dtype, self.device, self.shape = local.dtype, local.device, local.shape
         self.stride = local.stride()  # chunks have the elements in the order of memory
-        self.placing = placing_of(self.param)  # None: all of it is here
+        self.placing = placing_of(self.param)  # None: it is no DTensor
 
     @property
     def local(self) -> Tensor:
-        """The parameter, or what this rank has of a DTensor. Not to be kept: FSDP2 exchanges it."""
+        """The parameter, or this rank's part of a DTensor. Do not keep it: FSDP2 exchanges it."""
         return local_of(self.param)
 
     @property
     def has_moved(self) -> bool:
-        """Whether the parameter is of another type, elsewhere, or in another order of memory than
-        the plan was made for.
+        """Whether the parameter has another dtype, device or memory order than the plan was made
+        for.
         """
         local = self.local
         now = local.dtype, local.device, local.stride()
@@ -66,7 +65,9 @@ class Record:
 
     @property
     def device_bytes(self) -> int:
-        """Of an element on a device; its gradient has the same type."""
+        """The bytes of one element on a device; 0 if the parameter is in host memory or frozen. Its
+        gradient has the same dtype.
+        """
         return 0 if self.local.is_cpu or self.is_frozen else self.local.element_size()
 
     @property
@@ -76,7 +77,7 @@ class Record:
 
 @dataclass(frozen=True)
 class SliceUpdate:
-    """A slice to update: flat tensors of its elements. `begin`: its first element's number."""
+    """A slice to update, as flat tensors of its elements. begin: the index of its first element."""
 
     record: Record
     begin: int
@@ -85,41 +86,45 @@ class SliceUpdate:
     states: Mapping[str, Tensor]
     out: Tensor | None  # the 16-bit parameter
     scale: float
-    sums: Mapping[str, KnownSums]  # where checksums of master and states go, if anywhere
+    sums: Mapping[str, KnownSums]  # receive the checksums of master and states; may be empty
 
 
-# Surrounds the update of a slice by a kernel: with its rule, and the scale with its sign.
+# A context around the update of a slice by a kernel: gets its rule, and the scale with its sign.
 Watch = Callable[[SliceUpdate, rules.Rule, float], AbstractContextManager[None]]
 
 
 class Recipe(Protocol):
+    """The step of one optimizer, applied slice by slice."""
+
     def begin_step(self, records: Sequence[Record]) -> None:
-        """Take the hyper-parameters of these, which may have changed. Nothing else has."""
+        """Begin a step: read the hyper-parameters of these records, which may have changed. Nothing
+        else may have.
+        """
 
     def end_step(self, record: Record) -> None:
-        """All slices of the parameter have been updated."""
+        """Note that all slices of the parameter have been updated."""
 
     def fields(self, group: Group) -> tuple[str, ...]:
-        """The elementwise state of the group's parameters."""
+        """Return the names of the elementwise state that the group's parameters need."""
 
     def initial(self, record: Record, field: str) -> float:
-        """What a field of a parameter that has no state yet begins with."""
+        """Return the first value of a field of a parameter that has no state yet."""
 
     def check_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
-        """Refuse what `take_scalars` could not take."""
+        """Raise `ConfigError` if `take_scalars` could not take this state."""
 
     def update(self, work: SliceUpdate) -> None:
-        """One step on a slice; `work.record.step` counts this step already."""
+        """Apply one step to a slice; `work.record.step` counts this step already."""
 
     def scalar_state(self, record: Record) -> dict[str, Any]:
-        """What a `state_dict` has beside the fields."""
+        """Return the state that a `state_dict` holds beside the fields."""
 
     def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
-        """Set step and scalars of the record from what a `state_dict` has."""
+        """Set step and scalars of the record from a parameter's state in a `state_dict`."""
 
 
 class NativeRecipe:
-    """Rules are made once a step for each group and count."""
+    """A recipe that calls the kernels. It makes a rule once a step per group and step count."""
 
     counts_steps: ClassVar[bool] = True
 
@@ -170,7 +175,7 @@ class NativeRecipe:
     def scalar_state(self, record: Record) -> dict[str, Any]:
         if not self.counts_steps:
             return {}
-        # As torch's optimizers have it: a 16-bit default type could not count.
+        # As in torch's optimizers: a 16-bit default dtype could not count.
         is_double = torch.get_default_dtype() == torch.float64
         dtype = torch.float64 if is_double else torch.float32
         return {"step": torch.tensor(record.step, dtype=dtype, device="cpu")}
@@ -183,7 +188,7 @@ class NativeRecipe:
             rules.to_float(f"step of {record.name}", state["step"])
 
     def take_scalars(self, record: Record, state: Mapping[str, Any]) -> None:
-        # Without a count all that matters is that there was a step.
+        # Without a count it only matters that there was a step.
         record.step = rules.to_float("step", state["step"]) if self.counts_steps else 1.0
 
 
@@ -193,7 +198,7 @@ class AdamRecipe(NativeRecipe):
         self._decoupled = decoupled
 
     def fields(self, group: Group) -> tuple[str, ...]:
-        # With amsgrad another recipe is needed: what is named here and not planned for is refused.
+        # With amsgrad another recipe is needed: a field named here that has no plan is refused.
         return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else []))
 
     def rule(self, record: Record) -> rules.Rule:

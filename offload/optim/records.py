@@ -1,5 +1,5 @@
-"""The parameters of an optimizer, in the order of its groups: which of them get state, and which
-cannot be handled.
+"""The records of an optimizer's parameters, in the order of its groups: which of them get state,
+and which the update cannot handle.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def make_records(
     optimizer: torch.optim.Optimizer, recipe: Recipe, with_state: Container[Tensor]
 ) -> list[Record]:
-    """One for each parameter. A frozen one gets no room, unless it has state or a gradient."""
+    """Make one record for each parameter. A frozen parameter gets no state, unless it has state or
+    a gradient already.
+    """
     params = [param for param, _, _ in each_param(optimizer)]
     if len(set(params)) < len(params):
-        raise ConfigError("optimizer: a parameter is there twice; give each once")
+        raise ConfigError("optimizer: a parameter is given twice; give each once")
     return [
         Record(
             number,
@@ -58,7 +60,9 @@ def each_param(
 
 
 def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
-    """unit: of a prepared model."""
+    """Describe a parameter to the planner; raise `ConfigError` where the update cannot handle it.
+    unit: the number of the prepared model's unit that owns it.
+    """
     check_param(record.name, record.local, may_be_meta=unit is not None)
     if record.placing is not None and record.placing.is_partial:
         raise ConfigError(
@@ -66,17 +70,19 @@ def spec_of(record: Record, unit: int | None = None) -> ParamSpec:
             f"{record.placing}; redistribute() it"
         )
     if record.is_frozen:
-        return ParamSpec(record.name, record.local.numel(), ())  # nothing comes or goes
+        return ParamSpec(record.name, record.local.numel(), ())  # the update never touches it
     fields = ((MASTER,) if record.is_half else ()) + record.fields
-    device_bytes = record.device_bytes if unit is None else 0  # a model brings it to the host
-    # Foreach operations, as clipping uses them, leave the version of a DTensor as it was.
+    device_bytes = record.device_bytes if unit is None else 0  # a prepared model fetches it
+    # Foreach operations, which clipping uses, do not advance the version counter of a DTensor.
     late = record.placing is not None
     numel = record.local.numel()
     return ParamSpec(record.name, numel, fields, device_bytes, unit, record.own, late)
 
 
 def check_param(name: str, param: Tensor, may_be_meta: bool = False) -> None:
-    """Refuse what the update cannot handle. may_be_meta: somebody will fill it."""
+    """Refuse a parameter that the update cannot handle. may_be_meta: it may be on the meta device,
+    since the engine fills it later.
+    """
     if param.dtype not in DTYPES:
         raise ConfigError(
             f"{name}: expected a parameter of float32, bfloat16 or float16, got {param.dtype}"

@@ -1,12 +1,13 @@
-"""Gradients that are averaged over ranks while backward runs: stage 2.
+"""The averaging of gradients over ranks while backward runs: stage 2.
 
-When all gradients of a bucket have come, each rank gets the mean of its own slice, and the
-parameters' gradients become None. Buckets go in their order, on all ranks alike: one that is
-complete waits for those before it, and at the end of the pass the rest goes, with zeros for what
-has not come. Of several passes the means are added up. In `no_sync` gradients stay with their
-parameters, are added up by autograd, and go with the next pass, or at the step.
+When all gradients of a bucket have arrived, a reduce-scatter gives each rank the mean of its own
+slice, and the parameters' gradients become None. Buckets are sent in their order, the same on all
+ranks: a complete bucket waits for those before it, and at the end of the pass the remaining ones
+are sent, with zeros for gradients that did not arrive. The means of several passes are added up. In
+`no_sync` gradients stay with their parameters, autograd accumulates them, and they are reduced with
+the next pass, or at the step.
 
-Autograd calls `arrived` and `ended`, while nobody steps.
+Autograd's hooks call `arrived` and `ended`; no step runs meanwhile.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ REDUCED = "which gradients were reduced"
 
 @dataclass(frozen=True, eq=False)
 class _InFlightMean:
-    """A round on the network. to_add: its mean comes to the buffer, and is added to the rest. held:
-    gradients whose memory must not be used again before.
+    """A reduce-scatter of one round that is in flight. to_add: the mean arrives in the buffer and
+    is then added to the slice. held: gradients whose memory must not be reused before it has
+    landed.
     """
 
     step: Round
@@ -48,7 +50,7 @@ class _InFlightMean:
 
 @dataclass
 class Carried:
-    """What was there under another plan. Buckets keep their numbers."""
+    """The reducer's gradients on their way from plan to plan. Buckets keep their numbers."""
 
     slices: dict[int, Tensor]
     filled: set[int]
@@ -57,16 +59,18 @@ class Carried:
 
 @dataclass
 class _Gone:
-    """Numbers of parameters since the last step, or `zero_grad`."""
+    """The numbers of parameters that the reducer has seen since the last step, or `zero_grad`."""
 
     having: set[int] = field(default_factory=set)  # have a gradient on this rank
-    taken: set[int] = field(default_factory=set)  # theirs has left them
-    kept: set[int] = field(default_factory=set)  # autograd has added to theirs, which is there
-    released: set[int] = field(default_factory=set)  # would have one without us, used up or not
+    taken: set[int] = field(default_factory=set)  # their gradient was taken from them
+    kept: set[int] = field(default_factory=set)  # autograd accumulated into one, not taken yet
+    released: set[int] = field(default_factory=set)  # had one until it was reduced, used up or not
 
 
 class Reducer:
-    """memory: this rank's slices of all buckets, bytes."""
+    """The reducer of one optimizer's gradients, bucket by bucket. memory: this rank's slices of all
+    buckets, as bytes.
+    """
 
     def __init__(self, exchange: Exchange, records: Sequence[Record], memory: Tensor) -> None:
         self._exchange = exchange
@@ -78,9 +82,9 @@ class Reducer:
             end = begin + bucket.partition.slice_bytes
             self._slices[bucket.number] = memory[begin:end].view(bucket.dtype)
             begin = end
-        # What has no elements is in no bucket, and steps all the same.
+        # A parameter without elements is in no bucket, and steps all the same.
         self._empty = [r for r in records if not r.is_frozen and not r.param.numel()]
-        self._filled: set[int] = set()  # buckets whose slices have something since the last step
+        self._filled: set[int] = set()  # buckets whose slices hold a mean since the last step
         self._of = _Gone()
         self._flying: deque[_InFlightMean] = deque()
         self._lock = threading.RLock()
@@ -90,7 +94,7 @@ class Reducer:
     # --- during backward --------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
-        self._next = 0  # the bucket to go next
+        self._next = 0  # the next bucket to send
         self._come: set[int] = set()
         self._missing = Counter(
             {
@@ -100,7 +104,9 @@ class Reducer:
         )
 
     def arrived(self, number: int) -> None:
-        """Autograd has added to a parameter's gradient."""
+        """Note that autograd has accumulated into a parameter's gradient, and send the buckets that
+        are complete now.
+        """
         with self._lock:
             self._of.having.add(number)
             self._of.kept.add(number)
@@ -113,7 +119,7 @@ class Reducer:
                 self._send_next()
 
     def ended(self) -> None:
-        """The backward pass is over."""
+        """Note that the backward pass is over, and send the remaining buckets."""
         with self._lock:
             if self.is_syncing:
                 while self._next < len(self._buckets.each):
@@ -132,7 +138,9 @@ class Reducer:
         self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
-        """Start the reduction of what the bucket's parameters have; they have none then."""
+        """Start the reduction of the gradients of the bucket's parameters, and set those gradients
+        to None.
+        """
         has_other_makers = self._exchange.wait_for_makers()
         numbers = [place.number for place in bucket.places if place.number is not None]
         grads = {number: self._gradient_of(self._records[number]) for number in numbers}
@@ -205,15 +213,15 @@ class Reducer:
         self._exchange.free.append(flight.buffer)
 
     def drain(self) -> None:
-        """Return when nothing is on the network any more; buffers are free then."""
+        """Wait until no reduction is in flight; all buffers are free then."""
         while self._flying:
             self._land()
 
     # --- at the step ------------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """What this rank has to say before a step: which parameters have a gradient, as bits, and
-        which buckets have some that were not reduced.
+        """Return what this rank tells the others before a step: which parameters have a gradient,
+        as bits, and which buckets have gradients that were not reduced.
         """
         self._begin_pass()
         self._refuse_foreign()
@@ -242,7 +250,9 @@ class Reducer:
                 )
 
     def settle(self, said: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
-        """Reduce what is left on any rank. This rank's part of the gradients that any has."""
+        """Reduce the gradients that are left on any rank. Return this rank's part of each gradient
+        that any rank has.
+        """
         for number in sorted({number for one in said for number in one[LEFT]}):
             self._send(self._buckets.each[number])
         self.drain()
@@ -253,7 +263,7 @@ class Reducer:
         return {n: self._own(n) for n in sorted(numbers) if bits >> n & 1}
 
     def _own(self, number: int) -> Tensor:
-        """This rank's part of a parameter's gradient."""
+        """Return this rank's part of a parameter's gradient."""
         first, end = self._buckets.own(number) or (0, 0)
         if first == end:
             return torch.empty(0, dtype=self._records[number].dtype, device="cpu")
@@ -262,13 +272,13 @@ class Reducer:
         return self._slices[bucket.number][begin : begin + end - first]
 
     def used(self) -> None:
-        """The step has used all gradients up."""
+        """Note that the step has used all gradients up."""
         self._filled.clear()
         self._of = _Gone(released=self._of.released)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """What the optimizer's `zero_grad` does to gradients that the parameters do not have: it
-        drops them, or makes them zero, those too that a step has used up.
+        """Do what the optimizer's `zero_grad` does, for the gradients that were taken from the
+        parameters: drop them, or make them zero, including those that a step has used up.
         """
         with self._lock:
             self._drop()
@@ -284,8 +294,8 @@ class Reducer:
             self._of.having |= self._of.released
 
     def _drop(self) -> None:
-        """Nothing of what is on the network counts any more, nor what went wrong there: whoever
-        wants something from other ranks next is told.
+        """Discard the reductions in flight, and ignore their errors: the next collective reports
+        them.
         """
         while self._flying:
             with suppress(OffloadError):
@@ -294,7 +304,7 @@ class Reducer:
     # --- from one plan to the next ----------------------------------------------------------------
 
     def carry(self) -> Carried:
-        """Copies of what is here."""
+        """Return copies of the gradients that are held here."""
         with self._lock:
             self.drain()
             return Carried(

@@ -1,4 +1,4 @@
-"""What is asked of `wrap` or `plan`, checked: both refuse the same, before anything is changed."""
+"""The checked arguments of `wrap` or `plan`: both refuse the same, before anything is changed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _UNBUILT = (
 
 @dataclass(frozen=True)
 class WrapRequest:
-    """One that can be met, as far as can be said without trying."""
+    """A request to wrap an optimizer that can be met, as far as can be said without trying."""
 
     recipe: Recipe
     plan: Plan
-    states: Mapping[int, Mapping[str, Any]]  # what the optimizer has already, by number
+    states: Mapping[int, Mapping[str, Any]]  # that the optimizer has already, by record number
     host_bytes: int | None  # that it may take; None: no limit
     chosen: Chosen
 
@@ -55,8 +55,9 @@ class WrapRequest:
         measured: bool = False,
         place: tuple[int, int] | None = None,
     ) -> WrapRequest:
-        """Refuses what cannot work. Changes nothing. measured: with speeds, which takes time.
-        place: rank and count of ranks that share the state.
+        """Check the arguments and make the plan; raise where it cannot work. Changes nothing.
+        measured: with measured speeds, which takes time. place: rank and count of the ranks that
+        share the state.
         """
         check_wrappable(optimizer)
         refuse_unbuilt(config, _UNBUILT, "wrap")
@@ -94,7 +95,9 @@ class WrapRequest:
 def states_of(
     optimizer: torch.optim.Optimizer, records: Sequence[Record], recipe: Recipe
 ) -> dict[int, dict[str, Any]]:
-    """What a plain optimizer has already, by the numbers of the records, if it fits."""
+    """Return the state that a plain optimizer has already, by record number; raise where it does
+    not fit.
+    """
     numbers = {record.param: record.number for record in records}
     states = {numbers[p]: state for p, state in optimizer.state.items() if p in numbers}
     check_states(records, recipe, states)
@@ -117,7 +120,9 @@ def check_wrappable(optimizer: object) -> None:
 
 
 def _check_device(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """`wrap` leaves parameters where they are; a device that is named must be that one."""
+    """Raise where a parameter is not on the device that the config names: `wrap` leaves parameters
+    where they are.
+    """
     if config.device == "auto":
         return
     wanted = torch.device(config.device)

@@ -1,4 +1,6 @@
-"""What an optimizer stands on while a plan holds: memory, disk, and the ways to its devices."""
+"""The resources of an optimizer while a plan is in force: memory, disk, and transfers to its
+devices.
+"""
 
 from __future__ import annotations
 
@@ -27,79 +29,85 @@ from offload.storage.disk import DiskStore
 
 T = TypeVar("T")
 
-# Has the function called with the number of each parameter whose gradient has come; what it returns
-# is to be removed.
+# Registers a function to be called with the number of each parameter whose gradient has arrived;
+# returns the hook handles, whose `remove` ends it.
 Watch = Callable[[Mapping[int, Tensor], Callable[[int], None]], list[Any]]
 
 
-# The same, and a function that is called when a backward pass with such gradients has ended.
+# The same with a second function, called when a backward pass with such gradients has ended.
 WatchPasses = Callable[[Mapping[int, Tensor], Callable[[int], None], Callable[[], None]], list[Any]]
 
 
 class Resources(Protocol):
-    """Opened for records and a plan, and closed for good."""
+    """The resources of one optimizer: opened for records and a plan, and closed once."""
 
     pool: Pool | None  # of optimizer state
-    copies: Pool | None  # of what is copied to and from devices, where there are any
+    copies: Pool | None  # of copies to and from devices, where there are any
     store: DiskStore | None
     tiers: Tiers
-    staging_buffers: StagingProvider | None  # None: parameters are updated where they are
+    staging_buffers: StagingProvider | None  # None: parameters are updated in place
     grad_buffers: GradBuffers | None
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
 
 
 class ParamOwner(Protocol):
-    """A prepared model: it has the memory, the disk and the parameters."""
+    """The interface of a prepared model, which owns the memory, the disk and the parameters."""
 
     metrics: Metrics
 
     @property
     def most_chunk_numel(self) -> int | None:
-        """Elements of a chunk whose gradients it can bring; None: of any."""
+        """The largest chunk, in elements, whose gradients it can stage; None: no limit."""
 
     def unit_of(self, param: Tensor) -> int | None:
-        """The number of the unit that owns the parameter."""
+        """Return the number of the unit that owns the parameter."""
 
     def original_device_of(self, param: Tensor) -> torch.device:
-        """Where the parameter will be when the model is an ordinary one again."""
+        """Return the device of the parameter after the model is closed and is an ordinary one
+        again.
+        """
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
-        """The elements of it that are this rank's; None: all."""
+        """Return the parameter's elements that belong to this rank; None: all."""
 
     def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
-        """What `look` returns, if it raises on no rank, and what `tell` says of it is the same on
-        all.
+        """Return the result of `look`, if it raises on no rank and if `tell` describes it alike on
+        all ranks.
         """
 
     def sum_over_ranks(self, value: float) -> float:
-        """Of all ranks' values; its own where there are no others."""
+        """Sum the values of all ranks; return the value itself where there is one rank only."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients are not averaged over ranks inside."""
+        """Leave gradients unreduced while the block runs."""
 
     def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
-        """For what other ranks have of the state of these; None: there are no others."""
+        """Make a gatherer for the parts of these records' state that are on other ranks; None:
+        there are no other ranks.
+        """
 
     @property
     def has_lost_ranks(self) -> bool:
-        """Whether others have a part of everything and cannot be asked any more."""
+        """Whether other ranks hold a part of everything and are out of reach."""
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would go wrong."""
 
     def check(self, records: Sequence[Record], plan: Plan) -> None:
-        """Refuse parameters and plans that it was not prepared for. Changes nothing."""
+        """Refuse parameters and plans that the model was not prepared for. Changes nothing."""
 
     def make_resources(self, records: Sequence[Record], plan: Plan) -> Resources: ...
 
     def ended(self) -> None:
-        """The optimizer is a plain one again."""
+        """Note that the optimizer is a plain one again."""
 
 
 class OwnResources:
-    """A pool and a store of the optimizer's own. Nothing is open when it raises."""
+    """A pool and a store that belong to the optimizer alone. Nothing stays open when the
+    constructor raises.
+    """
 
     def __init__(
         self,
@@ -143,7 +151,9 @@ class OwnResources:
             raise
 
     def _open_pools(self, records: Sequence[Record]) -> None:
-        """Where there are devices, what is copied to them is apart: only that is pinned."""
+        """Open the pools. Where there are devices, the memory that is copied to and from them is a
+        pool of its own: only that is pinned.
+        """
         device = next((record.device for record in records if record.device_bytes), None)
         nbytes, copied = self._plan.arena_bytes, 0
         if device is not None:
@@ -154,7 +164,7 @@ class OwnResources:
             self.copies = Pool(copied, budget=HOST, device=device, metrics=self._metrics)
 
     def _open_devices(self, records: Sequence[Record], release_grads: bool, watch: Watch) -> None:
-        """Staging buffers, homes and transfers for parameters that are on devices."""
+        """Open staging buffers, gradient buffers and transfers for parameters on devices."""
         devices = {record.device for record in records if record.device_bytes}
         if not devices:
             return

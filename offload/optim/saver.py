@@ -1,12 +1,13 @@
-"""Optimizer state on its way out, as it was at one moment, while training goes on.
+"""A snapshot of the optimizer state, saved while training goes on.
 
-Every chunk that holds state is written once, by whoever is first: `run`, which works through them
-in a thread of its own or in the caller's, or a step that is about to change one. So there is no
-second copy of the state, in memory or on disk. A chunk in host memory is kept from changing while
-it is written; one on disk is read into memory of the saver's own, at most `READS` times the largest
-chunk, outside of the budget, and the generation that is being read stays whatever is written since.
+Every chunk that holds state is written once, by the first thread that reaches it: the one in `run`,
+which works through all chunks in a background thread or in the caller's, or a step that is about to
+change the chunk. So there is no second copy of the state, in memory or on disk. A chunk in host
+memory does not change while it is written. A chunk on disk is read into memory of the saver's own,
+at most `READS` times the largest chunk, outside of the budget; the store is copy on write, so the
+generation that is being read stays, however often the chunk is written meanwhile.
 
-An error ends the saving, not the training: it is raised by `run`, and nowhere else.
+An error ends the saving, not the training: `run` raises it, and nothing else does.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ from offload.optim.recipe import Record
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planning.layout import ELEMENT_BYTES, Chunk, Slice
 
-READS = 2  # one comes while the other is written
+READS = 2  # one is read while the other is written
 _PAGE_BYTES = 4096
 _CAUSE = "checkpoint"
 _WHAT = "save of the optimizer's state"
 
-# Takes values of a parameter's field, flat: number, field, the first one's byte, the values, in the
-# order of the parameter's shape; but in that of its memory where ranks share it. They may change as
-# soon as it has returned. Any thread.
+# Takes some values of a parameter's field: the parameter's number, the field, the byte offset of
+# the first value, the flat values. They are in the order of the parameter's shape, or in the order
+# of its memory where ranks share it. They may change as soon as the call has returned. Any thread
+# may call it.
 Sink = Callable[[int, str, int, Tensor], None]
 
 
 class ChunkSnapshot(Enum):
-    """Of one chunk."""
+    """The state of one chunk in a snapshot."""
 
-    WAITING = "waiting"  # still to be saved
-    HELD = "held"  # is being written from the memory where it lives, and must not change
-    READ = "read"  # is being read from disk, or written from the copy; it may change
+    WAITING = "waiting"  # not saved yet
+    HELD = "held"  # is being written from the tiers' memory, and must not change
+    READ = "read"  # is being read from disk, or written from that copy; it may change
     SAVED = "saved"
 
 
@@ -60,14 +62,16 @@ MOVES = {
 
 @dataclass
 class _SnapshotRead:
-    """A disk chunk on its way into the saver's memory."""
+    """A read in flight of a disk chunk into the saver's memory."""
 
     piece: HostChunk
     ticket: Ticket[None]
 
 
 class Saver:
-    """Made between steps; from then on it watches the tiers, until all is saved or given up."""
+    """The saver of one snapshot. It is made between steps and observes the tiers until all chunks
+    are saved or it is given up.
+    """
 
     def __init__(
         self, tiers: Tiers, records: Sequence[Record], metrics: Metrics, sink: Sink
@@ -79,20 +83,20 @@ class Saver:
         self._assembly = Assembly(sink)
         self._parts: dict[int, list[Slice]] = {}
         self._states: dict[int, ChunkSnapshot] = {}
-        self._held = 0  # how many are
-        # Of those that are in memory: where, for good or until their buffer is needed.
+        self._held = 0  # how many chunks are HELD
+        # The chunks in host memory: resident ones, and those in a buffer until it is needed.
         self._here: dict[int, HostChunk] = {piece.chunk.number: piece for piece in tiers.unwritten}
-        # Those that are waiting, in memory and on disk.
+        # The waiting chunks, in memory and on disk.
         self._waiting_here: dict[int, Chunk] = {}
         self._waiting_on_disk: dict[int, Chunk] = {}
-        self._buffer_bytes = 0  # of the largest that is, or may come to be, on disk
+        self._buffer_bytes = 0  # of the largest chunk that is on disk, or may be later
         for chunk in tiers.plan.chunks:
             parts = [part for part in chunk.slices if records[part.param].has_state]
             if chunk.fields and parts:
                 self._expect(chunk, parts)
         self._lock = threading.RLock()
         self._gate = Gate(self._lock)
-        self.progress = 0  # moves so far
+        self.progress = 0  # state changes so far
         self._error: BaseException | None = None
         self._is_over = False
         tiers.watcher = self
@@ -111,8 +115,8 @@ class Saver:
 
     @uninterrupted
     def run(self) -> None:
-        """Save whatever is left; returns when all is with the sink. Nothing of the tiers is held
-        then.
+        """Save all chunks that are left; return when the sink has all of them. No memory of the
+        tiers is held then.
         """
         reading: deque[_SnapshotRead] = deque()
         try:
@@ -120,7 +124,7 @@ class Saver:
         except BaseException as error:
             self._give_up(error)
         with steadfast:
-            for each in reading:  # nothing may write to the memory when it goes
+            for each in reading:  # no read may write to the memory after it is freed
                 with suppress(Exception):
                     each.ticket.wait()
             self._end()
@@ -148,7 +152,7 @@ class Saver:
 
     def _read_ahead(self, reading: deque[_SnapshotRead], memory: list[Tensor]) -> None:
         while len(reading) < READS:
-            with self._lock:  # nobody writes another generation before the read has begun
+            with self._lock:  # no other generation is written before the read begins
                 chunk = next(iter(self._waiting_on_disk.values()), None)
                 if chunk is None:
                     return
@@ -159,7 +163,7 @@ class Saver:
 
     def _make_memory(self) -> Tensor:
         whole = torch.empty(self._buffer_bytes + _PAGE_BYTES, dtype=torch.uint8, device="cpu")
-        begin = -whole.data_ptr() % _PAGE_BYTES  # direct I/O wants it
+        begin = -whole.data_ptr() % _PAGE_BYTES  # direct I/O needs page alignment
         return whole[begin : begin + self._buffer_bytes].view(torch.float32)
 
     def _hold_next(self) -> HostChunk | None:
@@ -183,7 +187,9 @@ class Saver:
 
     @uninterrupted
     def before_change(self, piece: HostChunk) -> None:
-        """Save the chunk from the piece if it is still to be saved; wait if it is being written."""
+        """Save the chunk from the piece if it still waits; block while another thread is writing
+        it.
+        """
         number = piece.chunk.number
         with self._lock:
             if (
@@ -200,18 +206,20 @@ class Saver:
             else:
                 self._await(number)
 
-    @steadfast  # Ctrl-C ends the step, not the save: it has half of the chunk by then
+    @steadfast  # Ctrl-C ends the step, not the save, which has half of the chunk
     def _save_for_a_step(self, piece: HostChunk) -> None:
         try:
             self._write_held(piece)
-        except Exception as error:  # the step goes on; `run` tells
-            self._give_up(error.with_traceback(None))  # which would hold the piece
+        except Exception as error:  # the step goes on; `run` raises it
+            self._give_up(error.with_traceback(None))  # a traceback would hold the piece
         except BaseException as error:
             self._give_up(error)
             raise
 
     def before_release(self, piece: HostChunk) -> None:
-        """From now on the chunk's bytes are to be found on disk."""
+        """Note that the chunk's bytes will be on disk only. Block while they are being written from
+        memory.
+        """
         number = piece.chunk.number
         with self._lock:
             self._wait_until(lambda: self._states.get(number) is not ChunkSnapshot.HELD)
@@ -228,12 +236,12 @@ class Saver:
             )
 
     def settle(self) -> None:
-        """Return when nothing of the tiers is needed any more."""
+        """Wait until the saver needs nothing of the tiers any more."""
         with self._lock:
             self._gate.wait_until(lambda: self._is_over, _WHAT, progress=lambda: self.progress)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Or until it is given up. Under the lock."""
+        """Wait until `is_so` is true or the saving is given up. The caller holds the lock."""
         self._gate.wait_until(
             lambda: is_so() or self._error is not None, _WHAT, progress=lambda: self.progress
         )
@@ -243,14 +251,14 @@ class Saver:
     def _write_held(self, piece: HostChunk) -> None:
         try:
             self._write(piece)
-        finally:  # it may change, well or badly
+        finally:  # saved or failed, it may change now
             with self._lock:
                 self._move(piece.chunk.number, ChunkSnapshot.SAVED)
 
     def _write(self, piece: HostChunk) -> None:
         for part in self._parts[piece.chunk.number]:
             record = self._records[part.param]
-            # Where ranks share it, nobody has all of it: whoever takes it puts it together.
+            # Where ranks share the state, no rank has all of it: the sink puts it together.
             is_plain = record.own is not None or is_row_major(record.shape, record.stride)
             for field, values in piece.fields(part).items():
                 if is_plain:
@@ -274,24 +282,24 @@ class Saver:
             self._gate.notify_all()
 
     def cancel(self, error: BaseException) -> None:
-        """`run`, under way or still to come, ends with `error`. Any thread."""
+        """Make `run`, under way or still to come, end with `error`. Any thread may call it."""
         self._give_up(error)
 
     @steadfast
     def give_up(self, error: BaseException) -> None:
-        """Nobody will call `run`."""
+        """End the saving with `error`, where `run` will not be called."""
         self._give_up(error)
         self._end()
 
     def _end(self) -> None:
-        clear_frames(self._error)  # whoever keeps it would keep our memory
+        clear_frames(self._error)  # a caller that keeps the error would keep the saver's memory
         with self._lock:
             if self._is_over:
                 return
             if self._tiers.watcher is self:
                 self._tiers.watcher = None
             self._assembly.drop()
-            self._here.clear()  # they are the tiers' memory
+            self._here.clear()  # it is the tiers' memory
             self._tiers = None  # type: ignore[assignment]
             self._is_over = True
             self._gate.notify_all()

@@ -1,6 +1,7 @@
-"""A second opinion: for the first steps, part of every slice is updated again in plain torch.
+"""The self check of the kernels: for the first steps, plain torch repeats part of every slice's
+update.
 
-The bits must be the same. For whoever has a new machine, a new compiler, or a doubt.
+The bits must be the same. It is meant for a new machine, a new compiler, or a doubt.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ SAMPLE_NUMEL = 4096  # of each slice: its last elements, where torch's kernels r
 
 @contextmanager
 def checked(work: SliceUpdate, rule: rules.Rule, scale: float) -> Iterator[None]:
-    """Around the update of a slice. Raises `StateError` when plain torch comes to other bits."""
+    """Repeat the end of a slice's update, which the block does, in plain torch. Raises `StateError`
+    where the bits differ.
+    """
     count = work.master.numel()
     last = slice(max(0, count - SAMPLE_NUMEL), count)
     names = {"parameter": work.master, **work.states}

@@ -1,8 +1,8 @@
-"""What a wrapped optimizer holds: plan, memory, store, and the updater on top of them.
+"""The session of a wrapped optimizer: plan, memory, store, and the updater on top of them.
 
-When there are other parameters all of it is opened anew, and the state goes over. Until it has
-arrived it is kept aside, outside of budget and plan: if there is no room to open, it is still
-there, and the next call tries again.
+When the optimizer's parameters change, everything is opened anew, and the state moves to the new
+plan. Until it has arrived it is kept aside, outside of budget and plan: if there is no room to
+open, it is still there, and the next call tries again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ from offload.storage.disk import DiskStore
 from offload.storage.handout import Handout
 from offload.storage.outgoing import Outgoing
 
-States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps them
-# Gives the place for a field of the state, of a DTensor for our part; None: it stays.
+States = dict[Tensor, dict[str, Any]]  # by parameter, as torch keeps it
+# Makes the target for a field of the state; for a DTensor, of this rank's part. None: the field is
+# not exported.
 Room = Callable[[Handout, Record, str], Outgoing | None]
 _KEPT = (
     "the state is kept aside and nothing is lost: make room and go on, or close() for the plain "
@@ -71,7 +72,7 @@ _KEPT = (
 
 
 class Drawn(NamedTuple):
-    """What is to be opened."""
+    """A set of records, plan and buckets that is drawn up and not opened yet."""
 
     records: list[Record]
     plan: Plan
@@ -79,7 +80,7 @@ class Drawn(NamedTuple):
 
 
 class Session:
-    """Opened for one optimizer. `reopen` makes it anew when there are other parameters."""
+    """The session of one optimizer. `reopen` makes a new plan when the parameters have changed."""
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class Session:
         link: DeviceLink | None = None,
         chosen: Chosen = NO_TUNING,
     ) -> None:
-        # Not held: what holds us would be held by us, and its memory until garbage is collected.
+        # A weak reference: with a strong one each would hold the other, and its memory, until
+        # garbage collection.
         self._optimizer = weakref.ref(optimizer)
         self.config = config
         self.metrics = Metrics(strict=config.strict) if host is None else host.metrics
@@ -116,28 +118,28 @@ class Session:
         self._host_memory_bytes = host_memory_bytes
         self._chunk_numel = chunk_numel
         self.chosen = chosen
-        if host is None:  # else it has done so
+        if host is None:  # else the prepared model has done so
             chosen.begin(self.metrics)
-        # With ranks that share the state; None: all of it is ours.
+        # For the ranks that share the state; None: all of it is here.
         self.coordinator = (
             ShardedCoordinator(ranks, config, self.metrics, watch_passes, link) if ranks else None
         )
-        self._holder = holder_now()  # of memory that is taken anew later on, too
+        self._holder = holder_now()  # also of memory that a later plan takes
         self._open(*self._draw_up(optimizer.state))
 
     @property
     def is_alive(self) -> bool:
-        """Whether there still is an optimizer."""
+        """Whether the optimizer still exists."""
         return self._optimizer() is not None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
-        assert optimizer is not None, "whoever calls has it"
+        assert optimizer is not None, "the caller holds it"
         return optimizer
 
     def _draw_up(self, with_state: Container[Tensor]) -> Drawn:
-        """Records and plan for the optimizer as it is now. Changes nothing."""
+        """Make records and plan for the optimizer as it is now. Changes nothing."""
         records = self._make_records(with_state)
         buckets, share = self.coordinator.share_out(records) if self.coordinator else (None, None)
         allowed_bytes, held_bytes = self._allowed()
@@ -168,12 +170,12 @@ class Session:
         return records
 
     def _allowed(self) -> tuple[int | None, int]:
-        """Host bytes that we may take: what was granted, unless others have taken of it since. And
-        what those hold.
+        """Return the host bytes that this optimizer may take: the granted ones, less what other
+        holders have taken of the limit since. And the bytes that those hold.
         """
         granted, limit = self._host_memory_bytes, HOST.limit_bytes
         if self.host is not None:
-            return granted, 0  # of a pool that is there already
+            return granted, 0  # a share of the prepared model's pool
         held = HOST.used_bytes - sum(pool.capacity_bytes for pool in self.pools)
         if granted is None or limit is None:
             return granted, held
@@ -181,7 +183,7 @@ class Session:
 
     @property
     def pools(self) -> list[Pool]:
-        """Of optimizer state, and of what is copied to and from devices."""
+        """The pools of optimizer state, and of copies to and from devices."""
         pools = (self._resources.pool, self._resources.copies) if self._resources else ()
         return [pool for pool in pools if pool is not None]
 
@@ -231,8 +233,8 @@ class Session:
         HEAP.look()
 
     def _leave_ranks_if_sharded(self) -> None:
-        """Whole parameters that were exchanged for DTensors since, as accelerate does it: others
-        share them out now.
+        """Stop sharing the state over ranks if whole parameters have been replaced by DTensors
+        since, as accelerate does it: FSDP2 shards them now.
         """
         if self.coordinator is None or not any(
             is_sharded(p) for p, _, _ in each_param(self.optimizer)
@@ -269,20 +271,20 @@ class Session:
         return self.metrics.snapshot().counts.get("steps", 0)
 
     def _look(self) -> dict[int, Gradient]:
-        """The gradients for a step, if nothing stands in its way."""
+        """Check that nothing stands in the way of a step, and return its gradients."""
         self._look_again()
         self._watch(self._steps_done)
         return self.updater.gradients()
 
     def _facts(self, grads: Mapping[int, Gradient]) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Return what must be the same on all ranks."""
         return {
             "hyper-parameters": settings_sum(self.updater.records),
             "parameters with gradients": list(grads),
         }
 
     def _look_again(self) -> None:
-        """Make the plan anew where somebody has exchanged, thawed, moved or cast a parameter."""
+        """Make a new plan if the user's code has replaced, unfrozen, moved or cast a parameter."""
         self.consistency.check()
         if len(self.optimizer.state):
             raise StateError(
@@ -300,7 +302,7 @@ class Session:
         ):
             self.reopen()
         for record, (_, group, _) in zip(self.updater.records, now, strict=True):
-            record.group = group  # may be another dict since
+            record.group = group  # may be another dict by now
 
     def _check_shapes(self) -> None:
         for record in self.updater.records:
@@ -326,20 +328,20 @@ class Session:
                 )
 
     def _watch(self, steps_done: int) -> None:
-        """Have the first steps checked, if that was asked for."""
+        """Check the first steps against plain torch, if `self_check` asks for it."""
         if isinstance(self._recipe, NativeRecipe) and self.config.self_check:
             wanted = steps_done < self.config.self_check
             self._recipe.watch = checked if wanted else lambda *_: nullcontext()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """For gradients that are in host memory only."""
+        """Zero or drop the gradients that are in host memory only."""
         if self._resources is not None and self._resources.grad_buffers is not None:
             self._resources.grad_buffers.zero_grad(set_to_none)
         if self.coordinator is not None:
             self.coordinator.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside of it gradients are not averaged over ranks."""
+        """Leave gradients unreduced over ranks while the block runs."""
         whose = self.coordinator if self.host is None else self.host
         return whose.no_sync() if whose is not None else nullcontext()
 
@@ -350,14 +352,14 @@ class Session:
 
     @property
     def ranks(self) -> Ranks | None:
-        """Those that share the state."""
+        """The ranks that share the state; None: they do not."""
         return self.coordinator.ranks if self.coordinator is not None else None
 
     # --- state ------------------------------------------------------------------------------------
 
     def export(self) -> States:
-        """The state by parameter, in fp32, with masters. Among ranks that share the state all of
-        them call it, and get all of it. Nothing has changed when it raises.
+        """Export the state by parameter, in fp32, with master weights. Nothing has changed when it
+        raises. Where ranks share the state all of them call it, and each gets all of it.
         """
         return self._hand_out(_exact_room)
 
@@ -365,7 +367,7 @@ class Session:
         try:
             return self._handed_out(room)
         except OffloadError as error:
-            clear_frames(error)  # they hold memory of ours
+            clear_frames(error)  # its frames hold the session's memory
             raise
 
     def _handed_out(self, room: Room) -> States:
@@ -387,21 +389,25 @@ class Session:
             return {records[n].param: _placed(records[n], state) for n, state in states.items()}
 
     def _gatherer(self, records: Sequence[Record]) -> Gatherer | None:
-        """For what other ranks have of the state of these."""
+        """Make a gatherer for the parts of these records' state that are on other ranks."""
         if self.host is not None:
             return self.host.gatherer(records)
         sharded_update = self.updater.sharded_update if self.updater is not None else None
         return sharded_update.gatherer() if sharded_update is not None else None
 
     def _numbers_held(self) -> list[int]:
-        """Of parameters that have state, as all of it must be here to be put together."""
+        """Open the state if it is closed, since the ranks gather it from the chunks. Return the
+        numbers of the parameters that have state.
+        """
         self.consistency.check()
-        self._open_if_closed()  # what is kept aside is our own part only
+        self._open_if_closed()  # the state kept aside is this rank's part only
         self._check_shapes()
         return [held.record.number for held in self.updater.held()]
 
     def export_plain(self) -> States:
-        """The state as the plain optimizer keeps it; none when it is of two ages."""
+        """Export the state as the plain optimizer keeps it. Empty where the state is inconsistent,
+        or where the other ranks are out of reach.
+        """
         if self.consistency.is_lost:
             self.consistency.tell("close(): the optimizer has no state any more; parameters")
             return {}
@@ -421,13 +427,13 @@ class Session:
 
     @property
     def has_state(self) -> bool:
-        """Whether any parameter has some."""
+        """Whether any parameter has state."""
         if self.updater is None:
             return self._aside is not None and bool(self._aside.held())
         return any(record.has_state for record in self.updater.records)
 
     def note_handed_out(self) -> None:
-        """The state has left us whole; an error later on can name it."""
+        """Note that the whole state was handed to the caller, so that a later error can name it."""
         steps = self.metrics.snapshot().counts.get("steps", 0)
         self.consistency.last_checkpoint = f"state_dict() after {steps} steps"
 
@@ -437,18 +443,18 @@ class Session:
         return self._make_records(self._aside.states if self._aside else ())
 
     def held(self) -> list[Held]:
-        """What there is to save, by the parameters of today; an error where it is mixed."""
+        """Return the state to save, by the parameters of today; raise where it is inconsistent."""
         self._look_again()
         return self.updater.held()
 
     def fields_of(self, number: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The fields that a parameter's state must have, and those that it may have."""
+        """Return the fields that a parameter's state must have, and those that it may have."""
         self._open_if_closed()
         record = self.updater.records[number]
         return record.fields, record.fields + ((MASTER,) if record.is_half else ())
 
     def begin_saving(self, sink: Sink) -> Saver:
-        """The fields of what is held now, on their way to `sink`."""
+        """Begin a snapshot of the state held now, which `sink` receives."""
         return self.updater.begin_saving(sink)
 
     def check_incoming(self, state_dict: Mapping[str, Any]) -> None:
@@ -462,7 +468,9 @@ class Session:
             self._draw_up(params)
 
     def checked(self, state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """The states of a `state_dict` by the numbers of our parameters, if they fit."""
+        """Return the states of a `state_dict` by the numbers of this optimizer's parameters; raise
+        where they do not fit.
+        """
         self.consistency.check_mendable()
         self._open_if_closed()
         return self._fitting(state_dict)
@@ -474,20 +482,22 @@ class Session:
         states = {
             numbers[key]: state for key, state in state_dict["state"].items() if key in numbers
         }
-        if len(saved) == len(self.updater.records):  # torch says what is wrong otherwise
+        if len(saved) == len(self.updater.records):  # otherwise torch reports the mismatch
             check_groups(self.updater.records, self._recipe, groups)
             check_states(self.updater.records, self._recipe, states)
         return states
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Make the states of a `state_dict` our own. The groups are those of it already."""
+        """Replace the state by that of a `state_dict`. The optimizer's groups are that
+        `state_dict`'s already.
+        """
         for record, (_, group, _) in zip(
             self.updater.records, each_param(self.optimizer), strict=True
         ):
             record.group = group
         records = self.updater.records
         thawed = any(record.is_frozen and record.number in states for record in records)
-        if thawed or self.consistency.is_lost:  # after an error, not everything may have come back
+        if thawed or self.consistency.is_lost:  # an error may have lost some buffers
             fresh = self._draw_up({records[number].param for number in states})
             self.close()
             try:
@@ -499,7 +509,7 @@ class Session:
         self.consistency.mend()
 
     def reopen(self) -> None:
-        """Make the plan anew, for the optimizer as it is now; state goes over to it. When it fails
+        """Make a new plan for the optimizer as it is now, and move the state to it. When it fails
         the old plan stands, or the state is kept aside.
         """
         self.consistency.check()
@@ -508,20 +518,22 @@ class Session:
             return
         having = {record.param for record in self.updater.records if record.has_state}
         fresh = self._draw_up_together(having)
-        # Until here, whatever is refused changes nothing.
+        # A refusal up to here changes nothing.
         self._aside = self._keep_aside(fresh.plan)
         self.close()
         self._open_if_closed(fresh)
 
     def _draw_up_together(self, having: Container[Tensor]) -> Drawn:
-        """Ranks that share a model have plans of their own, and one may have no room for its."""
+        """Draw up with the consensus of the ranks that share a model: each has a plan of its own,
+        and one of them may have no room for it.
+        """
         if self.host is None:
             return self._draw_up(having)
         return self.host.by_consensus(lambda: self._draw_up(having), lambda drawn: {})
 
     def _keep_aside(self, plan: Plan) -> Aside:
-        """A copy of the state for the time between the plan that stands and `plan`. Where it does
-        not fit beside them it is in a store, or its excess is told.
+        """Copy the state, for the time between the present plan and `plan`. Where the copy does not
+        fit beside them it is put in a store, or the excess is reported as a fall-back.
         """
         self._check_shapes()
         allowed_bytes, _ = self._allowed()
@@ -550,11 +562,11 @@ class Session:
         except BaseException as error:
             self.close()
             clear_frames(error)
-            if isinstance(error, CorruptionError):  # nothing else is read here but what is aside
+            if isinstance(error, CorruptionError):  # only the state kept aside is read here
                 self._drop_aside()
                 self.consistency.lose(MOVE, error)
             elif not was_lost:
-                self.consistency.mend()  # what was mixed is closed, and what is aside is whole
+                self.consistency.mend()  # the inconsistent state is closed; the one aside is whole
                 if isinstance(error, OffloadError):
                     error.args = (f"{error}; {_KEPT}",)
             raise
@@ -566,7 +578,7 @@ class Session:
             aside.close()
 
     def add(self, group: Mapping[str, Any], add: Callable[[], None]) -> None:
-        """Call `add`, which makes the plan anew with another group; among ranks, all or none do."""
+        """Call `add`, which makes a new plan with another group; among ranks, all do or none."""
         if self.coordinator is None:
             add()
         else:
@@ -580,13 +592,13 @@ class Session:
                 check_param("a parameter of the new group", local_of(tensor))
 
     def end(self) -> None:
-        """Close, and nobody will open it again."""
+        """Close for good."""
         self.close()
         self._drop_aside()
 
-    @steadfast  # nobody has the rest of it once it has begun
+    @steadfast  # no other call could release the rest once it has begun
     def close(self) -> None:
-        """Give memory and disk back, but for what is kept aside. Idempotent."""
+        """Release memory and disk, but for the state that is kept aside. Idempotent."""
         if self.updater is not None:
             self.updater.settle()
         if self.coordinator is not None:
@@ -604,7 +616,7 @@ def _exact_room(handout: Handout, record: Record, field: str) -> Outgoing:
 
 
 def _placed(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
-    """With tensors, of a DTensor's part in a DTensor."""
+    """Return the state with tensors; a DTensor's part as a DTensor."""
     return {
         name: like(record.param, value.tensor) if isinstance(value, Outgoing) else value
         for name, value in state.items()
@@ -614,7 +626,8 @@ def _placed(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
 def check_grad_buffers(config: Config, plan: Plan) -> None:
     is_alone = not plan.has_grad_buffers and plan.ranks is None
     if config.release_grads and is_alone and not is_initialised():
-        # A program for several ranks may be started with one, which has nobody to share with.
+        # A program for several ranks may be started with a single one, which has none to share
+        # with.
         raise ConfigError(
             "release_grads: all parameters are in host memory, where their gradients are used in "
             "place; leave it out"

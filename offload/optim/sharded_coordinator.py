@@ -1,7 +1,8 @@
-"""What an optimizer does together with the ranks that share its state, from one plan to the next.
+"""The acts that an optimizer does together with the ranks that share its state, from plan to plan.
 
-Nothing begins before all ranks have said that they can: a refusal on one is a refusal on all. What
-a program easily calls on one rank only (`state_dict`, `close`) is given up after a minute.
+Each act begins with a consensus: it starts when all ranks have said that they can, and a refusal on
+one rank is a refusal on all. Calls that a program easily makes on one rank only (`state_dict`,
+`close`) have a deadline of a minute.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _CALL_ON_ALL = (
     "save with offload.save"
 )
 
-# Gives the gradients for a step, if nothing stands in its way.
+# Returns the gradients for a step; raises where something stands in its way.
 Look = Callable[[], dict[int, Gradient]]
 Begin = Callable[[Mapping[int, Gradient]], PendingStep]
 
 
 class ShardedCoordinator:
-    """watch: for gradients that are averaged here. link: between the ranks' devices, where the
-    parameters are on some.
+    """The coordinator of one optimizer's steps, gradients and state over ranks. watch: registers
+    hooks on gradients that are averaged here. link: between the ranks' devices, where the
+    parameters are on devices.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class ShardedCoordinator:
         self._is_syncing = True
 
     def share_out(self, records: Sequence[Record]) -> tuple[Buckets, RankShare]:
-        """For a new plan. Changes nothing but which elements each record has as our own."""
+        """Divide the parameters over the ranks for a new plan. Changes nothing but each record's
+        `own`.
+        """
         buckets, place = share_out(self.buckets, records), place_of(records)
         if place != HOST and self._link is None:
             raise ConfigError(
@@ -97,7 +101,7 @@ class ShardedCoordinator:
         return sharded_update
 
     def leave(self) -> None:
-        """The plan ends; gradients that are here only are kept for the next."""
+        """Close the present plan. Gradients that only the reducer holds are kept for the next."""
         sharded_update, self.sharded_update = self.sharded_update, None
         if sharded_update is not None:
             sharded_update.close()
@@ -112,7 +116,7 @@ class ShardedCoordinator:
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, look: Look, begin: Begin, steps_done: int) -> PendingStep:
-        """One that no rank refuses, with the norm of everybody's gradients."""
+        """Begin a step that no rank refuses, with the norm over all ranks' gradients."""
         looked: list[dict[int, Tensor]] = []
         pending: list[PendingStep] = []
 
@@ -144,7 +148,7 @@ class ShardedCoordinator:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients are not averaged over ranks meanwhile."""
+        """Leave gradients unreduced over ranks while the block runs."""
         if not self._reduces:
             raise StateError(
                 "no_sync: gradients are averaged by others here; use the no_sync() of "
@@ -163,20 +167,22 @@ class ShardedCoordinator:
             self._reducer.is_syncing = self._is_syncing
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """For gradients that the parameters do not have."""
+        """Zero or drop the gradients that were taken from the parameters."""
         self._carried = None
         if self._reducer is not None:
             self._reducer.zero_grad(set_to_none)
 
     def give_back(self) -> None:
-        """All ranks let the parameters have their gradients."""
+        """Return the averaged gradients to the parameters, on all ranks together."""
         if self._reducer is not None:
             self._open_sharded_update.give_back(self._meet("close", self._reducer.look))
 
     # --- other meetings ---------------------------------------------------------------------------
 
     def meet(self, numbers: Callable[[], list[int]]) -> None:
-        """All ranks are here to put the state together: that of parameters with these numbers."""
+        """Hold a rendezvous of all ranks before they gather the state of the parameters with these
+        numbers.
+        """
         said = self._meet("state_dict", numbers)
         if any(one != said[0] for one in said):
             raise StateError("state_dict: ranks have state of different parameters; load it again")
@@ -188,7 +194,9 @@ class ShardedCoordinator:
     def add(
         self, group: Mapping[str, Any], add: Callable[[], None], records: Callable[[], Any]
     ) -> None:
-        """Another group of parameters, on all ranks or on none. records: those that are there."""
+        """Add another group of parameters, on all ranks or on none. records: gives the records that
+        there are after `add`.
+        """
         before = self.buckets
 
         def say_what_is_new() -> dict[str, Any]:
@@ -200,5 +208,5 @@ class ShardedCoordinator:
             said = by_consensus(self.ranks, "add_param_group", say_what_is_new, self._metrics)
             check_alike("add_param_group", said)
         except BaseException:
-            self.buckets = before  # of which all ranks make the same again
+            self.buckets = before  # from which all ranks draw up the same ones again
             raise

@@ -1,9 +1,11 @@
-"""An optimizer among ranks that share its state: what they agree on, and what they send.
+"""The part of an optimizer step that needs the ranks that share its state: agreement and
+collectives.
 
-Each rank keeps the state of its own elements and updates those. Stage 1: everybody has the same
-gradients, because somebody else has reduced them. Stage 2: they are reduced here, and everybody
-keeps the part that it needs (`reducer.py`). In both, new values are gathered while the update goes
-on. Before something changes all ranks agree that they can; so a refusal on one is one on all.
+Each rank keeps the state of its own elements and updates those. Stage 1: every rank has the same
+gradients, because DistributedDataParallel or the user's code has reduced them. Stage 2: they are
+reduced here, and every rank keeps the slice that it needs (`reducer.py`). In both, the new values
+are all-gathered while the update goes on. Before anything changes, the ranks reach consensus, so a
+refusal on one rank is a refusal on all.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ _REDUCE = (
 
 
 class ShardedUpdate:
-    """While one plan holds. network: between the devices that parameters are on; None: they are in
-    host memory.
+    """The exchange, the reducer and the checks of one optimizer among ranks, while one plan is in
+    force. network: between the devices of the parameters; None: they are in host memory.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class ShardedUpdate:
             self.exchange = self._in_host(memory)
         else:
             self.exchange = DeviceExchange(network, buckets, memory, metrics)
-        self.reducer: Reducer | None = None  # None: somebody else averages gradients
+        self.reducer: Reducer | None = None  # None: gradients are averaged elsewhere
         self._hooks: list[Any] = []
         if share.grad_bytes and watch is not None:
             memory_of_grads = _lease(pool, share.grad_bytes, "gradients of our own")
@@ -74,7 +76,7 @@ class ShardedUpdate:
             params = {number: records[number].param for number in buckets.numbers}
             self._hooks = watch(params, self.reducer.arrived, self.reducer.ended)
         self._gathering: Gathering | None = None
-        self._left: Counter[int] = Counter()  # own elements of each bucket that are not updated
+        self._left: Counter[int] = Counter()  # own elements of each bucket, not updated yet
 
     def _in_host(self, memory: Sequence[Tensor]) -> Exchange:
         buffers = [BucketBuffer.in_host(one, self.buckets) for one in memory]
@@ -83,8 +85,8 @@ class ShardedUpdate:
     # --- before a step ----------------------------------------------------------------------------
 
     def look(self, grads: Mapping[int, Tensor], steps_done: int) -> dict[str, Any]:
-        """What this rank has to say about a step with these gradients, or with those that are
-        reduced here.
+        """Return what this rank tells the others about a step with these gradients, or with those
+        that are reduced here.
         """
         params = {number: flat(self._records[number].param) for number in self.buckets.numbers}
         facts = {
@@ -98,7 +100,9 @@ class ShardedUpdate:
         return {**facts, "which of them have gradients": list(grads), **sums}
 
     def _sums(self, what: str, tensors: Mapping[int, Tensor], steps_done: int) -> dict[str, int]:
-        """Of all of them in the first steps, of a part of another one each time later."""
+        """Return checksums by name: of all tensors in the first steps, later of the first MiB of
+        one of them, another one each step.
+        """
         numbers = list(tensors)
         if not numbers:
             return {}
@@ -113,7 +117,9 @@ class ShardedUpdate:
     def settle(
         self, grads: dict[int, Tensor], said: Sequence[Mapping[str, Any]]
     ) -> dict[int, Tensor]:
-        """The gradients for a step, after what all ranks have said."""
+        """Compare what all ranks have said, and return the gradients for a step. Raises
+        `StateError` where they differ.
+        """
         own = (HAVING, LEFT) if self.reducer is not None else ()  # which may differ
         found = differing([{k: v for k, v in one.items() if k not in own} for one in said])
         if found is not None:
@@ -127,7 +133,7 @@ class ShardedUpdate:
     # --- new values of parameters -----------------------------------------------------------------
 
     def begin_update(self, numbers: Iterable[int]) -> None:
-        """These parameters are about to be updated, on all ranks."""
+        """Begin the update of these parameters, on all ranks."""
         stepping = {n for n in numbers if self.buckets.own(n) is not None}
         self._left.clear()
         for number in stepping:
@@ -147,19 +153,19 @@ class ShardedUpdate:
         return not self._left[bucket.number]
 
     def updated(self, number: int, numel: int) -> None:
-        """So many own elements of a parameter have their new values, or will have them on their
-        device before anything that `advance` starts.
+        """Note that so many of a parameter's own elements have their new values, or will have them
+        on their device before anything that `advance` starts.
         """
         if self.buckets.own(number) is not None:
             self._left[self.buckets.bucket_of(number).number] -= numel
 
     def advance(self) -> None:
-        """Send what is complete, unless all buffers are under way."""
+        """Send the buckets that are complete, while buffers are free. Does not block."""
         if self._gathering is not None:
             self._gathering.advance()
 
     def end_update(self) -> None:
-        """Return when this rank has everybody's new values."""
+        """Wait until this rank has the new values of all ranks."""
         assert self._gathering is not None, "begun before"
         self._gathering.finish()
         self._gathering = None
@@ -174,8 +180,8 @@ class ShardedUpdate:
     # --- gradients that are here only ------------------------------------------------------------
 
     def give_back(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Let the parameters have their averaged gradients, whole: what all ranks have said of
-        theirs.
+        """Gather the averaged gradients and give them to the parameters, whole. said: what each
+        rank has told about its gradients.
         """
         assert self.reducer is not None, "gradients are reduced here"
         whole: dict[int, Tensor] = {}
@@ -196,7 +202,7 @@ class ShardedUpdate:
         self.reducer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
-        """Nothing is watched any more."""
+        """Remove the hooks on gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -204,7 +210,9 @@ class ShardedUpdate:
     # --- whole states -----------------------------------------------------------------------------
 
     def gatherer(self) -> BucketGatherer:
-        """For state that leaves. All of it is in host memory, and in nobody's budget."""
+        """Make a gatherer for an export of the state. It works in host memory, outside of any
+        budget.
+        """
         if self.reducer is not None:
             self.reducer.drain()
         exchange = self.exchange
@@ -216,7 +224,7 @@ class ShardedUpdate:
 
 
 class BucketGatherer:
-    """Puts the state of one bucket's parameters together, a field at a time."""
+    """A gatherer that all-gathers the state of one bucket's parameters, one field at a time."""
 
     def __init__(self, exchange: Exchange, records: Sequence[Record]) -> None:
         self._exchange, self._records = exchange, records

@@ -1,9 +1,9 @@
-"""A gradient of which each rank has a slice, seen as one tensor.
+"""A gradient of which each rank holds a slice, presented as one tensor.
 
-It has the shape of its parameter and knows what loops do with gradients between backward and step:
-norms, scaling in place, whether all is finite, zeroing. Each works on this rank's elements, and
-what sums over all of them asks the other ranks: there every rank must ask. Everything else is
-refused, since no rank has the values.
+It has the shape of its parameter and supports what training loops do with gradients between
+backward and step: norms, scaling in place, tests for finite values, zeroing. Each works on this
+rank's elements. Results that depend on all elements are reduced over ranks, so there every rank
+must make the call. Everything else is refused, since no rank has all values.
 """
 
 from __future__ import annotations
@@ -36,44 +36,46 @@ _PARAM = "_offload_param"
 
 
 class SliceKeeper(Protocol):
-    """Has the slices of gradients."""
+    """The owner of the gradients' slices."""
 
     def name_of(self, param: Tensor) -> str: ...
 
     def values_of(self, param: Tensor, gradient: Tensor) -> Tensor:
-        """This rank's elements of the gradient, flat, to look at. Raises where it is not the
-        parameter's any more, or is not reduced yet.
+        """Return this rank's elements of the gradient, flat and to be read only. Raises where the
+        gradient is not the parameter's any more, or is not reduced yet.
         """
 
     def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | ColdValues:
-        """The same for the update: where they are."""
+        """Return the same elements for the update, in memory or spilled."""
 
     def norm_of(self, param: Tensor, gradient: Tensor, order: float) -> float:
-        """Over all ranks."""
+        """Compute the norm over all ranks."""
 
     def count_of(self, values: Tensor, what: str) -> int:
-        """Of true values, over all ranks."""
+        """Count the true values over all ranks."""
 
     def edit(self, param: Tensor, gradient: Tensor, edit: Edit) -> None:
         """Change this rank's elements, now or when they are used."""
 
     def take(self, param: Tensor, gradient: Tensor, whole: Tensor) -> None:
-        """Make these values the gradient's."""
+        """Replace the gradient by these whole values, of which this rank keeps its slice."""
 
 
 class SlicedGradient(GradientHandle):
-    """Made by the keeper only."""
+    """A handle of a sharded gradient. Only its keeper makes one."""
 
     @staticmethod
     def of(param: Tensor, keeper: SliceKeeper, device: torch.device) -> SlicedGradient:
-        """device: where torch is to see it; its slices are in host memory, or on disk."""
+        """Make the handle of a parameter's gradient. device: the one that torch sees; the slices
+        are in host memory, or on disk.
+        """
         made = SlicedGradient.made(param, keeper, device)
         setattr(made, _PARAM, param)
         return made
 
     @property
     def own(self) -> Tensor:
-        """This rank's elements, flat, to look at."""
+        """This rank's elements, flat and to be read only."""
         return _keeper(self).values_of(_param(self), self)
 
     @property
@@ -111,7 +113,9 @@ class SlicedGradient(GradientHandle):
 
 
 class _Verdicts:
-    """Of each element; asked for as a whole."""
+    """The elementwise result of a test, such as `isfinite`, which supports reductions over ranks
+    only.
+    """
 
     def __init__(self, gradient: SlicedGradient, values: Tensor) -> None:
         self._gradient, self._values = gradient, values
@@ -232,7 +236,9 @@ def _describe(gradient: Any, *_: object, **__: object) -> str:
 
 
 def power_sum(values: Tensor, order: float) -> float:
-    """Of this rank's elements: what is added over the ranks, or the largest of which is taken."""
+    """Compute this rank's contribution to a norm: what is added over the ranks, or, for the order
+    infinity, what the maximum is taken of.
+    """
     if not values.numel():
         return 0.0
     if math.isinf(order):

@@ -1,4 +1,4 @@
-"""Fields of state that are somewhere else, in a file, say, and are read slice by slice."""
+"""Sources of state fields, such as tensors in a file, that are read slice by slice."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _PIECE_NUMEL = 1 << 20
 
 @runtime_checkable
 class FieldSource(Protocol):
-    """A tensor in the order of its shape."""
+    """A tensor that is read in parts, with its elements in the order of its shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def read_into(self, begin_bytes: int, target: Tensor) -> None:
-        """Fill `target`, bytes in host memory, with those from `begin_bytes` on."""
+        """Fill `target`, bytes in host memory, with the source's bytes from `begin_bytes` on."""
 
 
 @dataclass(frozen=True)
 class FieldPart:
-    """A field of the elements that are ours, from `begin` on, in the order of memory; in memory."""
+    """A field of this rank's elements in host memory, from element `begin` on, in the parameter's
+    order of memory.
+    """
 
     begin: int
     values: Tensor
@@ -42,7 +44,7 @@ class FieldPart:
         self._from(begin, values.numel()).copy_(values)
 
     def read_into(self, begin: int, target: Tensor) -> None:
-        """Fill it with the elements from `begin` on."""
+        """Fill `target` with the elements from `begin` on."""
         target.copy_(self._from(begin, target.numel()))
 
     def _from(self, begin: int, numel: int) -> Tensor:
@@ -50,34 +52,37 @@ class FieldPart:
 
 
 class Readable(Protocol):
-    """A field of the elements that are ours, in the order of memory, wherever it is."""
+    """A field of this rank's elements, in the parameter's order of memory, in host memory or on
+    disk.
+    """
 
     def read_into(self, begin: int, target: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class KeptField:
-    """The same, and the order of memory that the parameter had when it was kept."""
+    """A field that was kept aside, with the order of memory that its parameter had then."""
 
     part: Readable
     shape: torch.Size
     stride: tuple[int, ...]
 
     def whole(self) -> Tensor:
-        """All elements of the parameter, which are ours then."""
+        """Read all elements of the parameter. All of them must be this rank's."""
         whole = torch.empty_strided(self.shape, self.stride, dtype=torch.float32, device="cpu")
         self.part.read_into(0, flat(whole))
         return whole
 
 
 def own_range(record: Record) -> tuple[int, int]:
-    """The elements whose state is ours."""
+    """Return the elements whose state belongs to this rank."""
     return record.own or (0, record.shape.numel())
 
 
 class GatheredField:
-    """The field that was read last of a parameter whose memory is in another order than its shape:
-    it is read whole, and its slices are taken from there. Each field of one parameter at a time.
+    """A cache of one parameter's whole fields, for parameters whose order of memory is not that of
+    their shape: such a field is read whole once, and its slices are taken from there. It holds the
+    fields of one parameter at a time.
     """
 
     def __init__(self) -> None:
@@ -85,7 +90,7 @@ class GatheredField:
         self._fields: dict[int, Tensor] = {}
 
     def of(self, source: FieldSource | KeptField, record: Record) -> Tensor:
-        """Flat, in the order of the parameter's memory."""
+        """Return the whole field, flat, in the parameter's order of memory."""
         if record.number != self._number:
             self._number, self._fields = record.number, {}
         if id(source) not in self._fields:
@@ -102,14 +107,14 @@ def _whole(source: FieldSource | KeptField) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Of a contiguous tensor; shares its memory."""
+    """View a contiguous tensor as bytes; shares its memory."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def read_slice(
     source: FieldSource, record: Record, part: Slice, target: Tensor, wholes: GatheredField
 ) -> None:
-    """Elements of a parameter's field, in the order of the parameter's memory."""
+    """Read a slice of a parameter's field into `target`, in the parameter's order of memory."""
     if not is_row_major(record.shape, record.stride):
         target.copy_(wholes.of(source, record)[part.begin : part.end])
     elif source.dtype == target.dtype:
@@ -125,7 +130,9 @@ def read_slice(
 def read_kept(
     kept: KeptField, record: Record, part: Slice, target: Tensor, wholes: GatheredField
 ) -> None:
-    """The same of what was kept; the parameter may be in another order of memory since."""
+    """Read a slice of a field that was kept aside; the parameter may have another order of memory
+    now.
+    """
     if is_same_order(record.shape, kept.stride, record.stride):
         kept.part.read_into(part.begin, target)
     else:

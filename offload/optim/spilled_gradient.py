@@ -1,13 +1,13 @@
-"""A gradient that host memory has no room for, seen as an ordinary tensor.
+"""A gradient that host memory has no room for, presented as an ordinary tensor.
 
-Its values are with a keeper: in the store, and one day wherever an update has taken them. What
-loops do with every gradient between backward and step needs none of them: the keeper knows the norm
-that torch has computed when they came, and scales them when they are used. For everything else the
-values come back into memory, whole, for as long as the operation lasts, or as long as somebody
-holds a view of them; what was done to them is written back. So every operation of torch has its own
-bits.
+A keeper has its values: in the store, or where an update has put them since. What training loops do
+with every gradient between backward and step needs no values: the keeper knows the norm, which
+torch computed when the gradient arrived, and it scales the values when they are used. For every
+other operation the values are loaded into memory, whole, until the operation ends or the last view
+of them is released; changes are written back. So every operation has the bits that torch gives it.
 
-Autograd adds to it as to any gradient: that is done where the values are, part by part.
+Autograd accumulates into it as into any gradient: the keeper adds to the stored values, part by
+part.
 """
 
 from __future__ import annotations
@@ -24,61 +24,63 @@ from offload.optim.gradient_handle import KEEPER, Edit, GradientHandle, handles_
 
 _HELD, _IS_EXPOSED, _IS_PINNED = "_offload_held", "_offload_is_exposed", "_offload_is_pinned"
 _aten = torch.ops.aten
-# What gives the memory away: nobody says for how long.
+# Calls that hand out the memory: for how long it is used is not known.
 _GIVING_AWAY = frozenset(
     {"data_ptr", "storage", "_typed_storage", "untyped_storage", "__dlpack__", "share_memory_"}
 )
-_FACTORS = frozenset({"other", "scalar", "scalars", "tensor"})  # how torch calls them
+_FACTORS = frozenset({"other", "scalar", "scalars", "tensor"})  # torch's names of the argument
 
 
 class ColdValues(Protocol):
-    """A gradient for the update, flat, that is not in memory: it is staged slice by slice."""
+    """A flat gradient that is not in memory: the update stages it slice by slice."""
 
     def numel(self) -> int: ...
 
     def element_size(self) -> int: ...
 
     def load(self) -> Tensor:
-        """All of them, in memory of their own."""
+        """Load all values into memory of their own."""
 
     def block_sums(self) -> Sequence[float]:
-        """Sums of squares, as `kernels.grad_stats` has them of the whole."""
+        """Return sums of squares, as `kernels.grad_stats` computes them for the whole gradient."""
 
 
 Gradient: TypeAlias = Tensor | ColdValues  # as the update gets it
 
 
 def in_memory(grads: Mapping[int, Gradient]) -> dict[int, Tensor]:
-    """The same where none is spilled: of an optimizer that was wrapped."""
+    """Return the gradients of a wrapped optimizer, none of which is spilled."""
     assert all(isinstance(one, Tensor) for one in grads.values()), "only prepare spills gradients"
     return cast("dict[int, Tensor]", grads)
 
 
 class SpillKeeper(Protocol):
-    """Has the values of one gradient."""
+    """The owner of the values of one gradient."""
 
     def load(self) -> Tensor:
-        """All of them, in memory of their own, with the gradient's shape."""
+        """Load all values into memory of their own, with the gradient's shape."""
 
     def store(self, values: Tensor) -> None:
-        """These are the values from now on."""
+        """Replace the values by these."""
 
     def edit(self, edit: Edit) -> None:
-        """Change them, now or when they are used."""
+        """Change the values, now or when they are used."""
 
     def add(self, values: Tensor) -> None:
-        """Add as many of the same type, as torch adds in place."""
+        """Add as many values of the same type, as torch adds in place."""
 
     def norm(self) -> Tensor | None:
-        """What `torch.linalg.vector_norm` gives for them as they are, if that is known."""
+        """Return what `torch.linalg.vector_norm` gives for the present values; None: not known."""
 
     @property
     def cold(self) -> ColdValues:
-        """The same for the update."""
+        """The values for the update."""
 
 
 class SpilledGradient(GradientHandle):
-    """Made by its keeper only. One thread at a time."""
+    """A handle of a spilled gradient. Only its keeper makes one. It is used by one thread at a
+    time.
+    """
 
     @staticmethod
     def of(param: Tensor, keeper: SpillKeeper) -> SpilledGradient:
@@ -90,12 +92,12 @@ class SpilledGradient(GradientHandle):
 
     @property
     def source(self) -> Tensor | ColdValues:
-        """The values for the update: in memory only if somebody else has them there."""
+        """The values for the update: in memory only if another tensor holds them there."""
         return _keeper(self).cold if _settled(self) else _bring(self).view(-1)
 
     @property
     def away(self) -> SpillKeeper | None:
-        """Who has the values; None: they are in memory, where somebody holds them."""
+        """The keeper, which has the values; None: they are in memory, held by another tensor."""
         return _keeper(self) if _settled(self) else None
 
     @property
@@ -104,8 +106,8 @@ class SpilledGradient(GradientHandle):
         return _held(self)
 
     def keep_in(self, keep: Callable[[Tensor], Tensor]) -> Tensor:
-        """There will be no keeper any more: from now on the values are where `keep` puts them, or
-        where somebody has them already. Returns them.
+        """Detach from the keeper, which ends: from now on the values are where `keep` puts them, or
+        where they are in memory already. Returns them.
         """
         held = _held(self)
         if held is None:
@@ -135,8 +137,8 @@ class SpilledGradient(GradientHandle):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What C++ does with it: autograd that adds to it, and what torch's own functions are made
-        of.
+        """Handle the operations that C++ calls: autograd's accumulation, and the simpler functions
+        that torch's own are made of.
         """
         if func is _aten.detach.default:
             return args[0]
@@ -167,16 +169,16 @@ def _keeper(gradient: Any) -> SpillKeeper:
 
 
 def _held(gradient: Any) -> Tensor | None:
-    """The values, where they are in memory."""
+    """Return the values, where they are in memory."""
     found: Tensor | None = getattr(gradient, _HELD)
     return found
 
 
-# --- values in memory, while somebody uses them ---------------------------------------------------
+# --- values in memory, while they are in use ------------------------------------------------------
 
 
 def _on_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call it with the values themselves, and write back what it has changed."""
+    """Call `func` with the values in memory, and write back what it has changed."""
     handles = {id(one): one for one in handles_in((args, kwargs))}
     values = {key: _bring(one) for key, one in handles.items()}
     versions = {key: one._version for key, one in values.items()}
@@ -193,7 +195,9 @@ def _on_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _changes(func: Any) -> bool:
-    """Whether it works in place, by its name: not all that does so counts versions."""
+    """Return whether `func` works in place, by its schema or its name: not every such function
+    advances the version counter.
+    """
     schema, name = getattr(func, "_schema", None), getattr(func, "__name__", "")
     if schema is not None:
         return bool(schema.is_mutable)
@@ -209,14 +213,14 @@ def _bring(gradient: Any) -> Tensor:
 
 
 def _let_go(gradient: Any) -> None:
-    """Give up the memory of the values, unless somebody else holds it; what may have been done to
-    them there is written back.
+    """Release the memory of the values, unless another tensor holds it. Write back what may have
+    been changed there.
     """
     held = _held(gradient)
     if held is None:
         return
     if getattr(gradient, _IS_PINNED) or holders(held) > 1:
-        setattr(gradient, _IS_EXPOSED, True)  # nobody sees what is done to it there
+        setattr(gradient, _IS_EXPOSED, True)  # a change through another tensor is not seen
         return
     if getattr(gradient, _IS_EXPOSED):
         _keeper(gradient).store(held)
@@ -225,7 +229,7 @@ def _let_go(gradient: Any) -> None:
 
 
 def _exchanged(value: Any, values: Mapping[int, Tensor]) -> Any:
-    """The same arguments with values in the place of handles."""
+    """Return the same arguments with values in the place of handles."""
     if isinstance(value, SpilledGradient):
         return values[id(value)]
     if type(value) in (tuple, list):
@@ -236,7 +240,9 @@ def _exchanged(value: Any, values: Mapping[int, Tensor]) -> Any:
 
 
 def _returned(result: Any, back: Mapping[int, Any]) -> Any:
-    """What works in place returns what it was given."""
+    """Put the handles back into the result, since a function that works in place returns its
+    argument.
+    """
     if isinstance(result, Tensor):
         return back.get(id(result), result)
     if type(result) in (tuple, list):
@@ -247,9 +253,11 @@ def _returned(result: Any, back: Mapping[int, Any]) -> Any:
 def _one_by_one(
     func: Callable[..., Any], tensors: Sequence[Any], rest: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What works on a list works on each by itself: memory has room for one."""
+    """Apply a function of lists to one tensor after the other, since memory has room for one
+    gradient.
+    """
     lengths = {len(one) for one in (*rest, *kwargs.values()) if _is_list(one)}
-    if lengths - {len(tensors)}:  # torch says what is wrong
+    if lengths - {len(tensors)}:  # torch reports the error
         return _on_values(func, (tensors, *rest), kwargs)
     results: list[Any] = []
     for number, one in enumerate(tensors):
@@ -261,7 +269,9 @@ def _one_by_one(
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it has something for each; numbers may be in a tensor."""
+    """Return whether the argument has an entry for each tensor; a 1-d tensor of numbers counts as a
+    list.
+    """
     return isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dim() == 1)
 
 
@@ -300,7 +310,9 @@ def _set_data(gradient: Any, values: Tensor) -> None:
 
 
 def _below(func: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch makes it of simpler functions, of which the norm is answered above."""
+    """Return a function that calls `func` as torch makes it of simpler functions;
+    `__torch_dispatch__` answers the norm among those.
+    """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -344,7 +356,7 @@ def _foreach(name: str) -> Callable[..., Any]:
         factors += [named.pop(key) for key in list(named) if key in _FACTORS]
         lengths = {-1 if isinstance(f, Tensor) else len(f) for f in factors if _is_list(f)}
         if named or len(factors) != (name != "zero") or lengths - {len(gradients)}:
-            _on_values(whole, args, kwargs)  # torch says what is wrong
+            _on_values(whole, args, kwargs)  # torch reports the error
             return
         for number, one in enumerate(gradients):
             given = [f[number : number + 1] if _is_list(f) else f for f in factors]
@@ -357,7 +369,7 @@ def _foreach(name: str) -> Callable[..., Any]:
 
 
 def _unscale(gradients: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """As `GradScaler.unscale_` asks for it. Where the norm is finite, all elements are."""
+    """Unscale as `GradScaler.unscale_` does. Where the norm is finite, all elements are."""
     unscale = torch._amp_foreach_non_finite_check_and_unscale_
     for one in gradients:
         is_away = isinstance(one, SpilledGradient) and _held(one) is None
@@ -370,7 +382,7 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> 
 
 
 def _adds_alike(gradient: Any, values: Any, *rest: Any) -> bool:
-    """Whether that can be added part by part."""
+    """Return whether the values can be added part by part."""
     return (
         isinstance(gradient, SpilledGradient)
         and _settled(gradient)
@@ -384,6 +396,6 @@ def _adds_alike(gradient: Any, values: Any, *rest: Any) -> bool:
 
 
 def _settled(gradient: Any) -> bool:
-    """Whether the values are away, once they have been let go of."""
+    """Release the values if possible; return whether they are out of memory."""
     _let_go(gradient)
     return _held(gradient) is None

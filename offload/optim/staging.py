@@ -1,10 +1,10 @@
-"""The way of device parameters and gradients to the host and back, slice by slice.
+"""The staging of device parameters and gradients: slice by slice to the host and back.
 
 The kernels run on the host. For a chunk whose parameters are on a device, the slices of parameters
-and gradients are copied to a staging buffer: a piece of host memory for one chunk. There they are
-updated, and the parameters go back. There are a few staging buffers, so that the copies of the next
-chunks run while one is worked on. The parameter is read from the device each time, so whatever
-somebody has put into it counts. One thread at a time.
+and gradients are downloaded to a staging buffer, which holds one chunk's slices in host memory.
+There they are updated, and the parameters are uploaded. There are a few staging buffers, so that
+the copies of the next chunks run while one chunk is updated. The parameter is read from the device
+each time, so a change by the user's code counts. One thread at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.planning.planner import staging_spans
 
 
 class Awaited(Protocol):
-    """Something under way: a ticket, say."""
+    """An asynchronous act that can be polled and waited for, such as a ticket."""
 
     @property
     def done(self) -> bool: ...
@@ -38,7 +38,7 @@ class Awaited(Protocol):
 
 @dataclass
 class StagingBuffer:
-    """Host memory for the slices of one chunk: parameter and gradient of each."""
+    """A buffer in host memory for the slices of one chunk: parameter and gradient of each."""
 
     memory: Tensor  # bytes
     slices: dict[Slice, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -46,16 +46,16 @@ class StagingBuffer:
 
 
 class Arriving(Protocol):
-    """A gradient that is in host memory, or comes there by itself."""
+    """A gradient that is in host memory, or on its way there."""
 
     memory: Tensor
 
     def take_ticket(self) -> list[Ticket[Tensor]]:
-        """What has to be waited for before `memory` is used; once."""
+        """Return the tickets to wait for before `memory` is used; they are returned once."""
 
 
 class StagingProvider(Protocol):
-    """Where the update finds parameters and gradients that are not simply in host memory."""
+    """The provider of parameters and gradients that the update cannot use in place."""
 
     def begin_step(
         self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
@@ -64,36 +64,38 @@ class StagingProvider(Protocol):
     def end_step(self) -> None: ...
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
-        """The order in which these chunks, all of the step, are best taken. at_hand: numbers of
-        those whose state is in a buffer; they come first.
+        """Return the best order for these chunks, which are all of the step. at_hand: numbers of
+        the chunks whose state is in a buffer; they come first.
         """
 
     def needs(self, chunk: Chunk) -> bool:
-        """Whether the update of a chunk needs a staging buffer."""
+        """Return whether the update of a chunk needs a staging buffer."""
 
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
-        """Whether `take` is possible now or, if it may wait, at all."""
+        """Return whether `take` is possible now or, if it may wait, at all."""
 
     def take(self, chunk: Chunk) -> StagingBuffer:
-        """A staging buffer with the chunk's slices on their way to it."""
+        """Take a staging buffer and start the copies of the chunk's slices into it."""
 
     def values(self, part: Slice) -> Tensor:
-        """Of a parameter's slice, now."""
+        """Return the present values of a parameter's slice."""
 
     def send_back(self, staging_buffer: StagingBuffer) -> None:
-        """What is on the staging buffer has changed. It comes back by itself."""
+        """Write back the changed values of the staging buffer, which frees itself when that has
+        ended.
+        """
 
     def give_back(self, staging_buffer: StagingBuffer) -> None:
-        """Nothing on it has changed."""
+        """Free the staging buffer; nothing in it has changed."""
 
     def break_off(self) -> None:
-        """The step has failed; whatever was taken for it is not needed any more."""
+        """Release what was taken for the step, which has failed."""
 
     def close(self) -> None: ...
 
 
 class DeviceStaging:
-    """All staging buffers of one optimizer, and the transfers to its devices."""
+    """The staging buffers of one optimizer, and the transfers to its devices."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class DeviceStaging:
     ) -> None:
         self._records = records
         self._free = [StagingBuffer(one) for one in memory]
-        self._away: deque[StagingBuffer] = deque()  # their parameters are on the way to the device
+        self._away: deque[StagingBuffer] = deque()  # whose uploads are in flight
         self._transfers = transfers
         self._marks: dict[torch.device, Mark] = {}
         self._has_no_grads = has_no_grads  # gradients have host memory of their own
@@ -114,14 +116,14 @@ class DeviceStaging:
     def begin_step(
         self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
     ) -> None:
-        """Remember where each device is: what it was given before is done with the parameters.
-        homes: gradients that need no staging buffer.
+        """Mark the present position of each device's stream: copies wait for the work submitted
+        before, which may use the parameters. grad_buffers: gradients that need no staging buffer.
         """
         self._grads, self._grad_buffers = in_memory(grads), grad_buffers
         self._marks = {device: t.mark() for device, t in self._transfers.items()}
 
     def end_step(self) -> None:
-        """What devices are given from now on comes after the new parameters."""
+        """Make the work that devices get from now on wait for the new parameters."""
         for transfer in self._transfers.values():
             transfer.join()
         self._grads, self._grad_buffers = {}, {}  # gradients belong to the parameters
@@ -143,7 +145,7 @@ class DeviceStaging:
         return bool(self._free)
 
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
-        """Whether `take` is possible: a staging buffer is free or, if it may wait, will be."""
+        """Return whether `take` is possible: a buffer is free or, if it may wait, will be."""
         return self.has_free or (may_wait and bool(self._away))
 
     def _clear_oldest(self) -> None:
@@ -153,13 +155,15 @@ class DeviceStaging:
         self.give_back(staging_buffer)
 
     def borrow(self) -> StagingBuffer:
-        """An empty staging buffer; waits for one if it must."""
+        """Take an empty staging buffer; wait for one if necessary."""
         if not self.has_free:
             self._clear_oldest()
         return self._free.pop()
 
     def take(self, chunk: Chunk) -> StagingBuffer:
-        """A staging buffer with the chunk's slices on their way to it; waits for one if it must."""
+        """Take a staging buffer and start the copies of the chunk's slices into it; wait for one if
+        necessary.
+        """
         staging_buffer = self.borrow()
         spans = staging_spans(chunk, self._widths(), self._has_no_grads)
         for part, (begin, middle, end) in spans.items():
@@ -177,7 +181,7 @@ class DeviceStaging:
     def _download(
         self, staging_buffer: StagingBuffer, part: Slice, source: Tensor, memory: Tensor
     ) -> Tensor:
-        """Start the copy of a slice from its device to a place on the staging buffer."""
+        """Start the download of a slice to its place in the staging buffer."""
         here = memory.view(source.dtype)[: source.numel()]
         transfer, mark = self._transfers[source.device], self._marks[source.device]
         staging_buffer.tickets.append(
@@ -187,18 +191,18 @@ class DeviceStaging:
 
     def _gradient(self, staging_buffer: StagingBuffer, part: Slice, memory: Tensor) -> Tensor:
         buffer, grad = self._grad_buffers.get(part.param), self._grads[part.param]
-        if buffer is None and grad.is_cpu:  # averaged over ranks: of our own elements only
+        if buffer is None and grad.is_cpu:  # averaged over ranks: of this rank's elements
             first, _ = self._records[part.param].own or (0, 0)
             return grad[part.begin - first : part.end - first]
         if buffer is None:
             return self._download(staging_buffer, part, grad[part.begin : part.end], memory)
-        # Chunks are worked on in the order in which they are taken: the first one's wait is enough.
+        # Chunks are updated in the order in which they are taken: the first one's wait is enough.
         staging_buffer.tickets += buffer.take_ticket()
         return buffer.memory[part.begin : part.end]
 
     def send_back(self, staging_buffer: StagingBuffer) -> None:
-        """Start the way of the updated parameters to the device. The staging buffer comes back by
-        itself.
+        """Start the upload of the updated parameters. The staging buffer is free when that has
+        ended.
         """
         for part, (host, _) in staging_buffer.slices.items():
             param = self._param(part)
@@ -215,7 +219,7 @@ class DeviceStaging:
         self._free.append(staging_buffer)
 
     def break_off(self) -> None:
-        """Nothing: staging buffers come back by themselves."""
+        """Do nothing: staging buffers free themselves."""
 
     def _param(self, part: Slice) -> Tensor:
         return flat(self._records[part.param].local)[part.begin : part.end]

@@ -1,4 +1,6 @@
-"""The last steps of an optimizer: a long run remembers thousands of them, in memory that stays."""
+"""The log of an optimizer's last steps: a long run keeps thousands of them, in memory of fixed
+size.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from offload.core.decoded import Decoded
 from offload.core.number_log import NumberLog
 from offload.core.step_fact import StepFact
 
-MOST_STEPS = 4096  # that are remembered
+MOST_STEPS = 4096  # that the log holds
 _OWN = "number", "begin_s", "end_s"  # of the step itself, in a row
-_SECONDS, _COUNTS = "s", "n"  # begin the names of the others
+_SECONDS, _COUNTS = "s", "n"  # prefixes of all other names
 
 
 class StepLog:
-    """What was nothing is left out. Any thread."""
+    """A log of steps that stores no zero seconds and no zero counts. Any thread may use it."""
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self._rows = NumberLog(most)
@@ -37,8 +39,8 @@ class StepLog:
         return len(self._rows)
 
     def so_far(self) -> Sequence[StepFact]:
-        """Return those that are remembered now, the first one first."""
-        with self._lock:  # a step may end meanwhile, in another thread
+        """Return the steps that the log holds now, the oldest first."""
+        with self._lock:  # another thread may end a step meanwhile
             return Decoded(self._rows.copy(), _fact)
 
 

@@ -1,9 +1,9 @@
-"""What the steps of one optimizer have cost: the last one, and the best rates of them all.
+"""The costs of one optimizer's steps: those of the last step, and the best rates of all steps.
 
-The rates are those of real transfers and updates, so they cost nothing to measure. The disk's is
-bytes read and written over the seconds in which it had something to do, in one step that did both;
-the update's is bytes read and written in memory over the seconds of the update. A rate that this
-run has never reached is not known here: `probe.py` asks for it.
+The rates are those of real transfers and updates, so they cost nothing to measure. The disk's rate
+is bytes read and written over the seconds in which it was busy, in one step that did both; the
+update's is bytes read and written in memory over the seconds of the update. A rate that this run
+has never reached is not known here: `probe.py` measures it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 from offload.optim.step_log import StepLog
 from offload.planning.planner import UNKNOWN, Speeds
 
-STEP, MODEL = "step(): ", "model: "  # causes of seconds in it, and since the one before it
+STEP, MODEL = "step(): ", "model: "  # of seconds in a step; since the last one
 _EARLY = "device_to_host_bytes", "gradients_early_bytes"
 
 
 class StepStats:
     def __init__(self, metrics: Metrics, speeds: Speeds = UNKNOWN) -> None:
         self.metrics = metrics
-        self.last: MetricsSnapshot = NOTHING  # the last step that ended well
+        self.last: MetricsSnapshot = NOTHING  # the last step that succeeded
         self.round: MetricsSnapshot = (
-            NOTHING  # from the step before to the last one: a whole iteration
+            NOTHING  # from the end of the step before to the end of the last one: a whole iteration
         )
         self.round_s: float | None = None  # its time; None: there was no step before
-        self._ended: MetricsSnapshot = NOTHING  # all there was when it had ended
+        self._ended: MetricsSnapshot = NOTHING  # the totals at the end of the last step
         self._ended_s: float | None = None
         self.speeds = speeds  # the best so far
-        self.stepped: Counter[str] = Counter()  # what all steps moved; forward and backward do, too
+        self.stepped: Counter[str] = Counter()  # moved in steps; passes move bytes, too
         self.steps = StepLog()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step."""
+        """Measure the step that the block runs."""
         before = self.metrics.snapshot()
         number = before.counts.get("steps", 0) + 1
         begin_s = time.perf_counter()
@@ -63,14 +63,14 @@ class StepStats:
         self._ended, self._ended_s = now, now_s
 
     def _counts(self, before: MetricsSnapshot, now: MetricsSnapshot) -> Mapping[str, int]:
-        """Of the step; gradients have come since the one before it."""
+        """Return the counts of the step; those of early gradients since the step before it."""
         since_then = (now - self._ended).counts
         early = {name: since_then[name] for name in _EARLY if name in since_then}
         return {**(now - before).counts, **early}
 
 
 def speeds_of(step: MetricsSnapshot, events: list[Event]) -> Speeds:
-    """Rates of one step, from its events."""
+    """Compute the rates of one step from its events."""
     read, written, updated = (
         step.counts.get(f"{name}_bytes", 0) for name in ("disk_read", "disk_written", "updated")
     )

@@ -1,9 +1,10 @@
-"""The bytes of the chunks: some in leases of the host pool for good, the others in the store.
+"""The tiers of the state chunks: some are resident in leases of the host pool, the others in the
+store.
 
-Disk chunks pass through a fixed number of buffers. Those that came last stay there, unwritten,
-until a buffer is needed for another: the next step begins with them, and neither reads nor writes
-them in between. A chunk that was never written has no bytes yet and begins as zeros. One thread at
-a time; beside it a watcher may look at bytes as long as they do not change.
+Disk chunks pass through a fixed number of buffers. The last ones stay there dirty until another
+chunk needs the buffer: the next step begins with them, and they are neither read nor written in
+between. A chunk that was never written has no bytes yet and begins as zeros. One thread at a time;
+beside it a watcher may read bytes as long as they do not change.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _KEY = "state chunk "
 
 @dataclass(frozen=True)
 class HostChunk:
-    """A chunk in host memory. `memory`: its fields, flat fp32; `whole`: the buffer it lies in;
-    `sums`: what is known of the checksums of its bytes as they are, 0 where nothing is; None: they
-    are of no use.
+    """A chunk in host memory. `memory`: its fields, flat fp32; `whole`: the buffer that it lies in;
+    `sums`: the known checksums of its present bytes, 0 where one is not known; None: they are of no
+    use.
     """
 
     chunk: Chunk
@@ -42,7 +43,7 @@ class HostChunk:
     sums: KnownSums | None = None
 
     def fields(self, part: Slice) -> dict[str, Tensor]:
-        """The elements of each field that belong to a slice of the chunk."""
+        """Return the elements of each field that belong to a slice of the chunk."""
         found = {}
         for field in self.chunk.fields:
             begin = self.chunk.begin_of(field) + part.offset
@@ -50,7 +51,9 @@ class HostChunk:
         return found
 
     def sums_of(self, part: Slice) -> dict[str, KnownSums]:
-        """Room for the checksums of each field of a slice, where they begin together."""
+        """Return the entries of `sums` for each field of a slice, where its elements begin at a
+        multiple of `SUM_BYTES`.
+        """
         found: dict[str, KnownSums] = {}
         count = (part.end - part.begin) * ELEMENT_BYTES // SUM_BYTES
         if self.sums is None or not count:
@@ -63,20 +66,26 @@ class HostChunk:
 
 
 class Watcher(Protocol):
-    """Somebody who wants the bytes of some chunks as they are now. His errors are his own."""
+    """An observer that copies the bytes of some chunks before they change. Its errors do not reach
+    the update.
+    """
 
     def before_change(self, piece: HostChunk) -> None:
-        """The chunk's bytes, which are in the piece, are others when this has returned."""
+        """Copy the chunk's bytes, which are in the piece, if they are needed: they change when this
+        has returned.
+        """
 
     def before_release(self, piece: HostChunk) -> None:
-        """The piece's memory is another chunk's when this has returned; its bytes are on disk."""
+        """Stop using the piece's memory: it is another chunk's when this has returned. The bytes
+        are on disk.
+        """
 
     def settle(self) -> None:
-        """Return when it needs nothing from here any more."""
+        """Wait until the watcher needs nothing of the tiers any more."""
 
 
 class Tiers:
-    """Where each chunk is, and the way to it and back."""
+    """The tiers of one optimizer's state: where each chunk is, its reads and its writes."""
 
     def __init__(self, plan: Plan, pool: Pool | None, store: DiskStore | None) -> None:
         self.plan = plan
@@ -87,8 +96,8 @@ class Tiers:
             if chunk.number in plan.resident
         }
         self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
-        self._written: set[int] = set()  # disk chunks that have bytes
-        self._unwritten: dict[int, HostChunk] = {}  # whose newest bytes are in a buffer only
+        self._written: set[int] = set()  # disk chunks that have bytes on disk
+        self._unwritten: dict[int, HostChunk] = {}  # dirty: newest bytes in a buffer only
         self.watcher: Watcher | None = None
 
     def is_resident(self, chunk: Chunk) -> bool:
@@ -99,7 +108,7 @@ class Tiers:
         return HostChunk(chunk, memory, memory)
 
     def needs_buffer(self, chunk: Chunk) -> bool:
-        """Whether `read` takes one: the chunk is on disk, and its newest bytes are there."""
+        """Return whether `read` takes a buffer: the chunk's newest bytes are on disk."""
         return not (self.is_resident(chunk) or self.is_unwritten(chunk))
 
     def is_unwritten(self, chunk: Chunk) -> bool:
@@ -116,8 +125,8 @@ class Tiers:
     def read(
         self, chunk: Chunk, priority: Priority = Priority.PREFETCH
     ) -> tuple[HostChunk, Ticket[None]]:
-        """A buffer that holds the disk chunk once the ticket is done. There must be a free one if
-        it needs one.
+        """Start a read of the disk chunk into a buffer, which holds it once the ticket is done. If
+        it needs a buffer, one must be free.
         """
         if chunk.number in self._unwritten:
             return self._unwritten[chunk.number], Ticket.of(None, f"{chunk.name} is in its buffer")
@@ -134,46 +143,46 @@ class Tiers:
             raise
 
     def copy_into(self, memory: Tensor, chunk: Chunk) -> Ticket[None]:
-        """Fill somebody else's memory with the bytes that a chunk has on disk at this moment. Any
-        thread.
+        """Start a read of the bytes that a chunk has on disk now into the caller's memory. Any
+        thread may call it.
         """
         return self._disk().read(_key(chunk), memory, Priority.PREFETCH)
 
     def before_change(self, piece: HostChunk) -> None:
-        """Whoever is about to change a chunk says so."""
+        """Announce that the caller is about to change a chunk."""
         if piece.sums is not None:
             piece.sums.fill(0)
-        watcher = self.watcher  # it goes when it has seen enough
+        watcher = self.watcher  # another thread may set it to None meanwhile
         if watcher is not None:
             watcher.before_change(piece)
 
     def settle(self) -> None:
-        """Return when nobody watches any more."""
+        """Wait until no watcher is left."""
         watcher = self.watcher
         if watcher is not None:
             watcher.settle()
 
     def change(self, piece: HostChunk) -> None:
-        """The buffer's bytes are the chunk's newest from now on, until it is given back."""
+        """Mark the buffer's bytes as dirty: they are the chunk's newest ones until `give_back`."""
         self._unwritten[piece.chunk.number] = piece
 
     def write(self, piece: HostChunk) -> Ticket[None]:
-        """Store a disk chunk; its buffer must not change before the ticket is done. What is not
-        given back after that, because it failed, say, stays where it is.
+        """Start to write back a disk chunk; its buffer must not change before the ticket is done. A
+        chunk that is not given back after that, because the write failed, say, stays in its buffer.
         """
         ticket = self._disk().write(_key(piece.chunk), piece.memory, sums=piece.sums)
         self._written.add(piece.chunk.number)
         return ticket
 
     def forget(self) -> None:
-        """Nothing that lies on disk counts any more; chunks begin as zeros again."""
+        """Discard all bytes on disk and in buffers; disk chunks begin as zeros again."""
         self.settle()
         self._written.clear()
         for piece in self.unwritten:
             self.give_back(piece)
 
     def give_back(self, piece: HostChunk) -> None:
-        """The chunk's newest bytes are on disk; its buffer is free."""
+        """Free the buffer of a chunk whose newest bytes are on disk."""
         watcher = self.watcher
         if watcher is not None:
             watcher.before_release(piece)
@@ -199,5 +208,5 @@ def _key(chunk: Chunk) -> str:
 
 
 def is_chunk_key(name: str) -> bool:
-    """Whether a store's entry is one of ours."""
+    """Return whether the store's entry is a chunk of optimizer state."""
     return name.startswith(_KEY)

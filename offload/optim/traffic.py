@@ -1,8 +1,9 @@
-"""Chunks of noise that move between host memory and drives, as those of optimizer state do.
+"""A traffic generator: chunks of noise that move between host memory and drives as state chunks do.
 
-For measurements: the store, its checksums, the sizes and the buffers are those of a step, with
-nothing to do in between. `mix` is the step's own pipeline; `read` and `write` move one way only.
-The files have no names, and are gone when this is closed. One thread at a time.
+It is for measurements: the store, its checksums, the sizes and the buffers are those of a step,
+without the update in between. `mix` is the step's own pipeline; `read` and `write` move in one
+direction only. The swap files are unnamed, and their space is free when this is closed. One thread
+at a time.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Moved:
-    """busy_s: in which at least one operation was under way."""
+    """A number of bytes that have moved. busy_s: seconds in which at least one operation was in
+    flight.
+    """
 
     read_bytes: int
     written_bytes: int
     busy_s: float
 
     def __add__(self, other: Moved) -> Moved:
-        """One after the other."""
+        """Add two movements, one after the other."""
         return Moved(
             self.read_bytes + other.read_bytes,
             self.written_bytes + other.written_bytes,
@@ -50,14 +53,14 @@ class Moved:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None: nothing has moved."""
+        """The rate of both directions together; None: nothing has moved."""
         nbytes = self.read_bytes + self.written_bytes
         return nbytes / self.busy_s if nbytes and self.busy_s else None
 
 
 def plan_traffic(nbytes: int, buffers: int, chunk_numel: int) -> Plan:
-    """Of `nbytes` in chunks of so many elements, through so many buffers. Has `disk_bytes` only
-    where there are more chunks than buffers.
+    """Plan `nbytes` in chunks of so many elements, which pass through so many buffers. The plan has
+    `disk_bytes` only where there are more chunks than buffers.
     """
     element_bytes = ELEMENT_BYTES * len(FIELDS)
     return make_plan(
@@ -73,13 +76,13 @@ def always() -> bool:
 
 
 class _Enough(Exception):
-    """Ends a pass before its end."""
+    """The exception that ends a pass early."""
 
 
 class Traffic:
     """The chunks of a plan that are not resident, on these directories. `fill` comes first;
-    `chunks` are those that it has filled. keep_going: asked before each chunk; a pass ends early
-    when it says no, and nothing is under way then.
+    `chunks` are those that it has filled. keep_going: is called before each chunk; a pass ends
+    early when it returns False, and then nothing is in flight.
     """
 
     def __init__(self, plan: Plan, directories: Sequence[Path]) -> None:
@@ -101,7 +104,7 @@ class Traffic:
         self._pipeline = Pipeline(self._tiers, None, self.metrics)
 
     def close(self) -> None:
-        """Idempotent. Waits for what is under way."""
+        """Wait for what is in flight and release everything. Idempotent."""
         self._store.close()
         self._pool.close()
 
@@ -113,12 +116,12 @@ class Traffic:
 
     @property
     def written_bytes(self) -> int:
-        """Since the beginning: the wear of the drives."""
+        """The bytes written since the beginning: the wear of the drives."""
         return self.metrics.snapshot().counts.get("disk_written_bytes", 0)
 
     def fill(self, keep_going: Callable[[], bool] = always) -> Moved:
-        """Noise, because drives may write zeros faster than anything else."""
-        generator = torch.Generator("cpu").manual_seed(_SEED)  # torch's own must not move
+        """Write noise, because drives may write zeros faster than anything else."""
+        generator = torch.Generator("cpu").manual_seed(_SEED)  # not torch's default generator
 
         def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
             if not keep_going():
@@ -133,7 +136,7 @@ class Traffic:
     def mix(
         self, keep_going: Callable[[], bool] = always, chunks: Sequence[Chunk] | None = None
     ) -> Moved:
-        """Read chunks (None: all), and write each when it is there, as a step does."""
+        """Read chunks (None: all), and write each when it has arrived, as a step does."""
 
         def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
             if not keep_going():
@@ -146,12 +149,12 @@ class Traffic:
         self, chunks: Sequence[Chunk], act: Callable[[HostChunk, StagingBuffer | None], bool]
     ) -> Moved:
         begin_s = time.perf_counter()
-        with suppress(_Enough):  # the pipeline has waited for all that was under way
+        with suppress(_Enough):  # the pipeline has waited for all that was in flight
             self._pipeline.run(chunks, act)
         return self._moved_since(begin_s)
 
     def read(self, keep_going: Callable[[], bool] = always) -> Moved:
-        """All chunks, one way."""
+        """Read all chunks, without writes beside it."""
         self._settle()
         coming: deque[tuple[HostChunk, Ticket[None]]] = deque()
 
@@ -172,7 +175,7 @@ class Traffic:
         return self._moved_since(begin_s)
 
     def write(self, keep_going: Callable[[], bool] = always) -> Moved:
-        """All chunks, the other way, out of as many buffers."""
+        """Write all chunks, without reads beside it, from as many buffers."""
         self._settle()
         first = self.chunks[: self._tiers.free_buffers]
         arriving = [self._tiers.read(chunk) for chunk in first]
@@ -197,7 +200,7 @@ class Traffic:
         return self._moved_since(begin_s)
 
     def _settle(self) -> None:
-        """Write what lies in buffers only."""
+        """Write back the chunks that are dirty in buffers."""
         for piece, ticket in [(piece, self._tiers.write(piece)) for piece in self._tiers.unwritten]:
             ticket.wait()
             self._tiers.give_back(piece)

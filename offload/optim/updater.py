@@ -1,8 +1,8 @@
-"""The update of all parameters of one optimizer, and the way of its state in and out.
+"""The update of all parameters of one optimizer, and the import and export of its state.
 
-Knows the optimizer's groups and gradients, the recipe and the tiers; runs chunks through the
-pipeline. After an error in the middle of a step parameters and state are of two ages; then it says
-so to `Consistency`, and refuses to step and to export.
+It knows the optimizer's groups and gradients, the recipe and the tiers, and runs chunks through the
+pipeline. After an error in the middle of a step some slices are a step ahead of others; then it
+tells `Consistency`, and refuses to step and to export.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from offload.storage.contract import KnownSums
 
 
 class Updater:
-    """company: other ranks that have a part of the state; None: all of it is here."""
+    """The updater of one optimizer's parameters while a plan is in force. sharded_update: for ranks
+    that share the state; None: all of it is here.
+    """
 
     def __init__(
         self,
@@ -64,10 +66,12 @@ class Updater:
     # --- the step ---------------------------------------------------------------------------------
 
     def gradients(self) -> dict[int, Gradient]:
-        """Of every parameter that has one, flat; a refusal where one cannot be used."""
+        """Return the gradient of every parameter that has one, flat; raise where one cannot be
+        used.
+        """
         self._consistency.check()
         if self._reduces:
-            return {}  # they come when all ranks have agreed
+            return {}  # they are reduced after the consensus
         grads: dict[int, Gradient] = {
             r.number: gradient_of(r) for r in self.records if r.param.grad is not None
         }
@@ -77,11 +81,11 @@ class Updater:
 
     @property
     def _reduces(self) -> bool:
-        """Whether gradients are reduced over ranks here; then they are of our own elements only."""
+        """Whether gradients are reduced over ranks here, to this rank's elements only."""
         return self.sharded_update is not None and self.sharded_update.reducer is not None
 
     def begin(self, grads: Mapping[int, Gradient], needs_norm: bool) -> PendingStep:
-        """Whatever may be refused is refused here; nothing has changed then."""
+        """Begin a step: all that may be refused is refused here, and then nothing has changed."""
         for number in grads:
             self._check_fields(self.records[number])
         squares = None
@@ -146,7 +150,7 @@ class Updater:
                 self._staging_buffers.break_off()
             if self.sharded_update is not None:
                 self.sharded_update.break_off(error)
-        except Exception:  # the first error is the one to tell
+        except Exception:  # the first error is the one to raise
             self.metrics.count("errors_after_an_error")
 
     def _count(self, grads: Mapping[int, Gradient]) -> None:
@@ -164,7 +168,7 @@ class Updater:
             )
 
     def _squares(self, grads: Mapping[int, Gradient]) -> dict[int, Sequence[float]]:
-        """Sums of squares of parts of each gradient that are ours, by parameter."""
+        """Compute sums of squares over blocks of this rank's part of each gradient, by number."""
         sums: dict[int, Sequence[float]] = {}
         there: dict[torch.device, dict[int, Tensor]] = {}
         for number, grad in grads.items():
@@ -183,34 +187,36 @@ class Updater:
         return sums
 
     def _clip_scale(self, sum_squares: float | None, max_norm: float | None) -> float:
-        """What the gradients, whose squares add up to that over all ranks, are multiplied with."""
+        """Return the factor that clips the gradients. sum_squares: over all gradients and ranks."""
         if sum_squares is None or max_norm is None:
             return 1.0
         self.grad_norm = math.sqrt(sum_squares)
         scale = max_norm / (self.grad_norm + 1e-6)
-        return 1.0 if scale >= 1.0 else scale  # also NaN, which torch hands on as well
+        return 1.0 if scale >= 1.0 else scale  # a NaN scale stays, as in torch
 
     def _begins_at(self, record: Record) -> int:
-        """The element that a gradient begins with: our first one, where it is of ours only."""
+        """Return the parameter's element that its gradient begins with: this rank's first one,
+        where the gradient holds this rank's elements only.
+        """
         is_ours_only = (
             self._reduces or record.original_device is not None
         )  # the latter in a prepared model
         return record.own[0] if record.own and is_ours_only else 0
 
     def _own(self, number: int, values: Tensor) -> Tensor:
-        """The elements of a gradient that are ours."""
+        """Return this rank's elements of a gradient."""
         record = self.records[number]
         first, (begin, end) = self._begins_at(record), record.own or (0, values.numel())
         return values[begin - first : end - first]
 
     def _of_grad(self, grad: Gradient, part: Slice) -> Tensor:
-        """The elements of a gradient that belong to a slice, in memory."""
+        """Return the elements of a gradient, in memory, that belong to a slice."""
         assert isinstance(grad, Tensor), "what is cold comes over a staging buffer"
         first = self._begins_at(self.records[part.param])
         return grad[part.begin - first : part.end - first]
 
     def _in_host(self, number: int, grad: Tensor) -> Tensor:
-        """The same gradient in host memory, once it is there."""
+        """Return the gradient in host memory; wait for its copy."""
         if self._grad_buffers is not None and number in self._grad_buffers.by_number:
             return self._grad_buffers.settle(number)
         return grad.cpu()
@@ -241,7 +247,7 @@ class Updater:
         staging_buffer: StagingBuffer | None,
     ) -> bool:
         if self.sharded_update is not None:
-            # before: what the last chunk had is on its way to the device
+            # before this chunk: the last one's new values are on their way to the device
             self.sharded_update.advance()
         for part in piece.chunk.slices:
             if part.param in grads:
@@ -259,8 +265,8 @@ class Updater:
     def _update_without_chunk(
         self, number: int, grad: Gradient, fresh: set[int], scale: float
     ) -> None:
-        """A parameter without elements of ours, whose numbers change all the same; or one in host
-        memory and without elementwise state.
+        """Update a parameter that has no chunk: one without elements on this rank, whose step count
+        advances all the same, or one in host memory without elementwise state.
         """
         spec, record = self._tiers.plan.params[number], self.records[number]
         if not spec.own_numel or not (spec.fields or spec.has_staging_buffer):
@@ -271,7 +277,7 @@ class Updater:
             whole = Slice(number, begin, end, 0)
             none = torch.empty(0, dtype=record.dtype, device="cpu")
             here = flat(record.local)[begin:end] if end else none
-            ours = self._of_grad(grad, whole) if end else none  # of itself, or nothing
+            ours = self._of_grad(grad, whole) if end else none  # the whole gradient, or nothing
             self._update_slice(record, whole, here, ours, nothing, number in fresh, scale, {})
 
     def _update_slice(
@@ -285,7 +291,7 @@ class Updater:
         scale: float,
         sums: Mapping[str, KnownSums],
     ) -> None:
-        """All tensors are in host memory and have the slice's elements."""
+        """Update one slice. All tensors are in host memory and have the slice's elements."""
         master = fields.pop(MASTER, None)
         if is_fresh:
             for name, field in fields.items():
@@ -310,7 +316,7 @@ class Updater:
     # --- state in and out -------------------------------------------------------------------------
 
     def copy_out(self, targets: Targets) -> None:
-        """Write what is here of these fields, slice by slice."""
+        """Write the elements of these fields that are here to their targets, slice by slice."""
         self._consistency.check()
 
         def copy(piece: HostChunk, _: StagingBuffer | None) -> bool:
@@ -324,7 +330,7 @@ class Updater:
         self._pass_over(targets, copy, "state out", only_looks=True)
 
     def held(self) -> list[Held]:
-        """What there is of every parameter that has state."""
+        """Return what state there is, for every parameter that has some."""
         found = []
         for record in self.records:
             fields = self._tiers.plan.params[record.number].fields
@@ -334,24 +340,24 @@ class Updater:
         return found
 
     def begin_saving(self, sink: Sink) -> Saver:
-        """The fields of all that is held now, on their way to `sink`. One at a time: the one before
-        is waited for.
+        """Begin a snapshot of all state held now, which `sink` receives. One at a time: waits for
+        the snapshot before.
         """
         self._consistency.check()
         self._tiers.settle()
         return Saver(self._tiers, self.records, self.metrics, sink)
 
     def settle(self) -> None:
-        """Return when no saving needs our chunks any more."""
+        """Wait until no snapshot needs the chunks any more."""
         self._tiers.settle()
 
     def take_in(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Make these states the parameters' own, by number; all others have none. They have been
-        checked with `check_states`. Fields are tensors, or sources, which are read as they are
-        needed.
+        """Replace the state of all parameters by these states, by number; a parameter without one
+        has none then. `check_states` has checked them. Fields are tensors, or sources, which are
+        read slice by slice.
         """
         known = {n for n, state in states.items() if is_there(self.records[n], state)}
-        # Not a closure: the frames of an error would hold it, and it our memory.
+        # Not a closure: the frames of an error would hold it, and with it the tiers' memory.
         copy_in = partial(
             self._copy_in, {number: states[number] for number in known}, GatheredField()
         )
@@ -362,7 +368,7 @@ class Updater:
             for number in known:
                 self.records[number].has_state = True
                 self._recipe.take_scalars(self.records[number], states[number])
-            self._tiers.forget()  # so that nothing is read that is about to be replaced
+            self._tiers.forget()  # so that no chunk is read that is about to be replaced
             self._pass_over(known, copy_in, "state in")
         except BaseException as error:
             self._consistency.lose(LOAD, error)

@@ -1,4 +1,4 @@
-"""Where activations are until backward wants them: on drives, or in host memory and on drives."""
+"""The tiers that hold activations until backward needs them: drives, or host memory and drives."""
 
 from __future__ import annotations
 
@@ -18,47 +18,54 @@ from offload.params.saved_storage import SavedStorage, Stage
 from offload.storage.engine import Priority
 from offload.storage.growing import GrowingStore
 
-_FULL = 3 / 4  # of the pool; from there on the oldest go on to the drives
+_FULL = 3 / 4  # of the pool; beyond it the oldest are written to the drives
 
 
 class ActivationStore(Protocol):
-    """Where pieces are when they are away."""
+    """The tier below the memory that the model computes in, for saved storages."""
 
-    limit_bytes: int  # of pieces where they are computed on
+    limit_bytes: int  # of activations in the memory that the model computes in
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in use now, beside what is computed on."""
+        """The host memory in use now, without the memory that the model computes in."""
 
     @property
     def disk_bytes(self) -> int:
-        """In use now."""
+        """The bytes of drives in use now."""
 
     def leave(self, piece: SavedStorage) -> Ticket[Any] | None:
-        """Start the piece's way out. Its memory is needed until the ticket ends; None: not any
-        more. Raises `CapacityError` where there is no room: then it stays.
+        """Start to copy the storage out. Return a ticket until whose end the storage's memory is
+        still needed, or None if it is not needed any more. Raises `CapacityError` if there is no
+        room; then the storage stays in memory.
         """
 
     def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
-        """Start its way back. is_wanted: now, not later. Raises `CapacityError` where there is no
-        room.
+        """Start to fetch the storage. is_wanted: backward needs it now, this is no prefetch. Raises
+        `CapacityError` if there is no room.
         """
 
     def finish(self, piece: SavedStorage) -> Tensor:
-        """Its bytes, where they are computed on, once they have come."""
+        """Wait until the storage is fetched and return its bytes, in the memory that the model
+        computes in.
+        """
 
     def discard(self, piece: SavedStorage) -> None:
-        """The piece has given its memory up; it is still outside."""
+        """Note that the storage has released its memory; its copy outside remains."""
 
     def forget(self, piece: SavedStorage) -> None:
-        """Nobody wants it any more. Called by finalizers: must not block and must not fail."""
+        """Free the storage's copy; no tensor refers to it any more. Called by finalizers: must not
+        block and must not fail.
+        """
 
     def close(self) -> None: ...
 
 
 class DiskActivations:
-    """For a model on the CPU, whose host memory they are in already. limit_bytes: of what stays
-    there.
+    """The activation store of a model on the CPU, whose activations are in host memory already: it
+    writes them to the drives.
+
+    limit_bytes: how many bytes of activations may stay in host memory.
     """
 
     def __init__(self, store: GrowingStore, limit_bytes: int) -> None:
@@ -101,21 +108,21 @@ class DiskActivations:
 
 @dataclass(eq=False)
 class _Stay:
-    """Of a piece that is not, or not only, on the device. host: None where it is on the drives, or
-    on the device again.
+    """The state of a storage that is not, or not only, on the device. host: its host memory; None
+    if it is on the drives, or on the device again.
     """
 
     host: Tensor | None
-    copying: Ticket[Tensor] | None  # from the device
+    copying: Ticket[Tensor] | None  # the download
     writing: Ticket[None] | None = None
     reading: Ticket[None] | None = None
-    buffer: DeviceBuffer | None = None  # it is on the device again
+    buffer: DeviceBuffer | None = None  # not None: it is on the device again
     is_on_disk: bool = False
 
 
 class _Sinking(NamedTuple):
-    """A piece on its way from host memory to the drives. It may come back and leave again
-    meanwhile; then its stay is another.
+    """A storage that is being written from host memory to the drives. It may be fetched and leave
+    again meanwhile; then it has another `_Stay`, and this one no longer counts.
     """
 
     piece: weakref.ref[SavedStorage]
@@ -129,11 +136,12 @@ class _Sinking(NamedTuple):
 
 
 class HostActivations:
-    """For a model on a device: copies in the pool's memory, the oldest of them in the store when
-    that is full. store: None where there is no drive.
+    """The activation store of a model on a device: it downloads activations to the pool's host
+    memory and writes the oldest of them to the store when the pool is full. store: None if there is
+    no drive.
     """
 
-    limit_bytes = 0  # all that may go does
+    limit_bytes = 0  # everything that may be offloaded is
 
     def __init__(self, transfer: DeviceTransfer, pool: Pool, store: GrowingStore | None) -> None:
         self._transfer = transfer
@@ -142,8 +150,8 @@ class HostActivations:
         self._in_host: dict[int, weakref.ref[SavedStorage]] = {}  # oldest first
         self._sinking: deque[_Sinking] = deque()
         self._reading: dict[int, weakref.ref[SavedStorage]] = {}
-        self._filling: deque[Ticket[None]] = deque()  # copies to the device, in their order
-        self._over: deque[int] = deque()  # numbers of pieces that have ended
+        self._filling: deque[Ticket[None]] = deque()  # uploads, in their order
+        self._over: deque[int] = deque()  # numbers of storages that no tensor refers to any more
 
     @property
     def host_bytes(self) -> int:
@@ -157,7 +165,7 @@ class HostActivations:
         assert piece.memory is not None
         host = self._room(piece, may_wait=True)
         copying = self._transfer.read(piece.memory, host, piece.name)
-        if piece.outside is not None:  # it has come back once; its buffer ends after the copy
+        if piece.outside is not None:  # it was uploaded once; that buffer ends after the copy
             self.discard(piece)
         piece.outside = _Stay(host, copying)
         self._in_host[piece.number] = weakref.ref(piece)
@@ -181,13 +189,15 @@ class HostActivations:
             self._upload(piece)
         assert stay.buffer is not None
         piece.is_outside = stay.is_on_disk
-        piece.own_tensors = 2  # the buffer has one
+        piece.own_tensors = 2  # the buffer holds one
         return stay.buffer.use()
 
     def _upload(self, piece: SavedStorage) -> None:
-        """Start its way to the device, once it is in host memory, which is given up with it."""
+        """Start to upload the storage, once it is in host memory. Release its host memory with
+        that.
+        """
         stay: _Stay = piece.outside
-        # The way from the device must be over, too: the two are not in one order.
+        # The download must have ended, too: uploads and downloads are not ordered with each other.
         self._end_copy(stay)
         self._end_reading(piece)
         assert stay.host is not None
@@ -238,10 +248,10 @@ class HostActivations:
     # --- from host memory to the drives -----------------------------------------------------------
 
     def _room(self, piece: SavedStorage, may_wait: bool) -> Tensor:
-        """Host memory for a piece; others go on to the drives for it if they must."""
+        """Lease host memory for a storage; write others to the drives if there is no room."""
         while True:
             self._take_in_over()
-            self._transfer.poll()  # copies that are over hold no memory any more
+            self._transfer.poll()  # copies that have ended hold no memory any more
             try:
                 with self._pool.lease(piece.nbytes, what=piece.name) as lease:
                     return lease.tensor()
@@ -250,13 +260,13 @@ class HostActivations:
                     raise
 
     def _make_room(self) -> bool:
-        """Wait until one has left host memory: for the device, or for the drives. False: there is
-        none.
+        """Wait until one storage releases its host memory: its upload, or its write to the drives,
+        has ended. Return False if there is none that can.
         """
         if self._filling:
             self._filling.popleft().wait()
             return True
-        for ref in list(self._reading.values()):  # fetched ahead; it need not wait here
+        for ref in list(self._reading.values()):  # prefetched; it need not wait in host memory
             piece = ref()
             if piece is not None:
                 self._upload(piece)
@@ -272,19 +282,19 @@ class HostActivations:
             self._filling.popleft().wait()
 
     def _sink_ahead(self) -> None:
-        """Where the pool is nearly full, start the way of the oldest to the drives."""
+        """Start to write the oldest storages to the drives if the pool is nearly full."""
         self._settle(may_wait=False)
         stats = self._pool.stats()
         excess = stats.used_bytes - int(stats.capacity_bytes * _FULL)
         excess -= sum(found[0].nbytes for each in self._sinking if (found := each.still()))
         while excess > 0 and (piece := self._next_to_sink()) is not None:
             if piece.outside.copying is not None and not piece.outside.copying.done:
-                return  # nobody waits for a copy here
+                return  # this method does not wait for a download
             self._sink(piece)
             excess -= piece.nbytes
 
     def _sink_oldest(self) -> bool:
-        """Wait until one more is on the drives; False: there is none."""
+        """Wait until one more storage is on the drives. Return False if there is none to write."""
         if not self._sinking:
             piece = self._next_to_sink()
             if piece is None:
@@ -308,12 +318,14 @@ class HostActivations:
         assert self._store is not None and stay.host is not None
         self._end_copy(stay)
         del self._in_host[piece.number]
-        self._store.free(piece.name)  # of an earlier stay
+        self._store.free(piece.name)  # its copy from an earlier stay
         stay.writing = self._store.write(piece.name, stay.host)
         self._sinking.append(_Sinking(weakref.ref(piece), weakref.ref(stay)))
 
     def _settle(self, may_wait: bool) -> None:
-        """Take the memory of what has arrived on the drives; may_wait: for the oldest of it."""
+        """Release the host memory of storages whose writes have ended. may_wait: wait for the
+        oldest one.
+        """
         while self._sinking:
             found = self._sinking[0].still()
             if found is not None:
@@ -335,5 +347,5 @@ class HostActivations:
             self._in_host[piece.number] = weakref.ref(piece)
             raise
         stay.is_on_disk = True
-        if piece.stage is Stage.AWAY:  # else it is wanted again, and gives it up by itself
+        if piece.stage is Stage.AWAY:  # else it is being fetched; its upload releases the memory
             stay.host = None

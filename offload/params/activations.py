@@ -1,12 +1,13 @@
-"""What autograd keeps of a model's run, in less memory: the rest is elsewhere until backward.
+"""Offload of activations: the tensors that autograd saves leave memory until backward needs them.
 
-The bytes behind the saved tensors are kept in pieces. A piece goes when there is too much of them
-and nobody but autograd holds it: a leaf, a buffer, or what the caller still works with would stay
-in memory anyway. So what has gone cannot be changed by anybody. Backward wants them in reverse;
-those before the one that it wants are fetched ahead.
+The unit of the offload is the storage behind saved tensors. A storage is offloaded when there are
+too many bytes of them and only autograd holds it: a leaf, a buffer, or a tensor that the caller
+still uses would stay in memory anyway. So no code can change a storage that is offloaded. Backward
+needs the storages in reverse order; those saved before the one that it needs are prefetched.
 
-Where a piece goes is the business of `outside`: to the drives, for a model on the CPU; to host
-memory, for one on a device, and from there to the drives. Any thread; one at a time.
+The `ActivationStore` decides where a storage goes: to the drives, for a model on the CPU; to host
+memory and from there to the drives, for a model on a device. Any thread may call; a lock lets one
+in at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from offload.core.metrics import Metrics
 from offload.params.activation_store import ActivationStore
 from offload.params.saved_storage import PackedTensor, SavedStorage, Stage
 
-LEAST_BYTES = 64 << 10  # what is smaller stays
-AHEAD = 4  # pieces that are fetched before backward wants them
-_WINDOW_SHARE = 1 / 4  # of the limit, for what is on its way out
+LEAST_BYTES = 64 << 10  # smaller storages stay in memory
+AHEAD = 4  # storages that are prefetched before backward needs them
+_WINDOW_SHARE = 1 / 4  # of the limit, for storages that are being offloaded
 
 
 class Activations:
-    """Of one model. device: where it runs."""
+    """The activations of one model. device: where the model runs."""
 
     def __init__(self, outside: ActivationStore, device: torch.device, metrics: Metrics) -> None:
         self._activation_store = outside
@@ -42,22 +43,23 @@ class Activations:
         self._by_address: weakref.WeakValueDictionary[int, SavedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._here: dict[int, weakref.ref[SavedStorage]] = {}  # those that may go, oldest first
+        self._here: dict[int, weakref.ref[SavedStorage]] = {}  # may be offloaded, oldest first
         self._going: deque[weakref.ref[SavedStorage]] = deque()
         self._away: dict[int, weakref.ref[SavedStorage]] = {}
         self._away_numbers: list[int] = []  # sorted
         self._sizes: dict[int, int] = {}  # of those that have memory
         self._held_bytes = 0  # their sum
-        self._going_sizes: dict[int, int] = {}  # of those that are on their way out
+        self._going_sizes: dict[int, int] = {}  # of those that are being offloaded
         self._coming: set[int] = set()
         self.peak_bytes = 0
-        # Pieces that have ended: a finalizer may run at any moment, even while the lock is held.
+        # Storages that no tensor refers to any more. A finalizer may run at any moment, even while
+        # the lock is held; so it only notes the number here.
         self._over: deque[int] = deque()
         self._closed = False
 
     @property
     def host_bytes(self) -> int:
-        """Of pieces in host memory now."""
+        """The bytes of activations in host memory now."""
         with self._lock:
             self._take_in_ended()
             computed_on = self._held_bytes if self._device.type == "cpu" else 0
@@ -65,13 +67,15 @@ class Activations:
 
     @property
     def disk_bytes(self) -> int:
-        """Of pieces on disk now."""
+        """The bytes of activations on the drives now."""
         return self._activation_store.disk_bytes
 
     # --- forward ----------------------------------------------------------------------------------
 
     def save(self, tensor: Tensor) -> PackedTensor | None:
-        """Keep a tensor for autograd; None: it is not worth it."""
+        """Keep a tensor for autograd. Return None if it is not worth it: it is small, on another
+        device, or of a kind that is not offloaded.
+        """
         if not self._is_worth_it(tensor):
             return None
         with self._lock:
@@ -108,8 +112,8 @@ class Activations:
         self._held_bytes += piece.nbytes
 
     def _shrink(self, nbytes: int = 0) -> None:
-        """Let the oldest go until the rest, and so many bytes more, are within the limit, less a
-        window for what is on its way; beyond the limit wait for that.
+        """Offload the oldest storages until the rest, and `nbytes` more, are within the limit less
+        a window for storages that are being offloaded. Above the limit, wait for those.
         """
         limit = self._activation_store.limit_bytes - nbytes
         self._settle(may_wait=False)
@@ -127,7 +131,7 @@ class Activations:
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     def _let_go(self, piece: SavedStorage) -> bool:
-        """Whether there was room for it outside."""
+        """Start to offload a storage. Return whether the store had room for it."""
         if not piece.is_outside:
             try:
                 piece.leaving = self._activation_store.leave(piece)
@@ -150,7 +154,9 @@ class Activations:
         return True
 
     def _settle(self, may_wait: bool) -> None:
-        """Take the memory of what has arrived outside; may_wait: for the oldest of it."""
+        """Release the memory of storages whose offload has ended. may_wait: wait for the oldest
+        one.
+        """
         while self._going:
             piece = self._going[0]()
             if piece is not None and piece.stage is Stage.GOING:
@@ -174,7 +180,9 @@ class Activations:
         self._is_gone(piece)
 
     def _stays(self, piece: SavedStorage) -> None:
-        """It was on its way, and has its memory still."""
+        """Note that a storage has its memory and stays in it: it was being offloaded, or was
+        fetched.
+        """
         piece.move_to(Stage.HERE)
         assert piece.memory is not None
         self._by_address[piece.memory.untyped_storage().data_ptr()] = piece
@@ -195,7 +203,9 @@ class Activations:
     # --- backward ---------------------------------------------------------------------------------
 
     def bring(self, piece: SavedStorage) -> Tensor:
-        """The piece's bytes, where they are computed on."""
+        """Return the storage's bytes in the memory that the model computes in; fetch them if
+        they are outside.
+        """
         with self._lock:
             self._take_in_ended()
             if piece.stage is Stage.AWAY:
@@ -231,9 +241,9 @@ class Activations:
             del self._away_numbers[bisect_left(self._away_numbers, number)]
 
     def _fetch_ahead(self, number: int) -> None:
-        """Start the way of what was saved before this: it is wanted next."""
+        """Prefetch the storages saved before this one: backward needs them next."""
         last = bisect_left(self._away_numbers, number)
-        limit = self._activation_store.limit_bytes  # 0: what comes back is not counted
+        limit = self._activation_store.limit_bytes  # 0: fetched storages are not counted
         for earlier in reversed(self._away_numbers[max(0, last - AHEAD) : last]):
             piece = self._away[earlier]()
             if piece is None:
@@ -274,7 +284,7 @@ class Activations:
             self._release(number)
 
     def close(self) -> None:
-        """What is away now will not come back."""
+        """Close the store. Storages that are offloaded now cannot be fetched any more."""
         with self._lock:
             self._closed = True
             self._activation_store.close()

@@ -1,11 +1,13 @@
-"""A unit's parameters as one piece of bytes, and where they are.
+"""A unit's parameters as one run of bytes, and which tiers hold them.
 
-A block's place in host memory is in one state of the table below; what is not there is in the
-store. Its bytes are the truth in host memory until the store has them, too. Its place on a device
-has a state of its own, by the same table: a copy to compute with, which is never written back.
+A block's memory in host memory is in one state of the table below; a block without any is in the
+store. Until the store has the same bytes, the bytes in host memory are the only valid ones. Its
+memory on a device has a state of its own, by the same table: a copy to compute with, which is never
+written back.
 
-Of a block that is shared out over ranks, host memory and the store have this rank's slice only; the
-copy to compute with is gathered from all of them, and its state is that of one on a device.
+Host memory and the store have only this rank's shard of a block that is sharded over ranks; the
+copy to compute with is all-gathered from all of them, and the state of that copy is the one that a
+device copy would have.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from offload.planning.unit import Member, Unit
 
 
 class Presence(Enum):
-    """Of a block in host memory, or on a device."""
+    """The state of a block's memory, in host memory or on a device."""
 
     AWAY = "away"  # no memory
-    COMING = "coming"  # has memory, which is being filled
+    COMING = "coming"  # has memory, and a fetch fills it
     HERE = "here"
 
 
@@ -41,25 +43,25 @@ MOVES = {
 
 @dataclass(eq=False)
 class Block:
-    """The parameters that a unit owns. One thread at a time."""
+    """The parameters that a unit owns, and their state in each tier. One thread at a time."""
 
     unit: Unit
     in_host: Presence = Presence.AWAY
-    memory: Tensor | None = None  # host bytes; None: away
-    reading: Ticket[None] | None = None  # until somebody has waited for it
+    memory: Tensor | None = None  # host bytes; None: not in host memory
+    reading: Ticket[None] | None = None  # until a thread has waited for it
     writing: Ticket[None] | None = None
     is_stored: bool = False  # the store has these very bytes
-    is_attached: bool = False  # the parameters are seen with their values
-    pins: int = 0  # users who rely on its being attached
-    runs: int = 0  # of these, units that run: they can ask again
+    is_attached: bool = False  # the parameters show their values
+    pins: int = 0  # users that rely on its being attached
+    runs: int = 0  # of these, units that run: they can fetch it again
     runner: int | None = None  # the thread in which they run; None: none, or more than one
     generation: int = 0  # counts the changes of its values
-    version: int = 0  # of its parameters, as torch counts, when their values were last known
-    seen: int | None = None  # checksum of what is attached, when others could last change it
+    version: int = 0  # sum of its parameters' torch versions when their values were last known
+    seen: int | None = None  # checksum of what is attached, when user code could last change it
     on_device: Presence = Presence.AWAY
-    device_pins: int = 0  # users who rely on its being on the device
-    slices: Partition | None = None  # None: all of it is ours
-    rank: int = 0  # whose slice it is
+    device_pins: int = 0  # users that rely on its being on the device
+    slices: Partition | None = None  # None: this rank has the whole block
+    rank: int = 0  # whose shard it is
 
     @property
     def number(self) -> int:
@@ -67,17 +69,17 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Of what is in host memory and in the store."""
+        """The bytes that host memory and the store have of it."""
         return self.unit.nbytes if self.slices is None else self.slices.slice_bytes
 
     @property
     def whole_bytes(self) -> int:
-        """Of the copy to compute with, padding included."""
+        """The bytes of the copy to compute with, padding included."""
         return self.unit.nbytes if self.slices is None else self.slices.padded_bytes
 
     @property
     def span(self) -> tuple[int, int]:
-        """The bytes of the unit that lie in host memory and in the store."""
+        """The byte range of the unit, `[begin, end)`, that host memory and the store have."""
         return (0, self.unit.nbytes) if self.slices is None else self.slices.span(self.rank)
 
     @property
@@ -93,7 +95,9 @@ class Block:
         self.on_device = presence
 
     def strangers(self, begin: int) -> list[Member]:
-        """Parameters that are not what they are in the copy of the block that begins there."""
+        """List the parameters that are no plain views of the copy of the block that begins at
+        address `begin`: other memory, dtype, shape or strides.
+        """
         return [
             m
             for m in self.unit.members
@@ -110,14 +114,14 @@ class Block:
         return sum(member.param._version for member in self.unit.members)
 
     def views(self, memory: Tensor) -> Iterator[tuple[Member, Tensor]]:
-        """Each parameter's values in a copy of the block."""
+        """Yield each parameter with its values in `memory`, a copy of the block."""
         for member in self.unit.members:
             values = memory[member.begin : member.begin + member.nbytes].view(member.dtype)
             yield member, values.view(member.shape)
 
 
 def pin(blocks: Iterable[Block]) -> None:
-    """They stay in host memory, once they are there, until `unpin`."""
+    """Keep the blocks in host memory, once they are resident, until `unpin`."""
     for block in blocks:
         block.pins += 1
 
@@ -130,7 +134,7 @@ def unpin(blocks: Iterable[Block]) -> None:
 
 @contextmanager
 def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
-    """Pinned inside. lock: that of the blocks; it is not held inside."""
+    """Keep the blocks pinned inside the `with`. lock: that of the blocks; not held inside."""
     with lock:
         pin(blocks)
     try:
@@ -141,7 +145,7 @@ def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
 
 
 class DevicePins:
-    """Blocks that somebody relies on where they are computed with. The lock is theirs."""
+    """The pins of blocks in the memory that the model computes with. Subclasses set the lock."""
 
     _lock: threading.RLock
 
@@ -167,7 +171,7 @@ class DevicePins:
 
 @dataclass(frozen=True)
 class Reference:
-    """A tensor that lies in a block, without its memory: where, and what it looks like."""
+    """A reference to a tensor that lies in a block, without its memory: place and layout."""
 
     block: Block
     generation: int
@@ -192,7 +196,7 @@ class Reference:
         )
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor again, in the block's bytes of today."""
+        """Rebuild the tensor from the block's present bytes."""
         values = memory[self.begin :]
         values = values[: values.numel() // self.dtype.itemsize * self.dtype.itemsize]
         found = values.view(self.dtype).as_strided(self.size, self.stride)

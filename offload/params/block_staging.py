@@ -1,8 +1,8 @@
-"""The parameters of a prepared model for their update: where they are, in host memory.
+"""The staging of a prepared model's parameters for their update, in host memory.
 
 The update works on chunks of state; here it gets the parameters and gradients that belong to a
-chunk. A block comes for its first chunk and stays until its last; then its new values are the
-block's own, and go to the store if it may have to leave memory.
+chunk. A block is fetched for its first chunk and kept until its last; then its new values are the
+block's own, and are written back to the store unless host memory has room for all blocks.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from offload.planning.layout import Chunk, Slice
 
 
 class Staging(Protocol):
-    """Brings gradients that are not in memory, a chunk's at a time."""
+    """The staging of gradients that are not in memory, a chunk's at a time."""
 
     def begin(self, grads: Mapping[int, Gradient], chunks: Iterable[Chunk]) -> None:
-        """An update of these begins."""
+        """Begin an update of these gradients, in chunks of this order."""
 
     def has_place(self, chunk: Chunk) -> bool:
-        """Whether `take` need not wait."""
+        """Return whether `take` need not wait."""
 
     def take(self, chunk: Chunk) -> Mapping[Slice, ArrivingSlice]:
-        """Start the way of those of a chunk that are not in memory."""
+        """Start to fetch the slices of a chunk's gradients that are not in memory."""
 
     def give_back(self, chunk: Chunk) -> None:
-        """The update is done with them."""
+        """Release the slices of a chunk; the update has ended with them."""
 
     def end(self) -> None:
-        """No update is under way any more."""
+        """End the update, also after an error."""
 
 
 class ArrivingSlice(Awaited, Protocol):
-    """A slice of a gradient on its way."""
+    """A slice of a gradient that is being fetched. Its values are valid after `wait`."""
 
     values: Tensor
 
 
-MOST_BLOCKS = 3  # one that is worked on, those that come
+MOST_BLOCKS = 3  # one that is updated, and those that are being fetched
 
 
 class _Arrival:
-    """A block on its way into host memory."""
+    """The fetch of a block into host memory, as an object to wait for."""
 
     def __init__(self, block: Block, residency: Residency) -> None:
         self._block, self._residency = block, residency
@@ -66,9 +66,12 @@ class _Arrival:
 
 
 class BlockStaging:
-    """Staging buffers of a prepared model. places: of each parameter by number, its block and the
-    bytes of it there. staging: brings gradients that are spilled; None: none is. firsts: elements
-    at which gradients begin, where they are not whole.
+    """The staging buffers of a prepared model's update: views of the blocks themselves.
+
+    places: for each parameter, by its number, the block, the parameter's first byte in it, and its
+    dtype.
+    staging: fetches spilled gradients; None: there are none.
+    firsts: the element at which a gradient begins, for gradients that are not whole.
     """
 
     def __init__(
@@ -84,8 +87,8 @@ class BlockStaging:
         self._firsts = firsts or {}
         self._grads: Mapping[int, Gradient] = {}
         self._begun: dict[int, Block] = {}
-        self._left: Counter[int] = Counter()  # chunks of each block that are not done
-        self._chunk_of: dict[int, Chunk] = {}  # by the staging buffer it is on
+        self._left: Counter[int] = Counter()  # chunks of each block that are not updated yet
+        self._chunk_of: dict[int, Chunk] = {}  # by the id of its staging buffer
 
     def begin_step(
         self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
@@ -107,8 +110,8 @@ class BlockStaging:
             self._staging.end()
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
-        """Block by block: first those whose state is at hand, then those that are in memory
-        themselves. Both would have to go otherwise.
+        """Order the chunks block by block: first the blocks with state in memory (`at_hand`), then
+        the blocks that are resident. In another order both would be evicted before their turn.
         """
         self._left = Counter(self._block(chunk).number for chunk in chunks)
         if self._staging is not None:
@@ -126,7 +129,7 @@ class BlockStaging:
 
     def has_place(self, chunk: Chunk, may_wait: bool) -> bool:
         if self._staging is not None and not self._staging.has_place(chunk):
-            return False  # a chunk that is coming has what it needs
+            return False  # a chunk that is being fetched has what it needs
         block = self._block(chunk)
         if block.number in self._begun:
             return True
@@ -179,7 +182,7 @@ class BlockStaging:
     def _leave(self, staging_buffer: StagingBuffer, has_changed: bool) -> None:
         chunk = self._chunk_of.pop(id(staging_buffer), None)
         if chunk is None:
-            return  # something raised when it was given back
+            return  # already given back: before an error, or by `break_off`
         block = self._block(chunk)
         staging_buffer.slices = {}  # views of the block
         if self._staging is not None:
@@ -193,7 +196,7 @@ class BlockStaging:
         return self._places[chunk.slices[0].param][0]
 
     def break_off(self) -> None:
-        """After an error some blocks have not been ended."""
+        """Release the blocks that an update left pinned when an error ended it."""
         self._chunk_of.clear()
         self._end_staging()
         while self._begun:

@@ -1,8 +1,9 @@
-"""Where the bytes of blocks come from and go to: the store, or the files that they came from.
+"""The storage below host memory for blocks: the store, or the weight files that they were loaded
+from.
 
-A block that nobody changes is read from its own files each time. One that somebody changes all the
-same goes to a spare store from then on: in the first no room was reserved for it. Who stays in
-memory is the business of `residency`.
+A block that is never changed is read from its own files each time. If it is changed all the same,
+it is written to a spare store from then on: the first store reserved no room for it. `residency`
+decides which blocks stay in memory.
 """
 
 from __future__ import annotations
@@ -23,23 +24,21 @@ KEY = "parameters "  # how the names of blocks begin in a store
 
 
 class BlockStore:
-    """Of one model's blocks. store: None where they all have room in memory. One thread at a
-    time.
+    """The storage of one model's blocks. store: None if host memory has room for all of them. One
+    thread at a time.
     """
 
     def __init__(self, store: DiskStore | MemoryStore | None, metrics: Metrics) -> None:
-        self.open_spare: Callable[[], DiskStore | None] = lambda: None  # for blocks that strayed
+        self.open_spare: Callable[[], DiskStore | None] = lambda: None  # for strayed blocks
         self._store = store
         self._spare: DiskStore | None = None
         self._metrics = metrics
-        self._weight_blocks: dict[
-            int, WeightBlock
-        ] = {}  # of blocks that are read from where they came
-        self._strayed: set[int] = set()  # blocks that were, until somebody changed them
+        self._weight_blocks: dict[int, WeightBlock] = {}  # of blocks read from weight files
+        self._strayed: set[int] = set()  # blocks that were, until their values changed
 
     def adopt(self, block: Block, find: Callable[[str], WeightBlock]) -> None:
-        """Have a block read from where it came, as long as nobody changes it. find: gives the
-        place, which is called like the block.
+        """Have a block read from its weight file as long as its values do not change. find: returns
+        the block's place in the files, by the key that the block has in a store.
         """
         self._weight_blocks[block.number] = find(_key(block))
         block.is_stored = True
@@ -47,7 +46,7 @@ class BlockStore:
     # --- reading ----------------------------------------------------------------------------------
 
     def read(self, block: Block, memory: Tensor, priority: Priority) -> None:
-        """Start to fill `memory` with the block's bytes; `await_read` tells when that is over."""
+        """Start to fill `memory` with the block's bytes; `await_read` waits for that."""
         if block.number in self._weight_blocks:
             block.reading = self._weight_blocks[block.number].read(memory, priority)
         elif block.nbytes:
@@ -56,7 +55,7 @@ class BlockStore:
             block.reading = store.read(_key(block), memory, priority)
 
     def await_read(self, block: Block) -> None:
-        """Nothing is under way afterwards, also when it raises."""
+        """Wait for the block's read. No read is in flight afterwards, also when this raises."""
         ticket, block.reading = block.reading, None
         if ticket is not None:
             with self._metrics.span("parameter read", block.name):
@@ -65,15 +64,15 @@ class BlockStore:
     # --- writing ----------------------------------------------------------------------------------
 
     def is_safe(self, block: Block) -> bool:
-        """Whether the block's bytes are elsewhere, too, or on their way there."""
+        """Return whether the block's bytes are outside of memory, too, or are being written."""
         return block.is_stored or block.writing is not None or not block.nbytes
 
     def can_take(self, block: Block) -> bool:
-        """Whether there is a place for the block's bytes but memory."""
+        """Return whether the block's bytes have a place outside of memory."""
         return self.is_safe(block) or self._store_of(block) is not None
 
     def save(self, block: Block) -> None:
-        """Start the way of a block's bytes to the store, unless it has them."""
+        """Start to write the block's bytes to the store, unless it has them."""
         if self.is_safe(block):
             return
         store = self._store_of(block)
@@ -86,7 +85,7 @@ class BlockStore:
         block.writing = store.write(_key(block), block.memory)
 
     def settle(self, block: Block) -> None:
-        """Wait until nothing reads the block's memory any more, and the store has it."""
+        """Wait until no write reads the block's memory any more and the store has its bytes."""
         ticket, block.writing = block.writing, None
         if ticket is not None:
             with self._metrics.span("parameter write", block.name):
@@ -94,14 +93,16 @@ class BlockStore:
             block.is_stored = True
 
     def changed(self, block: Block) -> None:
-        """The block's bytes in memory are others now; what is stored is old."""
+        """Note that the block's bytes in memory have changed: the stored ones are stale. Waits for
+        a write in flight.
+        """
         self.settle(block)
         block.is_stored = False
         if self._weight_blocks.pop(block.number, None) is not None:
             self._strayed.add(block.number)
 
     def forget(self, block: Block) -> None:
-        """Nobody will want its bytes."""
+        """Note that the block's bytes will not be read again."""
         block.is_stored = False
         self._weight_blocks.pop(block.number, None)
 

@@ -1,9 +1,9 @@
-"""Weights in the type of `torch.autocast`: one unit's at a time.
+"""Casts of weights by `torch.autocast`, held for one unit at a time.
 
 torch keeps the cast of every weight until the outermost autocast ends: at the end of a forward pass
-a copy of the whole model, whatever the budget. Where nothing else keeps the casts, they go when
-another unit begins to run; the next use casts again, to the same values. Where autograd keeps them
-anyway, for backward, they stay: there would be nothing to win.
+that is a copy of the whole model, regardless of the budget. If nothing else keeps the casts, they
+are dropped when another unit begins to run; the next use casts again, to the same values. If
+autograd keeps them for backward anyway, they stay: dropping them would free no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from offload.planning.unit import Unit
 
 
 class Casts:
-    """Of one model, on one type of device. One thread at a time."""
+    """The autocast casts of one model, on one type of device. One thread at a time."""
 
     def __init__(self, device: torch.device, metrics: Metrics) -> None:
         self._type = device.type
@@ -24,12 +24,14 @@ class Casts:
         self._dropped: set[int] = set()  # units of this pass that are in the graph with their casts
 
     def restart(self) -> None:
-        """The model begins to run."""
+        """Begin a run of the model: forget the units of the last one."""
         self._last = None
         self._dropped = set()
 
     def begin(self, unit: Unit, are_kept: bool) -> None:
-        """A unit begins to run. are_kept: by somebody else, if it runs under autocast."""
+        """Begin a unit: under autocast, drop the casts that torch holds for other units. are_kept:
+        autograd keeps casts anyway; none are dropped.
+        """
         last, self._last = self._last, unit.number
         if last == unit.number or not torch.is_autocast_enabled(self._type):
             return

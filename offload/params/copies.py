@@ -1,6 +1,6 @@
-"""Copies of blocks to compute with, and who sees them: the parameters lie in a copy while it is in
-use, and are guarded while it is not. Where a copy's bytes are and how they come is the business of
-whoever makes one (`device_tier.py`, `gathered_tier.py`).
+"""Copies of blocks to compute with. The parameters are views of a copy while it is in use, and
+placeholders while it is not. Subclasses decide where a copy's memory is and how it is filled
+(`device_tier.py`, `gathered_tier.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from offload.params.placeholder import Owner, make_device_placeholder, placehold
 
 
 class Copies(DevicePins, ABC):
-    """Of one model's blocks, on one device. take_back: is called with a block whose parameters were
-    changed, before they are seen no more. lock: whoever calls has it.
+    """The copies of one model's blocks, on one device.
+
+    take_back: called with a block whose parameters were changed, before they are hidden.
+    lock: callers hold it.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Copies(DevicePins, ABC):
         take_back: Callable[[Block], None],
         lock: threading.RLock,
     ) -> None:
-        self.kept: set[int] = set()  # blocks that stay while they are good
+        self.kept: set[int] = set()  # blocks whose copies stay as long as they are valid
         self._device = device
         self._owner = owner
         self._take_back = take_back
@@ -40,21 +42,21 @@ class Copies(DevicePins, ABC):
 
     @abstractmethod
     def memory_of(self, block: Block) -> Tensor:
-        """The copy's bytes, to compute with now; they stay as long as the tensor is held."""
+        """Return the copy's bytes, to compute with now; they stay as long as the tensor is held."""
 
     @abstractmethod
     def address_of(self, block: Block) -> int:
-        """Where the copy begins."""
+        """Return the address at which the copy begins."""
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
     def is_in_place(self, block: Block) -> bool:
-        """Whether all its parameters still lie where they were attached."""
+        """Return whether all the block's parameters are still the views that were attached."""
         return not block.strangers(self.address_of(block))
 
     def attach(self, block: Block) -> None:
-        """Let the parameters be seen with their values, by what computes now."""
+        """Make the parameters views of the copy, for the computation that runs now."""
         memory = self.memory_of(block)
         if not block.is_attached:
             for member, values in block.views(memory):
@@ -63,7 +65,9 @@ class Copies(DevicePins, ABC):
             block.is_attached = True
 
     def detach(self, block: Block) -> None:
-        """Let the parameters be seen no more; the bytes stay where they are."""
+        """Make the parameters placeholders, after changes are taken back. The copy's bytes stay
+        where they are.
+        """
         if block.is_attached and (
             _versions(block) != self._versions[block.number] or not self.is_in_place(block)
         ):
@@ -79,11 +83,11 @@ class Copies(DevicePins, ABC):
             make_device_placeholder(member.param, self._owner, self._placeholder_storage[dtype])
 
     def note_seen(self, block: Block) -> None:
-        """What was done to its parameters so far is known."""
+        """Note that all changes to the block's parameters so far are taken in."""
         self._versions[block.number] = _versions(block)
 
 
 def _versions(block: Block) -> int:
-    """Grows whenever somebody writes to a parameter in place."""
+    """Sum torch's version counters over the parameters: it grows with every write in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return sum(member.param._version for member in block.unit.members)

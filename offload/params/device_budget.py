@@ -1,10 +1,10 @@
 """How much of a device's memory blocks may have, while activations and gradients come and go.
 
-The limit is for everything on the device. What others hold is read whenever blocks move, and room
-is left for what they may come to hold until blocks move again: by how much they ever grew within
-one use of that phase, and as much again; more where a run begins with more elements than any run
-before, for activations grow with them. Until a phase has been gone through once, blocks have the
-least that works.
+The limit is for everything on the device. The memory that is not the blocks' is measured whenever
+blocks move, and room is left for its growth until blocks move again: twice the largest growth that
+it ever had within one use of that phase, and more when a run begins with more elements than any run
+before, since activations grow with them. Until a phase has been seen once, blocks have the least
+that works.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from contextlib import contextmanager
 
 from offload.device import DeviceGauge
 
-_MARGIN = 2.0  # times the largest growth of others within one use
+_MARGIN = 2.0  # times the largest growth of the rest within one use
 _LONGER_MARGIN = 1.25  # times that growth, in proportion to a longer batch
-_KNOWN_SHARE = 0.5  # of the units were seen in a run: then enough is known of its phase
+_KNOWN_SHARE = 0.5  # of the units must be seen in a run: then its phase is known
 
 
 class DeviceBudget:
-    """For the blocks of one model. limit_bytes: for everything on the device. least_bytes: for
-    blocks, while nothing is known of the others. reclaimable: bytes of others that would go for us.
+    """The budget for the blocks of one model.
+
+    limit_bytes: for everything on the device.
+    least_bytes: for blocks, while the growth of the rest is not known.
+    reclaimable: returns the bytes that other models would evict to make room for this one.
     One thread at a time.
     """
 
@@ -34,8 +37,8 @@ class DeviceBudget:
         reclaimable: Callable[[], int] = lambda: 0,
     ) -> None:
         self.limit_bytes = limit_bytes
-        self._found_bytes = limit_bytes  # of it, what the device turned out to have
-        self.others_bytes = 0  # when blocks last began to move
+        self._found_bytes = limit_bytes  # the part of it that the device turned out to have
+        self.others_bytes = 0  # not the blocks', when blocks last began to move
         self.others_peak_bytes = 0  # at any time, as far as is known
         self._gauge = gauge
         self._reclaimable = reclaimable
@@ -49,17 +52,17 @@ class DeviceBudget:
         self._known: set[Hashable] = set()  # phases
         self._depth = 0
         self._most_numel = 0  # elements that a run was given
-        self._longer = 1.0  # times as many as ever before has the run under way
+        self._longer = 1.0  # the present run's elements over the most before it; at least 1
 
     def expect(self, numel: int) -> None:
-        """A run begins, with so many elements."""
+        """Note that a forward pass of `numel` elements begins."""
         self._longer = max(1.0, numel / self._most_numel) if self._most_numel else 1.0
         self._most_numel = max(self._most_numel, numel)
 
     @contextmanager
     def moving(self, use: tuple[Hashable, int] | None = None) -> Iterator[None]:
-        """Blocks come and go inside. use: the phase and unit that run from here on; None: it is
-        still the one before.
+        """Account for blocks that are moved inside: measure before and after. use: the phase and
+        unit that run from here on; None: still the one before.
         """
         if self._depth == 0:
             self._look()
@@ -87,14 +90,14 @@ class DeviceBudget:
 
     @property
     def blocks_bytes(self) -> int:
-        """What blocks may have now; may be negative."""
+        """The bytes that blocks may have now; may be negative."""
         phase = self._use[0] if self._use else None
         left = self._found_bytes - self.others_bytes - self._room_bytes
         return left if phase in self._known else min(left, self._least_bytes)
 
     @property
     def _room_bytes(self) -> int:
-        """That is left free for the growth of others."""
+        """The bytes that are left free for the growth of the rest."""
         growth = self._growth.get(self._use[0] if self._use else None, 0)
         wanted = int(max(_MARGIN, _LONGER_MARGIN * self._longer) * growth)
         if self._longer == 1.0:
@@ -104,12 +107,12 @@ class DeviceBudget:
         return max(int(_MARGIN * growth), min(wanted, most))
 
     def excess_bytes(self, nbytes: int) -> int:
-        """How much of what can be reclaimed must go before we take so many bytes more."""
+        """Return how many reclaimable bytes must be released before blocks take `nbytes` more."""
         return self._gauge.read().now + nbytes + self._room_bytes - self.limit_bytes
 
     def lower(self, nbytes: int) -> bool:
-        """The device did not have so many bytes more than are in use: blocks are to be content with
-        that, or with the least. Whether that is news.
+        """Lower the blocks' limit: the device did not have `nbytes` more than are in use. Blocks
+        get what is in use now, or the least. Return whether this is the first time.
         """
         is_first = self._found_bytes == self.limit_bytes
         reading = self._gauge.read()
@@ -118,7 +121,7 @@ class DeviceBudget:
         return is_first
 
     def end_run(self) -> None:
-        """The phase is over, for now."""
+        """End a run: the phases of which it has seen enough units are known from now on."""
         for phase, units in self._seen.items():
             if len(units) >= _KNOWN_SHARE * self._units:
                 self._known.add(phase)

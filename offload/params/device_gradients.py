@@ -1,12 +1,12 @@
 """The gradients of parameters that are used on a device: in host memory, from the moment that
-autograd has made them.
+autograd has computed them.
 
-Each is copied to its place as soon as it is final, on a side stream, and the device's is dropped.
-What later passes bring goes to a staging place and is added on the host, in the order in which it
-arrived and in the gradient's own type: the bits that torch's own sum on the device has. Seen from
-outside a gradient is an ordinary host tensor, that belongs to whoever holds it; nobody sees one
-whose bytes are still under way. Those that host memory has no room for go on to the store from
-there (`spill.py`), and a handle is seen instead.
+Each is downloaded to its gradient buffer as soon as it is final, on a side stream, and the device's
+tensor is dropped. What later passes add goes to a staging buffer and is added on the host, in the
+order of arrival and in the gradient's own dtype: the result has the bits of torch's own sum on the
+device. For user code a gradient is an ordinary host tensor that belongs to its holder; no code gets
+one whose bytes are still in flight. Gradients that host memory has no room for are spilled to the
+store from there (`spill.py`), and user code gets a handle instead.
 
 Autograd calls `arrived` from its own threads.
 """
@@ -37,11 +37,11 @@ from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 
 STAGING_PLACES = 3
-STAGING_MOST_BYTES = 32 << 20  # of one place; a larger gradient passes in parts
+STAGING_MOST_BYTES = 32 << 20  # of one staging buffer; a larger gradient passes in parts
 
 
 def staging_bytes(params: Sequence[Tensor]) -> int:
-    """Host memory for what is to be added to the gradients of these."""
+    """Return the host memory that the staging buffers take for gradients of these parameters."""
     return STAGING_PLACES * (-(-_place_bytes(params) // PIECE_ALIGN) * PIECE_ALIGN)
 
 
@@ -52,8 +52,8 @@ def _place_bytes(params: Sequence[Tensor]) -> int:
 
 @dataclass
 class _DownloadAddend:
-    """A part of a gradient, from element `begin` on, on its way to a staging place, that is to be
-    added to `target`. is_first: there is nothing yet to add it to.
+    """A part of a gradient, from element `begin` on, that is downloaded to a staging buffer and
+    will be added to `target`. is_first: `target` has no values yet; the part is written, not added.
     """
 
     param: Tensor
@@ -65,7 +65,7 @@ class _DownloadAddend:
     is_first: bool
 
     def finish(self) -> None:
-        """It has come."""
+        """Add the values to the target, once they are downloaded."""
         if isinstance(self.target, Spilled):
             self._hand_on(self.target)
         else:
@@ -81,8 +81,12 @@ class _DownloadAddend:
 
 
 class DeviceGradients:
-    """Of one model. params: those that autograd tells of, by number. places: host memory for their
-    gradients. area: where those of `spilled` go. Others have their gradients in memory of torch's.
+    """The host gradients of one model's device parameters.
+
+    params: those for which autograd calls `arrived`, by number.
+    places: gradient buffers in host memory; parameters without one have their gradients in memory
+    of torch's.
+    area: where the gradients of `spilled` go.
     """
 
     def __init__(
@@ -104,12 +108,12 @@ class DeviceGradients:
         self._transfer = transfer
         self._metrics = metrics
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
-        self._arriving: dict[Tensor, Ticket[Tensor]] = {}  # copies to where the gradient is
+        self._arriving: dict[Tensor, Ticket[Tensor]] = {}  # downloads straight to the gradient
         self._addends: deque[_DownloadAddend] = deque()
         self._exposed: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
         self._slot_bytes = _place_bytes([*self._places, *spilled])
-        self._slots: list[Tensor] = []  # staging places that are free
+        self._slots: list[Tensor] = []  # staging buffers that are free
         for _ in range(STAGING_PLACES if self._slot_bytes else 0):
             with pool.lease(self._slot_bytes, what="gradients to be added") as lease:
                 self._slots.append(lease.tensor())
@@ -117,23 +121,23 @@ class DeviceGradients:
     # --- during backward --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A backward pass begins. Here that makes no difference."""
+        """Note that a backward pass begins. Here that makes no difference."""
 
     def visited(self, unit: Unit) -> None:
-        """Backward has reached a unit. Here that makes no difference."""
+        """Note that backward has reached a unit. Here that makes no difference."""
 
     def arrived(self, number: int) -> None:
-        """Autograd has made a parameter's gradient, or added to it, on this thread's current
-        stream.
+        """Take in a parameter's gradient that autograd has computed, or added to, on this thread's
+        current stream.
         """
         param = self._params[number]
         with self._lock:
             if param not in self._exposed:
                 self._take(param)
 
-    @steadfast  # what has gone in part would be added once more, as a whole
+    @steadfast  # an interrupted transfer would be added once more, as a whole
     def _take(self, param: Tensor) -> None:
-        """Move what autograd has left at the parameter to host memory."""
+        """Move the gradient that autograd has left at the parameter to host memory."""
         grad = own_grad(param)
         if grad is None:
             return
@@ -184,7 +188,7 @@ class DeviceGradients:
         self._stage(param, target, grad, is_first=False)
 
     def _stage(self, param: Tensor, target: Tensor | Spilled, grad: Tensor, is_first: bool) -> None:
-        """Bring a gradient to `target` by way of the staging places."""
+        """Download a gradient to `target` by way of the staging buffers."""
         source = grad.contiguous().view(-1)
         step = self._slot_bytes // grad.element_size()
         for begin, end in _parts(target, grad.numel(), step):
@@ -225,7 +229,7 @@ class DeviceGradients:
     def _finish_oldest(self) -> None:
         addend = self._addends[0]
         try:
-            addend.ticket.wait()  # copies run in their order: what it is added to has come, too
+            addend.ticket.wait()  # downloads run in order: what it is added to has arrived, too
         except BaseException:
             if addend.ticket.state is TicketState.COLLECTED:  # it has failed
                 self._addends.popleft()
@@ -238,7 +242,7 @@ class DeviceGradients:
         finally:
             self._slots.append(addend.slot)
 
-    @uninterrupted  # but for its wait, after which it is still under way
+    @uninterrupted  # but for its wait, after which it is still in flight
     def _await(self, param: Tensor) -> None:
         ticket = self._arriving.get(param)
         if ticket is None:
@@ -251,19 +255,19 @@ class DeviceGradients:
             raise
         del self._arriving[param]
 
-    # --- seen from outside ------------------------------------------------------------------------
+    # --- gradients as user code sees them ---------------------------------------------------------
 
     def of(self, param: Tensor) -> Tensor | None:
-        """A parameter's gradient, in host memory, once all of it is there."""
+        """Return a parameter's gradient, in host memory, once all of it is there."""
         with self._lock:
             if param in self._exposed:
                 return own_grad(param)
-            self._take(param)  # of a parameter that nobody told of
+            self._take(param)  # autograd may not have called `arrived` for it
             self._settle_one(param)
             return self._sums.get(param)
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
-        """Another gradient for a parameter, or none."""
+        """Set a parameter's gradient, or clear it."""
         if grad is not None and (grad.shape != param.shape or grad.dtype != param.dtype):
             raise ConfigError(
                 f"grad: expected {tuple(param.shape)} of {param.dtype}, as the parameter is, got "
@@ -278,7 +282,9 @@ class DeviceGradients:
 
     @contextmanager
     def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the gradients of these are on the device, where their parameters are seen."""
+        """Keep the gradients of these parameters on the device, beside the exposed parameters,
+        inside the `with`.
+        """
         fresh = [param for param in params if param not in self._exposed]
         for param in fresh:
             held = self.of(param)
@@ -298,7 +304,7 @@ class DeviceGradients:
             if grad is None:
                 self._sums.pop(param, None)
             elif held is not None and held.shape == grad.shape and held.dtype == grad.dtype:
-                held.detach().copy_(grad.detach())  # whoever holds it sees what was done to it
+                held.detach().copy_(grad.detach())  # holders of the tensor see the change
             else:
                 self._sums[param] = grad.detach().cpu()
             set_own_grad(param, None)
@@ -306,7 +312,7 @@ class DeviceGradients:
     # --- beginning and end ------------------------------------------------------------------------
 
     def take_in(self, params: Sequence[Tensor]) -> None:
-        """Gradients that these have already."""
+        """Take over the gradients that these parameters have already."""
         for param in params:
             grad = param.grad
             if grad is not None:
@@ -314,14 +320,14 @@ class DeviceGradients:
                 param.grad = None
 
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
-        """Cut spilled gradients as the update will ask for them."""
+        """Cut spilled gradients into the slices that the update will ask for."""
         if self.area is not None:
             for param, each in slices.items():
                 self.area.cut(param, param.numel(), [at for one in each for at in one])
 
     def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter, which is an ordinary one again, with its gradient; spilled ones in
-        memory that `make` gives.
+        memory that `make` returns.
         """
         with self._lock:
             self.settle()
@@ -331,12 +337,14 @@ class DeviceGradients:
                 here = grad.here if isinstance(grad, SpilledGradient) else grad
                 param.grad = None if here is None else here.to(param.device)
             self._sums.clear()
-            self._places.clear()  # graphs that are still there hold us
+            self._places.clear()  # live graphs still hold this object
             self._slots.clear()
 
 
 def _parts(target: Tensor | Spilled, numel: int, step: int) -> Iterator[tuple[int, int]]:
-    """At most so many elements each, and whole pieces of what is spilled."""
+    """Yield the parts `[begin, end)` to download: at most `step` elements each, and only whole
+    pieces of a spilled gradient.
+    """
     if not isinstance(target, Spilled):
         yield from ((begin, min(begin + step, numel)) for begin in range(0, numel, step))
         return

@@ -1,9 +1,9 @@
 """Which blocks are on the device, and which in host memory on their way there.
 
-Two stages, both at work at once: blocks come from the store to host memory further ahead than they
-go from there to the device. What is on the device needs no host memory, until its update. Outside
-of runs all parameters are guarded, for what somebody did to a copy on the device would be lost;
-`exposed` lets them be seen there, and takes home what has changed.
+Two stages work at once: blocks are prefetched from the store to host memory further ahead than they
+are uploaded from there to the device. A block on the device needs no host memory until its update.
+Outside of runs all parameters are placeholders, since a change of a copy on the device would be
+lost; `exposed` shows their values on the device and takes back what has changed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 from offload.storage.weight_blocks import WeightBlock
 
-_PIECE_BYTES = 8 << 20  # of what is compared with the device at a time
-_DEPTH = 2  # blocks ahead on the device, where nothing else was said
+_PIECE_BYTES = 8 << 20  # compared with the device at a time
+_DEPTH = 2  # blocks ahead on the device, if the user gave no depth
 
 
 class DeviceResidency(Residency):
-    """The blocks of one model that runs on a device. depth: units ahead that go there; host memory
-    has as many more, or, where it is None, what is derived. limit_bytes: for everything on the
-    device.
+    """The blocks of one model that runs on a device.
+
+    The prefetch depth of `parts` is how many units ahead are uploaded. Host memory has as many
+    more, or, if it is None, a depth that is derived while the model runs. limit_bytes: for
+    everything on the device.
     """
 
     def __init__(self, parts: Parts, transfer: DeviceTransfer, limit_bytes: int) -> None:
@@ -57,9 +59,9 @@ class DeviceResidency(Residency):
         )
         self._foreseen: dict[int, int] = {}
         self._foreseen_at = (-1, -1)
-        self._exposed: set[int] = set()  # blocks that others see
-        self._shown: dict[int, int] = {}  # generations of what is seen in host memory
-        self._original_devices: dict[Tensor, torch.device] = {}  # where parameters were before
+        self._exposed: set[int] = set()  # blocks that user code sees
+        self._shown: dict[int, int] = {}  # generations of blocks whose parameters show host memory
+        self._original_devices: dict[Tensor, torch.device] = {}  # before they were prepared
 
     @property
     def never_drops(self) -> bool:
@@ -81,8 +83,8 @@ class DeviceResidency(Residency):
             self.tier.device_budget.expect(numel)
 
     def visit(self, unit: Unit, phase: Phase) -> None:
-        """Bring the blocks of a unit. Autograd has references to them, and asks for the memory: the
-        parameters stay guarded, also when backward ends with an exception.
+        """Upload the blocks of a unit. Autograd has references to them and asks for the memory
+        itself: the parameters stay placeholders, also when backward ends with an exception.
         """
         with self._lock:
             self.prefetch.note_use(phase, unit.number)
@@ -118,7 +120,7 @@ class DeviceResidency(Residency):
             self.tier.attach(block)
 
     def _upload(self, needed: Sequence[Block]) -> None:
-        """Have all these on the device, or on their way to it."""
+        """Make sure that all these blocks are on the device, or that their upload has begun."""
         absent = [block for block in needed if block.on_device is Presence.AWAY]
         self._metrics.count("device_misses", len(absent))
         self._metrics.count("device_hits", len(needed) - len(absent))
@@ -127,8 +129,8 @@ class DeviceResidency(Residency):
             self._fill(absent)
 
     def _fill(self, absent: Sequence[Block]) -> None:
-        """Bring these to host memory, and from there to their places on the device. Those that do
-        not come have none when it raises.
+        """Fetch these blocks to host memory, and upload them from there to their memory on the
+        device. When this raises, those that are not uploaded have no device memory.
         """
         waiting = list(absent)  # for host memory
         try:
@@ -150,10 +152,12 @@ class DeviceResidency(Residency):
             raise
 
     def _fetch_held(self, wanted: Sequence[Block], held: Sequence[Block]) -> None:
-        """Start the way of those that are wanted into host memory. held: once each, for this."""
+        """Start to fetch the blocks that are wanted into host memory. held: the blocks that the
+        caller has pinned once for this.
+        """
         try:
             self._fetch_all(wanted)
-        except CapacityError:  # there may be room, but not in one piece
+        except CapacityError:  # there may be room, but not contiguous
             self._evict_all(held)
             self._fetch_all(wanted)
 
@@ -161,7 +165,9 @@ class DeviceResidency(Residency):
         return self.tier.block_of(tensor)
 
     def changed(self, block: Block) -> None:
-        """Its values in host memory are others now; the store's and the device's are old."""
+        """Note that the block's values in host memory have changed: the store's and the device's
+        are stale.
+        """
         with self._lock:
             super().changed(block)
             if block.number not in self._shown:
@@ -170,7 +176,7 @@ class DeviceResidency(Residency):
     # --- what will be needed ----------------------------------------------------------------------
 
     def _uses(self) -> dict[int, int]:
-        """Of host memory: for what is not on the device."""
+        """Return the next uses of host memory: those of blocks that are not on the device."""
         uses = self._uses_of_all()
         return {n: at for n, at in uses.items() if self.blocks[n].on_device is Presence.AWAY}
 
@@ -189,17 +195,17 @@ class DeviceResidency(Residency):
         self._follow(look_ahead(self._tier(), left, soon))
 
     def look_ahead(self) -> None:
-        """New values go to the device before they are asked for."""
+        """Upload new values to the device ahead of their use."""
         with self._lock, self.tier.moving():
             self._fetch_ahead()
 
     def _take_in_what_has_come(self) -> None:
-        """Blocks that the store has read meanwhile can go on to the device."""
+        """End the reads that the store has finished: those blocks can be uploaded."""
         for block in self.blocks:
             if block.in_host is Presence.COMING and self.has_come(block):
                 try:
                     self._arrive(block)
-                except OffloadError:  # whoever needs it reads again, and is told
+                except OffloadError:  # the use of the block reads again, and raises
                     self._metrics.count("prefetches_failed")
 
     def _may_go(self, block: Block) -> bool:
@@ -211,7 +217,7 @@ class DeviceResidency(Residency):
         return block.memory is not None and holders(block.memory) > 1
 
     def _evict(self, block: Block) -> bool:
-        """Take a block out of host memory; what is on the device stays."""
+        """Evict a block from host memory; its copy on the device stays."""
         if block.pins:
             return False
         self.tier.await_upload(block)
@@ -223,7 +229,7 @@ class DeviceResidency(Residency):
         self._metrics.count("parameter_drops")
         return True
 
-    # --- what others do to parameters -------------------------------------------------------------
+    # --- external edits ---------------------------------------------------------------------------
 
     def watch_edits(self) -> None:
         with self._lock:
@@ -231,26 +237,26 @@ class DeviceResidency(Residency):
             self.tier.device_budget.end_run()
 
     def hide(self) -> None:
-        """From now on nobody sees a parameter, except those that are lent."""
+        """Make all parameters placeholders, except those that are exposed."""
         with self._lock:
             for block in self.blocks:
                 if block.is_attached and block.number not in self._exposed:
                     self.tier.detach(block)
 
     def collect_edits(self) -> None:
-        """Take home what was done to parameters that are lent."""
+        """Take back the changes of parameters that are exposed."""
         with self._lock:
             for number in self._exposed:
                 self._take_back(self.blocks[number])
 
     def note_edit(self, block: Block) -> None:
-        """Here it is found when the unit is done."""
+        """Do nothing: here edits are found when the unit is done."""
 
     @contextmanager
     def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
         needed = self._needed(units)
         fresh = [block for block in needed if block.number not in self._exposed]
-        with pinned(needed, self._lock):  # what changes has a place to go to
+        with pinned(needed, self._lock):  # changes have host memory to go to
             with self._lock:
                 self._fetch_held(needed, needed)
                 for block in needed:
@@ -263,7 +269,9 @@ class DeviceResidency(Residency):
                     self._end_lending(fresh)
 
     def _end_lending(self, blocks: Sequence[Block]) -> None:
-        """Also what comes after one that cannot be taken back: its old values stay then."""
+        """End the exposure of blocks. Go on with the rest if one cannot be taken back: its old
+        values stay then.
+        """
         with self._lock, ExitStack() as stack:
             for block in blocks:
                 stack.callback(self.tier.detach, block)
@@ -274,7 +282,7 @@ class DeviceResidency(Residency):
                 stack.callback(self._take_back, block)
 
     def _take_back(self, block: Block) -> None:
-        """Make what the parameters are on the device the block's own, where it differs."""
+        """Copy the parameters' values on the device to the block in host memory if they differ."""
         if not block.nbytes or not block.is_attached:
             return
         memory = self.host_memory_of(block)
@@ -294,8 +302,8 @@ class DeviceResidency(Residency):
 
     @contextmanager
     def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
-        """The parameters lie in host memory inside; what is done to them there is done to the block
-        itself.
+        """Show the parameters in host memory inside the `with`; a change of them there is a change
+        of the block itself.
         """
         needed = self._needed(units)
         with pinned(needed, self._lock):
@@ -354,20 +362,22 @@ class DeviceResidency(Residency):
             self._original_devices[member.param] = member.param.device
 
     def _detach(self, block: Block) -> None:
-        """In host memory nobody has seen them."""
+        """Make the parameters placeholders. No code sees them in host memory here: nothing to take
+        back.
+        """
         block.is_attached = False
         self.tier.hide(block)
 
     def _attach(self, block: Block) -> None:
-        """In host memory nobody sees them."""
+        """Keep the parameters placeholders: host memory is never shown."""
         self.tier.hide(block)
 
     def keep(self, block: Block) -> None:
-        """Never let it go from the device."""
+        """Never evict the block from the device."""
         self.tier.kept.add(block.number)
 
     def original_device_of(self, param: Tensor) -> torch.device:
-        """Where the parameter was before, and goes back to."""
+        """Return the device that the parameter was on before, and is returned to."""
         return self._original_devices[param]
 
     def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:

@@ -1,9 +1,10 @@
-"""The blocks that are on the device: copies to compute with, of what is in host memory.
+"""The blocks that are on the device: copies to compute with, whose originals are in host memory or
+below.
 
 Device memory is taken from the transfer and filled from host memory on its own stream; the stream
 that computes waits for it, the CPU does not. Nothing is ever written back: to evict a block is to
-give its memory back. A block that somebody else holds a view of stays. While parameters are not in
-use they are guarded, wherever the bytes of their block are.
+release its memory. A block of which other code holds a view stays. Parameters that are not in use
+are placeholders, in whichever tier the bytes of their block are.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ _TIERS: WeakSet[DeviceTier] = WeakSet()  # of all models; they make room for one
 
 
 class DeviceTier(Copies):
-    """Of one model's blocks. limit_bytes: for everything on the device. least_bytes: for blocks,
-    until it is known what else there is. depth: blocks ahead that are fetched. take_back: is called
-    with a block that was changed on the device, before its copy there goes. lock: whoever calls has
-    it.
+    """The device copies of one model's blocks.
+
+    limit_bytes: for everything on the device.
+    least_bytes: for blocks, until the memory of everything else is known.
+    depth: blocks ahead that are prefetched.
+    take_back: called with a block that was changed on the device, before its copy there is
+    released.
+    lock: callers hold it.
     """
 
     def __init__(
@@ -71,7 +76,9 @@ class DeviceTier(Copies):
 
     @contextmanager
     def moving(self, use: tuple[Phase, int] | None = None) -> Iterator[None]:
-        """Around everything that gives device memory to blocks, or takes it."""
+        """Account for device memory that blocks take or release inside. Wrap every such section in
+        it.
+        """
         self.transfer.poll()
         for number in [n for n, ticket in self._uploads.items() if ticket.done]:
             self._uploads.pop(number).wait()  # it holds the host memory
@@ -79,8 +86,8 @@ class DeviceTier(Copies):
             yield
 
     def reserve(self, needed: Sequence[Block], uses: Mapping[int, int]) -> None:
-        """Device memory for all of these, to be filled; others go for it if they must. None of them
-        has any when it raises.
+        """Allocate device memory for all these blocks, to be filled; evict other blocks if there is
+        no room. When this raises, none of them has any.
         """
         self._current = frozenset(block.number for block in needed)
         absent = [block for block in needed if block.on_device is Presence.AWAY]
@@ -104,7 +111,7 @@ class DeviceTier(Copies):
             raise CapacityError(
                 f"{self.transfer.device}: parameters that are used now need {format_size(nbytes)} "
                 f"({nbytes} bytes); of {format_size(limit)} activations, gradients and others hold "
-                f"{format_size(others)}, parameters that cannot go {format_size(held)}; raise "
+                f"{format_size(others)}, pinned parameters {format_size(held)}; raise "
                 "device_memory, or use a smaller batch"
             )
 
@@ -120,13 +127,13 @@ class DeviceTier(Copies):
         block.move_on_device(Presence.COMING)
 
     def fill(self, block: Block) -> None:
-        """Start the copy of a block from host memory, where it is."""
+        """Start to upload a block that is resident in host memory."""
         assert block.memory is not None and block.in_host is Presence.HERE, block.name
         self._uploads[block.number] = self._buffers[block.number].fill(block.memory)
 
     def memory_of(self, block: Block) -> Tensor:
-        """The block's bytes on the device, for the current stream; they stay as long as the tensor
-        is held.
+        """Return the block's bytes on the device, for the current stream; they stay as long as the
+        tensor is held.
         """
         memory = self._buffers[block.number].use()
         if block.on_device is Presence.COMING:
@@ -139,7 +146,7 @@ class DeviceTier(Copies):
     # --- what will be needed ----------------------------------------------------------------------
 
     def fetch_ahead(self, uses: Mapping[int, int]) -> None:
-        """Start the copies of what is needed next and is in host memory already."""
+        """Start to upload the blocks that are used next and are in host memory already."""
         moves = look_ahead(self._tier(), uses, self.depth)
         ready = [n for n in moves.fetch if self._blocks[n].in_host is Presence.HERE]
         if not ready:
@@ -150,7 +157,7 @@ class DeviceTier(Copies):
         for number in ready:
             try:
                 self._allocate(self._blocks[number], is_urgent=False)
-            except DeviceFullError:  # it has less than was allowed; not to be tried at every use
+            except DeviceFullError:  # less memory than was allowed; not to be tried at every use
                 self._metrics.count("device_prefetches_without_room")
                 self._learn_limit(self._sizes[number])
                 return
@@ -182,14 +189,14 @@ class DeviceTier(Copies):
         return sum(peer.idle_bytes for peer in self._peers())
 
     def _idle(self) -> list[Block]:
-        """Blocks that nobody uses now, the largest first."""
+        """List the blocks on the device that are not in use, the largest first."""
         found = [self._blocks[number] for number in self._buffers]
         found = [b for b in found if not b.device_pins and not self._is_held_elsewhere(b)]
         return sorted(found, key=lambda block: block.nbytes, reverse=True)
 
     def make_way(self, device: torch.device, nbytes: int) -> None:
-        """The device is full, for whoever has asked for so much: what is idle goes, and blocks
-        have less from now on.
+        """Evict idle blocks, since another allocation of `nbytes` found the device full, and let
+        blocks have less from now on.
         """
         if device != self.transfer.device:
             return
@@ -202,24 +209,25 @@ class DeviceTier(Copies):
                     self.evict(block)
 
     def _learn_limit(self, nbytes: int) -> None:
-        """So much more than there is was allowed."""
+        """Lower the budget: it allowed `nbytes` more than the device has."""
         if self.device_budget.lower(nbytes):
             self._metrics.note(
                 f"memory of {self.transfer.device}",
                 f"it was full when {format_size(nbytes)} more were wanted within device_memory of "
                 f"{format_size(self.device_budget.limit_bytes)}: other processes, the device's own "
-                "libraries and gaps take memory, too; fewer parameters stay there from now on; "
+                "libraries and fragmentation take memory, too; fewer parameters stay there from "
+                "now on; "
                 "lower device_memory",
             )
 
     @property
     def idle_bytes(self) -> int:
-        """Of what would go for another model."""
+        """The bytes that would be evicted for another model."""
         with attempt(self._lock) as is_idle:  # two models may ask each other
             return sum(self._sizes[block.number] for block in self._idle()) if is_idle else 0
 
     def give_way(self, nbytes: int) -> None:
-        """Make room for another model, as far as that is possible."""
+        """Evict idle blocks for another model until `nbytes` are released, as far as possible."""
         with attempt(self._lock) as is_idle:  # two models may ask each other
             if not is_idle:
                 return
@@ -228,10 +236,12 @@ class DeviceTier(Copies):
                     if nbytes > 0 and self.evict(block):
                         nbytes -= self._sizes[block.number]
 
-    # --- going ------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------
 
     def evict(self, block: Block) -> bool:
-        """Take a block from the device, unless it is in use or somebody holds a view of it."""
+        """Evict a block from the device. Return False if it is in use or other code holds a view of
+        it.
+        """
         if block.device_pins or self._is_held_elsewhere(block):
             self._metrics.count("device_drops_refused")
             return False
@@ -240,8 +250,8 @@ class DeviceTier(Copies):
         return True
 
     def forget(self, block: Block) -> None:
-        """Give the block's device memory back, if it has any. What is changed there goes home
-        first. Views that somebody holds stay valid.
+        """Release the block's device memory, if it has any, after changes there are taken back.
+        Views that other code holds stay valid.
         """
         if block.on_device is Presence.AWAY:
             return
@@ -254,23 +264,23 @@ class DeviceTier(Copies):
             self._metrics.count("device_views_escaped")
 
     def stale(self, block: Block) -> None:
-        """The block's values in host memory are others now."""
+        """Drop or refresh the device copy, since the block's values in host memory have changed."""
         if block.device_pins and block.is_attached:
             self.refresh(block)
         elif block.on_device is not Presence.AWAY:
-            self.note_seen(block)  # what was there is not wanted
+            self.note_seen(block)  # changes to the old copy are not wanted
             with self.moving():
                 self.forget(block)
 
     def refresh(self, block: Block) -> None:
-        """Copy the values that are in host memory to what is attached."""
+        """Copy the values in host memory to the parameters that are attached."""
         self.fill(block)
         for member, values in block.views(self.memory_of(block)):
             restore(member.param, values)
         self.note_seen(block)
 
     def await_upload(self, block: Block) -> None:
-        """Wait until nothing on the way to the device reads the block's host memory."""
+        """Wait until no upload reads the block's host memory."""
         ticket = self._uploads.pop(block.number, None)
         if ticket is not None:
             with self._metrics.span("device copy"):

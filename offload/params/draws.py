@@ -1,8 +1,8 @@
-"""Where a layer's random numbers come from, beside torch's default generators: so that a second run
-of it can draw those of the first.
+"""The random sources of a layer beside torch's default generators, so that a recomputation can draw
+the numbers of the first run again.
 
-Python's own and numpy's global ones, those that the layer's modules have as attributes, and those
-that it was seen to hand to torch. What it draws from elsewhere nobody knows of.
+The sources are Python's and numpy's global ones, those that the layer's modules have as attributes,
+and those that it was seen to hand to torch. Draws from other sources are not known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class RandomSource:
-    """One state of random numbers that somebody has. owner: tells it from others."""
+    """A random number generator whose state can be read and set. owner: the object that has the
+    state; its identity tells sources apart.
+    """
 
     owner: object
     get: Callable[[], Any]
@@ -45,7 +47,9 @@ class Draw:
 
 
 def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[RandomSource]:
-    """Those that are known now, each once. seen: torch's, that it has been seen to use."""
+    """List the sources that are known now, each once. seen: torch generators that the module has
+    been seen to use.
+    """
     found = {id(source.owner): source for source in _global_sources()}
     for owner in (*seen, *_owned(module)):
         source = source_at(owner)
@@ -55,7 +59,7 @@ def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[RandomSou
 
 
 def source_at(owner: Any) -> RandomSource | None:
-    """What draws from this object, if anything does."""
+    """Return the source that this object is, or None if it is no random number generator."""
     if isinstance(owner, torch.Generator):
         return RandomSource(owner, owner.get_state, owner.set_state)
     if isinstance(owner, random.Random):
@@ -70,9 +74,9 @@ def source_at(owner: Any) -> RandomSource | None:
 
 
 def is_default(owner: object) -> bool:
-    """Whether torch draws from it, on the host or on a device, where no other is given. torch's own
-    checkpoint has the state of those before a run; when one is handed over for the first time
-    others may have drawn from it.
+    """Return whether torch draws from this generator, on the host or on a device, when it is given
+    no other. torch's own checkpoint saves the state of those before a run; when one is seen in use
+    for the first time, other code may already have drawn from it.
     """
     if not isinstance(owner, torch.Generator):
         return False
@@ -88,7 +92,7 @@ def _global_sources() -> Iterator[RandomSource]:
 
 
 def _owned(module: nn.Module) -> Iterator[object]:
-    """Attributes that may be sources: a few types, so that most are passed over at once."""
+    """Yield attributes that may be sources. A few types pass over most attributes at once."""
     for inner in module.modules():
         for value in vars(inner).values():
             if not isinstance(value, _PLAIN):
@@ -99,7 +103,7 @@ _PLAIN = (str, int, float, dict, list, tuple, set, type(None), torch.Tensor, tor
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Of states, which hold numbers, tuples, dicts, tensors and numpy's arrays."""
+    """Compare two states, which hold numbers, tuples, dicts, tensors and numpy arrays."""
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, dict):
@@ -111,7 +115,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def drawing_again(draws: Sequence[Draw]) -> Iterator[None]:
-    """Inside, sources are where they were before the first run; afterwards where they are now."""
+    """Set the sources back to their states before the first run inside the `with`; restore their
+    present states at its end.
+    """
     now = [draw.source.get() for draw in draws]
     try:
         for draw in draws:

@@ -1,7 +1,8 @@
-"""A prepared model: its parameters come before they are used and go when there is no room.
+"""The engine of a prepared model: it fetches parameters before their use and evicts them when there
+is no room.
 
-Told by the hooks when units run and by autograd what it keeps and wants back. Parameters that
-autograd would keep are kept as references instead, and looked up again in backward.
+The hooks tell it when units run, and autograd what it saves and what it unpacks. Of parameters that
+autograd would save it keeps references instead, and looks the values up again in backward.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from offload.storage.outgoing import Outgoing, in_memory
 
 
 class Beginning(Protocol):
-    """Gives blocks their first values, where those are not in memory already."""
+    """A source of the first values of blocks whose values are not in memory already."""
 
     def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None: ...
 
@@ -56,25 +57,28 @@ class Beginning(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """Where a model runs, if not on the CPU. limit_bytes: for everything that is there."""
+    """The device that a model runs on, if not the CPU. limit_bytes: for everything on it."""
 
     transfer: DeviceTransfer
     limit_bytes: int
 
 
 class _UnitRuns(threading.local):
-    """What is under way in a thread."""
+    """The runs that are open in one thread."""
 
     open = 0  # runs of the model and of units that have not ended
 
     def __init__(self) -> None:
-        self.saving: list[Any] = []  # hooks that are in force for each of them; None: those before
+        # For each open run the hooks that it entered; None: it entered none, earlier ones stay.
+        self.saving: list[Any] = []
 
 
 class Engine:
-    """Runs one model within a pool and a store, and on a device if there is one. keeps_gradients:
-    they are counted in the budget, and have places where they need them: in the store if `spill`
-    says so. among: other ranks that have a part of it.
+    """The engine that runs one model within a pool and a store, and on a device if there is one.
+
+    keeps_gradients: gradients count in the budget, and have gradient buffers where they need them,
+    or go to the store if `spill` says so.
+    shard_context: the ranks that share the model, and how; None: all of it is here.
     """
 
     def __init__(
@@ -99,11 +103,11 @@ class Engine:
         self._unit_of = {m.param: unit for unit in units for m in unit.members}
         self._pool = pool
         self._runs = _UnitRuns()
-        self._running = 0  # threads in which something runs
+        self._running = 0  # threads in which the model or a unit runs
         self._lock = threading.Lock()
         self._backward = False  # one runs, and has reached a unit
         self.activations: Activations | None = None  # None: autograd keeps them in memory
-        self.recomputes = False  # layers are run again in backward
+        self.recomputes = False  # backward runs layers again
         self._casts = Casts(self.device, metrics)
         self._handles: list[Any] = []
         trace = Trace(_fingerprint(units), len(units))
@@ -156,7 +160,8 @@ class Engine:
 
     def _take_in(self, start: Beginning | None) -> None:
         kept = enclosing(self.units)
-        first = sorted(self.units, key=lambda unit: unit.number not in kept)  # at one end of memory
+        # Blocks that are kept lie together at one end of memory.
+        first = sorted(self.units, key=lambda unit: unit.number not in kept)
         for unit in first:
             block = self.residency.blocks[unit.number]
             if start is None:
@@ -184,15 +189,15 @@ class Engine:
         self._runs.open += 1
 
     def _begin_saving(self) -> Any:
-        """Have a say in what autograd keeps, where parameters or activations may have to go. What
-        ends it, if it was begun.
+        """Enter hooks for the tensors that autograd saves, if parameters or activations may be
+        evicted. Return the context to exit, or None if none was entered.
         """
         if self.residency.never_drops and self.activations is None:
             return None
         others = _hooks_of_others()
         is_counted = others is not None and _is_checkpoint(others[0])
         if not is_counted and (self._runs.open or (others is not None and _in_backward())):
-            return None  # ours are in force, or somebody's who came after us
+            return None  # ours are in force, or other code's that were entered after ours
         pack = partial(self._pack_counted if is_counted else self._pack, others and others[0])
         unpack = partial(self._unpack_counted if is_counted else self._unpack, others and others[1])
         saving = saved_tensors_hooks(pack, unpack)
@@ -201,7 +206,7 @@ class Engine:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Have the same say inside the block, in which a checkpoint runs something."""
+        """Enter the same hooks inside the `with`, in which a checkpoint runs a layer."""
         begun = self._begin_saving()
         try:
             yield
@@ -282,14 +287,16 @@ class Engine:
         self.residency.watch_edits()
 
     def _keeps_casts(self, phase: Phase) -> bool:
-        """Whether autograd keeps casts of weights on the device, as it keeps what a layer makes."""
+        """Return whether autograd keeps casts of weights on the device, as it keeps a layer's
+        activations.
+        """
         if phase is not Phase.FORWARD or self.recomputes or self.activations is not None:
             return False
         others = _hooks_of_others()
         return others is None or not _is_checkpoint(others[0])
 
     def _phase(self) -> Phase:
-        if _in_backward():  # recomputation
+        if _in_backward():  # a recomputation
             return Phase.BACKWARD
         return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
 
@@ -308,9 +315,10 @@ class Engine:
 
     @uninterrupted
     def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
-        """Inside a checkpoint, which counts what is saved in the first run and in the second, and
-        keeps what the second saves until backward has come to it. Of a parameter it gets something
-        of the same shape: it would keep the block of every unit.
+        """Pack a tensor inside a checkpoint, which counts what is saved in the first run and in the
+        second, and keeps what the second saves until backward has reached it. In place of a
+        parameter the checkpoint gets a tensor of the same shape, since views of the parameters
+        would keep the blocks of all units.
         """
         assert others is not None, "those of a checkpoint"
         block = self.residency.block_of(tensor)
@@ -325,7 +333,7 @@ class Engine:
         if isinstance(kept, _KeptTensor | PackedTensor):
             return kept.checked()
         if not isinstance(kept, Reference):
-            assert others is not None, "nobody else packs"
+            assert others is not None, "only the engine packs"
             return others(kept)
         self._begin_backward()
         if kept.generation != kept.block.generation:
@@ -336,16 +344,16 @@ class Engine:
         return kept.view(self.residency.memory_of(kept.block))
 
     def _unpack_counted(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        """Inside a checkpoint: it runs the whole segment again, unit by unit, before there is a
-        view of a parameter. Backward of some operations asks for a weight before their input, and
-        the view would hold the room that the other units need.
+        """Unpack a tensor inside a checkpoint, which runs the whole segment again, unit by unit,
+        before there is a view of a parameter. Backward of some operations unpacks a weight before
+        their input, and the view would hold the room that the other units need.
         """
         if not isinstance(kept, _Counted):
             return self._unpack(others, kept)
         self._unpack(others, kept.holder)
         return self._unpack(others, kept.parameter)
 
-    # --- parameters that somebody asks for --------------------------------------------------------
+    # --- parameters outside of their unit ---------------------------------------------------------
 
     def name_of(self, param: Tensor) -> str:
         return self._names[param]  # type: ignore[index]
@@ -361,7 +369,9 @@ class Engine:
 
     @contextmanager
     def resident(self, units: Sequence[Unit]) -> Iterator[None]:
-        """The parameters of these are there, all at once, for code that we do not see."""
+        """Keep the parameters and gradients of these units exposed inside the `with`, all at once,
+        for user code.
+        """
         params = [member.param for unit in units for member in unit.members]
         exposed, grads = self.residency.exposed(units), self.gradients.exposed(params)
         with entered_outside(exposed), entered_outside(grads):
@@ -372,7 +382,7 @@ class Engine:
     @uninterrupted
     @outside_inference_mode
     def close(self, make: Callable[[Tensor], Outgoing] = in_memory) -> None:
-        """Leave the model with all its parameters in places that `make` gives. Idempotent."""
+        """Leave the model with all its parameters in memory that `make` returns. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -383,21 +393,21 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A parameter that is saved inside a checkpoint. holder: what the checkpoint has for it."""
+    """A parameter that is saved inside a checkpoint. holder: what the checkpoint packed for it."""
 
     parameter: Reference
     holder: Any
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, type and device, in the memory of one element."""
+    """Return a tensor of the same shape, dtype and device, in the memory of one element."""
     return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
 @dataclass(frozen=True)
 class _KeptTensor:
-    """A saved tensor that stays as it is. Without its history: a node that keeps its own output
-    would keep itself. torch leaves looking at the version to whoever has hooks.
+    """A saved tensor that stays in memory. It is detached, since a node that keeps its own output
+    would keep itself. With hooks in force torch leaves the check of the version to them.
     """
 
     tensor: Tensor
@@ -419,12 +429,16 @@ class _KeptTensor:
 
 
 def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """What somebody else does with saved tensors here: offloads activations, recomputes them."""
+    """Return the innermost hooks for saved tensors in force here: other code's, that offload
+    activations or recompute them, or ours. None: there are none.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _is_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
-    """Whether they are those of torch's checkpointing: it keeps no tensor, and counts them."""
+    """Return whether the hooks are those of torch's checkpointing, which keeps no tensor, and
+    counts them.
+    """
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
@@ -433,7 +447,7 @@ def _in_backward() -> bool:
 
 
 def _fingerprint(units: Sequence[Unit]) -> str:
-    """Of the names, shapes and types of all parameters, and of how they are grouped."""
+    """Hash the names, shapes and dtypes of all parameters, and how they are grouped into units."""
     lines = [
         f"{unit.number} {m.name} {tuple(m.param.shape)} {m.param.dtype} {unit.needs}"
         for unit in units

@@ -1,7 +1,8 @@
-"""What others do to parameters that are in memory, by whatever means: found afterwards.
+"""External edits: changes of resident parameters by code that is not the engine's, found
+afterwards.
 
-Values that were written in place are found by a checksum of the block, taken before others get
-their turn; values that were put there by `param.data = ...` by their address.
+Values that were written in place are found by a checksum of the block, taken before user code runs;
+values that were assigned by `param.data = ...` by their address.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from offload.params.placeholder import restore
 
 
 class ExternalEdits:
-    """To blocks that are attached in host memory. settle: is called with a block before its memory
-    changes. One thread at a time.
+    """The external edits of blocks that are attached in host memory. settle: called with a block
+    before its memory changes. One thread at a time.
     """
 
     def __init__(self, settle: Callable[[Block], None]) -> None:
         self._settle = settle
-        self._may_come = False  # others have their turn
+        self._may_come = False  # user code may write in place
 
     def begin(self, blocks: Iterable[Block]) -> None:
-        """From now on there may be some."""
+        """Begin to look for edits in place: take a checksum of each attached block whose bytes are
+        stored or being written, unless it has one.
+        """
         self._may_come = True
         for block in blocks:
             is_safe = block.is_stored or block.writing is not None
@@ -36,12 +39,14 @@ class ExternalEdits:
                 block.seen = kernels.checksum(block.memory)
 
     def end(self) -> None:
-        """From now on there are none, in place."""
+        """Stop looking for edits in place."""
         self._may_come = False
 
     def find(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Those with edits, one after the other; each has them when it comes."""
-        # No memory is kept in this frame: that of an error would hold it.
+        """Yield the blocks with edits, one after the other. When a block is yielded, its memory has
+        them.
+        """
+        # This frame holds no memory of a block: the traceback of an error would keep it alive.
         blocks = [block for block in blocks if block.memory is not None]
         rebound = untangle([(b, b.memory) for b in blocks if b.memory is not None])
         for block in blocks:
@@ -53,16 +58,18 @@ class ExternalEdits:
                 yield block
 
     def take_in_rebound(self, block: Block) -> bool:
-        """Of `find`, what needs no look at all the bytes."""
+        """Do the part of `find` that does not read all bytes: take in values that were assigned by
+        `param.data = ...`. Return whether there were any.
+        """
         assert block.memory is not None
         return take_in_rebound(block, block.memory, self._settle)
 
 
 def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:
-    """Give parameters memory of their own that somebody has put into that of another, or another
-    way into their own, by `a.data, b.data = b.data, a.data` or `w.data = w.data.t()`. So it does
-    not matter which of them is taken in first. places: blocks, and where they are computed with.
-    Returns the numbers of the blocks that have parameters elsewhere.
+    """Give parameters memory of their own if user code has made them views of another's memory, or
+    other views of their own, by `a.data, b.data = b.data, a.data` or `w.data = w.data.t()`. So the
+    order in which they are taken in does not matter. places: blocks, and the memory that they are
+    computed with. Return the numbers of the blocks with parameters that are elsewhere.
     """
     rebound: set[int] = set()
     for block, memory in places:
@@ -77,12 +84,12 @@ def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:
 def take_in_rebound(
     block: Block, memory: Tensor, settle: Callable[[Block], None] | None = None
 ) -> bool:
-    """Copy values that somebody has put into parameters by `param.data = ...` to the block's
-    memory, and the parameters are there again. False: there were none. Raises `StateError` where
-    the values are of another shape or type or on another device; nothing is copied then.
+    """Copy values that user code has assigned by `param.data = ...` to the block's memory, and make
+    the parameters views of it again. Return False if there were none. Raises `StateError` if the
+    values are of another shape or dtype or on another device; nothing is copied then.
     """
     strange = block.strangers(memory.data_ptr())
-    for member in strange:  # no view of the memory is made yet: an error's frames would hold it
+    for member in strange:  # no view of the memory yet: an error's frames would hold it
         got = _kind(member.param.dtype, member.param.shape, member.param.device)
         expected = _kind(member.dtype, member.shape, memory.device)
         if got != expected:

@@ -1,6 +1,6 @@
-"""Memory for whole blocks and whole gradients of a model that is shared out over ranks, and how
-they come there and go: `HostGatherMemory` where the model is computed in host memory,
-`DeviceWholes` (`device_wholes.py`) where it is computed on devices.
+"""Memory for gathered blocks and whole gradients of a model that is sharded over ranks, and the
+collectives that fill and reduce it: `HostGatherMemory` if the model is computed in host memory,
+`DeviceGatherMemory` (`gathered_device.py`) if it is computed on devices.
 """
 
 from __future__ import annotations
@@ -18,61 +18,64 @@ from offload.distributed import Ranks
 
 
 class Claim(Protocol):
-    """Bytes beyond those that are always there; `release` gives them back."""
+    """A claim of bytes beyond those that are always available; `release` returns them."""
 
     def release(self) -> None: ...
 
 
 class Gathered(Protocol):
-    """All bytes of a block, or of its gradients, for a while."""
+    """A buffer with all bytes of a block, or of its gradients, for a while."""
 
     taken_bytes: int  # of memory
 
     @property
     def address(self) -> int:
-        """Where its memory begins."""
+        """The address at which its memory begins."""
 
     def arrive(self) -> Ticket[None] | None:
-        """Wait until it can be used. The result ends when this rank's own slice, which it was
-        gathered from, is not read any more; None: that is so already.
+        """Wait until the buffer can be used. Return a ticket that ends when this rank's own shard,
+        which it was gathered from, is not read any more; None: it is not read any more already.
         """
 
     def use(self) -> Tensor:
-        """The bytes, for whatever computes now in this thread; after `arrive`. They stay as long as
-        the tensor is held.
+        """Return the bytes, for the computation that runs now in this thread; after `arrive`. They
+        stay as long as the tensor is held.
         """
 
     def release(self) -> bool:
-        """Give the memory up. False: somebody still holds a view of it, and keeps it."""
+        """Release the memory. Return False if other code still holds a view, which keeps it."""
 
 
 class GatherMemory(Protocol):
-    """Where they are. Everything but `take` and `make` needs all ranks, in the same order."""
+    """The memory that gathered buffers are in, and its collectives. Everything but `take` and
+    `make` needs all ranks, in the same order.
+    """
 
     device: torch.device
 
     def gather(self, nbytes: int, own: Tensor, what: str, after: Ticket[Any] | None) -> Gathered:
-        """Start to fill so many bytes with everybody's `own`, which has its values once `after` has
-        ended.
+        """Start the all-gather of `nbytes` from every rank's `own`, which has its values once
+        `after` has ended.
         """
 
     def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
-        """Memory to be filled in these parts, first and last (excluded) byte; the rest is zero."""
+        """Make a buffer to be filled in these parts, `[first, last)` in bytes; the rest is zero."""
 
     def reduce(self, whole: Gathered, target: Tensor, what: str) -> Ticket[Any]:
-        """Make `target`, in host memory, this rank's slice of the mean over all ranks. `whole`, as
-        it is now in the order of what computes, is used up; it stays until the end.
+        """Start the reduce-scatter of `whole`: `target`, in host memory, becomes this rank's shard
+        of the mean over all ranks. The values of `whole` are those of this moment in the order of
+        the computation. It is used up, and stays until the ticket ends.
         """
 
     def take(self, nbytes: int, what: str) -> Claim:
-        """More memory than is always there, or `CapacityError` with the numbers."""
+        """Claim more memory than is always available. Raises `CapacityError` with the numbers."""
 
     def poll(self) -> None:
-        """Let go of host memory that nothing reads any more."""
+        """Release host memory that no operation reads any more."""
 
 
 class HostGathered:
-    """In memory of torch's."""
+    """A gathered buffer in host memory that torch has allocated."""
 
     def __init__(self, memory: Tensor, coming: Ticket[None] | None = None) -> None:
         self.memory: Tensor | None = memory
@@ -87,7 +90,7 @@ class HostGathered:
     def arrive(self) -> None:
         if self._coming is not None:
             self._coming.wait()
-            self._coming = None  # not before: somebody may press Ctrl-C
+            self._coming = None  # not before: Ctrl-C may interrupt the wait
 
     def use(self) -> Tensor:
         assert self.memory is not None
@@ -99,7 +102,7 @@ class HostGathered:
 
 
 class HostGatherMemory:
-    """Of these ranks, within the budget of host memory."""
+    """The all-gather buffers of these ranks in host memory, within its budget."""
 
     device = torch.device("cpu")
 
@@ -126,4 +129,4 @@ class HostGatherMemory:
         return HOST.take(nbytes, what)
 
     def poll(self) -> None:
-        """Nothing is held here longer than somebody waits for it."""
+        """Do nothing: buffers are held here only until their operation is waited for."""

@@ -1,8 +1,9 @@
-"""Whole blocks and whole gradients of a model that is shared out over ranks, on their devices.
+"""All-gather buffers for blocks, and gradient buffers, of a sharded model in device memory.
 
-A slice goes up from this rank's host memory, and the devices gather the block among themselves; of
-gradients the devices take the mean, and this rank's slice of it comes down. The stream that
-computes waits, the CPU only until the device has been told what to do.
+Each rank uploads its shard of a block from host memory, and the devices all-gather the block among
+themselves. Of gradients, the devices reduce-scatter the mean, and each rank downloads its shard of
+it. The compute stream waits for all of this; the CPU waits only until the work is enqueued on the
+device.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from offload.planning.shares import on_device_bytes
 
 
 class DeviceGathered:
-    """In device memory. coming: ends when the device has been told of the gather, with what ends
-    when the slice is there.
+    """An all-gather buffer, or a gradient buffer, in device memory.
+
+    coming: ends when the all-gather is enqueued on the device; its result is a ticket that ends
+    when this rank's shard is uploaded.
     """
 
     def __init__(self, buffer: DeviceBuffer, coming: Ticket[Ticket[None]] | None = None) -> None:
@@ -39,7 +42,7 @@ class DeviceGathered:
     def arrive(self) -> Ticket[None] | None:
         ticket = self._coming
         upload = None if ticket is None else ticket.wait()
-        self._coming = None  # not before: somebody may press Ctrl-C
+        self._coming = None  # not before: a Ctrl-C may interrupt the wait
         return upload
 
     def use(self) -> Tensor:
@@ -50,7 +53,10 @@ class DeviceGathered:
 
 
 class DeviceGatherMemory:
-    """Of the ranks of a network. left_bytes: of device memory, that nothing else is meant for."""
+    """The gathered blocks and gradients of a network's ranks in device memory.
+
+    left_bytes: device memory that is reserved for nothing else.
+    """
 
     def __init__(self, network: DeviceNetwork, left_bytes: int) -> None:
         self.device = network.transfer.device
@@ -66,7 +72,7 @@ class DeviceGatherMemory:
 
     def make(self, nbytes: int, what: str, parts: Sequence[tuple[int, int]]) -> Gathered:
         buffer = self._transfer.allocate(nbytes, what)
-        buffer.use().zero_()  # all of it: one kernel is cheaper than one for every gap
+        buffer.use().zero_()  # the whole buffer: one kernel is cheaper than one for every gap
         buffer.note_fill()  # gradients may come from several streams
         return DeviceGathered(buffer)
 

@@ -1,5 +1,7 @@
-"""Blocks that are computed with on devices, whole in host memory for a moment: for modules that
-fill their parameters at the start, which draw the CPU's random numbers there as on one rank.
+"""Sharded blocks that are computed with on devices, gathered in host memory for a moment.
+
+Modules that initialise their parameters when training starts need them there: they draw the CPU's
+random numbers, as they do on one rank.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ def whole_in_host(
     slice_of: Callable[[Block], Tensor],
     hide: Callable[[Block], None],
 ) -> Iterator[None]:
-    """Inside, the parameters lie in host memory, outside of the budget. What is done to them there
-    must be the same on all ranks, and each takes its slice of it. slice_of: a block's slice, which
-    nothing else reads. hide: guards a block's parameters again.
+    """Keep the parameters of `blocks` gathered in host memory, outside of the budget, while the
+    block runs.
+
+    What the caller does to them must be the same on all ranks (`StateError` if it is not); each
+    rank then copies its shard of the result. slice_of: a block's shard, which no other code reads
+    meanwhile. hide: makes the parameters of a block placeholders again.
     """
     gather_memory = [_gather(block, ranks, slice_of(block)) for block in blocks]
     places = list(zip(blocks, gather_memory, strict=True))

@@ -1,10 +1,11 @@
-"""The blocks of a model that is shared out over ranks, whole: gathered to compute with.
+"""The tier that holds the gathered blocks of a sharded model while it computes with them.
 
-A gather needs all ranks, and nobody asks the others before. So which blocks are there, and in which
-order they come, is a pure function of the order of uses and of numbers that all ranks agree on:
-nothing here looks at a clock, at what has come, or at who holds what. A block that goes while
-somebody still has a view of it leaves its memory to him. Nothing is ever written back: the slices
-are the truth. While parameters are not in use they are guarded.
+An all-gather needs all ranks, and the ranks do not agree on it beforehand. Therefore which blocks
+are gathered, and in which order, is a pure function of the order of uses and of numbers that all
+ranks agree on: nothing here depends on a clock, on which transfers have ended, or on references to
+tensors. If user code still holds a view of a block that is evicted, the memory stays alive for that
+view. Nothing is ever written back: the shards are authoritative. Parameters are placeholders while
+they are not in use.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from offload.params.gathered import Gathered, GatherMemory
 from offload.params.placeholder import Owner
 from offload.params.prefetch import Moves, TierState, look_ahead, make_room
 
-NETWORK = "network"  # the cause of waits for other ranks
+NETWORK = "network"  # the cause under which metrics count waits for other ranks
 
 
 class GatheredTier(Copies):
-    """Of one model's blocks. place: where they are whole. sizes: what each takes there.
-    budget_bytes: for all that are whole, the same on all ranks. depth: blocks ahead that are
-    gathered.
+    """The tier of one model's gathered blocks, in device or host memory.
+
+    place: allocates and fills their memory. sizes: bytes that each block takes there, by number.
+    budget_bytes: limit for all gathered blocks, the same on all ranks. depth: prefetch depth, in
+    blocks.
     """
 
     def __init__(
@@ -55,17 +58,19 @@ class GatheredTier(Copies):
         self._depth = depth
         self._metrics = metrics
         self._gather_memory: dict[int, Gathered] = {}
-        # Copies of slices to a device, until waited for: also of blocks that have gone again.
+        # Uploads of shards, until they are waited for; also those of blocks evicted since then.
         self._uploads: dict[int, Ticket[None]] = {}
 
     @property
     def held_bytes(self) -> int:
         return sum(self._sizes[number] for number in self._gather_memory)
 
-    # --- what is needed now -----------------------------------------------------------------------
+    # --- fetch ------------------------------------------------------------------------------------
 
     def make_room(self, needed: Sequence[Block], uses: Mapping[int, int]) -> None:
-        """For all of these at once; others go for it if they must."""
+        """Evict blocks until all of `needed` fit into the budget at once; raise `CapacityError` if
+        they cannot.
+        """
         self._current = frozenset(block.number for block in needed)
         self._let_go_of_slices()
         absent = [block.number for block in needed if block.on_device is Presence.AWAY]
@@ -78,21 +83,23 @@ class GatheredTier(Copies):
             raise CapacityError(
                 f"{needed[0].name}: whole parameters that are used now need "
                 f"{format_size(nbytes)} ({nbytes} bytes); of {format_size(self.budget_bytes)} "
-                f"others that are in use hold {format_size(held)}; raise "
+                f"pinned ones hold {format_size(held)}; raise "
                 f"{'host_memory' if self._device.type == 'cpu' else 'device_memory'}"
             )
         for number in chosen or ():
             self.evict(self._blocks[number])
 
     def excess_bytes(self, needed: Sequence[Block]) -> int:
-        """What the budget lacks for all of these at once; the same on all ranks."""
+        """Return by how many bytes the budget is too small for all of these blocks at once, beside
+        those that are pinned or kept. The same on all ranks.
+        """
         numbers = {block.number for block in needed} | self.kept
         numbers |= {block.number for block in self._blocks if block.device_pins}
         return max(0, sum(self._sizes[number] for number in numbers) - self.budget_bytes)
 
     @contextmanager
     def widened(self, nbytes: int) -> Iterator[None]:
-        """So many more may be taken inside."""
+        """Raise the budget by `nbytes` while the block runs; afterwards evict what exceeds it."""
         with self._lock:
             self.budget_bytes += nbytes
         try:
@@ -104,14 +111,14 @@ class GatheredTier(Copies):
                     self.evict(self._blocks[number])
 
     def _let_go_of_slices(self) -> None:
-        """A copy that is over holds host memory until somebody has looked."""
+        """Collect the tickets of uploads that have ended: until then they hold host memory."""
         self._place.poll()
         for number in [n for n, upload in self._uploads.items() if upload.done]:
             self._uploads.pop(number).wait()
 
     def gather(self, block: Block, own: Tensor, after: Ticket[None] | None) -> None:
-        """Start to fill a block from all ranks. own: this rank's slice, once `after` has ended; it
-        stays as it is until `await_own`.
+        """Start the all-gather of a block. own: this rank's shard, whose values are valid once
+        `after` has ended; it must not change before `await_own` returns.
         """
         what = f"parameters of {block.name}"
         whole = self._place.gather(block.whole_bytes, own, what, after)
@@ -123,13 +130,15 @@ class GatheredTier(Copies):
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def arrive(self, block: Block) -> None:
-        """Wait until a block that was asked for is there. It is away again when that raises."""
+        """Wait until the all-gather of a block is enqueued or done, if one is in flight. If that
+        raises an `Exception`, the block is evicted; after an interrupt it is still in flight.
+        """
         if block.on_device is not Presence.COMING:
             return
         try:
             with self._metrics.span(NETWORK):
                 upload = self._gather_memory[block.number].arrive()
-        except Exception:  # after an interrupt it is still on its way
+        except Exception:  # not an interrupt: after that the all-gather is still in flight
             self._forget_memory(block)
             raise
         if upload is not None:
@@ -137,8 +146,8 @@ class GatheredTier(Copies):
         block.move_on_device(Presence.HERE)
 
     def memory_of(self, block: Block) -> Tensor:
-        """The whole block's bytes, for what computes now; they stay as long as the tensor is
-        held.
+        """Return the gathered block's bytes, for a computation that starts now. They stay valid as
+        long as the caller holds the tensor. Waits for the all-gather.
         """
         self.arrive(block)
         return self._gather_memory[block.number].use()
@@ -147,17 +156,19 @@ class GatheredTier(Copies):
         return self._gather_memory[block.number].address
 
     def await_own(self, block: Block) -> None:
-        """Wait until nothing reads this rank's slice in host memory any more."""
+        """Wait until nothing reads this rank's shard in host memory any more."""
         self.arrive(block)
         upload = self._uploads.pop(block.number, None)
         if upload is not None:
             with self._metrics.span("device copy"):
                 upload.wait()
 
-    # --- what will be needed ----------------------------------------------------------------------
+    # --- prefetch ---------------------------------------------------------------------------------
 
     def look_ahead(self, uses: Mapping[int, int]) -> Sequence[Block]:
-        """Drop what must go for what is needed next, and say what that is."""
+        """Evict the blocks that must make room for the next uses, and return the blocks to
+        prefetch.
+        """
         moves: Moves = look_ahead(self._tier(), uses, self._depth)
         for number in moves.evict:
             self.evict(self._blocks[number])
@@ -172,16 +183,16 @@ class GatheredTier(Copies):
         busy = block.device_pins or block.number in self._current
         return not busy and block.number not in self.kept
 
-    # --- going ------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------
 
     def evict(self, block: Block) -> None:
         self.forget(block)
         self._metrics.count("gathered_drops")
 
     def forget(self, block: Block) -> None:
-        """Give the whole block up, if it is there or on its way."""
+        """Release a block's memory; if its all-gather is in flight, wait for it first."""
         if block.on_device is Presence.COMING:
-            with suppress(OffloadError):  # whoever needs it gathers again, and is told
+            with suppress(OffloadError):  # the next use gathers it again, and raises then
                 self.arrive(block)
         if block.on_device is Presence.AWAY:
             return

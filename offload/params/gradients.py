@@ -1,10 +1,10 @@
-"""The gradients of a prepared model on the CPU, and places in host memory for gradients.
+"""The gradients of a prepared model on the CPU, and host memory for gradients.
 
-On the CPU a gradient stays where autograd has made it, which is host memory as good as any: only
-its bytes are counted. Those that the budget has no room for go to the store as they come
-(`spill.py`); autograd finds a handle in their place, and what later backward passes bring is added
-where the values are. One that somebody else holds stays where it is: what is done to it there must
-count.
+On the CPU a gradient stays where autograd has allocated it, which is host memory too: only its
+bytes are counted. Gradients that the budget has no room for are spilled to the store when they
+arrive (`spill.py`); a handle takes the place of `param.grad`, and what later backward passes
+accumulate is added to the values in the store. A gradient that other code holds a reference to is
+not spilled: what that code does to it must have its effect.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Spill:
-    """The gradients of these parameters are in the store. staging_bytes: of host memory that they
-    pass through. room_bytes: that they have in the store.
+    """The parameters whose gradients are spilled, and the memory that this takes.
+
+    staging_bytes: host memory that the gradients pass through. room_bytes: what they take in the
+    store.
     """
 
     params: frozenset[Tensor] = frozenset()
@@ -42,7 +44,7 @@ class Spill:
     def open(
         self, pool: Pool, store: DiskStore | MemoryStore | None, metrics: Metrics
     ) -> SpillArea | None:
-        """None: nothing is spilled."""
+        """Open the area that these gradients are spilled to; return None if none is."""
         return open_area(pool, store, self.staging_bytes, self.room_bytes, metrics)
 
 
@@ -61,7 +63,7 @@ def open_area(
 
 
 class GradMemory:
-    """Flat host memory for the gradients of some parameters, by number."""
+    """The flat gradient buffers in host memory of some parameters, by number."""
 
     def __init__(self, params: Mapping[int, Tensor], pool: Pool) -> None:
         self.by_number: dict[int, Tensor] = {}
@@ -75,8 +77,10 @@ class GradMemory:
 
 
 class Gradients:
-    """Of these parameters, by number, on the CPU. area: where those of `spilled` go. One thread at
-    a time.
+    """The gradients of the given parameters, by number, on the CPU.
+
+    spilled: the parameters whose gradients are spilled. area: where they are spilled to. Any
+    thread, one at a time.
     """
 
     def __init__(
@@ -94,24 +98,27 @@ class Gradients:
         self.area = area
 
     def begin(self) -> None:
-        """A backward pass begins. Here that makes no difference."""
+        """Note that a backward pass begins. Nothing to do on the CPU."""
 
     def visited(self, unit: Unit) -> None:
-        """Backward has reached a unit. Here that makes no difference."""
+        """Note that backward has reached a unit. Nothing to do on the CPU."""
 
     def settle(self) -> None:
-        """They are where they should be already, or on their way."""
+        """Collect the spill writes that have ended. Gradients are in place or in flight."""
         if self.area is not None:
             self.area.poll()
 
     @contextmanager
     def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Gradients of these can be seen beside their parameters; they always can."""
+        """Make the gradients of these parameters visible at `param.grad` while the block runs; on
+        the CPU they always are.
+        """
         yield
 
     def arrived(self, number: int) -> None:
-        """Autograd has added to a parameter's gradient; to one that is spilled it has done so where
-        the values are.
+        """Take in a parameter's gradient after autograd has accumulated to it: spill it if it is to
+        be spilled. If it is in the store already, autograd has accumulated there, and nothing is
+        left to do.
         """
         param = self._params[number]
         if param not in self._spilled or not _can_be_spilled(param):
@@ -126,7 +133,9 @@ class Gradients:
             param.grad = self.area.show(param, spilled)
 
     def _leave(self, param: Tensor) -> None:
-        """Its gradient is memory of the user's."""
+        """Leave a gradient in memory, since the user's code holds a reference to it or shares its
+        memory.
+        """
         self._metrics.count("gradients_outside_of_their_place")
         self._metrics.fall_back(
             "gradients on disk",
@@ -135,13 +144,15 @@ class Gradients:
         )
 
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
-        """Cut spilled gradients as the update will ask for them."""
+        """Cut spilled gradients at the bounds by which the update will read them."""
         if self.area is not None:
             for param, each in slices.items():
                 self.area.cut(param, param.numel(), [at for one in each for at in one])
 
     def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
-        """Leave every parameter with its gradient, in memory that `make` gives."""
+        """Load each spilled gradient into memory that `make` gives, set it as `param.grad`, and
+        close the area.
+        """
         if self.area is None:
             return
         self.area.close(make)
@@ -151,8 +162,8 @@ class Gradients:
 
 
 def spill(area: SpillArea | None, param: Tensor, name: str, metrics: Metrics) -> Spilled | None:
-    """Room for a parameter's gradient; None: it stays in memory, since somebody keeps an older one
-    in its place.
+    """Allocate room in the store for a parameter's gradient. Return None if it must stay in memory,
+    since user code keeps an older gradient in that room.
     """
     assert area is not None, "made where gradients are spilled"
     made = area.make(param, name, param.numel(), param.dtype, param.shape)
@@ -162,7 +173,9 @@ def spill(area: SpillArea | None, param: Tensor, name: str, metrics: Metrics) ->
 
 
 def _can_be_spilled(param: Tensor) -> bool:
-    """Whether its gradient is in memory, and what a place in the store was measured for."""
+    """Return whether the gradient is in memory and of the kind that its room in the store was sized
+    for.
+    """
     grad = param.grad
     return (
         grad is not None
@@ -175,10 +188,10 @@ def _can_be_spilled(param: Tensor) -> bool:
 
 
 def gradient_bytes(params: Mapping[int, Tensor]) -> int:
-    """Of places for the gradients of all these."""
+    """Return the size of gradient buffers for all these parameters, each aligned."""
     return sum(map(place_bytes, params.values()))
 
 
 def place_bytes(param: Tensor) -> int:
-    """Of the place for one parameter's gradient."""
+    """Return the aligned size of one parameter's gradient buffer."""
     return -(-param.numel() * param.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES

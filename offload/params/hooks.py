@@ -1,4 +1,4 @@
-"""Every hook that is registered with torch."""
+"""Every hook that the engine registers with torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ from offload.planning.unit import Unit
 def watch_gradients(
     params: Mapping[int, Tensor], arrived: Callable[[int], None], reduces: bool = False
 ) -> list[RemovableHandle]:
-    """Call `arrived`, a method, with the number of each parameter whose gradient autograd has added
-    to, as long as its owner lives. Not while ranks are connected: what reduces gradients over them
-    writes to them later, unseen; unless it is `arrived` itself that does.
+    """Call `arrived`, a bound method, with the number of each parameter whose gradient autograd has
+    accumulated to, as long as the method's object lives.
+
+    While ranks are connected it is not called: code that reduces gradients over ranks writes to
+    them later, and no hook sees that. reduces: `arrived` itself reduces them, and so is called all
+    the same.
     """
     method = weakref.WeakMethod(arrived)
 
@@ -48,9 +51,11 @@ def watch_gradients(
 def watch_passes(
     params: Mapping[int, Tensor], arrived: Callable[[int], None], ended: Callable[[], None]
 ) -> list[RemovableHandle]:
-    """Call `arrived` and `ended`, methods of one object, as long as it lives: with the number of
-    each parameter whose gradient autograd has added to; and after each backward pass in which there
-    was one. A pass within another, as checkpoints make them, is none of its own.
+    """Call `arrived` and `ended`, bound methods of one object, as long as the object lives.
+
+    `arrived` is called with the number of each parameter whose gradient autograd has accumulated
+    to, `ended` after each backward pass in which there was such a parameter. A backward pass inside
+    another one, as activation checkpointing runs them, does not count as a pass of its own.
     """
     watcher = _Passes(weakref.WeakMethod(arrived), weakref.WeakMethod(ended))
     return [
@@ -64,7 +69,7 @@ def watch_passes(
 class _Passes:
     tell_arrived: weakref.WeakMethod[Callable[[int], None]]
     tell_ended: weakref.WeakMethod[Callable[[], None]]
-    pass_id: int | None = None  # of the one whose end will be told
+    pass_id: int | None = None  # the backward pass after which `ended` is queued to be called
 
     @uninterrupted
     def arrived(self, number: int, param: Tensor) -> None:
@@ -82,12 +87,12 @@ class _Passes:
     def ended(self) -> None:
         self.pass_id = None
         tell = self.tell_ended()
-        if tell is not None and torch._C._current_autograd_node() is None:  # else in another's
+        if tell is not None and torch._C._current_autograd_node() is None:  # not a nested pass
             tell()
 
 
 class Runner(Protocol):
-    """Is told when a model's modules run."""
+    """An object that is called before and after a model and its units' modules run."""
 
     def before_forward(self, unit: Unit) -> None: ...
 
@@ -98,12 +103,12 @@ class Runner(Protocol):
     def leave(self) -> None: ...
 
     def expect(self, numel: int) -> None:
-        """The model is about to run, with so many elements."""
+        """Note that a forward pass begins, whose inputs have `numel` elements."""
 
 
 def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Handle]:
-    """Tell `runner` of every run of the model and of its units' modules, also of one that ends with
-    an exception.
+    """Call `runner` before and after every run of the model and of its units' modules, also of a
+    run that ends with an exception.
     """
     runs = _ModuleRuns()
     handles = _follow_run(model, runs, lambda: runner.enter(), lambda _outputs: runner.leave())
@@ -129,7 +134,9 @@ _End = Callable[[list[Tensor]], None]
 
 
 class _ModuleRuns(threading.local):
-    """Modules that run in a thread, and whose beginning was told: how to tell their end."""
+    """The callbacks that end the module runs in progress, innermost last; one list for
+    each thread.
+    """
 
     def __init__(self) -> None:
         self.ends: list[_End] = []
@@ -138,7 +145,7 @@ class _ModuleRuns(threading.local):
 def _follow_run(
     module: nn.Module, runs: _ModuleRuns, begin: Callable[[], None], end: _End
 ) -> list[Handle]:
-    def mine(outputs: list[Tensor]) -> None:  # one for each pair of hooks: a module may have two
+    def mine(outputs: list[Tensor]) -> None:  # one per pair of hooks: a module may have two pairs
         end(outputs)
 
     def before(*_: object) -> None:
@@ -148,7 +155,7 @@ def _follow_run(
 
     def after(_module: nn.Module, _inputs: object, output: object) -> None:
         with uninterrupted:
-            if runs.ends and runs.ends[-1] is mine:  # else something before us raised
+            if runs.ends and runs.ends[-1] is mine:  # else an earlier pre-hook raised
                 runs.ends.pop()
                 end(_tensors_in(output))
 
@@ -170,8 +177,9 @@ def _follow_run(
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Not for torch.compile to look into: a graph ends there. Who has no optimizer, which loads the
-    compiler, need not wait for it.
+    """Exclude the hook from torch.compile, at the price of a graph break. Does nothing unless
+    torch._dynamo is imported already: the import takes long, and a program without an optimizer
+    need not wait for it.
     """
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return cast("Callable[..., None]", disable(hook)) if "torch._dynamo" in sys.modules else hook
@@ -183,11 +191,11 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Interception:
-    """A method of one module that somebody else answers; `remove` undoes it."""
+    """A method of one module that is replaced on the instance; `remove` undoes that."""
 
     module: nn.Module
     name: str
-    before: object = None  # what somebody else had put there
+    before: object = None  # an earlier replacement in the instance's `__dict__`
 
     def remove(self) -> None:
         vars(self.module).pop(self.name, None)
@@ -196,8 +204,8 @@ class Interception:
 
 
 def intercept(module: nn.Module, name: str, instead: Callable[..., object]) -> Interception:
-    """Have `instead` called for a method of this very module, with the module and the method as it
-    was before the other arguments.
+    """Replace a method of this one module by `instead`, which gets the module and the original
+    method ahead of the call's arguments.
     """
     original, before = getattr(module, name), vars(module).get(name)
     vars(module)[name] = partial(instead, module, original)
@@ -205,13 +213,15 @@ def intercept(module: nn.Module, name: str, instead: Callable[..., object]) -> I
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call it when the backward pass that runs now is over."""
+    """Call `function` when the backward pass that runs now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def forget_interrupted_backward() -> None:
-    """Have torch let go of a graph whose backward has ended with an error: what it had not come to
-    stays in a queue of this thread, and so does all that the graph holds, until the next backward.
+    """Make torch release the graph of a backward pass that has ended with an error.
+
+    The nodes that this pass did not reach stay in a queue of this thread, with all that the graph
+    holds, until the next backward. This runs a tiny one, unless a backward pass runs now.
     """
     if torch._C._current_graph_task_id() == -1:
         with torch.enable_grad():
@@ -220,8 +230,8 @@ def forget_interrupted_backward() -> None:
 
 
 def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) -> None:
-    """Call it when the first gradient of one of these is known: before backward goes on to what
-    they were made from.
+    """Call `function` when the first gradient of one of these tensors is computed, before backward
+    goes on to the operations that made them.
     """
     register_multi_grad_hook(tensors, lambda _: function(), mode="any")
 

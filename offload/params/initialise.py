@@ -1,14 +1,15 @@
-"""How a model that was made on the meta device gets its first values: by its modules' own methods.
+"""How a model on the meta device gets its first values: from its modules' own methods.
 
-Each module with tensors to fill is asked for `reset_parameters` (or `_reset_parameters`, as torch's
-attention has it), then the nearest module around it for `_init_weights(module)`, as Hugging Face
-and many others have it. Children come before their parents, which is the order in which ordinary
-modules are made: so after the same `torch.manual_seed` the values are those of an ordinary model if
-its modules are made in the order in which it has them, each draws its values when it is made and
-nothing is drawn again later. That holds for models of torch's own layers; not where `_init_weights`
-runs over a finished model, as with Hugging Face, and not behind a module that drew values for a
-parameter that was tied afterwards. A tied parameter gets the values of the first module that has
-it. Adapters that peft has put around a layer are filled as peft does it.
+For each module with tensors to fill, `reset_parameters` is called (or `_reset_parameters`, the name
+in torch's attention), then `_init_weights(module)` of the nearest module around it that has one, as
+models of Hugging Face and many other libraries do. Children come before their parents, which is the
+order in which modules are usually constructed. So after the same `torch.manual_seed` the values are
+those of a model that was constructed on the CPU, if three conditions hold: its modules are
+constructed in the order in which it registers them, each draws its values in its constructor, and
+nothing is drawn again later. They hold for models of torch's own layers. They do not hold where
+`_init_weights` runs over a finished model, as with Hugging Face, nor behind a module that drew
+values for a parameter that was tied afterwards. A tied parameter gets the values of the first
+module that has it. Adapters that peft has put around a layer are filled as peft does it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ _CHECKED_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class InitTask:
-    """Fill the tensors of a module, with calls of its own. kept: tensors of it that have values,
-    which the calls may not change.
+    """A task that fills the tensors of one module by calls of the module's own methods.
+
+    kept: tensors of the module that have values, which the calls must not change; they are
+    restored.
     """
 
     name: str
@@ -48,8 +51,8 @@ class InitTask:
 
 
 def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[InitTask]:
-    """What is to be done for all `empty` tensors, in order. Raises `ConfigError` with the names of
-    those that no module would fill. Changes nothing.
+    """Return the tasks that fill all `empty` tensors, in order. Raise `ConfigError` with the names
+    of those that no module would fill. Changes nothing.
     """
     tasks, done, hopeless = [], set[Tensor](), dict[Tensor, str]()
     for name, module, around in _inside_out("", model, (), set()):
@@ -58,7 +61,7 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[InitTask]:
         below = [t for t in (*module.parameters(), *module.buffers()) if t in empty]
         calls = _calls(module, around) if fresh else []
         if not fresh and not own and below and _is_all(module, empty):
-            calls = _resets(module)  # has its way with its children
+            calls = _resets(module)  # it fills the tensors of its children itself
         adapters = {t: empty[t] for t in made_by_adapters(module) if t in empty}
         resets = _adapter_resets(module, around) if adapters else []
         calls += resets
@@ -70,7 +73,7 @@ def plan_tasks(model: nn.Module, empty: Mapping[Tensor, str]) -> list[InitTask]:
                 hopeless.pop(tensor, None)
         else:
             hopeless |= {tensor: empty[tensor] for tensor in fresh}
-        if adapters and not resets:  # what their layers would do is not what peft does
+        if adapters and not resets:  # the reset methods of their layers do not do what peft does
             hopeless |= adapters
     refuse_empty(hopeless.values())
     return tasks
@@ -87,16 +90,20 @@ def refuse_empty(names: Any) -> None:
 
 
 def is_filled(tensor: Tensor, version: int) -> bool:
-    """Whether it has values: it was NaN before, or at this version if it cannot be."""
+    """Return whether a tensor has been filled: no element is NaN any more; or, for a type without
+    NaN, it is no longer at `version`.
+    """
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return tensor._version != version or not tensor.numel()
     flat = tensor.detach().view(-1)
-    parts = range(0, flat.numel(), _CHECKED_NUMEL)  # no second copy of a large one
+    parts = range(0, flat.numel(), _CHECKED_NUMEL)  # in parts: a large one is not copied whole
     return not any(bool(flat[n : n + _CHECKED_NUMEL].isnan().any()) for n in parts)
 
 
 def empty_(tensor: Tensor) -> Tensor:
-    """Make it what `is_filled` calls empty."""
+    """Fill a tensor so that `is_filled` takes it for empty: with NaN, or with zeros if its type has
+    none.
+    """
     is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.fill_(torch.nan) if is_float else tensor.zero_()
 
@@ -104,7 +111,9 @@ def empty_(tensor: Tensor) -> Tensor:
 def _inside_out(
     name: str, module: nn.Module, around: tuple[nn.Module, ...], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """Each module once, behind its children; around: from the model to its parent."""
+    """Yield each module once, after its children, with its name and the modules around it, from the
+    model to its parent.
+    """
     if module in seen:
         return
     seen.add(module)
@@ -127,7 +136,7 @@ def _calls(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Callable[[]
     calls, own = _resets(module), set(_own(module))
     for outer in (module, *reversed(around)):
         if own & made_by_adapters(outer):
-            break  # an adapter's begin is not that of a layer of the model
+            break  # an adapter is not initialised like a layer of the model
         method = getattr(outer, "_init_weights", None)
         if callable(method) and _takes(method, module):
             calls.append(partial(method, module))
@@ -144,7 +153,9 @@ def _resets(module: nn.Module) -> list[Callable[[], Any]]:
 
 
 def made_by_adapters(module: nn.Module) -> set[Tensor]:
-    """Parameters that a layer of peft's can fill itself: all but those of the layer inside it."""
+    """Return the parameters that a peft layer can fill itself: all but those of the layer
+    it wraps.
+    """
     if not callable(getattr(module, "reset_lora_parameters", None)):
         return set()
     inner = getattr(module, "base_layer", None)
@@ -153,7 +164,9 @@ def made_by_adapters(module: nn.Module) -> set[Tensor]:
 
 
 def _adapter_resets(module: nn.Module, around: tuple[nn.Module, ...]) -> list[Callable[[], Any]]:
-    """For adapters that begin with random numbers and zeros; others look at the layer inside."""
+    """Return the calls that reset a layer's adapters whose initial values are random numbers and
+    zeros. The initial values of other adapters depend on the wrapped layer.
+    """
     configs: Mapping[str, Any] = next(
         (c for m in reversed(around) if isinstance(c := getattr(m, "peft_config", None), dict)), {}
     )

@@ -1,7 +1,8 @@
-"""Which tensor of a model gets which tensor of its weights. A check of names, shapes and types.
+"""The match of a model's tensors with the tensors of its weights: a check of names, shapes and
+types.
 
-Tied parameters may be there under any of their names; if they are there twice, with the same
-values. Modules that peft has put around others are looked through.
+Tied parameters may be in the weights under any of their names; under several, if the values are
+equal. Names are also tried without the modules that peft has put around others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _COMPARED_BYTES = 1 << 20
 
 
 class WeightPlace(NamedTuple):
-    """Where a tensor's values are."""
+    """The file and the entry that hold a tensor's values."""
 
     file: SafetensorsFile
     entry: Entry
@@ -33,8 +34,9 @@ class WeightPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """Places of the model's tensors; kept: names of those that are not in the weights, and have
-    values.
+    """The places of the model's tensors in the weights.
+
+    kept: names of tensors that are not in the weights and keep the values they have.
     """
 
     places: dict[Tensor, WeightPlace] = field(default_factory=dict)
@@ -42,11 +44,12 @@ class Match:
 
 
 def match(model: nn.Module, weights: Weights) -> Match:
-    """Raises `ConfigError` with all names that do not fit together. Changes nothing.
+    """Find each tensor of the model in the weights. Changes nothing.
 
-    What the weights do not have is refused, but for parameters in memory of a model whose others
-    are on the meta device: adapters, say. Buffers that a state_dict would not have may be missing,
-    and adapters that peft can fill.
+    Raise `ConfigError` with all names that do not fit together. A tensor that the weights lack is
+    an error, with three exceptions: parameters in memory of a model whose others are on the meta
+    device (adapters, for example) keep their values; buffers that a state_dict leaves out may be
+    missing; so may adapters that peft can fill.
     """
     names = list(_names(model))
     tensors = {alias: tensor for name, tensor in names for alias in _aliases(name)}
@@ -82,7 +85,9 @@ def _names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _aliases(name: str) -> Iterator[str]:
-    """What a tensor was called before peft put a layer of its own around the one that has it."""
+    """Yield the name that a tensor had before peft put a layer of its own around the tensor's
+    module.
+    """
     bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     if bare != name:
         yield bare
@@ -91,7 +96,7 @@ def _aliases(name: str) -> Iterator[str]:
 def _missing(
     model: nn.Module, found: dict[Tensor, list[WeightPlace]]
 ) -> tuple[list[str], list[str]]:
-    """Names that would have no values, and of those that keep theirs."""
+    """Return the names of tensors that would have no values, and of those that keep theirs."""
     has_meta = any(param.is_meta for param in model.parameters())
     passing: set[Tensor] = {
         buffer
@@ -111,7 +116,7 @@ def _missing(
 
 
 def _not_ignored(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Without those that a Hugging Face model says are of no use to it."""
+    """Return the names without those that a Hugging Face model declares as unused."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     has_rotary = any(name.endswith("rotary_emb.inv_freq") for name, _ in model.named_buffers())
     patterns = [*patterns, *([r"rotary_emb\.inv_freq"] if has_rotary else [])]
@@ -142,7 +147,7 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 
 
 def _check_same(places: list[WeightPlace]) -> None:
-    """A tied parameter under several names must have one value."""
+    """Check that a tied parameter has the same values under all its names."""
     first = places[0]
     for other in places[1:]:
         if first.entry.dtype != other.entry.dtype or not _are_equal(first, other):

@@ -1,18 +1,18 @@
-"""The gradients of a model that is shared out over ranks, reduced to slices as backward makes them.
+"""The gradients of a sharded model, reduce-scattered to shards while backward computes them.
 
-What autograd makes is put into one buffer for each unit, of all its elements. As soon as backward
-has gone on to others and the unit is not expected again, the mean over all ranks is taken, of which
-each keeps its slice; the buffer goes. That happens where all ranks come by alike: it depends on the
-order of uses, not on what has arrived. What is left is reduced at the end of backward, where the
-ranks tell one another which parameters have a gradient: one that has it on some ranks counts as
-zero on the others, one that has it on none stays without.
+The gradients of a unit go to one buffer of all its elements. As soon as backward has gone on to
+other units and the unit is not expected again, a reduce-scatter takes the mean over all ranks, each
+rank keeps its shard, and the buffer is freed. The ranks start it at the same points of backward: it
+depends on the order of uses, not on which gradients have arrived. The rest is reduced at the end of
+backward, where the ranks tell one another which parameters have a gradient: a gradient that exists
+on some ranks only counts as zero on the others, one that exists on none stays None.
 
-Inside `no_sync` nothing is reduced: gradients of this rank add up, whole, in memory that is taken
-from the budget as it is needed, and the next backward outside of it reduces the sum once.
+Inside `no_sync` nothing is reduced: gradients of this rank accumulate, unsharded, in memory that is
+taken from the budget as needed, and the next backward outside of it reduces the sum once.
 
-Whole gradients are where the model computes; slices are in host memory, or in the store where that
-has no room for them (`spill.py`). What comes from a device to be added to a slice, or is for one in
-the store, goes to a staging place first.
+Unsharded gradients are where the model computes; shards are in host memory, or spilled to the store
+if host memory has no room for them (`spill.py`). What a device sends to be added to a shard, or for
+a shard in the store, goes through a staging buffer.
 
 Autograd calls `arrived` from its own thread.
 """
@@ -48,7 +48,9 @@ STAGING_PLACES = 2
 
 
 def staging_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
-    """Host memory for slices of the gradients of these on their way from a device."""
+    """Return the host memory for the staging buffers that gradient shards of these units pass
+    through on their way from a device.
+    """
     return STAGING_PLACES * (-(-_place_bytes(sharding, units) // PIECE_ALIGN) * PIECE_ALIGN)
 
 
@@ -58,8 +60,10 @@ def _place_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
 
 @dataclass(frozen=True)
 class ShardContext:
-    """Ranks that a model is shared out over. wholes: where blocks and gradients are whole. spill:
-    numbers of the units whose gradients are in the store.
+    """The ranks that a model is sharded over, and how.
+
+    gather_memory: allocates gathered blocks and unsharded gradients. spill: numbers of the units
+    whose gradients are in the store.
     """
 
     ranks: Ranks
@@ -70,8 +74,10 @@ class ShardContext:
 
 @dataclass(eq=False)
 class UnitSum:
-    """The gradients of one unit. place: this rank's slice, or None where it is in the store, in
-    `spilled`; like: of its type and size.
+    """The gradients of one unit.
+
+    place: this rank's shard, or None if it is in the store, in `spilled`. like: a meta tensor of
+    the shard's type and size.
     """
 
     unit: Unit
@@ -79,11 +85,11 @@ class UnitSum:
     like: Tensor
     place: Tensor | None
     spilled: Spilled | None = None
-    whole: Gathered | None = None  # this rank's own, of all elements, not reduced yet
+    whole: Gathered | None = None  # this rank's unsharded gradients, not reduced yet
     arrived: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `whole`
-    has: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `place`
-    gone: set[Tensor] = field(default_factory=set)  # whose values there mean nothing any more
-    is_empty: bool = True  # nothing in `place` means anything
+    has: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in the shard
+    gone: set[Tensor] = field(default_factory=set)  # those whose gradient there is invalid
+    is_empty: bool = True  # the shard holds no valid gradient
 
     @property
     def name(self) -> str:
@@ -92,8 +98,10 @@ class UnitSum:
 
 @dataclass(eq=False)
 class _InFlightReduce:
-    """A reduction under way. target: the place itself, or memory for what is added to it; slot: the
-    staging place that it is in, if there are some.
+    """A reduce-scatter in flight.
+
+    target: the unit's shard itself, or memory for values to be added to it or written to the store.
+    slot: the staging buffer that `target` is in, if there is one.
     """
 
     sum: UnitSum
@@ -105,9 +113,11 @@ class _InFlightReduce:
 
 
 class MeanGradients:
-    """Of one model. params: those that autograd tells of, by number. pool: memory for slices that
-    are not spilled. area: where the others are. left: numbers of the units that backward will still
-    reach.
+    """The gradients of one sharded model, averaged over its ranks.
+
+    params: the parameters that autograd's hooks report, by number. pool: memory for shards that are
+    not spilled. area: where the other shards are. left: returns the numbers of the units that
+    backward will still reach.
     """
 
     def __init__(
@@ -147,18 +157,18 @@ class MeanGradients:
         }
         self._sum_of = {param: one for one in self._sums.values() for param in one.members}
         self._touched: dict[int, None] = {}  # units that backward has reached, in order
-        self._arrived: set[int] = set()  # numbers of parameters, since the ranks last told
+        self._arrived: set[int] = set()  # numbers of parameters, since the latest exchange
         self._flights: deque[_InFlightReduce] = deque()
         self._is_open = False  # a backward pass has begun, and not ended
-        self._is_begun = False  # there has been one
+        self._is_begun = False  # there has been a backward pass
         self._early: set[int] = set()  # units that were reduced before the end of this pass
-        self._late: set[int] = set()  # units that something came for after that, once
-        self._proven: set[int] = set()  # units that nothing did
+        self._late: set[int] = set()  # units that ever got a gradient after an early reduction
+        self._proven: set[int] = set()  # units that were reduced early and never got one after
         self._local = 0  # how many `no_sync` are open
-        self._is_pending = False  # there are gradients of one that are not reduced
-        self._local_shares: list[Claim] = []  # of the budget, for what they keep
+        self._is_pending = False  # gradients of a `no_sync` are not reduced yet
+        self._local_shares: list[Claim] = []  # claims on the budget, for these gradients
         self._lock = threading.RLock()
-        self._slots: list[Tensor] = []  # staging places that are free
+        self._slots: list[Tensor] = []  # free staging buffers
         size = _place_bytes(sharding, [units[number] for number in slices])
         for _ in range(STAGING_PLACES if size else 0):
             with pool.lease(size, what="slices of gradients on their way") as lease:
@@ -167,13 +177,17 @@ class MeanGradients:
     # --- during backward --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Note that a backward pass begins. If the one before broke off, settle its gradients
+        first.
+        """
         if self._is_open:
-            self.settle()  # of the one before, which broke off
+            self.settle()  # the pass before broke off
         self._is_open = self._is_begun = True
 
     def _end_what_broke(self) -> None:
-        """A backward pass that ended with an exception leaves gradients, as torch's does."""
+        """Settle the gradients of a backward pass that ended with an exception, which keeps them,
+        as in torch.
+        """
         if self._is_open and not self._is_in_backward():
             self.settle()
 
@@ -182,7 +196,7 @@ class MeanGradients:
         return bool(torch._C._current_graph_task_id() != -1)
 
     def arrived(self, number: int) -> None:
-        """Autograd has made a parameter's gradient."""
+        """Move the gradient that autograd has computed for a parameter to the unit's buffer."""
         param = self._params[number]
         grad = own_grad(param)
         if grad is None:
@@ -202,7 +216,10 @@ class MeanGradients:
             self._arrived.add(number)
 
     def _room_for(self, one: UnitSum) -> Gathered:
-        """Memory for all gradients of a unit; those under way are waited for if there is none."""
+        """Allocate memory for all gradients of a unit. Waits for reductions in flight while the
+        budget has no room; inside `no_sync`, and until its sum is reduced, takes more of the budget
+        instead.
+        """
         taken = self._sharding.whole_of(one.unit)
         if self._local or self._is_pending:
             self._local_shares.append(
@@ -217,7 +234,9 @@ class MeanGradients:
             self._finish_oldest()
 
     def _make(self, one: UnitSum) -> Gathered:
-        """What lies between members is sent, too."""
+        """Allocate a unit's gradient buffer, with zeros between its members: the collective sends
+        them, too.
+        """
         parts = [(m.begin, m.begin + m.nbytes) for m in one.unit.members]
         return self._gather_memory.make(
             self._sharding.slices(one.unit).padded_bytes, one.name, parts
@@ -229,7 +248,10 @@ class MeanGradients:
         return held + sum(flight.whole.taken_bytes for flight in self._flights)
 
     def visited(self, unit: Unit) -> None:
-        """Backward has reached a unit. Reduce what is complete, as far as can be foreseen."""
+        """Note that backward has reached a unit, and reduce the units that are complete: those that
+        backward is not expected to reach again, and, if the budget is too small, others that this
+        unit does not need.
+        """
         if self._local:
             return
         with self._lock:
@@ -240,7 +262,7 @@ class MeanGradients:
                     self._early.add(number)
                     self._reduce(number)
             if self._is_pending:
-                return  # their memory was taken already
+                return  # their memory is claimed already
             held = sum(self._sharding.whole_of(self._sums[n].unit) for n in self._touched)
             for number in [n for n in self._touched if n not in unit.needs]:
                 if held <= self._sharding.gradient_bytes:
@@ -249,23 +271,26 @@ class MeanGradients:
                 self._reduce(number)
 
     def _may_be_early(self, number: int) -> bool:
-        """Not where something came afterwards: two means are rounded twice. After `no_sync` only
-        where that has never been.
+        """Return whether a unit may be reduced before the end of backward. Not if it ever got a
+        gradient after an early reduction: a sum of two means is rounded twice. After `no_sync` only
+        if it has been reduced early and never got one.
         """
         return number not in self._late and (not self._is_pending or number in self._proven)
 
     def _learn(self, left: set[int]) -> None:
-        """What was reduced early, and what something came for afterwards, on any rank."""
+        """Note which units were reduced early, and which of them got a gradient afterwards on any
+        rank (`left`).
+        """
         self._late |= self._early & left
         self._proven = (self._proven | self._early) - self._late
         self._early.clear()
 
     def _reduce(self, number: int) -> None:
-        """Start the reduction of a unit's gradients; all ranks do so now."""
+        """Start the reduce-scatter of a unit's gradients. All ranks do so at the same point."""
         one = self._sums[number]
         self._touched.pop(number, None)
         whole, one.whole = one.whole, None
-        if whole is None:  # nothing has come on this rank
+        if whole is None:  # this rank has no gradient of the unit
             self._await_room(self._sharding.whole_of(one.unit))
             whole = self._make(one)
         for member in one.unit.members:
@@ -282,8 +307,8 @@ class MeanGradients:
         self._metrics.count("reduced_bytes", self._sharding.slices(one.unit).padded_bytes)
 
     def _take_slot(self) -> Tensor | None:
-        """A staging place, of which the oldest is waited for if there is none; None: there never
-        are, any memory will do.
+        """Take a staging buffer; if none is free, wait for the oldest reduction. Return None if the
+        model is on the CPU: there are none, any memory will do.
         """
         if not self._sharding.on_device:
             return None
@@ -291,14 +316,14 @@ class MeanGradients:
             self._finish_oldest()
         return self._slots.pop()
 
-    @uninterrupted  # but for its wait, after which it is the oldest still
+    @uninterrupted  # except in its wait; if interrupted there, the flight stays in the queue
     def _finish_oldest(self) -> None:
         flight = self._flights[0]
         try:
             with self._metrics.span(NETWORK):
                 flight.ticket.wait()
         except BaseException:
-            if flight.ticket.state is TicketState.COLLECTED:  # it has failed
+            if flight.ticket.state is TicketState.COLLECTED:  # failed, not interrupted
                 self._flights.popleft()
             raise
         self._flights.popleft()
@@ -324,7 +349,7 @@ class MeanGradients:
             self._spilled(one).add(flight.target)
 
     def _spilled(self, one: UnitSum) -> Spilled:
-        """A unit's slice in the store."""
+        """Return a unit's shard in the store; allocate it there if it has none yet."""
         if one.spilled is None:
             assert self.area is not None, "made where slices are spilled"
             like = one.like
@@ -335,7 +360,7 @@ class MeanGradients:
         return one.spilled
 
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
-        """Cut spilled slices as the update will ask for them."""
+        """Cut spilled shards at the bounds by which the update will read them."""
         if self.area is None:
             return
         for one in self._sums.values():
@@ -346,14 +371,18 @@ class MeanGradients:
             self.area.cut(one.unit.number, one.like.numel(), cuts)
 
     def _clear_what_is_gone(self, one: UnitSum) -> None:
-        """Gradients that somebody has set to None count as zero from now on."""
+        """Set gradients that user code has set to None to zero, before new ones are added
+        to them.
+        """
         for param, member in one.members.items():
             if param in one.gone:
                 self._edit(one, member, Edit.of("zero_", (), {}))
         one.gone.clear()
 
     def settle(self) -> None:
-        """A backward pass is over: all gradients are reduced, all ranks know which there are."""
+        """End a backward pass: reduce all gradients that are left, so that all ranks know which
+        parameters have one. All ranks must call it. Blocks.
+        """
         with self._lock:
             self._is_open = False
             if self._local:
@@ -378,14 +407,16 @@ class MeanGradients:
             self._settled()
 
     def _settled(self) -> None:
-        """For whoever shows them to others."""
+        """Note that `settle` is done; the subclass that shows gradients to the user
+        overrides this.
+        """
 
-    # --- without reduction ------------------------------------------------------------------------
+    # --- no_sync ----------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients of this rank alone; the next one outside
-        reduces the sum, once. All ranks do so.
+        """Let backward passes add to the gradients of this rank alone while the block runs; the
+        next one outside of it reduces the sum, once. All ranks must do the same.
         """
         self._local += 1
         try:
@@ -397,27 +428,31 @@ class MeanGradients:
         while self._local_shares:
             self._local_shares.pop().release()
 
-    # --- where they are ---------------------------------------------------------------------------
+    # --- shards -----------------------------------------------------------------------------------
 
     def name_of(self, param: Tensor) -> str:
         one = self._sum_of.get(param)
         return one.members[param].name if one is not None else "a parameter"
 
     def _begin_of(self, one: UnitSum, member: Member) -> int:
-        """Where a parameter's first element would be in the unit's slice."""
+        """Return the index that a parameter's first element has, or would have, in the unit's
+        shard.
+        """
         slices = self._sharding.slices(one.unit)
         begin = member.begin - slices.span(self._sharding.rank)[0]
         return begin // member.dtype.itemsize
 
     def _span(self, one: UnitSum, member: Member) -> tuple[int, int]:
-        """This rank's elements of a gradient, in the unit's slice."""
+        """Return this rank's elements of a gradient, as a range of the unit's shard."""
         slices, size = self._sharding.slices(one.unit), member.dtype.itemsize
         first, end = slices.own(self._sharding.rank, member.begin, member.shape.numel(), size)
         begin = self._begin_of(one, member)
         return (begin + first, begin + end) if first < end else (0, 0)
 
     def _own(self, one: UnitSum, member: Member) -> Tensor:
-        """Those elements: where they are, or a copy of what is in the store."""
+        """Return this rank's elements of a gradient: a view of the shard, or a copy if that is in
+        the store.
+        """
         begin, end = self._span(one, member)
         return (
             self._spilled(one).load_part(begin, end) if one.place is None else one.place[begin:end]
@@ -433,7 +468,7 @@ class MeanGradients:
             edit(one.place[begin:end])
 
     def _fill(self, one: UnitSum, member: Member, values: Tensor) -> None:
-        """Give this rank's elements other values."""
+        """Set this rank's elements of a gradient to other values."""
         begin, end = self._span(one, member)
         if one.place is not None:
             one.place[begin:end].copy_(values)
@@ -441,7 +476,7 @@ class MeanGradients:
             self._spilled(one).put(values, begin)
 
     def _blank(self, one: UnitSum) -> None:
-        """A unit's slice of zeros."""
+        """Set a unit's shard to zeros."""
         if one.place is not None:
             one.place.zero_()
         else:
@@ -449,13 +484,13 @@ class MeanGradients:
 
 
 def _slice_like(unit: Unit, sharding: Sharding) -> Tensor:
-    """Of the type and size of a rank's slice."""
+    """Make a meta tensor of the type and size of a rank's shard."""
     dtype = unit.members[0].dtype
     return torch.empty(sharding.slice_bytes(unit) // dtype.itemsize, dtype=dtype, device="meta")
 
 
 def _like(place: Tensor, slot: Tensor | None) -> Tensor:
-    """Host memory of the same type and size, in a staging place if it is given."""
+    """Return host memory of the same type and size, in a staging buffer if one is given."""
     if slot is None:
         return torch.empty_like(place, device="cpu")
     return slot[: place.nbytes].view(place.dtype)
@@ -469,7 +504,7 @@ def part_of(member: Member, whole: Tensor) -> Tensor:
 def _check(name: str, grad: Tensor) -> None:
     if grad.requires_grad:
         raise StateError(
-            f"{name}: backward(create_graph=True) cannot be used with ranks: gradients go to "
+            f"{name}: backward(create_graph=True) cannot be used with ranks: gradients become "
             "slices and have no graph there; leave create_graph out"
         )
     if grad.layout != torch.strided:

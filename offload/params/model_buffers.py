@@ -1,4 +1,4 @@
-"""A model's buffers, which are where the model runs: running means and the like."""
+"""A model's buffers (running means, for example), which stay where the model computes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 
 class ModelBuffers:
-    """Moved to a device, and back by `give_back`. Small, and written in every run, so they stay."""
+    """The buffers of a model, moved to a device until `give_back`.
+
+    They are small, and written in every run, so they are never evicted.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._original_devices: dict[tuple[nn.Module, str], torch.device] = {}
-        moved: dict[Tensor, Tensor] = {}  # several modules may have the same
+        moved: dict[Tensor, Tensor] = {}  # several modules may share a buffer
         for module, name, buffer in _buffers(model):
             if buffer.device != device:
                 self._original_devices[module, name] = buffer.device
@@ -22,7 +25,7 @@ class ModelBuffers:
                 module._buffers[name] = moved[buffer]
 
     def give_back(self) -> None:
-        """To where they were; idempotent."""
+        """Move the buffers back to their original devices. Idempotent."""
         moved: dict[Tensor, Tensor] = {}
         for (module, name), original_device in self._original_devices.items():
             buffer = module._buffers.get(name)

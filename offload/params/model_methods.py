@@ -1,8 +1,8 @@
-"""What a prepared model does for whoever treats it as a plain one.
+"""The methods of a prepared model that torch or user code calls as on an ordinary model.
 
-`state_dict`, `load_state_dict` and `to` are called module by module, as torch does it; around each
-module's own part its parameters are in memory. So models larger than memory can be saved, loaded
-and handed to a trainer that moves them to the device they are for.
+`state_dict`, `load_state_dict` and `to` run module by module, as in torch; while a module's own
+part runs, its parameters are in memory. So a model larger than memory can be saved, loaded, and
+handed to a trainer that moves it to its device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from offload.storage.outgoing import Outgoing
 
 
 class Services:
-    """Of one prepared model. directories: where tensors that are handed out may be, when they do
-    not fit in memory. tell_age: warns where the parameters are of two ages.
+    """The replaced methods of one prepared model's modules.
+
+    directories: where tensors that are handed out are put if they do not fit in memory. tell_age:
+    warns if some parameters have taken a step that others have not.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Services:
         self._directories = directories
         self._device = residency.device
         self._saved: tuple[Any, dict[Tensor, Tensor]] = (lambda: None, {})
-        self._now = threading.local()  # .handout: of the state_dict() that a thread is making
+        self._now = threading.local()  # .handout: of the state_dict() that runs in this thread
         self._interceptions: list[Interception] = [intercept(model, "parameters", _own)]
         for module in model.modules():
             self._interceptions += [
@@ -69,7 +71,9 @@ class Services:
         self._interceptions = []
 
     def _open_handout(self, is_written_first: bool = False) -> Handout:
-        """Host memory outside of the budget; files where the model does not fit in memory."""
+        """Open a place for tensors that are handed out: host memory outside of the budget, or files
+        if the model does not fit in memory.
+        """
         fits = self._residency.has_room_for_all
         blocks = sum(-(-m.nbytes // BLOCK_BYTES) for unit in self._all for m in unit.members)
         return Handout(
@@ -85,9 +89,11 @@ class Services:
 
     @contextmanager
     def rooms(self, is_first: bool) -> Iterator[Callable[[Tensor], Outgoing]]:
-        """What gives the places for parameters and gradients that go back to their owner.
-        is_first: those of all parameters are made now, and written, with their files mapped: where
-        that fails nothing has changed yet.
+        """Yield a function that allocates the place of a parameter or gradient that goes back to
+        the user's code.
+
+        is_first: allocate the places of all parameters now, write them, and map their files, so
+        that a failure comes before anything has changed.
         """
         ready: dict[tuple[Any, ...], list[Outgoing]] = {}
         with self._open_handout(is_written_first=is_first) as handout:
@@ -105,7 +111,7 @@ class Services:
             yield take
 
     def _returning(self) -> Iterator[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
-        """Shape, strides and type of each parameter that goes back to host memory."""
+        """Yield shape, strides and type of each parameter that goes back to host memory."""
         for unit in self._all:
             if self._residency.is_here(self._residency.blocks[unit.number]):
                 for member in unit.members:
@@ -120,13 +126,15 @@ class Services:
         ]
         return list({unit.number: unit for unit in own}.values())
 
-    # --- what torch does with a module ------------------------------------------------------------
+    # --- replaced methods of nn.Module ------------------------------------------------------------
 
     def _state_dict(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """All that it hands out is on the drive, or in memory, when it returns."""
-        if self._handout is not None:  # that of a module around this one
+        """Call the original; when it returns, all tensors it hands out are in memory or synced to
+        the drive.
+        """
+        if self._handout is not None:  # called by the state_dict() of a module around this one
             return original(*args, **kwargs)
         self._tell_age()
         try:
@@ -159,8 +167,8 @@ class Services:
         prefix: str,
         keep_vars: bool,
     ) -> None:
-        """Copies, unless everything is in memory for good: then the tensors themselves, as of a
-        plain model.
+        """Put copies of the module's parameters into `destination`. If all parameters are in memory
+        for good, put the parameters' own tensors, as an ordinary model does.
         """
         if keep_vars:
             original(destination, prefix, keep_vars)
@@ -176,23 +184,23 @@ class Services:
                 raise
 
     def _copy_all(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-        """In place of the parameters themselves."""
+        """Replace the module's parameters in `destination` by copies."""
         with nullcontext() if self._handout is not None else self._handing_out():
             for name, param in module._parameters.items():
                 if param is not None and prefix + name in destination:
                     destination[prefix + name] = self._copy(param, destination)
 
     def _copy(self, param: Tensor, destination: dict[str, Any]) -> Tensor:
-        """One for each parameter, also where several names have it."""
+        """Return the copy of a parameter: one copy, even if the parameter has several names."""
         assert self._handout is not None, "begun before"
         saved_to, copies = self._saved
         if saved_to() is not destination:
             copies = {}
-            if isinstance(destination, OrderedDict):  # others cannot be remembered
+            if isinstance(destination, OrderedDict):  # a plain dict has no weak references
                 self._saved = weakref.ref(destination, lambda _: copies.clear()), copies
         if param not in copies:
             values = param.detach()
-            stride = torch.empty_like(values, device="meta").stride()  # of a dense one
+            stride = torch.empty_like(values, device="meta").stride()  # those of a dense tensor
             place = self._handout.room(values.shape, stride, values.dtype)
             place.fill(values)
             copies[param] = place.tensor
@@ -226,14 +234,16 @@ class Services:
         function: Callable[[Tensor], Tensor],
         recurse: bool = True,
     ) -> nn.Module:
-        """Buffers as torch does it; for parameters it must not change anything."""
+        """Apply `function` to the buffers, as torch does. Raise `ConfigError` if it would change
+        parameters.
+        """
         params = [p for p in module.parameters(recurse=recurse) if p in self._unit_of]
         for dtype in dict.fromkeys(param.dtype for param in params):
             sample = torch.empty(1, dtype=dtype, device=self._device)
             with torch.no_grad():
                 result = function(sample)
             is_shared = result.is_cpu and result.is_shared()  # type: ignore[no-untyped-call]
-            if result is not sample or is_shared:  # on a GPU it always is
+            if result is not sample or is_shared:  # is_shared() of a GPU tensor is always true
                 raise ConfigError(
                     f"model: its parameters stay {dtype} on {self._device}, where they were "
                     "prepared for; .to(...), .half(), .share_memory() and the like cannot change "
@@ -249,12 +259,14 @@ class Services:
 def _own(
     module: nn.Module, original: Callable[..., Iterator[nn.Parameter]], *args: Any, **kwargs: Any
 ) -> Iterator[nn.Parameter]:
-    """Its parameters; but not for `DataParallel`, which is about to copy all of them to all devices
-    at once. That asks for them before it does anything else, and gives no other sign.
+    """Yield the module's parameters; refuse if `DataParallel` asks for them.
+
+    `DataParallel` would copy all parameters to all devices at once. It asks for the parameters
+    before it does anything else, and gives no other sign.
     """
     caller = sys._getframe(1)
     if caller.f_code is nn.DataParallel.forward.__code__:
-        around: Any = caller.f_locals["self"]  # a frame that was asked keeps its variables
+        around: Any = caller.f_locals["self"]  # reading f_locals keeps the frame's variables alive
         if len(around.device_ids) > 1:
             refuse_data_parallel(around.device_ids)
     return original(*args, **kwargs)
@@ -270,7 +282,7 @@ def refuse_data_parallel(device_ids: Sequence[int]) -> NoReturn:
 
 
 def _refuse_copy(module: nn.Module, *_: object) -> None:
-    """What `copy` and `pickle` ask for."""
+    """Refuse `copy` and `pickle`, which call `__reduce_ex__`."""
     raise StateError(
         f"{type(module).__name__}: a module of a prepared model cannot be copied or pickled; take "
         "its state_dict(), or copy tensors inside `with offload.resident(module):`"

@@ -1,10 +1,11 @@
-"""Parameters that are somewhere else: their shape is here, their values are not.
+"""Placeholders: parameters whose values are in another tier. Their shape is here, their values are
+not.
 
-A guarded parameter keeps its identity, shape, type and gradient. Its values are one NaN, seen from
-every index, and its class lets no operation at them: whoever asks for them either makes them come
-(within a forward pass of the model, where the owner can tell how long they are needed), or gets an
-error that says how to ask. So nobody computes with a parameter that is not there, and what gets
-past every check computes NaN, not something plausible.
+A placeholder keeps the parameter's identity, shape, type and gradient. Its values are a single NaN,
+expanded to the shape, and its class intercepts every operation on them: either the owner fetches
+the values (within a forward or backward pass of the model, where the owner can tell how long they
+are needed), or the operation raises an error that says what to do. So no code computes with a
+parameter that is not resident, and what evades every check computes NaN, not a plausible number.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from offload.core.errors import StateError
 
 _OWNER = "_offload_owner"
-_VALUES = "_offload_values_class"  # the class the parameter has when its values are there
+_VALUES = "_offload_values_class"  # the parameter's class while its values are resident
 
-# What speaks of a parameter without its values.
+# The attributes, and below the methods, that do not touch a parameter's values.
 _ATTRIBUTES = (
     "_backward_hooks",
     "_grad_fn",
@@ -70,19 +71,21 @@ _METHODS = (
 
 
 class Owner(Protocol):
-    """Knows where the values of guarded parameters are."""
+    """An object that knows where the values of placeholders are and can fetch them."""
 
-    device: torch.device  # where they are when they are used
+    device: torch.device  # where the values are used
 
     def name_of(self, param: Tensor) -> str:
-        """What the model calls the parameter."""
+        """Return the parameter's name in the model."""
 
     def bring(self, params: Sequence[Tensor]) -> bool:
-        """Make all these values come, if now is a time when they may; whether they are there."""
+        """Fetch the values of all these parameters, if they may be fetched now; return whether they
+        were.
+        """
 
 
 class OffloadedParameter(nn.Parameter):
-    """A parameter whose values are away."""
+    """A parameter whose values are in another tier."""
 
     @classmethod
     def __torch_function__(
@@ -101,9 +104,9 @@ class OffloadedParameter(nn.Parameter):
         wanted = {param: _owner(param) for param in offloaded}
         _bring_all(wanted, func)
         gone = {param: _owner(param) for param in _offloaded_in((args, kwargs or {}))}
-        if gone:  # for the others: all at once, then
+        if gone:  # evicted to make room for the others: fetch all at once
             _bring_all(wanted | gone, func)
-        # Their class is the ordinary one again.
+        # Each has its ordinary class again.
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -114,8 +117,9 @@ class OffloadedParameter(nn.Parameter):
 
 
 class OffloadedDeviceParameter(OffloadedParameter):
-    """One whose values are used on a device, while its gradient is in host memory: its owner is
-    asked for it, for torch has them only together.
+    """A placeholder whose values are used on a device, while its gradient is in host memory.
+
+    torch requires a parameter and its gradient on one device, so `grad` asks the owner.
     """
 
     @classmethod
@@ -133,7 +137,7 @@ class OffloadedDeviceParameter(OffloadedParameter):
 
 
 class GradientKeeper(Protocol):
-    """Has the gradients of parameters on a device."""
+    """An object that holds the gradients of parameters that are used on a device."""
 
     def of(self, param: Tensor) -> Tensor | None: ...
 
@@ -141,8 +145,8 @@ class GradientKeeper(Protocol):
 
 
 def make_placeholder(param: Tensor, owner: Owner) -> None:
-    """Take the values of a parameter away; their memory is whoever else holds it. One that is
-    guarded already has another owner from now on.
+    """Make a parameter a placeholder: drop its reference to its values, whose memory is freed
+    unless other code holds it. A parameter that is a placeholder already gets the new owner.
     """
     if isinstance(param, OffloadedParameter):
         setattr(param, _OWNER, owner)
@@ -151,12 +155,14 @@ def make_placeholder(param: Tensor, owner: Owner) -> None:
 
 
 def make_device_placeholder(param: Tensor, owner: Owner, placeholder_storage: Tensor) -> None:
-    """The same for a parameter that is used on a device. nowhere: one value there, so that torch
-    sees it on the same device at all times; its node of the graph would be another otherwise, and
-    the sum of what arrives there would be rounded differently. The owner's `gradients` is a
+    """Make a placeholder of a parameter that is used on a device.
+
+    placeholder_storage: one value on that device, so that torch sees the parameter on the same
+    device at all times. Otherwise autograd would give it another node of the graph, and the sum of
+    the gradients that arrive there would be rounded differently. The owner's `gradients` is a
     `GradientKeeper`.
     """
-    if type(param) is OffloadedParameter:  # in host memory, until now
+    if type(param) is OffloadedParameter:  # a placeholder of the CPU until now
         restore(param, torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape))
     if isinstance(param, OffloadedDeviceParameter):
         setattr(param, _OWNER, owner)
@@ -172,7 +178,7 @@ def _guard(param: Tensor, owner: Owner, value: Tensor, kind: type[OffloadedParam
 
 
 def restore(param: Tensor, values: Tensor) -> None:
-    """Give a parameter values of the same shape and type."""
+    """Give a parameter values of the same shape and type, and its ordinary class again."""
     if isinstance(param, OffloadedParameter):
         kind = getattr(param, _VALUES)
         param.__class__ = kind
@@ -182,7 +188,7 @@ def restore(param: Tensor, values: Tensor) -> None:
 
 
 def own_grad(param: Tensor) -> Tensor | None:
-    """What autograd has left at the parameter itself."""
+    """Return the gradient that autograd has left at the parameter itself."""
     with torch._C.DisableTorchFunctionSubclass():
         return param.grad
 
@@ -257,7 +263,9 @@ def _of_gradients() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def _answers() -> dict[Any, Callable[..., Any]]:
-    """What the owner knows better than the parameter that is away."""
+    """Return the methods that the owner answers, since the placeholder's own answer would
+    be wrong.
+    """
     answers: dict[Any, Callable[..., Any]] = {
         Tensor.device.__get__: lambda param, _=None: _owner(param).device,
         Tensor.stride: _stride,
@@ -273,7 +281,9 @@ def _answers() -> dict[Any, Callable[..., Any]]:
 
 
 def _stride(param: Tensor, dim: int | None = None) -> Any:
-    """As it is where the values are: one row behind the other."""
+    """Return the strides that the values have where they are resident: those of a contiguous
+    tensor.
+    """
     strides = torch.empty(param.shape, device="meta").stride()
     return strides if dim is None else strides[dim]
 
@@ -287,7 +297,7 @@ def _index(device: torch.device) -> int:
 
 
 def placeholder_storage(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """One value that nobody takes for a parameter's."""
+    """Make one value that cannot be taken for a parameter's: NaN, or the least integer."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full((), torch.nan, dtype=dtype, device=device)
     if dtype == torch.bool:

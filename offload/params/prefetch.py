@@ -1,9 +1,9 @@
-"""What to fetch and what to evict, of blocks in one tier with a byte budget. Pure decisions.
+"""What to fetch and what to evict, of the blocks in one tier with a byte budget: pure functions.
 
-What is needed soonest is fetched first, as far ahead as depth and bytes allow; what is needed
-latest is evicted first. A block that is in use is never evicted, nor one that is needed before what
-would take its place. When nothing can be evicted for a prefetch, there is none; only a block that
-is needed now may push out what comes next.
+The block that is needed soonest is fetched first, as far ahead as prefetch depth and bytes allow;
+the block that is needed latest is evicted first. A block in use is never evicted, nor is one that
+is needed before the block that would take its place. If nothing can be evicted for a prefetch, the
+prefetch is left out; only a block that is needed now may displace one that is needed next.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 
-HORIZON = 4  # uses that are looked at, for each block there is
+HORIZON = 4  # length of the look-ahead, in uses per block of the model
 MOST_DEPTH = 8
 
 
 @dataclass(frozen=True)
 class Moves:
-    """First evict these, then fetch these, in order."""
+    """The blocks to evict, and then those to fetch, in order."""
 
     evict: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
@@ -28,8 +28,9 @@ class Moves:
 
 @dataclass(frozen=True)
 class TierState:
-    """What a tier holds or is about to. held: blocks with memory in it. pinned: those of them that
-    must stay.
+    """The blocks that a tier holds or is fetching.
+
+    held: blocks that have memory in it. pinned: those of them that must not be evicted.
     """
 
     sizes: Sequence[int]  # bytes of every block
@@ -43,7 +44,9 @@ class TierState:
 
 
 def next_uses(ahead: Iterable[int], blocks: int) -> dict[int, int]:
-    """How many uses ahead each block is needed, soonest first; what is not there is far away."""
+    """Return how many uses ahead each block is needed, soonest first. A block that is not in the
+    result is needed later than all others.
+    """
     found: dict[int, int] = {}
     for distance, block in enumerate(islice(ahead, HORIZON * blocks + HORIZON)):
         found.setdefault(block, distance)
@@ -53,8 +56,8 @@ def next_uses(ahead: Iterable[int], blocks: int) -> dict[int, int]:
 
 
 def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
-    """What to do now so that the next `depth` blocks are there in time. uses: as `next_uses` has
-    them.
+    """Choose what to evict and fetch now so that the next `depth` blocks are resident in time.
+    uses: a result of `next_uses`.
     """
     held, free = set(tier.held), tier.free_bytes
     evict: list[int] = []
@@ -65,7 +68,7 @@ def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
         spare = [b for b in held - tier.pinned if uses.get(b, math.inf) > uses[block]]
         chosen = _farthest(spare, uses, tier.sizes, tier.sizes[block] - free)
         if chosen is None:
-            break  # a later one that is smaller would come at the cost of this one
+            break  # fetching a smaller, later block would take the room that this one needs
         held -= set(chosen)
         free += sum(tier.sizes[b] for b in chosen) - tier.sizes[block]
         evict += chosen
@@ -75,8 +78,8 @@ def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
 
 
 def make_room(tier: TierState, uses: Mapping[int, int], nbytes: int) -> tuple[int, ...] | None:
-    """What to evict so that `nbytes` are free for something that is needed now; None: even all that
-    may go is not enough.
+    """Choose what to evict so that `nbytes` are free for a block that is needed now; None: evicting
+    all that may be evicted is not enough.
     """
     chosen = _farthest(tier.held - tier.pinned, uses, tier.sizes, nbytes - tier.free_bytes)
     return None if chosen is None else tuple(chosen)
@@ -85,7 +88,9 @@ def make_room(tier: TierState, uses: Mapping[int, int], nbytes: int) -> tuple[in
 def _farthest(
     blocks: Collection[int], uses: Mapping[int, int], sizes: Sequence[int], nbytes: int
 ) -> list[int] | None:
-    """Those needed latest that have `nbytes` together. Among equals the larger, then the later."""
+    """Return the blocks needed latest that together have `nbytes`, or None. Among equals the larger
+    first, then the later.
+    """
     chosen: list[int] = []
     for block in sorted(blocks, key=lambda b: (uses.get(b, math.inf), sizes[b], b), reverse=True):
         if nbytes <= 0:
@@ -96,13 +101,14 @@ def _farthest(
 
 
 def derive_depth(fetch_s: Iterable[float], compute_s: Iterable[float]) -> int:
-    """Blocks to fetch ahead so that a slow one still comes in time behind the compute of the others
-    between; no deeper. fetch_s, compute_s: of each block, waiting left out.
+    """Return the least prefetch depth at which a slow fetch is hidden behind the compute of the
+    blocks before it, at most `MOST_DEPTH`; 2 if nothing is measured. fetch_s, compute_s: seconds of
+    each block, without waits.
     """
     fetches, computes = sorted(fetch_s), sorted(compute_s)
     if not fetches or not computes:
         return 2
-    slowest = fetches[-1 - len(fetches) // 20]  # all but the odd straggler
+    slowest = fetches[-1 - len(fetches) // 20]  # without the slowest 5%, the outliers
     usual = computes[len(computes) // 2]
     if usual <= 0:
         return MOST_DEPTH

@@ -1,9 +1,9 @@
-"""How far ahead to fetch: from the speed of the disk and of the model, as they are while it runs.
+"""The prefetch depth, derived from the speeds of the drive and of the model while it runs.
 
-Reads of parameters have left their times in the metrics, uses of units theirs in the trace. The
-depth follows from both, and is derived anew after every round over the units, so that it goes with
-a drive that slows down or a batch that gets longer. The time between uses is also drawn as that of
-the unit's compute, less what somebody waited.
+The metrics have the times of parameter reads, the trace has the times of unit uses. The depth
+follows from both and is derived anew after every round over the units, so that it adapts to a drive
+that slows down or a batch that gets longer. The time between two uses, less the waits in it, is
+also recorded in the timeline as the unit's compute.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from offload.core.timeline import COMPUTE, DISK_READS, Event, busy_s
 from offload.params.prefetch import derive_depth
 from offload.params.trace import Phase, Trace
 
-_WEIGHT = 0.5  # of the latest rate, against those before
+_WEIGHT = 0.5  # of the latest rate in the moving average
 
 
 class PrefetchDepth:
-    """Of one model. sizes: bytes of its blocks. name: how the reads of a block begin. depth: units
-    to fetch ahead; None: derived.
+    """The prefetch depth of one model, in units.
+
+    sizes: bytes of its blocks. name: prefix of the names under which reads of blocks are recorded.
+    depth: a fixed depth; None: derived.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class PrefetchDepth:
         depth: int | None = None,
         unit_names: Sequence[str] = (),
     ) -> None:
-        self.read_bytes_per_s: float | None = None  # None: nothing was read yet
+        self.read_bytes_per_s: float | None = None  # None: no read has been measured yet
         self._metrics = metrics
         self._trace = trace
         self._sizes = [size for size in sizes if size]
@@ -45,12 +47,12 @@ class PrefetchDepth:
         self._is_derived = depth is None
         self._units = len(sizes)
         self._unit_names = unit_names
-        self._running: tuple[str, float] | None = None  # what is computed, and since when
+        self._running: tuple[str, float] | None = None  # name and begin of the compute that runs
         self._uses = 0  # since the depth was derived
         self.depth = self.derive() if depth is None else depth
 
     def note_use(self, phase: Phase, unit: int) -> None:
-        """A unit is used now."""
+        """Note that a unit is used now, and derive the depth after each round over the units."""
         now_s = time.perf_counter()
         self.pause(now_s)
         self._trace.record(phase, unit, self._take_time(now_s))
@@ -64,7 +66,7 @@ class PrefetchDepth:
             self._metrics.count("prefetch_depth_changes", int(self.depth != before))
 
     def pause(self, now_s: float | None = None) -> None:
-        """What the last use was for has ended."""
+        """Record the end of the compute that runs, if any."""
         if self._running is not None:
             name, begin_s = self._running
             end_s = time.perf_counter() if now_s is None else now_s
@@ -73,7 +75,7 @@ class PrefetchDepth:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what is no computing."""
+        """Exclude the time of the block from the compute that runs."""
         running, begin_s = self._running, time.perf_counter()
         self.pause(begin_s)
         try:
@@ -84,13 +86,15 @@ class PrefetchDepth:
             self._running = running and (running[0], end_s)
 
     def _take_time(self, now_s: float) -> float | None:
-        """Seconds since the latest use, without those that somebody waited."""
+        """Return the seconds since the latest use, without waits; None: there was no use before.
+        Starts the next interval.
+        """
         last_s, waited_s = self._last_use_s, self._waited_s
         self._last_use_s, self._waited_s = now_s, 0.0
         return None if last_s is None else max(0.0, now_s - last_s - waited_s)
 
     def derive(self) -> int:
-        """Units to fetch ahead."""
+        """Return the prefetch depth for the rates measured so far."""
         self._look()
         if not self.read_bytes_per_s:
             return derive_depth([], [])
@@ -98,7 +102,7 @@ class PrefetchDepth:
         return derive_depth((size / rate for size in self._sizes), self._trace.paces_s())
 
     def _look(self) -> None:
-        """Take in what was read since the last look."""
+        """Take in the reads since the last call."""
         events = [
             event
             for event in self._metrics.events_since(self._since_s)

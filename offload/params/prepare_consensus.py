@@ -1,8 +1,8 @@
-"""A model that several ranks prepare together: what they agree on before anything changes.
+"""The consensus of ranks that prepare a model together, before anything changes.
 
-All that leads to a gather later must be the same on all ranks: the units, the least of all budgets,
-the room for whole blocks. The ranks must begin with the same parameters, or nobody does. What one
-rank refuses, all refuse.
+All that later decides about a collective must be the same on all ranks: the units, the least of all
+budgets, the room for gathered blocks. The ranks must begin with equal parameters. If one rank
+raises, all raise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 def by_consensus(ranks: Ranks | None, what: str, act: Callable[[], T]) -> T:
-    """The result of something that each rank does by itself; an error on one is one on all."""
+    """Return the result of `act`, which each rank runs by itself; an error on one rank is an error
+    on all.
+    """
     return act() if ranks is None else ranks.by_consensus(what, act)
 
 
@@ -35,8 +37,8 @@ def agreed(
     look: Callable[[], T],
     tell: Callable[[T], Mapping[str, object]],
 ) -> T:
-    """What `look` returns. An error on one rank is one on all, and so is a difference in what
-    `tell` says of it.
+    """Return the result of `look`. An error on one rank is an error on all, and so is a difference
+    between ranks in the facts that `tell` returns about it.
     """
     if ranks is None:
         return look()
@@ -55,9 +57,7 @@ def agreed(
         raise error
     for rank, one in enumerate(each):
         if "error" in one:
-            raise StateError(
-                f"{what}: rank {rank} cannot go on, and so no rank does: {one['error']}"
-            )
+            raise StateError(f"{what}: rank {rank} failed, so no rank continues: {one['error']}")
         other = [n for n, value in one["facts"].items() if value != each[0]["facts"][n]]
         if other:
             raise StateError(
@@ -72,7 +72,7 @@ def _crc(value: object) -> int:
 
 @contextmanager
 def joined(process_group: object) -> Iterator[Ranks | None]:
-    """The ranks of a group; they stay, unless what is inside fails."""
+    """Keep the ranks of a group connected while the block runs, and afterwards unless it raises."""
     ranks = ranks_of(process_group)
     try:
         yield ranks
@@ -85,7 +85,9 @@ def joined(process_group: object) -> Iterator[Ranks | None]:
 def draw_up(
     ranks: Ranks | None, host_bytes: int | None, make: Callable[[int | None], PreparePlan]
 ) -> PreparePlan:
-    """The outline that `make` gives for the least that any rank allows, if all can go on."""
+    """Make the plan for the least budget of host memory that any rank has, check that it is the
+    same on all ranks, and give the gathered blocks the room that all ranks have left.
+    """
     if ranks is None:
         return make(host_bytes)
     allowed = [
@@ -140,7 +142,7 @@ def _digest(prepare_plan: PreparePlan) -> str:
 
 
 def _facts(prepare_plan: PreparePlan) -> dict[str, object]:
-    """What must be the same: all ranks do the same things then."""
+    """Return the settings that must be equal on all ranks, so that all act alike."""
     config = prepare_plan.config
     return {
         "device": prepare_plan.device.type,
@@ -153,7 +155,9 @@ def _facts(prepare_plan: PreparePlan) -> dict[str, object]:
 
 
 def _sum(prepare_plan: PreparePlan, param: Tensor) -> int | None:
-    """None: the values come from elsewhere."""
+    """Return the checksum of a parameter's values; None: it is empty, or its values come from the
+    weights or its module.
+    """
     is_given = prepare_plan.start is not None and prepare_plan.start.gives(param)
     if param.is_meta or not param.numel() or is_given:
         return None
@@ -162,8 +166,10 @@ def _sum(prepare_plan: PreparePlan, param: Tensor) -> int | None:
 
 @contextmanager
 def same_random(ranks: Ranks | None) -> Iterator[None]:
-    """Inside, all ranks draw the random numbers that rank 0 draws. Outside each draws its own, as
-    before; ranks that were in the same state go on from where rank 0 is.
+    """Let all ranks draw the random numbers of rank 0 while the block runs.
+
+    Afterwards each rank continues with its own state, as before; a rank whose state was that of
+    rank 0 continues from rank 0's new state.
     """
     if ranks is None:
         yield

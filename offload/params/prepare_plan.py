@@ -1,5 +1,7 @@
-"""What a model and its optimizer will need when they are prepared: drawn up before anything is
-allocated, so that what cannot work is refused with the arithmetic, and `offload.plan` can show it.
+"""The plan of what a model and its optimizer will need once prepared.
+
+It is drawn up before anything is allocated, so that a configuration that cannot work is refused
+with the arithmetic, and so that `offload.plan` can show it.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ _UNBUILT = (
 
 
 class PreparePlan:
-    """Of one model, with an optimizer or without. Changes nothing; `close` lets go of the files
-    with weights, if nobody goes on to prepare the model. place: this rank, and how many there are,
-    where it is shared out.
+    """The plan for one model, with or without an optimizer. It changes nothing.
+
+    place: this rank and the number of ranks, if the model is sharded. `close` closes the weight
+    files; call it if the model is not prepared after all.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class PreparePlan:
         self.device = device
         self.sharding = self._share_over(place, optimizer is not None)
         self.device_note: str | None = None  # why less of the device is used than was asked for
-        self.device_left_bytes = 0  # that no block and no gradient is meant for, of sharded ones
+        self.device_left_bytes = 0  # what blocks and gradients leave, of a sharded model
         self.device_bytes = self._check_device(model)
         self.recipe = choose_recipe(optimizer, elementwise=None) if optimizer is not None else None
         self.specs = self._specs(optimizer)
@@ -109,21 +112,23 @@ class PreparePlan:
 
     @property
     def left_bytes(self) -> int:
-        """Of a budget that was given, what nobody needs and whole blocks could have."""
+        """The bytes of a given host budget that nothing needs, and that gathered blocks
+        can have.
+        """
         if self.config.host_memory is None or self.host_bytes is None or self.sharding is None:
             return 0
         if self.sharding.on_device:
-            return 0  # how much activations leave there is another number on each rank
+            return 0  # activations leave a different number of bytes on each rank
         return self.host_bytes - self.shares.total
 
     def widen(self, nbytes: int) -> None:
-        """So much more is for whole blocks, on all ranks."""
+        """Give gathered blocks `nbytes` more, on all ranks."""
         assert self.sharding is not None
         self.sharding = self.sharding.with_room(self.units, nbytes)
         self.shares = self._with_whole(self.shares)
 
     def _with_whole(self, shares: Shares) -> Shares:
-        """What is whole is in host memory, too, unless it is on a device."""
+        """Add the gathered blocks to the shares of host memory, unless they are on a device."""
         if self.sharding is None or self.sharding.on_device:
             return shares
         return replace(shares, whole=self.sharding.fixed_bytes)
@@ -134,13 +139,15 @@ class PreparePlan:
 
     @property
     def stored(self) -> list[Unit]:
-        """Units whose blocks may have to go to the store."""
+        """The units whose blocks may have to be written to the store."""
         weight_blocks = self.start.weight_blocks if self.start is not None else ()
         return [unit for unit in self.units if unit.nbytes and unit.number not in weight_blocks]
 
     @property
     def disk_room_bytes(self) -> int:
-        """What is reserved on disk: the blocks and chunks there, and new ones on their way."""
+        """The bytes reserved on disk: for the blocks and chunks there, and for new versions in
+        flight.
+        """
         if not self.directories:
             return 0
         params = sum(-(-self.host_bytes_of(unit) // 4096) * 4096 for unit in self.stored)
@@ -149,28 +156,30 @@ class PreparePlan:
 
     @property
     def most_chunk_numel(self) -> int | None:
-        """Elements of a chunk of state whose gradients the staging memory has room for."""
+        """The most elements of a chunk of state whose gradients fit into the staging memory; None:
+        no limit.
+        """
         return most_numel(self.shares.staging) if self.shares.spilled else None
 
     @property
     def spill_room_bytes(self) -> int:
-        """Of the store, for gradients that lie there and new ones on their way."""
+        """The bytes of the store for spilled gradients, and for new versions in flight."""
         if not self.shares.spilled:
             return 0
         return spill_room_bytes(self.shares, self.state_plan.chunks)
 
     def host_bytes_of(self, unit: Unit) -> int:
-        """What of a unit's parameters this rank has in host memory or on disk."""
+        """Return the bytes of a unit's parameters that this rank has in host memory or on disk."""
         return unit.nbytes if self.sharding is None else self.sharding.slice_bytes(unit)
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
-        """The elements of a parameter that are this rank's; None: all."""
+        """Return the elements of a parameter that belong to this rank; None: all."""
         unit = self.unit_of.get(param)  # type: ignore[call-overload]
         return None if self.sharding is None or unit is None else self.sharding.own(unit, param)
 
     @property
     def spilled_units(self) -> frozenset[int]:
-        """Units whose gradients are on disk, of a model that is shared out."""
+        """The units of a sharded model whose gradients are spilled."""
         if self.sharding is None:
             return frozenset()
         trained = self._trained_units(has_optimizer=True)
@@ -178,7 +187,9 @@ class PreparePlan:
 
     @property
     def spill(self) -> Spill:
-        """Which gradients are on disk, of one that is not, and what they pass through."""
+        """The spilled gradients of a model that is not sharded, and the memory they pass
+        through.
+        """
         spilled: frozenset[Tensor] = frozenset()
         if self.sharding is None:
             trained = list(self._trained(has_optimizer=True))
@@ -187,7 +198,7 @@ class PreparePlan:
 
     @property
     def plan(self) -> ModelPlan:
-        """What will be where."""
+        """The plan that `offload.plan` shows: what will be in which tier."""
         params = sum(map(self.host_bytes_of, self.units))
         return ModelPlan(
             units=len(self.units),
@@ -206,7 +217,7 @@ class PreparePlan:
 
     @property
     def _itemsizes(self) -> list[int]:
-        """Bytes of an element of each spec's gradient."""
+        """The bytes of an element of each spec's gradient."""
         return [2 if MASTER in spec.fields else ELEMENT_BYTES for spec in self.specs]
 
     def _trained_units(self, has_optimizer: bool) -> list[int]:
@@ -222,7 +233,7 @@ class PreparePlan:
         return sharding.with_least(self.units, self._trained_units(has_optimizer))
 
     def _specs(self, optimizer: torch.optim.Optimizer | None) -> list[ParamSpec]:
-        self._spec_params: list[Tensor] = []  # those of the specs
+        self._spec_params: list[Tensor] = []  # the parameter of each spec
         if optimizer is None or self.recipe is None:
             return []
         records = make_records(optimizer, self.recipe, optimizer.state)
@@ -234,7 +245,7 @@ class PreparePlan:
                     "optimizer of this model's parameters, before prepare"
                 )
             record.own = self.own_of(record.param)
-        states_of(optimizer, records, self.recipe)  # refuses what does not fit
+        states_of(optimizer, records, self.recipe)  # refuses state that does not fit the recipe
         return [spec_of(record, self.unit_of[record.param].number) for record in records]  # type: ignore[index]
 
     def _share_out(self, host_bytes: int | None, has_optimizer: bool) -> Shares:
@@ -247,7 +258,7 @@ class PreparePlan:
         else:
             gradients = [place_bytes(param) for param in trained]
             staging = 0 if self.is_on_cpu else staging_bytes(trained)
-        # What stays in its own files needs no disk of ours.
+        # Weights that stay in their own files need no room in the store.
         has_disk = bool(self.directories) or (not self.stored and not state)
         shares = share_out(
             self.units,
@@ -265,7 +276,9 @@ class PreparePlan:
         return self._with_whole(shares)
 
     def _gathered(self) -> tuple[int, str]:
-        """Of host memory, what is for whole blocks and gradients, and the arithmetic of it."""
+        """Return the host memory for gathered blocks and unsharded gradients, and the arithmetic of
+        it.
+        """
         sharding = self.sharding
         if sharding is None or sharding.on_device:
             return 0, ""
@@ -277,14 +290,16 @@ class PreparePlan:
         )
 
     def _least_state_bytes(self) -> int:
-        """With which the state can pass through, on the rank that needs most."""
+        """Return the least memory that the optimizer state can pass through, on the rank that needs
+        most.
+        """
         if self.sharding is None:
             return least_arena_bytes(self.specs)
         ranks = [replace(self.sharding, rank=rank) for rank in range(self.sharding.count)]
         return max(least_arena_bytes(self._specs_on(sharding)) for sharding in ranks)
 
     def _specs_on(self, sharding: Sharding) -> list[ParamSpec]:
-        """What another rank has of the optimizer's parameters."""
+        """Return the specs of another rank's shards of the optimizer's parameters."""
         each = zip(self.specs, self._spec_params, strict=True)
         return [
             replace(spec, own=spec.own and sharding.own(self.unit_of[param], param))  # type: ignore[index]
@@ -292,7 +307,9 @@ class PreparePlan:
         ]
 
     def _check_device(self, model: nn.Module) -> int:
-        """Bytes for everything on the device; refuses too few of them."""
+        """Return the byte limit for everything on the device; raise `CapacityError` if it is too
+        small.
+        """
         if self.is_on_cpu:
             return 0
         wanted = self.config.device_memory
@@ -325,7 +342,7 @@ def _refuse_data_parallel(model: nn.Module) -> None:
 
 
 def _refuse_ddp(model: nn.Module) -> None:
-    """Of a model that is shared out over ranks."""
+    """Refuse a sharded model with a module in `DistributedDataParallel`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConfigError(
@@ -336,7 +353,7 @@ def _refuse_ddp(model: nn.Module) -> None:
 
 
 def _refuse_sparse(model: nn.Module, params: list[Tensor]) -> None:
-    """An embedding whose gradients would be sparse. Gradients have places of whole parameters."""
+    """Refuse trained embeddings with sparse gradients: gradient buffers are of whole parameters."""
     trained = {param for param in params if param.requires_grad}
     for name, module in model.named_modules():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
@@ -348,13 +365,13 @@ def _refuse_sparse(model: nn.Module, params: list[Tensor]) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-    """Refuse what `prepare` cannot do."""
+    """Refuse settings that `prepare` does not support."""
     if optimizer is not None:
         check_wrappable(optimizer)
     refuse_unbuilt(config, _UNBUILT, "prepare")
     is_on_cpu = find_device(config.device).type == "cpu"
     if config.device_memory is not None:
-        Config.of(config, device=find_device(config.device))  # the CPU has none
+        Config.of(config, device=find_device(config.device))  # refuses it on the CPU
     if config.activations == "offload" and not config.nvme and is_on_cpu:
         raise ConfigError(
             'activations: "offload" needs nvme=... for a model on the CPU, since they are in host '

@@ -1,4 +1,6 @@
-"""A model and its optimizer, prepared: one pool, one store, and what moves between them."""
+"""A prepared model and its optimizer: one pool, one store, and the engine that moves data between
+them.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ _NO_SYNC = "no_sync"
 
 
 def refuse_prepared(model: nn.Module) -> None:
-    """A model, or a part of one, is prepared once."""
+    """Refuse a model of which a part, or the whole, is prepared already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -71,14 +73,19 @@ def refuse_prepared(model: nn.Module) -> None:
 
 
 def prepared_of(module: object) -> Prepared | None:
-    """What a module was prepared with, as a whole model or as a part of one."""
+    """Return what a module was prepared with, as a whole model or as a part of one; None: it is not
+    prepared.
+    """
     found: Prepared | None = getattr(module, _PREPARED, None)
     return found
 
 
 class Prepared:
-    """Opened for a model, with an optimizer or without, as the outline of both says, which is ours
-    from now on. Nothing has changed when it raises.
+    """A prepared model, with or without an optimizer, and the memory, store and engine that serve
+    it.
+
+    It takes over the plan and closes what the plan has open. If the constructor raises, nothing has
+    changed.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class Prepared:
         ranks: Ranks | None = None,
     ) -> None:
         self.prepare_plan = prepare_plan
-        self.ranks = ranks  # that it is shared out over; None: all of it is here
+        self.ranks = ranks  # the ranks that the model is sharded over; None: not sharded
         self.config, self.units, self.shares = (
             prepare_plan.config,
             prepare_plan.units,
@@ -144,11 +151,11 @@ class Prepared:
 
     def _open_memory(self) -> None:
         shares = self.shares
-        # Blocks come and go; what the optimizer keeps must not be in their way. On the CPU autograd
-        # has memory for gradients.
+        # Blocks are leased and released all the time. What the optimizer keeps is in a pool of its
+        # own, so that it does not fragment theirs. On the CPU autograd allocates the gradients.
         sharding = self.prepare_plan.sharding
         is_made_here = self.prepare_plan.is_on_cpu and sharding is None
-        # Blocks, and what gradients pass through.
+        # For blocks, and for gradients or the staging memory that spilled ones pass through.
         params = shares.params + (shares.staging if is_made_here else shares.gradients)
         self.pool = self._copied_pool(max(params, PIECE_ALIGN))
         if sharding is not None and not sharding.on_device:
@@ -157,7 +164,7 @@ class Prepared:
         if is_made_here:
             self._gradients_share = self._take_share(shares.gradients - shares.staging, "gradients")
         if shares.state:
-            self.state_pool = Pool(shares.state, budget=HOST)  # no device comes to see it
+            self.state_pool = Pool(shares.state, budget=HOST)  # never copied to a device
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
         room = self.prepare_plan.disk_room_bytes
         if room:
@@ -167,11 +174,11 @@ class Prepared:
             )
 
     def _copied_pool(self, nbytes: int) -> Pool:
-        """Of memory that is copied to and from the device, if there is one."""
+        """Open a pool of memory that is copied to and from the device, if there is one."""
         return Pool(nbytes, budget=HOST, device=self.prepare_plan.device, metrics=self.metrics)
 
     def _watch_memory(self) -> None:
-        """Samples of it go with the timeline. Who is watched is not held."""
+        """Sample the memory in use, for the timeline. The metrics hold only weak references."""
         watched = {"host: parameters": self.pool, "host: optimizer state": self.state_pool}
         for name, pool in watched.items():
             if pool is not None:
@@ -184,13 +191,17 @@ class Prepared:
         HEAP.serve(self, self.metrics)
 
     def _take_share(self, nbytes: int, what: str) -> Share:
-        """Of the budget, for memory that others allocate; as long as we are there."""
+        """Reserve a share of the budget for memory that is allocated elsewhere, until this object
+        is collected.
+        """
         share = HOST.take(nbytes, what)
         finalize(self, share.release).atexit = False
         return share
 
     def _open_spare(self) -> DiskStore | None:
-        """A store for frozen blocks that were not to be written, and were changed all the same."""
+        """Open a store for frozen blocks that the plan left in their weight files, and that were
+        changed all the same.
+        """
         stored = {unit.number for unit in self.prepare_plan.stored}
         left = [self.prepare_plan.host_bytes_of(u) for u in self.units if u.number not in stored]
         room = sum(-(-nbytes // 4096) * 4096 for nbytes in left)
@@ -203,7 +214,7 @@ class Prepared:
     def _open_device(self) -> None:
         if self.prepare_plan.is_on_cpu:
             return
-        # As much as one unit's gradients may wait on the device for their copies.
+        # At most one unit's gradients may wait on the device for their download.
         waiting = max((unit.nbytes for unit in self.units), default=0)
         self.transfer = DeviceTransfer(
             self.prepare_plan.device,
@@ -234,7 +245,7 @@ class Prepared:
         if not self.prepare_plan.is_on_cpu:
             self.buffers = ModelBuffers(
                 model, self.prepare_plan.device
-            )  # they have their values now
+            )  # buffers have their values now
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.block_store.open_spare = self._open_spare
@@ -243,7 +254,7 @@ class Prepared:
         )
         for module in model.modules():
             object.__setattr__(module, _PREPARED, self)
-        if self.ranks is not None and not hasattr(model, _NO_SYNC):  # as DDP has it
+        if self.ranks is not None and not hasattr(model, _NO_SYNC):  # as in DDP
             object.__setattr__(model, _NO_SYNC, self.no_sync)
 
     def _tell_age(self) -> None:
@@ -251,7 +262,9 @@ class Prepared:
             self.session.consistency.tell("model.state_dict()")
 
     def check_age(self) -> None:
-        """Refuse to save parameters that a step has left in its middle."""
+        """Raise if a step or a load has failed halfway, so that the parameters
+        must not be saved.
+        """
         if self.session is not None:
             self.session.consistency.check()
 
@@ -261,7 +274,7 @@ class Prepared:
             return None
         gather_memory: GatherMemory = HostGatherMemory(self.ranks)
         if self.transfer is not None:
-            network = DeviceNetwork(self.ranks, self.transfer)  # asks all ranks
+            network = DeviceNetwork(self.ranks, self.transfer)  # a collective: needs all ranks
             gather_memory = DeviceGatherMemory(network, self.prepare_plan.device_left_bytes)
         return ShardContext(self.ranks, sharding, gather_memory, self.prepare_plan.spilled_units)
 
@@ -290,7 +303,7 @@ class Prepared:
             )
 
     def _activation_store(self, device: torch.device) -> ActivationStore:
-        """Where activations go."""
+        """Open the store that activations are offloaded to."""
         nbytes = self.shares.activations
         store = GrowingStore(self._directories, self.metrics) if self._directories else None
         if device.type != "cpu":
@@ -317,7 +330,7 @@ class Prepared:
             raise
         self.session = session
         attach(optimizer, session)
-        if not self._has_plain_gradients:  # so that a GradScaler tells of itself, and is refused
+        if not self._has_plain_gradients:  # so that check_step() sees a GradScaler and refuses it
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     @property
@@ -402,7 +415,9 @@ class Prepared:
         return _SharedResources(self.state_pool, self.store, plan, staging_buffers)
 
     def _spilled_sizes(self, records: Sequence[Record]) -> dict[int, int]:
-        """Bytes of an element, of each parameter whose gradient is spilled."""
+        """Return the bytes per element of each parameter whose gradient is spilled, by record
+        number.
+        """
         spilled, units = self.prepare_plan.spill.params, self.prepare_plan.spilled_units
         return {
             record.number: record.dtype.itemsize
@@ -431,18 +446,20 @@ class Prepared:
 
     @property
     def stores(self) -> list[DiskStore]:
-        """All that are open, of parameters and optimizer state."""
+        """All open stores of parameters and optimizer state."""
         return [store for store in (self.store, self._spare) if store is not None]
 
     @property
     def trace(self) -> Trace:
-        """Of the order in which units run."""
+        """The trace of unit uses."""
         assert self.engine is not None
         return self.engine.residency.trace
 
     @contextmanager
     def at_hand(self, number: int, to_change: bool = False) -> Iterator[None]:
-        """The parameters of a unit in host memory. to_change: they get other values there."""
+        """Keep the parameters of a unit in host memory while the block runs. to_change: the caller
+        changes them there.
+        """
         assert self.engine is not None
         residency = self.engine.residency
         with residency.in_host([self.units[number]]):
@@ -454,7 +471,7 @@ class Prepared:
 
     @uninterrupted
     def close(self) -> None:
-        """Leave model and optimizer as ordinary ones. Idempotent."""
+        """Turn model and optimizer into ordinary ones again. Idempotent."""
         if self.has_lost_ranks:
             LOG.error("close(): other ranks cannot be asked any more: parameters have no values")
         session = self.session
@@ -465,15 +482,15 @@ class Prepared:
 
     @uninterrupted
     def ended(self) -> None:
-        """The optimizer is a plain one again; so is the model from now on."""
+        """Turn the model into an ordinary one again; the optimizer is one already."""
         if self.session is not None:
             self.session.end()
             self.session = None
         self._close_model(is_room_first=True)
 
     def _close_model(self, is_room_first: bool = False) -> None:
-        """is_room_first: before anything changes there is room for all parameters; else it is made
-        as they come.
+        """Return the parameters to the user's memory and close everything. is_room_first: allocate
+        the places of all parameters before anything changes; else allocate each when it is needed.
         """
         if self.engine is not None:
             try:
@@ -485,7 +502,9 @@ class Prepared:
         self._close_rest()
 
     def _close_engine(self, engine: Engine, make: Callable[[Tensor], Outgoing]) -> None:
-        """make: gives places for parameters."""
+        """Close the engine and undo what it has attached to the model. make: allocates the places
+        of parameters.
+        """
         if self.recompute is not None:
             self.recompute.close()
             self.recompute = None
@@ -499,9 +518,9 @@ class Prepared:
             object.__delattr__(engine.model, _NO_SYNC)
         self.engine = None
 
-    @steadfast  # the model does not know of us any more: nobody could close what is left
+    @steadfast  # the model has no reference to this object any more: no later call could close it
     def _close_rest(self) -> None:
-        """What is there without an engine, too."""
+        """Close everything that exists without an engine, too."""
         forget_interrupted_backward()  # its graph would hold the engine, and memory of it
         for share in (self._activations_share, self._gradients_share, self._whole_share):
             if share is not None:
@@ -529,7 +548,7 @@ class Prepared:
 def _slices_of(
     records: Sequence[Record], chunks: Sequence[Chunk]
 ) -> dict[Tensor, list[tuple[int, int]]]:
-    """The elements of each parameter that the update asks for at once."""
+    """Return the slices of each parameter that the update reads at once."""
     return {
         records[number].param: [(part.begin, part.end) for _, part in each]
         for number, each in slices_by_param(chunks).items()
@@ -537,7 +556,7 @@ def _slices_of(
 
 
 class _SharedResources:
-    """What an optimizer stands on beside its model."""
+    """The resources of an optimizer that shares pool and store with its model."""
 
     def __init__(
         self, pool: Pool | None, store: DiskStore | None, plan: Plan, staging_buffers: BlockStaging
@@ -554,6 +573,6 @@ class _SharedResources:
             self.staging_buffers.close()
         self.staging_buffers = None
         if self.store is not None:
-            for name in filter(is_chunk_key, self.store.names()):  # the model's blocks stay
+            for name in filter(is_chunk_key, self.store.names()):  # blocks of the model stay
                 self.store.free(name)
         self.tiers = None  # type: ignore[assignment]  # it holds memory

@@ -1,10 +1,11 @@
-"""Layers that are run again in backward, so that what they made inside need not be kept.
+"""Recomputation: layers that run again in backward, so that their activations need not be kept.
 
-torch's own checkpointing around each layer of a prepared model, put in place without touching the
-model: only what goes into a layer is kept. The second run gives the bits of the first: random
-numbers are those of the first (`draws`), and so are buffers that the layer itself changes (batch
-norm's statistics), which change once, not twice. Now and then that is compared. A layer that
-recomputes already is left alone, be it by itself, within, or by somebody around it.
+Puts torch's own checkpointing around each layer of a prepared model without touching the model;
+only the inputs of a layer are kept. The second run gives the bits of the first: it draws the random
+numbers of the first (`draws`), and buffers that the layer itself changes (batch norm's statistics)
+have the values from before the first run; they change once, not twice. Some runs are compared with
+their second run. A layer is left alone if it recomputes already: by itself, in a module inside it,
+or by a checkpoint around it.
 """
 
 from __future__ import annotations
@@ -31,40 +32,44 @@ from offload.params.hooks import Interception, intercept
 from offload.params.units import large_layers
 from offload.planning.unit import Unit, enclosing
 
-# Buffers up to this size are copied at each run, larger ones only where their version shows that
-# the run has changed them: batch norm changes its own without one.
+# Before each run all buffers are copied. The copy of a larger buffer is kept only if its version
+# shows that the run has changed it; smaller ones always, since batch norm changes its buffers
+# without a new version.
 COPIED_BYTES = 64 << 10
-# Of a layer's runs the first ones, and later every so many, are compared with their second run.
+# The first runs of a layer, and later one in so many, are compared with their second run.
 CHECKED_FIRST, CHECKED_EVERY = 2, 32
 
 GenerationsOf = Callable[[Unit], tuple[int, ...]]
 Saving = Callable[[], AbstractContextManager[None]]
-Layers = Mapping[nn.Module, tuple[Unit, ...]]  # and the units that have their parameters
-_CHECKPOINTS = "torch.utils.checkpoint"  # whose frames are on the stack while it runs something
+Layers = Mapping[nn.Module, tuple[Unit, ...]]  # each layer, and the units with its parameters
+_CHECKPOINTS = "torch.utils.checkpoint"  # its frames are on the stack of a checkpointed function
 
 
 @dataclass(eq=False)
 class _RecomputedLayer:
     units: tuple[Unit, ...]
-    is_probed: bool = False  # has run once, and was watched
+    is_probed: bool = False  # has run once under `_Probe`
     runs: int = 0
-    generators: list[object] = field(default_factory=list)  # that it was seen to use
-    is_let_alone: bool = False  # recomputes itself
+    generators: list[object] = field(default_factory=list)  # seen by the probe
+    is_let_alone: bool = False  # it recomputes itself
 
     @property
     def name(self) -> str:
         return self.units[0].name
 
     def is_due(self) -> bool:
-        """Whether this run is one of those that are compared."""
+        """Count a run; return whether it is one of those that are compared."""
         self.runs += 1
         return self.runs <= CHECKED_FIRST or self.runs % CHECKED_EVERY == 0
 
 
 class Recompute:
-    """Around each of these layers until `close`. generations_of: of the blocks that a unit needs;
-    they tell whether its parameters have changed since. compares: some runs with their second.
-    saving: entered around what a checkpoint runs.
+    """The recomputation of these layers: a checkpoint around each of them until `close`.
+
+    generations_of: returns the generations of the blocks that a unit needs; they tell whether its
+    parameters have changed since the forward pass. compares: whether some runs are compared with
+    their second run. saving: makes a context manager that is entered around each run of a
+    checkpointed layer, the first and the second.
     """
 
     def __init__(
@@ -105,8 +110,8 @@ class Recompute:
         run = _LayerRun(layer, module, original, tuple(kwargs), self._generations_of, self._metrics)
         run.saving = self._saving
         run.is_compared = self._compares and layer.is_due()
-        # Keywords, too, are given as values: then torch looks after the tensors among them. To be
-        # compared, a second run must go on to its output.
+        # Keyword arguments are passed as positional ones, so that torch handles the tensors among
+        # them. A second run that is compared must reach its output: no early stop.
         return checkpoint(run, *values, use_reentrant=False, early_stop=not run.is_compared)
 
     def close(self) -> None:
@@ -117,7 +122,7 @@ class Recompute:
 
 @dataclass(eq=False)
 class _LayerRun:
-    """One run of a layer, and then the same again in each backward pass."""
+    """A run of a layer in forward, which each backward pass repeats."""
 
     layer: _RecomputedLayer
     module: nn.Module
@@ -126,11 +131,11 @@ class _LayerRun:
     generations_of: GenerationsOf
     metrics: Metrics
     saving: Saving = nullcontext
-    generations: tuple[int, ...] | None = None  # None: has not run
+    generations: tuple[int, ...] | None = None  # None: has not run yet
     buffers: list[_ModuleBuffer] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     is_compared: bool = False
-    crc: int | None = None  # of what it has returned
+    crc: int | None = None  # checksum of the output of the first run
 
     def __call__(self, *values: Any) -> Any:
         number = len(values) - len(self.keywords)
@@ -180,11 +185,15 @@ class _LayerRun:
         return output
 
     def _tell_of_difference(self, output: Any) -> None:
-        """An error where the same work gives the same bits; some kernels of devices do not."""
+        """Report that the two runs differ: raise `StateError` if all outputs are on the CPU, where
+        the same work gives the same bits; otherwise note a fallback, since some device kernels are
+        not deterministic.
+        """
         told = (
             f"{self.layer.name}: run again in backward it gave other values than in forward, so "
-            "that its gradients would be those of another run; it draws random numbers from where "
-            "nobody looks, or keeps something from one run to the next: make its generator an "
+            "that its gradients would be those of another run; it draws random numbers from a "
+            "source that is not watched, or keeps state from one run to the next: make its "
+            "generator an "
             'attribute of the module, or prepare with activations="keep" or "offload"'
         )
         if all(tensor.is_cpu for tensor in _tensors(output)):
@@ -194,7 +203,9 @@ class _LayerRun:
 
 @dataclass(eq=False)
 class _ModuleBuffer:
-    """A module's buffer before a run of it. copy: of its values then; None: it has them still."""
+    """A module's buffer before a run of the module. copy: its values then; None: the buffer itself
+    still has them.
+    """
 
     module: nn.Module
     name: str
@@ -207,7 +218,7 @@ class _ModuleBuffer:
         return cls(module, name, tensor, tensor._version, tensor.detach().clone())
 
     def note_change(self) -> None:
-        """After the run: a large copy is kept only where the run has changed something."""
+        """Drop the copy of a large buffer that the run has not changed. Call it after the run."""
         if self.tensor.nbytes > COPIED_BYTES and self.is_same():
             self.copy = None
 
@@ -218,8 +229,9 @@ class _ModuleBuffer:
 
 @contextmanager
 def _as_they_were(buffers: Sequence[_ModuleBuffer], layer: str) -> Iterator[None]:
-    """Inside, buffers are what they were before the first run; what the second makes of them is
-    forgotten.
+    """Give buffers the values from before the first run while the block runs; discard what the
+    second run makes of them. Raises `RuntimeError` as autograd does where a buffer without a copy
+    has changed since the forward pass.
     """
     copied = [buffer for buffer in buffers if buffer.copy is not None]
     for buffer in buffers:
@@ -241,15 +253,15 @@ def _as_they_were(buffers: Sequence[_ModuleBuffer], layer: str) -> Iterator[None
 
 
 class _Probe(TorchFunctionMode):
-    """Finds out whether something is run by a checkpoint, between here and the function that has
-    `outermost`; and which generators are drawn from.
+    """A torch function mode that finds out whether a checkpoint runs inside the function with the
+    code object `outermost`, and which generators are passed to torch.
     """
 
     def __init__(self, outermost: CodeType) -> None:
         super().__init__()
         self._outermost = outermost
         self.has_found = False
-        self.draws: list[Draw] = []  # of generators that are handed to torch, before their first
+        self.draws: list[Draw] = []  # generators passed to torch, as before their first draw
 
     def __torch_function__(
         self,
@@ -273,9 +285,11 @@ class _Probe(TorchFunctionMode):
 def layers_of(
     model: nn.Module, units: Sequence[Unit], is_chosen: bool
 ) -> dict[nn.Module, tuple[Unit, ...]]:
-    """Layers among layers, or those that the user has chosen as units; not what was put together
-    from left-overs. A layer may be one unit, one of several in a unit, or, if it is very large,
-    several units.
+    """Return the layers to recompute, each with the units that hold its parameters.
+
+    is_chosen: the user has chosen the units; then these are the layers. Otherwise the layers are
+    the modules in lists of layers. Units put together from left-over modules are not layers. A
+    layer may be one unit, one of several modules in a unit, or, if it is very large, several units.
     """
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     listed = {child for m in model.modules() if isinstance(m, lists) for child in m.children()}
@@ -305,8 +319,9 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _is_within_checkpoint(outermost: CodeType | None = None) -> bool:
-    """Whether this runs inside a checkpointed function, or its recomputation. Of either kind, and
-    whatever hooks are in between: seen by who has called whom.
+    """Return whether the caller runs inside a checkpointed function or its recomputation, looking
+    up the call stack as far as the function with the code object `outermost`. The stack shows both
+    kinds of checkpoint (reentrant or not), through any hooks in between.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
@@ -317,7 +332,7 @@ def _is_within_checkpoint(outermost: CodeType | None = None) -> bool:
 
 
 def _crc_of(output: Any) -> int:
-    """Of the bytes of all tensors in it."""
+    """Return a checksum of the bytes of all tensors in `output`."""
     crc = 0
     for tensor in _tensors(output):
         values: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -331,5 +346,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _is_cache(value: object) -> bool:
-    """Whether a layer adds to it: keys and values of earlier tokens, as transformers keep them."""
+    """Return whether `value` is a cache that a layer adds to: keys and values of earlier tokens,
+    as transformers keeps them.
+    """
     return hasattr(value, "update") and hasattr(value, "get_seq_length")

@@ -1,9 +1,10 @@
-"""Which blocks are in memory: what is needed now, and ahead of time what will be.
+"""The blocks that are resident in host memory: those needed now, and those prefetched.
 
-`use` brings a unit's parameters and keeps them until `done`; `memory_of` brings a block's bytes for
-a moment, wherever somebody turns out to need them. In between the trace says what comes next, the
-scheduler what to fetch and evict, and everything stays within the pool. A block that somebody else
-still holds a view of is never taken away. Any thread; one at a time.
+`use` fetches a unit's parameters and pins them until `done`; `memory_of` fetches a block's bytes
+for a moment, when code needs them outside of a use. In between the trace predicts the next units,
+`prefetch` decides which blocks to fetch and evict, and all stay within the pool. A block is never
+evicted while other code still holds a view of it. Any thread may call; a lock lets in one at a
+time.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from offload.storage.memory import MemoryStore
 from offload.storage.outgoing import InMemory, Outgoing
 from offload.storage.weight_blocks import WeightBlock
 
-_LINGER_S, _LINGER_STEP_S = 1.0, 0.01  # for views that others are about to let go of
+_LINGER_S, _LINGER_STEP_S = 1.0, 0.01  # wait for views that other code is about to release
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a residency works with. owner: answers for parameters that are away. depth: units ahead
-    of the one in use that are fetched; None: derived while it runs.
+    """The parts that a residency is made of. owner: the owner of the placeholders. depth: the
+    prefetch depth in units; None: derived while training runs.
     """
 
     units: Sequence[Unit]
@@ -74,7 +75,7 @@ class Residency:
         self._current: frozenset[int] = frozenset()  # blocks of the latest use
         self._by_address: dict[int, Block] = {}
         self._lock = threading.RLock()
-        self.has_room_for_all = False  # nothing ever goes
+        self.has_room_for_all = False  # True: nothing is ever evicted
         self._edits = ExternalEdits(self.block_store.settle)
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
@@ -82,14 +83,14 @@ class Residency:
 
     @property
     def never_drops(self) -> bool:
-        """Whether parameters stay where they are used for good."""
+        """Whether parameters stay resident in the tier that they are used in, never evicted."""
         return self.has_room_for_all
 
-    # --- what is needed now -----------------------------------------------------------------------
+    # --- units in use -----------------------------------------------------------------------------
 
     def use(self, unit: Unit, phase: Phase) -> None:
-        """Bring the parameters of a unit, and keep them until `done`. Nothing is kept when it
-        raises.
+        """Fetch the parameters of a unit, wait for them, and pin them until `done`. Nothing stays
+        pinned when it raises.
         """
         with self._lock:
             self.prefetch.note_use(phase, unit.number)
@@ -99,10 +100,12 @@ class Residency:
                 self._pin_for_run(needed, 1)  # until `done`
 
     def expect(self, numel: int) -> None:
-        """A run begins, with so many elements. Here that makes no difference."""
+        """Note that a run of the model on `numel` elements begins. In host memory it makes no
+        difference.
+        """
 
     def visit(self, unit: Unit, phase: Phase) -> None:
-        """Bring the parameters of a unit for what happens before the next use of any."""
+        """Fetch the parameters of a unit for code that runs before the next use of any unit."""
         self.use(unit, phase)
         self.done(unit)
 
@@ -120,7 +123,9 @@ class Residency:
 
     @contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
-        """What all these own, at once, apart from the order in which the model runs."""
+        """Keep the blocks that these units own resident, all at once, while the block runs. This
+        is not a use in the order of the model: the trace does not record it.
+        """
         needed = [self.blocks[n] for n in sorted({unit.number for unit in units})]
         with pinned(needed, self._lock):
             with self._lock:
@@ -129,7 +134,9 @@ class Residency:
 
     @contextmanager
     def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
-        """All these at once, for code that we do not see: it may change them."""
+        """Expose the parameters of these units, all at once, to the user's code, which may change
+        them; find its edits afterwards.
+        """
         with self.using(units):
             self.watch_edits()
             try:
@@ -139,16 +146,22 @@ class Residency:
 
     @contextmanager
     def in_host(self, units: Sequence[Unit], only_looks: bool = False) -> Iterator[None]:
-        """All these at once, with their parameters in host memory. only_looks: not to change."""
+        """Keep the parameters of these units, all at once, in host memory while the block runs.
+        only_looks: the caller does not change them.
+        """
         with self.using(units):
             yield
 
     def memory_of(self, block: Block) -> Tensor:
-        """The block's bytes where they are used; they stay as long as the tensor is held."""
+        """Return the block's bytes in the tier that it is used in; fetch them if need be. The block
+        is not evicted as long as the caller holds the tensor.
+        """
         return self.host_memory_of(block)
 
     def host_memory_of(self, block: Block) -> Tensor:
-        """The same in host memory, wherever the block is used."""
+        """Return the block's bytes in host memory, whichever tier it is used in; fetch them if need
+        be. The block is not evicted as long as the caller holds the tensor.
+        """
         with self._lock:
             if block.in_host is not Presence.HERE:
                 with pinned([block], self._lock):
@@ -158,8 +171,8 @@ class Residency:
             return block.memory.detach()
 
     def try_begin(self, block: Block) -> bool:
-        """Start a block's way into host memory and keep it until `end`; False where there is no
-        room.
+        """Begin to fetch a block into host memory and pin it until `end`. Return False, and pin
+        nothing, if there is no room. Does not wait for the read.
         """
         with self._lock:
             try:
@@ -181,26 +194,30 @@ class Residency:
             self.block_store.settle(block)
 
     def updating(self, blocks: Sequence[Block]) -> None:
-        """All these will be updated, on all ranks if there are some."""
+        """Note that the update of these blocks begins, on all ranks if there are several."""
 
     def end(self, block: Block, has_changed: bool) -> None:
-        """It need not be kept any more; new values go to the store unless there is room for all."""
+        """Unpin a block after `try_begin`. Begin to write back its values if they have changed,
+        unless host memory has room for all blocks.
+        """
         with self._lock:
             unpin([block])
-            if has_changed and block.in_host is Presence.HERE:  # else it has not come
+            if has_changed and block.in_host is Presence.HERE:  # else it was not fetched
                 self.changed(block)
                 if not self.has_room_for_all:
                     self.block_store.save(block)
 
     def block_of(self, tensor: Tensor) -> Block | None:
-        """The block that a tensor lies in."""
+        """Return the block in whose memory a tensor lies, if any."""
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
     def changed(self, block: Block) -> None:
-        """Its values are others now; the store's are old."""
+        """Note that the values in memory have changed: the block is dirty, and a tensor that
+        autograd saved of it is out of date.
+        """
         with self._lock:
             self._note_change(block)
-            if block.is_attached:  # autograd must know of it, too
+            if block.is_attached:  # for autograd's check of saved tensors
                 increment_version([member.param for member in block.unit.members])
                 block.version = block.version_now
 
@@ -209,11 +226,11 @@ class Residency:
         block.generation += 1
         block.seen = None
 
-    # --- what others do to parameters that are in memory ------------------------------------------
+    # --- external edits of resident parameters ----------------------------------------------------
 
     def note_edit(self, block: Block) -> None:
-        """Find what a layer has done in place to its own parameters while it runs, as far as torch
-        counts it.
+        """Look for changes that a layer made in place to its own parameters while it ran. Finds
+        those that torch counts in the version of a parameter.
         """
         with self._lock:
             if block.is_attached and block.version != block.version_now:
@@ -221,23 +238,30 @@ class Residency:
                 block.version = block.version_now
 
     def watch_edits(self) -> None:
-        """From now on code that we do not see may change parameters that are in memory."""
+        """Begin to look for external edits: take a checksum of each attached block that has none
+        yet and is written back or being written, since the user's code may change parameters from
+        now on. Costs one read of their bytes. Does nothing if host memory has room for all blocks.
+        """
         if self.has_room_for_all:
-            return  # what is in memory is never taken from the store again
+            return  # no block is ever read from the store again
         with self._lock:
             for block in self.blocks:
                 self.note_edit(block)
             self._edits.begin(self.blocks)
 
     def hide(self) -> None:
-        """A recomputation has ended, backward goes on: nobody else can get at parameters."""
+        """Note that a recomputation has ended and backward goes on: user code cannot reach
+        parameters now. In host memory there is nothing to do.
+        """
 
     def collect_edits(self) -> None:
-        """Find what was changed since `watch_edits`, by whatever means."""
+        """Find the external edits since `watch_edits`, made in place or by `param.data = ...`, and
+        mark their blocks dirty.
+        """
         with self._lock:
             if not self.has_room_for_all:
-                # What torch has counted is a change from now on, not from the end of the run: what
-                # the run keeps would be taken for that of other values.
+                # Note the changes that torch has counted now, not at the end of the run: tensors
+                # that autograd saves in the run would be taken for those of other values.
                 for block in self.blocks:
                     self.note_edit(block)
             for block in self._edits.find(b for b in self.blocks if b.is_attached and b.nbytes):
@@ -245,7 +269,7 @@ class Residency:
             self._edits.end()
 
     def _bring(self, needed: Sequence[Block]) -> None:
-        """All these, which are pinned once for it."""
+        """Fetch these blocks, wait for them and attach them; the caller has pinned each once."""
         self._current = frozenset(block.number for block in needed)
         for block in needed:
             if block.in_host is Presence.AWAY:
@@ -254,7 +278,7 @@ class Residency:
                 self._metrics.count("parameter_hits")
         try:
             self._fetch_all(needed)
-        except CapacityError:  # there may be room, but not in one piece
+        except CapacityError:  # there may be room, but not contiguous
             self._evict_all(needed)
             self._fetch_all_at_last(needed)
         self._fetch_ahead()
@@ -263,7 +287,7 @@ class Residency:
             self._attach(block)
 
     def _fetch_all(self, needed: Sequence[Block]) -> None:
-        for block in sorted(needed, key=lambda block: -block.nbytes):  # it needs the largest piece
+        for block in sorted(needed, key=lambda block: -block.nbytes):  # largest contiguous range
             self._fetch(block, Priority.WAITED_FOR)
 
     def _fetch_all_at_last(self, needed: Sequence[Block]) -> None:
@@ -275,7 +299,9 @@ class Residency:
             self._fetch_all(needed)
 
     def _evict_all(self, needed: Sequence[Block]) -> None:
-        """Empty the memory of everything that may go, what is needed included."""
+        """Evict every block that may be evicted, the needed ones included, against fragmentation of
+        the pool.
+        """
         self._metrics.count("memory_in_pieces")
         unpin(needed)
         try:
@@ -284,7 +310,7 @@ class Residency:
         finally:
             pin(needed)
 
-    # --- what will be needed ----------------------------------------------------------------------
+    # --- prefetch ---------------------------------------------------------------------------------
 
     def _uses(self) -> dict[int, int]:
         ahead = (
@@ -298,7 +324,9 @@ class Residency:
         self._follow(look_ahead(self._tier(), self._uses(), self.prefetch.depth))
 
     def look_ahead(self) -> None:
-        """Blocks have changed: what is needed next may have to come again. Here nothing has."""
+        """Prefetch again after an update has changed blocks: copies of them may have to be fetched
+        again. In host memory none has.
+        """
 
     def _follow(self, moves: Moves) -> None:
         for number in moves.evict:
@@ -307,7 +335,7 @@ class Residency:
         for number in moves.fetch:
             try:
                 self._fetch(self.blocks[number], Priority.PREFETCH, may_evict=False)
-            except CapacityError:  # free, but not in one piece
+            except CapacityError:  # free, but not contiguous
                 self._metrics.count("prefetches_without_room")
                 return
 
@@ -330,10 +358,10 @@ class Residency:
         own = 1 + (len(block.unit.members) if block.is_attached else 0)
         return holders(block.memory) > own
 
-    # --- moving -----------------------------------------------------------------------------------
+    # --- fetch and evict --------------------------------------------------------------------------
 
     def _fetch(self, block: Block, priority: Priority, may_evict: bool = True) -> None:
-        """Start a block's way into host memory, unless it is there or under way."""
+        """Begin to fetch a block into host memory, unless it is resident or in flight."""
         if block.in_host is not Presence.AWAY:
             return
         memory = self._room_for(block, may_evict)
@@ -347,7 +375,9 @@ class Residency:
             self._by_address[memory.data_ptr()] = block
 
     def _room_for(self, block: Block, may_evict: bool) -> Tensor:
-        """Host memory for a block; others go for it if they must."""
+        """Return host memory for a block; evict other blocks for it if `may_evict`. Raises
+        `CapacityError` where there is no room.
+        """
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         while True:
@@ -360,21 +390,21 @@ class Residency:
                     raise
 
     def _evict_after_a_while(self) -> bool:
-        """Whether a block has gone whose views nobody needs any more: frames of an error that was
-        caught hold some until garbage is collected, and a thread of autograd's holds a graph for a
-        moment after backward has returned.
+        """Collect garbage, wait for stale views of blocks to be released, and return whether a
+        block was evicted then. The frames of a caught exception hold views until garbage
+        collection, and an autograd thread holds a graph for a moment after backward has returned.
         """
         return bool(self._held_elsewhere()) and self._comes_to_pass(self._evict_farthest)
 
     def _gets_memory_back(self) -> bool:
-        """Whether memory has come free that no block has: such frames hold that of blocks that
-        never came, too.
+        """Return whether memory that belongs to no block is released within a while. The frames of
+        a caught exception also hold the memory of blocks whose fetch failed.
         """
         before = self._pool.stats().used_bytes
         return self._comes_to_pass(lambda: self._pool.stats().used_bytes < before)
 
     def _comes_to_pass(self, has: Callable[[], bool]) -> bool:
-        """Whether it has, a while after garbage was collected."""
+        """Collect garbage and wait up to `_LINGER_S` for `has`; return whether it came true."""
         gc.collect()
         until_s = time.monotonic() + _LINGER_S
         while not has():
@@ -384,17 +414,18 @@ class Residency:
         return True
 
     def _held_elsewhere(self) -> list[Block]:
-        """Blocks that nothing here needs, whose views others hold."""
+        """Return the blocks that at most running units pin, but whose views other code holds."""
         return [b for b in self.blocks if b.pins == b.runs and self._is_held_elsewhere(b)]
 
     def _tell_who_holds(self, error: CapacityError) -> None:
         held = [block.name for block in self._held_elsewhere()]
         if held:
             error.args = (
-                f"{error}; somebody holds views of the parameters of {', '.join(held[:5])}, which "
-                "therefore cannot go: a checkpointed function that uses parameters outside of "
+                f"{error}; other code holds views of the parameters of {', '.join(held[:5])}, "
+                "which "
+                "cannot be evicted: a checkpointed function that uses parameters outside of "
                 "their own module, a custom autograd function (ctx.save_for_backward), or other "
-                "code, which must evict them",
+                "code, which must release them",
             )
         needed = [b for b in self.blocks if b.pins > b.runs and b.memory is not None]
         if needed:
@@ -410,15 +441,15 @@ class Residency:
         for number in chosen or ():
             if self._evict(self.blocks[number]):
                 return True
-        # What was fetched ahead, or was in use until now.
+        # Then blocks that were prefetched, or were in use until now.
         if any(self._evict_if_unused(block) for block in self.blocks):
             return True
         return any(self._take_from_run(block) for block in self.blocks)
 
     def _take_from_run(self, block: Block) -> bool:
-        """Take a block away from the units that run with it, which want the parameters of others
-        beside their own: they get it again when they touch it. Whether it has gone. Another
-        thread may be in the middle of a kernel that reads it: what runs there is left alone.
+        """Evict a block of units that are running, since they need the parameters of other units
+        beside their own; they fetch it again when they touch it. Return whether it was evicted.
+        A block that runs in another thread stays: a kernel there may be reading it.
         """
         if not block.runs or block.pins > block.runs or block.runner != threading.get_ident():
             return False
@@ -431,14 +462,18 @@ class Residency:
         return is_gone
 
     def _evict_if_unused(self, block: Block) -> bool:
-        """Whether it has gone; what is on its way is waited for."""
+        """Evict the block unless it is pinned or held; return whether it was evicted. Waits for a
+        read in flight.
+        """
         if block.pins:
             return False
         self._arrive(block)
         return block.in_host is Presence.HERE and self._evict(block)
 
     def _arrive(self, block: Block) -> None:
-        """Wait until the block is in host memory."""
+        """Wait for a read in flight; the block is in host memory then. If the read fails, release
+        its memory and raise.
+        """
         if block.in_host is not Presence.COMING:
             return
         try:
@@ -450,7 +485,7 @@ class Residency:
         block.move_in_host(Presence.HERE)
 
     def _attach(self, block: Block) -> None:
-        """Let the parameters be seen with their values."""
+        """Restore the parameters: their values are those in the block's memory."""
         if not block.is_attached:
             assert block.memory is not None
             for member, values in block.views(block.memory):
@@ -465,14 +500,16 @@ class Residency:
         block.is_attached = False
 
     def _evict(self, block: Block) -> bool:
-        """Take a block out of host memory, unless somebody else holds a view of it."""
+        """Evict a block from host memory, after writing it back if it is dirty. Return False if it
+        stays: it is pinned, other code holds a view of it, or there is no store to write it to.
+        """
         if block.pins or self._is_held_elsewhere(block):
             return False
         self.note_edit(block)
         for edited in self._edits.find([block] if block.is_attached else []):
             self.changed(edited)
         if not self.block_store.can_take(block):
-            return False  # its own file has other values, and there is no disk
+            return False  # its weight file has older values, and there is no drive
         self.block_store.save(block)
         self.block_store.settle(block)
         self._detach(block)
@@ -487,7 +524,7 @@ class Residency:
         block.move_in_host(Presence.AWAY)
 
     def save(self, block: Block) -> None:
-        """Start the way of a block's values to the store, unless it has them."""
+        """Begin to write back a block's values, unless the store has them."""
         with self._lock:
             self.block_store.save(block)
 
@@ -499,8 +536,8 @@ class Residency:
         fill: Callable[[Tensor], None] | None = None,
         fills_span: bool = False,
     ) -> None:
-        """Make the parameters' present values the block's own, or what `fill` puts there.
-        fills_span: it wants memory of the block's `span` only.
+        """Give the block host memory, filled with the parameters' present values, or by `fill` if
+        given. fills_span: `fill` expects memory of the block's `span` only.
         """
         with self._lock:
             memory = self._room_for(block, may_evict=True)
@@ -513,13 +550,17 @@ class Residency:
             self._attach(block)
 
     def adopt(self, block: Block, find: Callable[[str], WeightBlock]) -> None:
-        """Have a block read from where it came, as long as nobody changes it. It is away."""
+        """Have a block read from its weight file as long as its values are unchanged. The block is
+        not resident. find: returns the place in the file.
+        """
         with self._lock:
             self.block_store.adopt(block, find)
             self._detach(block)
 
     def forget(self, block: Block) -> None:
-        """Leave the parameters without values: nobody will need them."""
+        """Leave the parameters as placeholders for good and release the block's memory: its values
+        are not needed again.
+        """
         with self._lock:
             with suppress(OffloadError):
                 self.block_store.settle(block)
@@ -530,28 +571,35 @@ class Residency:
                 self._forget_memory(block)
 
     def original_device_of(self, param: Tensor) -> torch.device:
-        """Where the parameter is when it is an ordinary one."""
+        """Return the device on which the parameter is an ordinary one, before `prepare` and after
+        `close`.
+        """
         return self.device
 
     def keep(self, block: Block) -> None:
-        """Never let it go."""
+        """Pin the block for good: it is never evicted."""
         with self._lock:
             pin([block])
 
     def commit(self) -> None:
-        """The start has come to a good end, on all ranks if there are some."""
+        """Note that preparing the model has succeeded, on all ranks if there are several."""
 
     def in_order_of_return(self) -> list[Block]:
-        """What is there makes room for the rest."""
+        """Return the blocks in the order of `give_back`: resident ones first, since they make room
+        for the others.
+        """
         return sorted(self.blocks, key=lambda block: block.memory is None)
 
     def is_here(self, block: Block) -> bool:
-        """Whether we have its values, or have part of them: they have not gone back yet."""
+        """Return whether this residency still holds the block's values, or this rank's part of
+        them, in memory or in the store: `give_back` has not returned them yet.
+        """
         return block.in_host is not Presence.AWAY or block.is_stored
 
     def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
-        """Leave the parameters with values of their own, in places like theirs that `make` gives.
-        The block is empty then. Nothing where it was done before.
+        """Make the block's parameters ordinary ones with values in memory of their own, and leave
+        the block empty. make: returns a place in host memory for values like those given. Does
+        nothing the second time.
         """
         with self._lock:
             if not self.is_here(block):
@@ -567,7 +615,9 @@ class Residency:
             self._forget_memory(block)
 
     def _hand_out(self, block: Block, memory: Tensor, make: Callable[[Tensor], Outgoing]) -> None:
-        """The same for the values in `memory`. As long as it may raise, nothing has changed."""
+        """Copy the values in `memory` to places of their own and restore the parameters there. As
+        long as a copy may raise, no parameter has changed.
+        """
         places: list[tuple[Member, Outgoing]] = []
         for member, values in block.views(memory):
             original_device = self.original_device_of(member.param)
@@ -580,6 +630,6 @@ class Residency:
             place.fill(values)
             places.append((member, place))
         for _, place in places:
-            place.settle()  # we are about to forget them
+            place.settle()  # the values in memory are released next
         for member, place in places:
             restore(member.param, place.tensor)

@@ -1,8 +1,8 @@
-"""The bytes behind the tensors that autograd has saved, and the tensors as looks at them.
+"""The storages behind the tensors that autograd has saved, and the tensors as views of them.
 
-A piece is one storage, however many tensors were saved of it. It is in one stage of the table
-below. It belongs to the graph: it ends with the last saved tensor of it, whether backward came or
-not, wherever it is by then.
+A `SavedStorage` is one storage, however many tensors autograd saved of it. It is in one stage of
+the table below. The autograd graph owns it: it ends with the last saved tensor that views it,
+whether backward ran or not, in any stage.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from offload.core.ticket import Ticket
 
 
 class Stage(Enum):
-    """Of a piece."""
+    """The stage of a saved storage on its way to the activation store and back."""
 
     HERE = "here"
-    GOING = "going"  # has its memory until it is elsewhere
+    GOING = "going"  # the write is in flight; it keeps its memory until then
     AWAY = "away"
     COMING = "coming"
 
@@ -36,17 +36,19 @@ MOVES = {
 
 
 class StorageKeeper(Protocol):
-    """Who has the pieces."""
+    """The owner of saved storages, which offloads and fetches them."""
 
     def bring(self, piece: SavedStorage) -> Tensor:
-        """The piece's bytes, where they are computed on."""
+        """Fetch the storage if need be; return its bytes in the memory the model computes in."""
 
     def ended(self, piece: SavedStorage) -> None:
-        """Nobody wants it any more. Called by finalizers: must not block and must not fail."""
+        """Note that no saved tensor refers to the storage any more. Finalizers call it: it must not
+        block and must not fail.
+        """
 
 
 class SavedStorage:
-    """The bytes of one storage."""
+    """A storage of which autograd has saved one or more tensors."""
 
     def __init__(self, owner: StorageKeeper, number: int, memory: Tensor) -> None:
         self.owner = owner
@@ -54,10 +56,10 @@ class SavedStorage:
         self.nbytes = memory.nbytes
         self.memory: Tensor | None = memory
         self.stage = Stage.HERE
-        self.is_outside = False  # these very bytes are there as well
-        self.leaving: Ticket[Any] | None = None
-        self.outside: Any = None  # what is known of it outside
-        self.own_tensors = 1  # on its memory, beside those that were saved
+        self.is_outside = False  # the activation store has these very bytes, too
+        self.leaving: Ticket[Any] | None = None  # the write in flight
+        self.outside: Any = None  # for the activation store
+        self.own_tensors = 1  # the engine's own views of its memory, beside the saved tensors
         self.saved: list[weakref.ref[PackedTensor]] = []
 
     @property
@@ -74,7 +76,7 @@ class SavedStorage:
         return [saved for _, saved in found if saved is not None]
 
     def is_ours_alone(self) -> bool:
-        """Whether nobody else holds its memory."""
+        """Return whether only the engine and the saved tensors hold the memory."""
         assert self.memory is not None
         own = self.own_tensors + sum(saved.tensor is not None for saved in self.living())
         return holders(self.memory) == own
@@ -85,15 +87,15 @@ class SavedStorage:
 
 
 class PackedTensor:
-    """One tensor that autograd has saved: a look at a piece."""
+    """A tensor that autograd has saved: a view of a saved storage."""
 
     def __init__(self, piece: SavedStorage, tensor: Tensor) -> None:
         self._piece = piece
         self._look = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        # Without its history, or a node that keeps its own output would keep itself.
+        # Detached: a node that saves its own output would keep itself alive in a reference cycle.
         self.tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
-        self._spoiled: int | None = None  # the version that it had when it went
+        self._spoiled: int | None = None  # its version at eviction, if it was changed before
         piece.saved.append(weakref.ref(self))
 
     def _look_at(self, memory: Tensor) -> None:
@@ -103,14 +105,16 @@ class PackedTensor:
         self._version = self.tensor._version
 
     def leave(self) -> None:
-        """Keep only what it looks like."""
+        """Release the tensor; keep its type, offset, shape and stride."""
         assert self.tensor is not None
         if self.tensor._version != self._version:
             self._spoiled = self.tensor._version
         self.tensor = None
 
     def checked(self) -> Tensor:
-        """The tensor again; an error if it was changed since, as without us."""
+        """Return the tensor, fetched if need be. Raises `RuntimeError` as autograd does if it was
+        changed in place since it was saved.
+        """
         if self._spoiled is None:
             memory = self._piece.owner.bring(self._piece)
             if self.tensor is None:

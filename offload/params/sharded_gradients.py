@@ -1,7 +1,7 @@
-"""The gradients of a model that is shared out over ranks, as others see them.
+"""The gradients of a model that is sharded over ranks, as the user's code sees them in `.grad`.
 
-Each rank has a slice of each unit's (`mean_gradients.py`). From outside, a gradient is a
-`SlicedGradient` of its parameter's shape; what is done to it is done to the slices.
+Each rank has a shard of each unit's gradients (`mean_gradients.py`). The user's code sees a
+gradient as a `SlicedGradient` of its parameter's shape; operations on it act on the shards.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from offload.storage.outgoing import Outgoing
 
 
 class ShardedGradients(MeanGradients):
-    """Of one model."""
+    """The sharded gradients of one model, with the handles that `.grad` returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._views: dict[Tensor, SlicedGradient] = {}
         self._norms: dict[Tensor, float] = {}
-        self._exposed: set[Tensor] = set()  # parameters that are seen, with their gradients
+        self._exposed: set[Tensor] = set()  # exposed parameters, whose gradients show, too
 
     def begin(self) -> None:
-        """Autograd must find no gradient to add to."""
+        """Note that a backward pass begins, and hide the gradients of exposed parameters, so that
+        autograd finds none to add to.
+        """
         super().begin()
         for param in self._exposed:
             set_own_grad(param, None)
@@ -43,10 +45,10 @@ class ShardedGradients(MeanGradients):
         self._norms.clear()
         self._show_exposed()
 
-    # --- seen from outside ------------------------------------------------------------------------
+    # --- the user's view --------------------------------------------------------------------------
 
     def of(self, param: Tensor) -> Tensor | None:
-        """A parameter's gradient."""
+        """Return the handle of a parameter's gradient; None: it has none."""
         with self._lock:
             self._end_what_broke()
             if own_grad(param) is not None and param not in self._exposed:
@@ -62,12 +64,16 @@ class ShardedGradients(MeanGradients):
             return self._views[param]
 
     def _view(self, param: Tensor) -> SlicedGradient:
-        """Beside a parameter that is lent it must be where that is, for torch."""
+        """Make the handle of a gradient. torch wants the gradient of an exposed parameter on the
+        parameter's device.
+        """
         device = param.device if param in self._exposed else torch.device("cpu")
         return SlicedGradient.of(param, self, device)
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
-        """Another gradient for a parameter, or none; every rank gives the same."""
+        """Replace a parameter's gradient by `grad`, or drop it (None). Every rank must pass the
+        same.
+        """
         with self._lock:
             self._end_what_broke()
             one = self._sum_of.get(param)
@@ -91,7 +97,7 @@ class ShardedGradients(MeanGradients):
             self._norms.clear()
 
     def _drop(self, one: UnitSum, param: Tensor) -> None:
-        self._views.pop(param, None)  # whoever holds it is told that it is gone
+        self._views.pop(param, None)  # a use of the old handle raises from now on
         one.arrived.discard(param)
         if not one.arrived and one.whole is not None:
             one.whole.release()
@@ -116,7 +122,9 @@ class ShardedGradients(MeanGradients):
             return self._spilled(one).part(begin, end)
 
     def _checked(self, param: Tensor, gradient: Tensor) -> UnitSum:
-        """Where a gradient is, if it is the parameter's and whole."""
+        """Return the unit's sum that holds the gradient. Raises `StateError` if the handle is no
+        longer the parameter's gradient, or if it is not reduced yet.
+        """
         one = self._sum_of[param]
         if self._views.get(param) is not gradient:
             raise StateError(
@@ -133,7 +141,7 @@ class ShardedGradients(MeanGradients):
         self._checked(param, gradient)
         if order != 2.0:
             return self._other_norm(param, gradient, order)
-        if not self._norms:  # all at once: whoever asks for one asks for the others
+        if not self._norms:  # all in one reduction: clipping asks for every norm
             self._norms = dict(zip(*self._all_norms(), strict=True))
         return self._norms[param]
 
@@ -172,7 +180,9 @@ class ShardedGradients(MeanGradients):
 
     @contextmanager
     def exposed(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the gradients of these can be seen beside their parameters."""
+        """Show the gradients of these parameters in `.grad` of the exposed parameters while the
+        block runs; then take in what the user's code has put there.
+        """
         fresh = [param for param in params if param in self._sum_of and param not in self._exposed]
         for param in fresh:
             self._exposed.add(param)
@@ -197,24 +207,28 @@ class ShardedGradients(MeanGradients):
         self._move_view(param)
 
     def _move_view(self, param: Tensor) -> None:
-        """Where a parameter is lent on a device its gradient is seen there, else in host memory."""
+        """Drop the handle if the device may change: the gradient of an exposed parameter shows on
+        the device, otherwise in host memory.
+        """
         if self._gather_memory.device.type != "cpu":
             self._views.pop(param, None)
 
     # --- beginning and end ------------------------------------------------------------------------
 
     def take_in(self, params: Sequence[Tensor]) -> None:
-        """Gradients that these have already: there must be none."""
+        """Refuse parameters that have gradients already: these may differ between ranks. Raises
+        `ConfigError`.
+        """
         for param in params:
             if param.grad is not None:
                 raise ConfigError(
-                    f"{self.name_of(param)}: has a gradient already, and nobody knows whether the "
-                    "ranks have the same; call zero_grad() before prepare"
+                    f"{self.name_of(param)}: has a gradient already, and the ranks may not all "
+                    "have the same one; call zero_grad() before prepare"
                 )
 
     def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
-        """Leave every parameter, which is an ordinary one again, with its whole gradient. make:
-        gives memory for those that host memory has no room for.
+        """Leave every parameter, which is an ordinary one again, with its whole gradient, gathered
+        from all ranks. make: returns a place for spilled gradients that the user's code holds.
         """
         with self._lock:
             self._local = 0
@@ -227,7 +241,7 @@ class ShardedGradients(MeanGradients):
                 if one.whole is not None:
                     one.whole.release()
             self._slots.clear()
-            self._sums.clear()  # graphs that are still there hold us
+            self._sums.clear()  # autograd graphs that are still alive refer to this object
             self._sum_of.clear()
             self._end_local()
 

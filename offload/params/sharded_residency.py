@@ -1,12 +1,13 @@
-"""Which blocks are in memory, where they are shared out over ranks.
+"""The resident blocks of a model that is sharded over ranks.
 
-Host memory and the store have this rank's slice of each block. Before a unit is used its blocks are
-gathered from all ranks, in host memory or on a device, and ahead of time those that will be; what
-is whole already needs no slice in memory, until its update. Outside of runs all parameters are
-guarded, for what somebody did to a copy would be lost; `exposed` lets them be seen, and what has
-changed there is compared over the ranks and taken in.
+Host memory and the store have this rank's shard of each block. Before a unit is used its blocks are
+all-gathered, in host memory or on a device, and those of the next units are prefetched in the same
+way. A gathered block needs no shard in memory until its update. Outside of runs all parameters are
+placeholders, since an external edit of a gathered copy would be lost; `exposed` shows their values,
+compares the changes over the ranks and takes them in.
 
-What leads to a gather depends on the order of uses alone, which must be that of all ranks.
+Which all-gathers begin, and in which order, depends on the order of uses alone, which must be the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from offload.storage.engine import Priority
 from offload.storage.outgoing import Outgoing
 from offload.storage.weight_blocks import WeightBlock
 
-_RENDEZVOUS_S = 60.0  # for what a program easily calls on one rank only
+_RENDEZVOUS_S = 60.0  # deadline of calls that a program easily makes on one rank only
 
 
 class ShardedResidency(Residency):
-    """The blocks of one model, of which this rank has slices. wholes: where they are computed
-    with.
+    """The residency of a sharded model: this rank's shard of each block, and the gathered blocks.
+    gather_memory: the memory of the gathered blocks, which the model computes with.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class ShardedResidency(Residency):
             self._take_back,
             self._lock,
         )
-        self._exposed: set[int] = set()  # blocks that others see
-        # Blocks whose parameters still have their first values, in case that the start fails.
+        self._exposed: set[int] = set()  # blocks whose parameters the user's code sees
+        # Blocks whose parameters still have their own values, in case that `prepare` fails.
         self._uncommitted: set[int] = set()
         self._is_committed = False
         self._original_devices: dict[
             Tensor, torch.device
-        ] = {}  # where parameters were before, for a device
+        ] = {}  # devices of the parameters before `prepare`, if they are used on a device
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
         return [
@@ -81,7 +82,7 @@ class ShardedResidency(Residency):
     def never_drops(self) -> bool:
         return False
 
-    # --- what is needed now -----------------------------------------------------------------------
+    # --- units in use -----------------------------------------------------------------------------
 
     def use(self, unit: Unit, phase: Phase) -> None:
         needed = self._needed([unit])
@@ -91,8 +92,9 @@ class ShardedResidency(Residency):
             self.tier.pin(needed)  # until `done`
 
     def visit(self, unit: Unit, phase: Phase) -> None:
-        """Have the blocks of a unit come. Autograd has references to them, and asks for the memory:
-        the parameters stay guarded, also when backward ends with an exception.
+        """Begin to gather the blocks of a unit, and of the next units. Autograd has references to
+        the blocks and asks for their memory; the parameters stay placeholders, also when backward
+        ends with an exception.
         """
         with self._lock:
             self.prefetch.note_use(phase, unit.number)
@@ -133,7 +135,9 @@ class ShardedResidency(Residency):
                 self.tier.attach(block)
 
     def _upload(self, needed: Sequence[Block]) -> None:
-        """Have all these whole, or on their way."""
+        """Begin to gather those of these blocks that are neither gathered nor in flight; make room
+        for them first.
+        """
         absent = [block for block in needed if block.on_device is Presence.AWAY]
         self._metrics.count("parameter_misses", len(absent))
         self._metrics.count("parameter_hits", len(needed) - len(absent))
@@ -142,39 +146,41 @@ class ShardedResidency(Residency):
             self._gather(block)
 
     def _gather(self, block: Block) -> None:
-        """Start to gather a block; this rank's slice is read first, if it must be."""
+        """Begin to gather a block. If this rank's shard is not in host memory, fetch it first: the
+        all-gather begins when it has been read.
+        """
         with pinned([block], self._lock):
             self._fetch(block, Priority.WAITED_FOR)
         assert block.memory is not None
         after = None
         if block.in_host is Presence.COMING and block.reading is not None:
             block.reading, after = split(block.reading)
-        # A tensor of its own holds the memory, whatever happens to the block.
+        # A separate tensor keeps the memory alive even if the block is evicted.
         self.tier.gather(block, block.memory.detach(), after)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         return self.tier.block_of(tensor)
 
     def changed(self, block: Block) -> None:
-        """Its slice has other values now; the store's are old. Whole copies are given up by whoever
-        knows that all ranks do so.
+        """Note that the values of this rank's shard have changed: it is dirty. The gathered copy
+        stays; the callers that know that all ranks do the same release it.
         """
         with self._lock:
             self._note_change(block)
 
-    # --- what will be needed ----------------------------------------------------------------------
+    # --- prefetch ---------------------------------------------------------------------------------
 
     def _uses_of_all(self) -> dict[int, int]:
         return super()._uses()
 
     def _uses(self) -> dict[int, int]:
-        """Of slices: for what is not whole."""
+        """Return the next uses of shards: of blocks that are not gathered."""
         uses = self._uses_of_all()
         return {n: at for n, at in uses.items() if self.blocks[n].on_device is Presence.AWAY}
 
     def _gather_ahead(self) -> None:
-        """What the trace says; but not beyond the end of a backward pass: the update that follows
-        would make it worthless.
+        """Prefetch along the trace, but not beyond the end of a backward pass: the update that
+        follows would make the gathered copies stale.
         """
         ahead: Iterator[Use] = self.trace.ahead()
         if self.trace.last is not None and self.trace.last.phase is Phase.BACKWARD:
@@ -190,7 +196,9 @@ class ShardedResidency(Residency):
         self._follow(look_ahead(self._tier(), self._uses(), self.prefetch.depth))
 
     def left_in_backward(self) -> set[int]:
-        """Blocks that will be used before the present backward pass is over, as far as is known."""
+        """Return the numbers of the blocks that the trace expects to be used before the present
+        backward pass ends.
+        """
         found: set[int] = set()
         most = HORIZON * len(self.blocks) + HORIZON
         for use, _ in zip(self.trace.ahead(), range(most), strict=False):
@@ -200,8 +208,8 @@ class ShardedResidency(Residency):
         return found
 
     def look_ahead(self) -> None:
-        """After an update: what others see is to have the new values, and what is needed next is to
-        come.
+        """Show the new values of exposed parameters after an update, and prefetch the blocks that
+        are needed next.
         """
         with self._lock:
             for number in sorted(self._exposed):
@@ -213,10 +221,12 @@ class ShardedResidency(Residency):
         return not block.pins and block.in_host is Presence.HERE
 
     def _is_held_elsewhere(self, block: Block) -> bool:
-        return False  # slices are seen by nobody
+        return False  # no code outside of the engine sees a shard
 
     def _evict(self, block: Block) -> bool:
-        """Take a slice out of host memory; the whole block stays."""
+        """Evict a shard from host memory, after writing it back if it is dirty; the gathered copy
+        stays. Return False if it is pinned.
+        """
         if block.pins:
             return False
         self.tier.await_own(block)
@@ -228,38 +238,40 @@ class ShardedResidency(Residency):
 
     def await_arrival(self, block: Block) -> None:
         super().await_arrival(block)
-        self.tier.await_own(block)  # the others have what is about to change
+        self.tier.await_own(block)  # no collective or copy reads the shard any more
 
     # --- the update -------------------------------------------------------------------------------
 
     def updating(self, blocks: Sequence[Block]) -> None:
-        """These will change, on all ranks: whole copies are worth nothing from now on."""
+        """Release the gathered copies of these blocks, since the update makes them stale on all
+        ranks.
+        """
         with self._lock:
             for block in sorted(blocks, key=lambda block: block.number):
                 self.tier.forget(block)
-                block.generation += 1  # also where no element of it is this rank's
+                block.generation += 1  # even if this rank's shard has no element of it
 
-    # --- what others do to parameters -------------------------------------------------------------
+    # --- external edits ---------------------------------------------------------------------------
 
     def watch_edits(self) -> None:
         self.hide()
 
     def hide(self) -> None:
-        """From now on nobody sees a parameter, except those that are lent."""
+        """Make all parameters placeholders, except the exposed ones."""
         with self._lock:
             for block in self.blocks:
                 if block.is_attached and block.number not in self._exposed:
                     self.tier.detach(block)
 
     def collect_edits(self) -> None:
-        """Take home what was done to parameters that are lent."""
+        """Take in the external edits of exposed parameters."""
         with self._lock:
             for number in sorted(self._exposed):
                 if self.blocks[number].is_attached:
                     self._take_back(self.blocks[number])
 
     def note_edit(self, block: Block) -> None:
-        """Here it is found when the unit is done."""
+        """Do nothing: here an edit is found when the block is detached."""
 
     @contextmanager
     def exposed(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -269,7 +281,7 @@ class ShardedResidency(Residency):
             self._exposed |= {block.number for block in fresh}
             try:
                 yield
-            except BaseException:  # the others may not be here; each keeps what it has
+            except BaseException:  # other ranks may not be here; each rank keeps its own values
                 self._end_lending(fresh)
                 raise
             self._compare(fresh, before)
@@ -292,7 +304,9 @@ class ShardedResidency(Residency):
 
     @contextmanager
     def _to_be_filled(self, units: Sequence[Unit]) -> Iterator[None]:
-        """At the start modules fill parameters in host memory, wherever they are used later."""
+        """Let modules fill parameters in host memory while `prepare` runs, on whichever device they
+        are used later.
+        """
         if self.device.type == "cpu":
             with self.exposed(units):
                 yield
@@ -309,7 +323,10 @@ class ShardedResidency(Residency):
 
     @contextmanager
     def _room_for_all_of(self, units: Sequence[Unit]) -> Iterator[None]:
-        """More of the budget, if these at once need more than units one by one."""
+        """Widen the budget of gathered blocks while the block runs, if these units at once need
+        more than units one by one. If a rank has no memory left, all ranks raise: `CapacityError`
+        there, `StateError` on the others.
+        """
         nbytes = self.tier.excess_bytes(self._needed(units))
         if not nbytes:
             yield
@@ -328,7 +345,7 @@ class ShardedResidency(Residency):
                 share.release()
 
     def _sums(self, blocks: Sequence[Block]) -> list[int]:
-        """Of whole blocks, as they are seen."""
+        """Return the checksums of gathered blocks, as the user's code sees them."""
         with self._lock:
             found = []
             for block in blocks:
@@ -337,7 +354,9 @@ class ShardedResidency(Residency):
             return found
 
     def _compare(self, blocks: Sequence[Block], before: Sequence[int]) -> None:
-        """What was done to these must be the same on all ranks; it is taken in then."""
+        """Take in the changes of these blocks if they are the same on all ranks. Otherwise discard
+        them and raise `StateError`.
+        """
         error: BaseException | None = None
         try:
             self._take_in_rebound(blocks)
@@ -350,12 +369,13 @@ class ShardedResidency(Residency):
         if other:
             with self._lock:
                 for block in blocks:
-                    self.tier.note_seen(block)  # what was done is not wanted
+                    self.tier.note_seen(block)  # discards the changes
                     self._exposed.discard(block.number)
                     self.tier.forget(block)
             raise StateError(
                 f"{other[0].name}: its parameters were given other values on one rank than on "
-                f"another ({len(other)} units differ), so that no rank takes them; every rank must "
+                f"another ({len(other)} units differ), so they are refused on all ranks; every "
+                "rank must "
                 "make the same changes"
             )
         self._end_lending(blocks)
@@ -378,7 +398,7 @@ class ShardedResidency(Residency):
                     self.tier.detach(block)
 
     def _take_back(self, block: Block) -> None:
-        """Make this rank's part of what the parameters are the slice, where it differs."""
+        """Copy this rank's part of the parameters to its shard, if it differs."""
         if not block.unit.nbytes or not block.is_attached:
             return
         whole, (begin, end) = self.tier.memory_of(block), block.span
@@ -399,7 +419,10 @@ class ShardedResidency(Residency):
         fill: Callable[[Tensor], None] | None = None,
         fills_span: bool = False,
     ) -> None:
-        """Of the parameters' own values only our slice is read."""
+        """Give the block host memory for this rank's shard, filled with the parameters' present
+        values, of which only the shard is read, or by `fill` if given. fills_span: `fill` expects
+        memory of the block's `span` only.
+        """
         self._note_original_devices(block)
         with self._lock:
             memory = self._room_for(block, may_evict=True).zero_()
@@ -443,14 +466,14 @@ class ShardedResidency(Residency):
             self.tier.hide(block)
 
     def _attach(self, block: Block) -> None:
-        """Slices are seen by nobody."""
+        """Do nothing: parameters never lie in a shard."""
 
     def _detach(self, block: Block) -> None:
         block.is_attached = False
         self.tier.hide(block)
 
     def keep(self, block: Block) -> None:
-        """Never give it up while it is good."""
+        """Keep the gathered copy until an update makes it stale."""
         self.tier.kept.add(block.number)
 
     def forget(self, block: Block) -> None:
@@ -461,7 +484,9 @@ class ShardedResidency(Residency):
             super().forget(block)
 
     def in_order_of_return(self) -> list[Block]:
-        """That of all ranks, which must be here."""
+        """Return the blocks in the same order on all ranks, after a rendezvous of the ranks, which
+        must all call `close()`. Logs an error if one does not.
+        """
         if not self._uncommitted and not self._ranks.is_broken:
             try:
                 self._ranks.exchange(None, "close()", deadline_s=_RENDEZVOUS_S)
@@ -474,7 +499,10 @@ class ShardedResidency(Residency):
         return self.blocks
 
     def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
-        """Each rank has all of it then; where the others cannot be asked any more, nobody has."""
+        """Gather the block and leave the parameters with their whole values, on every rank. If the
+        other ranks cannot be reached any more, the parameters stay placeholders. A block that is
+        not committed has its parameters' own values still: only the shard is released.
+        """
         with self._lock:
             if block.number in self._uncommitted:
                 self._uncommitted.discard(block.number)
@@ -495,6 +523,6 @@ class ShardedResidency(Residency):
             self.tier.kept.discard(block.number)
             self.tier.forget(block)
             self._arrive(block)
-            self.tier.await_own(block)  # its memory is for the next one
+            self.tier.await_own(block)  # then the next block can have its memory
             if block.in_host is Presence.HERE:
                 self._forget_memory(block)

@@ -1,4 +1,4 @@
-"""Optimizer state of which each rank has slices, put together for whoever wants all of it."""
+"""Gathers sharded optimizer state, so that a rank can read all of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from offload.planning.unit import Member, Unit
 
 
 class UnitGatherer:
-    """One unit's field at a time is in memory whole. All ranks have state of the same parameters.
-    records: those that have state, or more.
+    """An all-gather of sharded optimizer state, one field of one unit in memory at a time. All
+    ranks have state of the same parameters. records: those of the parameters with state; there may
+    be more.
     """
 
     def __init__(

@@ -1,13 +1,14 @@
-"""Gradients that host memory has no room for: in the store, checked like everything there.
+"""Gradients that host memory has no room for: spilled to the store, with checksums like all of it.
 
-A gradient is cut into the pieces that the update will ask for, each a chunk of the store. What
-comes from autograd is copied to a slot of staging memory and written from there while backward goes
-on: nobody waits unless all slots are being written. What is added later is read into a slot, added
-there and written again, as a new generation. Edits that work on each element by itself are kept and
-made when a piece is next in memory, one after the other as torch would have made them.
+A gradient is cut into the ranges that the update will read, each a chunk of the store. A gradient
+from autograd is copied to a slot of the staging buffer and written from there while backward goes
+on; backward waits only when all slots are being written. To accumulate, a range is read into a
+slot, added to there and written again, as a new generation. Elementwise edits are recorded and
+made when a range is next in memory, in the order in which torch would have made them.
 
-A write that fails makes its gradient useless: it is told in the next call here, at the latest
-before the update, and again to whoever asks for the values. Any thread, one at a time.
+A write that fails makes its gradient useless: the next call here raises its error, at the latest
+before the update, and so does every later use of the values. Any thread may call; a lock lets in
+one at a time.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from offload.storage.outgoing import Outgoing
 
 _PAGE = 4096
 _LINE = 64
-_WRITING, _READING = "gradient write", "gradient read"  # causes of waiting
+_WRITING, _READING = "gradient write", "gradient read"  # names of the waits in metrics
 
 
 @dataclass(eq=False)
 class Slot:
-    """Staging memory for one piece, or for the slices of one chunk of state."""
+    """A slot of the staging buffer, for one range or for the slices of one chunk of state."""
 
     memory: Tensor  # bytes
-    tickets: list[Ticket[None]] = field(default_factory=list)  # that may touch it
-    is_lost: bool = False  # the system may write to it at any time
-    is_staged: bool = False  # the update uses it, or an addition
+    tickets: list[Ticket[None]] = field(default_factory=list)  # transfers that may touch it
+    is_lost: bool = False  # after a timeout the operating system may still write to it
+    is_staged: bool = False  # the update or an accumulation uses it
 
     @property
     def is_idle(self) -> bool:
@@ -64,7 +65,9 @@ class Slot:
 
 @dataclass(eq=False)
 class _SpilledRange:
-    """Elements [begin, end) of a gradient. made: how many edits are in what is stored."""
+    """A range of elements [begin, end) of a gradient. made: how many of the recorded edits the
+    stored values have; writing: the write in flight.
+    """
 
     begin: int
     end: int
@@ -82,7 +85,7 @@ class _Writing:
 
 
 class Staged:
-    """A piece on its way into memory; its values count when `wait` has returned."""
+    """A range that is being read into memory; its values are valid once `wait` has returned."""
 
     def __init__(
         self, whose: Spilled, piece: _SpilledRange, values: Tensor, slot: Slot | None
@@ -101,15 +104,15 @@ class Staged:
         self._whose._make_edits(self.piece, self.values)
 
     def break_off(self) -> None:
-        """Nobody wants it any more; when this returns nothing touches its memory, or its slot is
-        lost.
+        """Abandon the range. Waits for its read: then nothing touches its memory, or its slot is
+        marked as lost.
         """
         if self._ticket is not None:
-            with suppress(OffloadError):  # there is an error that matters more
+            with suppress(OffloadError):  # the caller handles another error
                 self._land(self._ticket)
 
     def _land(self, ticket: Ticket[None]) -> None:
-        """After Ctrl-C it can be waited for again: it goes on."""
+        """Wait for the read. After Ctrl-C it goes on and can be waited for again."""
         try:
             ticket.wait()
         except OffloadError as error:
@@ -126,8 +129,9 @@ def _break_off(each: Iterable[Staged]) -> None:
 
 
 class SpillArea:
-    """Staging memory and room in a store for the gradients of one model. memory: bytes, page by
-    page. room_bytes: that they may take of the store, all together.
+    """A staging buffer, and room in a store, for the spilled gradients of one model. memory: the
+    staging buffer, which slots divide into whole pages. room_bytes: the limit of what all gradients
+    take of the store.
     """
 
     def __init__(
@@ -139,16 +143,16 @@ class SpillArea:
     ) -> None:
         self.store, self.metrics = store, metrics
         self.lock = threading.RLock()
-        self.wants_norms = False  # somebody has asked for one
-        self.wants_squares = False
+        self.wants_norms = False  # the user's code has asked for a norm
+        self.wants_squares = False  # the update has asked for sums of squares
         self._memory = memory
         self._left_bytes = room_bytes
         self._numbers = count()
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
-        self._lost: list[Tensor] = []  # memory that the system may touch at any time
+        self._lost: list[Tensor] = []  # memory that the operating system may write to at any time
         self._writing: deque[_Writing] = deque()
-        self._given_up: deque[tuple[list[str], int]] = deque()  # by finalizers
+        self._given_up: deque[tuple[list[str], int]] = deque()  # filled by finalizers
         self._living: weakref.WeakSet[SpilledGradient] = weakref.WeakSet()
         self._cut_of: dict[object, tuple[int, ...]] = {}
         self.divide(min(memory.nbytes, _PAGE))
@@ -156,7 +160,9 @@ class SpillArea:
     # --- slots ------------------------------------------------------------------------------------
 
     def divide(self, slot_bytes: int) -> None:
-        """Slots of so many bytes, or of all there are. Nothing is under way but what timed out."""
+        """Divide the staging buffer into slots of `slot_bytes`, or into one if it is smaller.
+        Waits for writes; no slot may be in use but those of transfers that timed out.
+        """
         with self.lock:
             self.settle()
             slot_bytes = min(-(-max(slot_bytes, 1) // _PAGE) * _PAGE, self._memory.nbytes)
@@ -171,7 +177,9 @@ class SpillArea:
         return self._slots[0].memory.nbytes if self._slots else 0
 
     def has_free(self) -> bool:
-        """Whether `take` need not wait; it need not where no slot will ever come, and says so."""
+        """Return whether `take` would not wait: a slot is free, or none will ever become free and
+        `take` raises.
+        """
         with self.lock:
             self._end_what_is_done()
             self._reclaim()
@@ -179,7 +187,9 @@ class SpillArea:
             return bool(self._free) or not is_to_come
 
     def take(self) -> Slot:
-        """A slot; the oldest write is waited for if there is none."""
+        """Take a free slot. Waits for the oldest write while there is none; raises `StateError` if
+        there is none to wait for.
+        """
         with self.lock:
             self._end_what_is_done()
             self._reclaim()
@@ -187,7 +197,7 @@ class SpillArea:
                 self._end_oldest()
             self._reclaim()
             if not self._free:
-                raise StateError("gradients: no staging memory is free, and nothing is written")
+                raise StateError("gradients: no staging memory is free, and no write is in flight")
             return self._free.pop()
 
     def give_back(self, slot: Slot) -> None:
@@ -196,21 +206,23 @@ class SpillArea:
                 self._free.append(slot)
 
     def clear_away(self, slots: Iterable[Slot]) -> None:
-        """Nobody works on these any more."""
+        """Return staged slots to the area; neither a transfer nor the update uses them any more."""
         for slot in slots:
             slot.is_staged = False
             self.give_back(slot)
 
     def lose_after(self, slot: Slot, error: OffloadError) -> None:
-        """A transfer of a slot has ended so: does the system still touch the memory?"""
+        """Mark a slot as lost if its transfer ended with a timeout: the operating system may still
+        touch the memory.
+        """
         if isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT:
             with self.lock:
                 slot.is_lost = True
                 self._lost.append(slot.memory)
 
     def _reclaim(self) -> None:
-        """If there is no slot: those that an interrupted call has not given back, and those that
-        were lost, once the drive has answered after all.
+        """Recover slots if none is free: those that an interrupted call has not returned, and lost
+        ones once the drive has answered after all.
         """
         if self._free:
             return
@@ -221,17 +233,19 @@ class SpillArea:
         self._free = [slot for slot in self._slots if self._is_spare(slot)]
 
     def _is_waited_for(self) -> bool:
-        """Whether the drive owes an answer to something that timed out."""
+        """Return whether the operating system still runs a transfer that timed out."""
         return isinstance(self.store, DiskStore) and self.store.engine.abandoned_bytes > 0
 
     def _is_spare(self, slot: Slot) -> bool:
-        """Nobody uses it. A write that has ended gives it back in its turn."""
+        """Return whether the slot is unused. One whose write has ended is not: `_end` returns it
+        when the write is taken from the queue.
+        """
         return slot.is_idle and all(writing.slot is not slot for writing in self._writing)
 
-    # --- writes under way -------------------------------------------------------------------------
+    # --- writes in flight -------------------------------------------------------------------------
 
     def write(self, whose: Spilled, piece: _SpilledRange, values: Tensor, slot: Slot) -> None:
-        """Start to store what is in a slot, which comes back by itself."""
+        """Begin to write a range from its slot. The slot is free again when the write has ended."""
         with self.lock:
             ticket = slot.start(self.store.write(piece.key, values))
             writing = _Writing(piece, slot, ticket, weakref.ref(whose))
@@ -240,18 +254,18 @@ class SpillArea:
             self.metrics.count("spilled_bytes", values.nbytes)
 
     def poll(self) -> None:
-        """Tell of a write that has failed; waits for none."""
+        """Raise the error of a failed write, if any. Does not wait for writes in flight."""
         with self.lock:
             self._end_what_is_done()
 
     def settle(self) -> None:
-        """Return when all that was written is stored."""
+        """Wait until all writes have ended; raise the error of one that failed."""
         with self.lock:
             while self._writing:
                 self._end_oldest()
 
     def finish(self, piece: _SpilledRange) -> None:
-        """Wait for a piece that is being written."""
+        """Wait until no write of this range is in flight."""
         with self.lock:
             while piece.writing is not None:
                 self._end_oldest()
@@ -261,8 +275,8 @@ class SpillArea:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """Wait for the oldest write. If it fails, the others are waited for as well: each gradient
-        that has lost something knows it when the error is told.
+        """Wait for the oldest write. If it fails, wait for the others as well, so that each
+        gradient that has lost values has its error when this one is raised.
         """
         error = self._ended()
         if error is not None:
@@ -271,7 +285,7 @@ class SpillArea:
             raise error
 
     def _ended(self) -> OffloadError | None:
-        """Wait for the oldest write; what somebody must be told of it."""
+        """Wait for the oldest write; return the error that the caller must raise, if any."""
         writing = self._writing[0]
         try:
             with self.metrics.span(_WRITING):
@@ -283,7 +297,7 @@ class SpillArea:
             if whose is not None:
                 whose.error = error
                 return error
-            self.metrics.count("errors_after_an_error")  # nobody wants it any more
+            self.metrics.count("errors_after_an_error")  # the gradient has been freed
         else:
             self._end(writing)
         return None
@@ -297,13 +311,15 @@ class SpillArea:
     # --- gradients --------------------------------------------------------------------------------
 
     def cut(self, key: object, numel: int, starts_and_ends: Iterable[int]) -> None:
-        """Cut what comes for `key` there from now on."""
+        """Set the elements at which gradients that `make` makes for `key` are cut from now on."""
         self._cut_of[key] = tuple(sorted({0, numel, *starts_and_ends}))
 
     def make(
         self, key: object, name: str, numel: int, dtype: torch.dtype, shape: torch.Size
     ) -> Spilled | None:
-        """A gradient without values yet; None: others that somebody keeps have its room."""
+        """Make a spilled gradient, without values yet. Return None if there is no room: gradients
+        that the user's code still holds have it.
+        """
         with self.lock:
             self._take_in()
             cuts = self._fitting(self._cut_of.get(key, (0, numel)), dtype)
@@ -316,36 +332,36 @@ class SpillArea:
             return made
 
     def _fitting(self, cuts: Sequence[int], dtype: torch.dtype) -> list[int]:
-        """The same, with no piece larger than a slot."""
+        """Return the cuts, with more of them where a range would be larger than a slot."""
         most = max(1, self.slot_bytes // dtype.itemsize)
         inner = [at for begin, end in pairwise(cuts) for at in range(begin, end, most)]
         return [*inner, cuts[-1]]
 
     def show(self, param: Tensor, spilled: Spilled) -> SpilledGradient:
-        """As torch sees it."""
+        """Make the handle by which torch and the user's code see the gradient."""
         gradient = SpilledGradient.of(param, spilled)
         self._living.add(gradient)
         return gradient
 
     def _take_in(self) -> None:
-        """Free what nobody holds any more."""
+        """Free the chunks of gradients that were garbage-collected since."""
         while self._given_up:
             keys, nbytes = self._given_up.popleft()
             self._left_bytes += nbytes
             for key in keys:
-                with suppress(StateError):  # it was never stored, or the store is closed
+                with suppress(StateError):  # never written, or the store is closed
                     self.store.free(key)
 
     def close(self, make: Callable[[Tensor], Outgoing]) -> None:
-        """The store is about to go: gradients that somebody holds stay, in places that `make`
-        gives. Those that are lost already say so again. Idempotent.
+        """Move the gradients that the user's code still holds out of the store, before that is
+        closed, to places that `make` returns. Logs each gradient that is lost. Idempotent.
         """
         with self.lock:
             while self._writing:
                 self._ended()
             living = list(self._living)
             places: dict[int, Outgoing] = {}
-            for number, gradient in enumerate(living):  # first: one file can have them all
+            for number, gradient in enumerate(living):  # all places first, for one file for all
                 if gradient.here is None:
                     with _loss_told():
                         like = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta")
@@ -387,12 +403,12 @@ class Spilled:
     ) -> None:
         self.area, self.name, self.dtype, self.shape = area, name, dtype, shape
         self._number = number
-        self.keys: list[str] = []  # all that the store may have of it
+        self.keys: list[str] = []  # all chunks of it that the store may have
         self._cut_at(cuts)
-        self._edits: list[tuple[int, int, Edit]] = []  # of elements [begin, end)
+        self._edits: list[tuple[int, int, Edit]] = []  # elements [begin, end), and their edit
         self._norm: Tensor | None = None
         self._squares: Sequence[float] | None = None
-        self.error: OffloadError | None = None  # of a write: some values are lost
+        self.error: OffloadError | None = None  # of a write that failed: some values are lost
 
     def _cut_at(self, cuts: Sequence[int]) -> None:
         self.cuts = cuts
@@ -405,7 +421,9 @@ class Spilled:
         self.keys += [piece.key for piece in self.pieces if piece.key not in self.keys]
 
     def cut_anew(self, cuts: Sequence[int]) -> None:
-        """Cut it elsewhere: the plan of the update has changed since it came."""
+        """Cut the gradient at other places, since the plan of the update has changed. Loads all
+        values and writes them again.
+        """
         with self.area.lock:
             values, norm, squares = self.load(), self._norm, self._squares
             self._free()
@@ -416,8 +434,8 @@ class Spilled:
             self._norm, self._squares = norm, squares
 
     def _fit(self, is_new: bool = False) -> None:
-        """Cut it anew if slots have become smaller than its pieces. is_new: all of what is stored
-        is about to be replaced.
+        """Cut the gradient anew if slots have become smaller than its ranges. is_new: all stored
+        values are about to be replaced, so they need not be kept.
         """
         largest = max((piece.end - piece.begin for piece in self.pieces), default=0)
         is_closed = not self.area.slot_bytes
@@ -433,20 +451,22 @@ class Spilled:
 
     def _free(self) -> None:
         for piece in self.pieces:
-            with suppress(StateError):  # it was never stored
+            with suppress(StateError):  # never written
                 self.area.store.free(piece.key)
 
-    # --- in ---------------------------------------------------------------------------------------
+    # --- write ------------------------------------------------------------------------------------
 
     def take(self, values: Tensor) -> None:
-        """All of them, for the first time or anew, as autograd or somebody else has left them."""
+        """Replace all values by these, in the gradient's shape: autograd's or the user's."""
         with self.area.lock, torch.no_grad():
             values = values.detach()
             self._look_at(values)
             self.write(values.reshape(-1))
 
     def _look_at(self, values: Tensor) -> None:
-        """What is likely to be asked for is found out while they are here."""
+        """Compute the norm and the sums of squares while the values are in memory, if they have
+        been asked for before.
+        """
         self._forget()
         if self.area.wants_norms:
             self._norm = torch.linalg.vector_norm(values)
@@ -457,7 +477,9 @@ class Spilled:
         self._norm = self._squares = None
 
     def write(self, values: Tensor, begin: int = 0) -> None:
-        """Store these, flat, from element `begin` on: whole pieces. They are copied at once."""
+        """Write these flat values from element `begin` on; they must cover whole ranges. Returns
+        when they are copied to slots; the writes go on.
+        """
         with self.area.lock, torch.no_grad(), self._whole_or_lost():
             self._fit(begin == 0 and values.numel() == self.cuts[-1])
             for piece in self._within(begin, begin + values.numel()):
@@ -474,7 +496,9 @@ class Spilled:
             self._drop_edits()
 
     def add(self, values: Tensor, begin: int = 0) -> None:
-        """Add these, from element `begin` on, in whole pieces; of any shape."""
+        """Add these values, of any shape, from element `begin` on; they must cover whole ranges.
+        Reads ahead as far as slots are free.
+        """
         with self.area.lock, torch.no_grad(), self._whole_or_lost():
             self._forget()
             self._fit()
@@ -504,7 +528,7 @@ class Spilled:
 
     @contextmanager
     def _whole_or_lost(self) -> Iterator[None]:
-        """Of what is done in parts and breaks off nobody must take what there is for a gradient."""
+        """Mark the gradient as lost if the block raises: a partly written one must not be used."""
         try:
             yield
         except BaseException as error:
@@ -524,8 +548,8 @@ class Spilled:
         self.area.write(self, piece, values, slot)
 
     def edit(self, edit: Edit, begin: int = 0, end: int | None = None) -> None:
-        """Change elements [begin, end) when they are next in memory. Where nothing of what is
-        stored matters any more, nothing of it is lost.
+        """Record an edit of elements [begin, end), to be made when they are next in memory. If
+        edits replace all stored values, an earlier error no longer matters and is cleared.
         """
         with self.area.lock:
             self._forget()
@@ -534,14 +558,14 @@ class Spilled:
                 self.error = None
 
     def _make_edits(self, piece: _SpilledRange, values: Tensor) -> None:
-        """Those that what is stored lacks."""
+        """Make the edits that the stored values of the range lack, in order."""
         with torch.no_grad():
             for begin, end, edit in self._edits[piece.made :]:
                 first, last = max(begin, piece.begin), min(end, piece.end)
                 if first >= last:
                     continue
                 part = values[first - piece.begin : last - piece.begin]
-                # With no dimensions torch reckons otherwise.
+                # torch promotes types differently for tensors without dimensions.
                 edit(part.view(()) if self.shape.numel() == 1 and not self.shape else part)
 
     def _drop_edits(self) -> None:
@@ -550,17 +574,17 @@ class Spilled:
             for piece in self.pieces:
                 piece.made = 0
 
-    # --- out --------------------------------------------------------------------------------------
+    # --- read -------------------------------------------------------------------------------------
 
     def load(self) -> Tensor:
-        """All of them, in memory of their own, with the gradient's shape."""
+        """Load all values into memory of their own, with the gradient's shape."""
         with self.area.lock, torch.inference_mode(False), torch.no_grad():
             memory = torch.empty(self.shape, dtype=self.dtype, device="cpu")
             self._fill(memory.view(-1), self.pieces)
-            return memory  # not a view: who holds it can be counted
+            return memory  # not a view: its references can be counted
 
     def load_part(self, begin: int, end: int) -> Tensor:
-        """Elements [begin, end), flat, in memory of their own."""
+        """Load elements [begin, end), flat, into memory of their own."""
         with self.area.lock, torch.inference_mode(False), torch.no_grad():
             pieces = self._around(begin, end)
             first = pieces[0].begin if pieces else begin
@@ -570,7 +594,7 @@ class Spilled:
             return memory[begin - first : end - first]
 
     def _fill(self, memory: Tensor, pieces: Sequence[_SpilledRange]) -> None:
-        """Read these, one behind the other."""
+        """Read these adjacent ranges into `memory`, one behind the other, all in flight at once."""
         first = pieces[0].begin if pieces else 0
         each: list[Staged] = []
         try:
@@ -583,11 +607,13 @@ class Spilled:
             _break_off(each)
 
     def store(self, values: Tensor) -> None:
-        """These are the values from now on."""
+        """Replace all values by these."""
         self.take(values)
 
     def put(self, values: Tensor, begin: int) -> None:
-        """The same from element `begin` on, wherever pieces begin."""
+        """Replace values from element `begin` on; they need not cover whole ranges, so the ranges
+        around them are loaded first.
+        """
         with self.area.lock, torch.no_grad():
             self._forget()
             pieces = self._around(begin, begin + values.numel())
@@ -602,21 +628,23 @@ class Spilled:
         return None if self._norm is None else self._norm.clone()
 
     def stage(self, begin: int, end: int, memory: Tensor, slot: Slot) -> Staged:
-        """Bring the piece [begin, end) into a part of a slot."""
+        """Begin to read the range [begin, end) into `memory`, a part of `slot`."""
         with self.area.lock:
             piece = self.pieces[bisect_left(self._begins, begin)]
             assert (piece.begin, piece.end) == (begin, end), "cut for this plan"
             return Staged(self, piece, memory.view(self.dtype)[: end - begin], slot)
 
     def is_cut_at(self, begin: int, end: int) -> bool:
-        """Whether `stage` can bring these elements at once."""
+        """Return whether these elements are one range, which `stage` can read."""
         at = bisect_left(self._begins, begin)
         return (
             at < len(self.pieces) and self.pieces[at].begin == begin and self.pieces[at].end == end
         )
 
     def _read(self, piece: _SpilledRange, values: Tensor, slot: Slot | None) -> Ticket[None] | None:
-        """Start to read a piece as it is stored; None: what is there does not matter."""
+        """Begin to read a range as it is stored. Return None, with `values` zeroed, if an edit will
+        replace the stored values anyway. Raises the error of a gradient that is lost.
+        """
         if self.error is not None:
             raise self.error
         if self._is_blank(piece):
@@ -628,7 +656,7 @@ class Spilled:
         return slot.start(ticket) if slot is not None else ticket
 
     def _is_blank(self, piece: _SpilledRange) -> bool:
-        """Whether what is stored does not matter."""
+        """Return whether an edit replaces the stored values of the range without reading them."""
         return any(
             edit.is_blank and begin <= piece.begin and piece.end <= end
             for begin, end, edit in self._edits[piece.made :]
@@ -647,7 +675,7 @@ class Spilled:
 
     @property
     def cold(self) -> ColdValues:
-        """Once all of it is stored."""
+        """The values for the update, once all writes have ended."""
         return self.part(0, self.cuts[-1])
 
     def part(self, begin: int, end: int) -> ColdPart:
@@ -659,7 +687,7 @@ class Spilled:
 
 @dataclass(frozen=True)
 class ColdPart:
-    """Elements of a spilled gradient, from `begin` on, for the update."""
+    """A part of a spilled gradient for the update: `count` elements of `whose`, from `begin` on."""
 
     whose: Spilled
     begin: int
@@ -683,8 +711,9 @@ class ColdPart:
 
 
 class Shelf:
-    """Spilled gradients on their way to the update, in the slots of an area: one for each chunk.
-    firsts: elements at which gradients begin, where they are not whole.
+    """A reader of spilled gradients for the update: it stages the slices of each chunk of state in
+    one slot of the area. firsts: by the number of a parameter, the element at which its gradient
+    begins, for gradients that are not whole.
     """
 
     def __init__(self, area: SpillArea, firsts: Mapping[int, int]) -> None:
@@ -693,7 +722,7 @@ class Shelf:
         self._slots: dict[int, Slot] = {}  # by the number of the chunk
 
     def begin(self, grads: Mapping[int, Tensor | ColdValues], chunks: Iterable[Chunk]) -> None:
-        """An update of these begins."""
+        """Begin an update of these gradients; cut those anew that are not cut as `chunks` are."""
         self.end()
         self._cold = {n: one for n, one in grads.items() if isinstance(one, ColdPart)}
         for whose, cuts in self._wrongly_cut(chunks).items():
@@ -717,12 +746,12 @@ class Shelf:
         return cold.whose, begin, begin + part.end - part.begin
 
     def has_place(self, chunk: Chunk) -> bool:
-        """Whether `take` need not wait."""
+        """Return whether `take` would not wait for a slot."""
         is_wanted = any(part.param in self._cold for part in chunk.slices)
         return not is_wanted or self._area.has_free()
 
     def take(self, chunk: Chunk) -> dict[Slice, Staged]:
-        """Start the way of a chunk's spilled slices."""
+        """Begin to read a chunk's spilled slices into one slot. Waits if no slot is free."""
         wanted = [part for part in chunk.slices if part.param in self._cold]
         if not wanted:
             return {}
@@ -737,21 +766,21 @@ class Shelf:
         return found
 
     def give_back(self, chunk: Chunk) -> None:
-        """The update is done with them."""
+        """Return the chunk's slot to the area once the update has used its slices."""
         slot = self._slots.pop(chunk.number, None)
         if slot is not None:
             self._area.clear_away([slot])
 
     def end(self) -> None:
-        """No update is under way any more."""
+        """End the update: return all its slots to the area and release the gradients."""
         self._area.clear_away(self._slots.values())
         self._slots.clear()
         self._cold = {}
 
 
 def slot_bytes(chunks: Iterable[Chunk], itemsizes: Mapping[int, int]) -> int:
-    """Staging memory for the slices of any chunk. itemsizes: of gradients that are spilled, by the
-    number of their parameter.
+    """Return the bytes of a slot that holds the spilled slices of any one chunk. itemsizes: bytes
+    per element of the spilled gradients, by the number of their parameter.
     """
     each = (
         sum(
@@ -774,5 +803,5 @@ def _page_up(nbytes: int) -> int:
 
 
 def line_up(nbytes: int) -> int:
-    """How far apart slices of a chunk are in a slot."""
+    """Round up to the distance between slices of a chunk in a slot: whole cache lines."""
     return -(-nbytes // _LINE) * _LINE

@@ -1,9 +1,9 @@
-"""How a prepared model starts: what its parameters are filled with, block by block.
+"""The start of a prepared model: fills its parameters, block by block.
 
-A parameter's values come from the weights, or are those that it has in memory, or are made by its
-modules (`initialise.py`). Meta tensors get memory only in their block, one block after the other,
-and stay the objects that the optimizer holds. Blocks that nobody will change and whose values come
-from the weights as they are stay in those files: nothing is read for them before they are used, and
+A parameter's values come from the weight files, or are those that it has in memory, or are made by
+its modules (`initialise.py`). Meta tensors get memory only in their block, one block after the
+other, and stay the objects that the optimizer holds. A block of frozen parameters that the weight
+files have in the same type stays in those files: nothing is read for it before it is used, and
 nothing is ever written.
 """
 
@@ -30,13 +30,14 @@ from offload.storage.disk import DiskStore
 from offload.storage.weight_blocks import FileRange, WeightBlocks
 from offload.storage.weights import Weights
 
-_CAST_BYTES = 4 << 20  # of the buffer that values pass through on their way to another type
+_CAST_BYTES = 4 << 20  # size of the staging buffer for values that are cast to another type
 
 
 class Start:
-    """The start of one model. Checked when it is made, which changes nothing; then `begin`, `open`,
-    `take_in` for each block, `finish`; `close` at the end of the model. After a failure: `forget`,
-    and `restore` when the model is closed.
+    """The start of one model. The constructor checks the model and changes nothing. Then call
+    `begin`, `open`, `take_in` for each block, and `finish`; call `close` at the end of the model.
+    After a failure call `forget`, and `restore` once the model is closed. Until the model is ready
+    it is the owner of the placeholders (`Owner`), and refuses every use of their values.
     """
 
     device = torch.device("cpu")
@@ -83,12 +84,16 @@ class Start:
 
     @staticmethod
     def is_needed(model: nn.Module, weights: object) -> bool:
-        """Whether a model is not just what is in its memory."""
+        """Return whether values come from elsewhere than the model's memory: weight files are
+        given, or tensors are on the meta device.
+        """
         tensors = [*model.parameters(), *model.buffers()]
         return weights is not None or any(tensor.is_meta for tensor in tensors)
 
     def _stays(self, unit: Unit, changing: set[Tensor]) -> bool:
-        """Whether the block can be read from the weights each time."""
+        """Return whether the unit's block can be read from the weight files each time: they have
+        all its parameters in the same type, and no parameter is in `changing`.
+        """
         places = self._match.places
         return all(
             m.param not in changing
@@ -105,10 +110,10 @@ class Start:
             )
 
     def gives(self, param: Tensor) -> bool:
-        """Whether the parameter's values come from the weights."""
+        """Return whether the parameter's values come from the weight files."""
         return param in self._match.places
 
-    # --- for whoever asks for a parameter before the model is ready -------------------------------
+    # --- owner of placeholders until the model is ready -------------------------------------------
 
     def name_of(self, param: Tensor) -> str:
         return self._names[param]
@@ -116,11 +121,11 @@ class Start:
     def bring(self, params: Sequence[Tensor]) -> bool:
         return False
 
-    # --- in order ---------------------------------------------------------------------------------
+    # --- the steps, in order ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """From now on meta parameters are those of a model on the CPU whose values are away, and
-        meta buffers have memory.
+        """Turn meta parameters into placeholders on the CPU, and give meta buffers memory there.
+        Raises `ConfigError` for a tensor that torch cannot swap, since other objects refer to it.
         """
         for tensor in self._meta:
             is_param = tensor in self._unit_of
@@ -140,15 +145,17 @@ class Start:
 
     def open(self, metrics: Metrics, store: DiskStore | None) -> None:
         if self._weights is not None:
-            for file in self._weights.files:  # before any value goes
+            for file in self._weights.files:  # before any value in memory is released
                 file.check_unchanged()
             self._files = WeightBlocks(self._weights, metrics, store.engine if store else None)
 
     def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None:
-        """Give a block its values, unless its modules will; is_kept: it must be in memory then."""
+        """Give a block its values, unless its modules are to fill it. is_kept: the block must be
+        resident when this returns.
+        """
         if block.number in self.weight_blocks:
-            # Values that are in memory stay until all others have theirs: until then the start can
-            # fail, and they would be lost for nothing.
+            # Parameters with values in memory keep them until all other blocks are filled: until
+            # then the start can fail, and the values would be lost.
             if is_kept or all(m.param in self._was_meta for m in block.unit.members):
                 self._adopt(residency, block)
             if is_kept:
@@ -158,8 +165,8 @@ class Start:
             self._fill_now(residency, block)
 
     def finish(self, residency: Residency) -> None:
-        """Let modules fill what is left, and read the buffers. Raises `ConfigError` with the names
-        of what nothing has filled.
+        """Let modules fill the tensors that are still empty, and read the buffers. Raises
+        `ConfigError` with the names of the tensors that no module has filled.
         """
         left = dict(self._empty)
         for task in self._tasks:
@@ -173,7 +180,7 @@ class Start:
         refuse_empty(left.values())
         for block in residency.blocks:
             if block.number not in self.weight_blocks:
-                self._take_in_now(residency, block)  # of no elements
+                self._take_in_now(residency, block)  # those left have no elements
         for buffer in self._buffers:
             if buffer in self._match.places:
                 with torch.no_grad():
@@ -195,7 +202,7 @@ class Start:
                 del left[tensor]
 
     def _take_in_now(self, residency: Residency, block: Block) -> None:
-        """Unless that has been done."""
+        """Give a block its values, unless it has them already."""
         if block.number in self._taken:
             return
         if block.number in self.weight_blocks:
@@ -224,13 +231,13 @@ class Start:
             LOG.info("start: %s of %s of parameters are there (%s)", done, total, block.name)
 
     def _comes_as_it_is(self, block: Block) -> bool:
-        """Whether all of it is in the files, of the same type."""
+        """Return whether the weight files have the whole block, in the same type."""
         places = [self._match.places.get(member.param) for member in block.unit.members]
         types = [member.dtype for member in block.unit.members]
         return all(p is not None and p.entry.dtype == t for p, t in zip(places, types, strict=True))
 
     def _read_span(self, block: Block, memory: Tensor) -> None:
-        """Only what lies in the block's span."""
+        """Read the block's span alone from the weight files into `memory`."""
         each = [self._piece(member, *block.span) for member in block.unit.members]
         pieces = [piece for piece in each if piece.nbytes]
         if pieces:
@@ -238,7 +245,9 @@ class Start:
             self._files.original(block.name, pieces).read(memory).wait()
 
     def _fill(self, block: Block, memory: Tensor) -> None:
-        """Values for all parameters of a block, in its memory."""
+        """Fill the memory of a whole block with values from the weight files or from the parameters
+        in memory. Parameters that modules are to fill become empty (`empty_`).
+        """
         whole = []
         for member, values in block.views(memory):
             place = self._match.places.get(member.param)
@@ -255,7 +264,9 @@ class Start:
             self._files.original(block.name, whole).read(memory).wait()
 
     def _piece(self, member: Member, begin: int, end: int) -> FileRange:
-        """What of a parameter lies in the bytes [begin, end) of its block, for memory of those."""
+        """Return the file range of the part of a parameter that lies in the bytes [begin, end) of
+        its block, for memory that holds these bytes.
+        """
         file, entry = self._match.places[member.param]
         first, last = max(begin, member.begin), min(end, member.begin + entry.nbytes)
         return FileRange(
@@ -263,7 +274,7 @@ class Start:
         )
 
     def _read(self, place: WeightPlace, values: Tensor) -> None:
-        """One tensor, through a small buffer, cast on the way."""
+        """Read one tensor part by part through a staging buffer of `_CAST_BYTES`, and cast it."""
         assert self._files is not None
         file, entry = place
         flat, size = values.detach().view(-1), entry.dtype.itemsize
@@ -279,14 +290,16 @@ class Start:
     # --- the end ----------------------------------------------------------------------------------
 
     def forget(self, residency: Residency) -> None:
-        """After a failure: blocks of what was on the meta device need not be given back."""
+        """Release the blocks whose parameters were all on the meta device: after a failure their
+        values need not be returned.
+        """
         swapped = set(self._swapped)
         for block in residency.blocks:
             if block.unit.members and all(m.param in swapped for m in block.unit.members):
                 residency.forget(block)
 
     def restore(self) -> None:
-        """After a failure: what was on the meta device is there again. Idempotent."""
+        """Put the tensors that were on the meta device back there after a failure. Idempotent."""
         while self._swapped:
             tensor = self._swapped.pop()
             if is_offloaded(tensor):
@@ -294,7 +307,9 @@ class Start:
             _exchange(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
     def close(self) -> None:
-        """Behind the store, whose engine reads the files. Idempotent."""
+        """Close the weight files. Call it after the store is closed, whose engine reads them.
+        Idempotent.
+        """
         if self._files is not None:
             self._files.close()
         elif self._weights is not None:
@@ -302,12 +317,12 @@ class Start:
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Of a tensor's shape, without its memory."""
+    """Return a tensor of the same shape and type that takes one element of memory."""
     return torch.zeros((), dtype=like.dtype, device="cpu").expand(like.shape)
 
 
 def _exchange(tensor: Tensor, values: Tensor) -> None:
-    """Give a tensor other values on another device; it stays the same object."""
+    """Swap in other values, also on another device; the tensor stays the same object."""
     fresh = (
         nn.Parameter(values, requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)

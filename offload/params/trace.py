@@ -1,12 +1,12 @@
-"""The recorded order in which units are used, and what it says will come next.
+"""The trace: the recorded order in which units are used, which predicts the next uses.
 
-Always on: every use is one token, a phase and a unit, in one history. What comes next is what came
-next the last time that the present looked like this: the longest run of last tokens that has been
-there before is found again, and the history is read on from there. So a wrong guess costs one miss,
-an order that was seen once is known, and training, evaluation and generation do not disturb one
-another. A backward pass that was never seen is taken to be its forward pass in reverse.
+It is always on: every use is one token, a phase and a unit, in one history. To predict, it finds
+the last earlier place where the latest tokens occurred, the longest run of them that it can find,
+and reads the history on from there. So a wrong prediction costs one miss, an order that was seen
+once is known, and training, evaluation and generation do not disturb one another. A backward pass
+that was never seen is predicted as its forward pass in reverse.
 
-Knows units by number only. One thread at a time.
+Knows units by number only. One thread at a time may use a trace.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from offload.core.private_file import read_small, write_private
 from offload.storage.safetensors_file import parse_json
 
 CONTEXTS = (8, 4, 2, 1)  # lengths of the runs that are looked up, longest first
-KEEP_TOKENS = 1 << 16  # of history; half of it is dropped when it is full
+KEEP_TOKENS = 1 << 16  # length of the history; when it is full, half of it is dropped
 VERSION = 1
-MOST_FILE_BYTES = 32 * KEEP_TOKENS  # of a saved trace; a use takes half of that
-_PACE_WEIGHT = 0.3  # of the newest time until the next use, against those before
+MOST_FILE_BYTES = 32 * KEEP_TOKENS  # limit of a saved trace: 32 bytes a use, which takes half
+_PACE_WEIGHT = 0.3  # weight of the newest time until the next use in the running mean
 
 
 class Phase(Enum):
@@ -42,32 +42,34 @@ _PHASES = list(Phase)
 
 @dataclass(frozen=True)
 class Use:
-    """A unit is used in a phase."""
+    """A use of a unit in a phase."""
 
     phase: Phase
     unit: int
 
 
 class Trace:
-    """The history of one model's units. fingerprint: of the model, so that a saved trace is not
-    taken for another's.
+    """The history of the uses of one model's units. fingerprint: that of the model, so that a trace
+    saved for another model is refused. units: their number.
     """
 
     def __init__(self, fingerprint: str, units: int) -> None:
         self.fingerprint = fingerprint
         self.units = units
-        self.hits = self.misses = 0  # uses that the use before them foretold, or not
-        # Tokens, a number for each phase and unit; 4 bytes each, for a run may have all of them.
+        self.hits = self.misses = 0  # uses that were predicted one use before, or were not
+        # Tokens, a number for each phase and unit; 4 bytes each, since a long run has all of them.
         self._history = array("i")
-        self._dropped = 0  # tokens that were before the history
+        self._dropped = 0  # tokens dropped from the front of the history
         self._seen: dict[tuple[int, ...], int] = {}  # a run of tokens -> where it last ended
-        self._match: int | None = None  # where the present run ended before
+        self._match: int | None = None  # where the present run of tokens ended before
         self._pace_s: dict[int, float] = {}
 
     # --- recording --------------------------------------------------------------------------------
 
     def record(self, phase: Phase, unit: int, since_last_s: float | None = None) -> None:
-        """A unit is used now. since_last_s: time since the use before, without waiting."""
+        """Record that a unit is used now. since_last_s: seconds since the use before, waits left
+        out.
+        """
         token = self._token(Use(phase, unit))
         if self._history:
             foretold = next(self._tokens_ahead(), None)
@@ -83,7 +85,7 @@ class Trace:
         return self._use(self._history[-1]) if self._history else None
 
     def uses(self) -> list[tuple[int, int]]:
-        """All that are remembered: the number of the phase, and the unit."""
+        """Return the uses in the history, oldest first: the number of the phase, and the unit."""
         return [divmod(token, self.units) for token in self._history]
 
     def _learn(self, token: int) -> None:
@@ -97,7 +99,7 @@ class Trace:
             self._forget_half()
 
     def _find(self) -> int | None:
-        """Where the longest run that ends now ended before."""
+        """Find where the longest run of tokens that ends now ended before; None: nowhere."""
         for length in CONTEXTS:
             if length <= len(self._history):
                 found = self._seen.get(tuple(self._history[-length:]))
@@ -118,31 +120,35 @@ class Trace:
         self._pace_s[token] = before + _PACE_WEIGHT * (seconds - before)
 
     def pace_s(self, use: Use) -> float | None:
-        """Seconds from this use to the next one, waiting left out; None: not known."""
+        """Return the mean seconds from this use to the next, waits left out; None: not known."""
         return self._pace_s.get(self._token(use))
 
     def paces_s(self) -> list[float]:
-        """Of all uses that are known."""
+        """Return the paces of all uses that have one."""
         return list(self._pace_s.values())
 
-    # --- foretelling ------------------------------------------------------------------------------
+    # --- predicting -------------------------------------------------------------------------------
 
     def ahead(self) -> Iterator[Use]:
-        """What will be used after the present use, without end where the past repeats itself."""
+        """Predict the uses after the present one, in order; endless where the history repeats
+        itself.
+        """
         return map(self._use, self._tokens_ahead())
 
     def _tokens_ahead(self) -> Iterator[int]:
         history = self._history
         if self._match is not None:
             begin, end = self._match + 1 - self._dropped, len(history)
-            while True:  # what led from there to here leads on from here
+            while True:  # the uses from there to here are the prediction, again and again
                 for at in range(begin, end):
                     yield history[at]
         if history and self._use(history[-1]).phase is Phase.BACKWARD:
             yield from self._reversed_forward()
 
     def _reversed_forward(self) -> Iterator[int]:
-        """For a backward pass that has never been here: the forward pass, back from this unit."""
+        """Predict a backward pass that is not in the history: the forward pass, back from this
+        unit.
+        """
         uses = map(self._use, self._history)
         forward = [use.unit for use in uses if use.phase is Phase.FORWARD]
         unit = self._use(self._history[-1]).unit
@@ -158,16 +164,16 @@ class Trace:
         phase, unit = divmod(token, self.units)
         return Use(_PHASES[phase], unit)
 
-    # --- keeping ----------------------------------------------------------------------------------
+    # --- save and load ----------------------------------------------------------------------------
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a file that only its owner can read; one that is there is replaced."""
+        """Write the trace to a file that only its owner can read; replace an existing one."""
         write_private(Path(path), json.dumps(self.to_dict()))
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Know what a saved trace knows, as if that had been before all that was recorded here.
-        Nothing may be running. Raises `FormatError` where the file is no trace, or another model's,
-        and `StoreError` where it cannot be read; nothing has changed then.
+        """Load a saved trace and put it before the uses recorded here. The model must not be
+        running. Raises `FormatError` if the file is no trace, or another model's, and `StoreError`
+        if it cannot be read; then nothing has changed.
         """
         text = read_small(Path(path), MOST_FILE_BYTES)
         try:
@@ -180,7 +186,7 @@ class Trace:
         self._seen, self._match = whole._seen, whole._match
 
     def to_dict(self) -> dict[str, Any]:
-        """For a file: plain numbers and words."""
+        """Return the trace as plain numbers, strings, lists and dicts, for a JSON file."""
         return {
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -190,7 +196,9 @@ class Trace:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], fingerprint: str, units: int) -> Trace:
-        """What `to_dict` gave, for the same model. Raises `FormatError` where it is not that."""
+        """Make a trace from the result of `to_dict`, for the same model. Raises `FormatError` if
+        `data` is not that.
+        """
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
             raise FormatError(f"trace: expected version {VERSION}; record it anew")
         if (data.get("fingerprint"), data.get("units")) != (fingerprint, units):

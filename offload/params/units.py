@@ -1,9 +1,9 @@
-"""The units of a model: groups of modules whose parameters are fetched and released together.
+"""Finds the units of a model: groups of modules whose parameters are fetched and evicted together.
 
-Found in the model's own structure: each of the repeated layers of a `ModuleList` or `Sequential` is
-one, a large layer is one, and what is left is put together to a sensible size. A parameter that
-several modules share belongs to the first unit that has it; whoever else has it needs that unit,
-too.
+They follow the model's own structure: each of the repeated layers of a `ModuleList` or `Sequential`
+is a unit, a large layer is one, and the modules that are left are grouped up to a sensible size. A
+parameter that several modules share (tied weights) belongs to the first unit that has it; the other
+units that use it need that unit, too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from offload.core.errors import ConfigError
 from offload.planning.unit import Member, Unit, padded_bytes
 
 LARGE_BYTES = 32 << 20  # a layer that is a unit by itself
-MOST_BYTES = 1 << 30  # of a repeated layer, before it is looked into
+MOST_BYTES = 1 << 30  # a larger repeated layer is divided into units
 
-# Classes of modules that are to be units, or a function that says it of a module and its name.
+# Classes of modules that become units, or a function that decides from a module's name and itself.
 Choice = Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 
 
 @dataclass
 class _UnitDraft:
-    """Modules that will be a unit. own: only their own parameters count, not their children's."""
+    """A group of modules that will be a unit. is_whole: the parameters of their children count,
+    too; otherwise only their own.
+    """
 
     name: str
     modules: list[nn.Module] = field(default_factory=list)
@@ -48,11 +50,12 @@ def find_units(
     splits_types: bool = False,
     unit_bytes: int | None = None,
 ) -> list[Unit]:
-    """All units of a model, in the order of its structure. Every parameter has exactly one owner.
+    """Find all units of a model, in the order of its structure. Exactly one unit owns each
+    parameter.
 
-    choice: None finds the layers by itself. splits_types: no unit has parameters of two types.
-    unit_bytes: neighbouring layers are one unit up to so many bytes; None: each is one of its own.
-    Raises `ConfigError` for what cannot be moved.
+    choice: the modules that become units; None: find the layers. splits_types: no unit has
+    parameters of two types. unit_bytes: neighbouring layers are joined in one unit up to this size;
+    None: each layer is a unit. Raises `ConfigError` for a parameter that cannot be offloaded.
     """
     names = {param: name for name, param in model.named_parameters()}
     for param, name in names.items():
@@ -78,12 +81,12 @@ def _walk(
 
 
 def _repeated(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether it is a layer among layers, and no larger than a unit may be."""
+    """Return whether the module is one of the repeated layers, and no larger than a unit may be."""
     return _is_layer(module, parent) and _UnitDraft(name, [module]).nbytes <= MOST_BYTES
 
 
 def _is_layer(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether it is one among layers, and not itself only a list of them."""
+    """Return whether the module is one layer in a list of layers, and not itself a list of them."""
     if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
         return False
     if _is_list(module) and any(True for child in module.children() for _ in child.children()):
@@ -92,7 +95,7 @@ def _is_layer(module: nn.Module, parent: nn.Module | None) -> bool:
 
 
 def large_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers among layers that are too large to be one unit each; the outermost ones."""
+    """Return the repeated layers that are too large to be one unit each; the outermost ones."""
     found: list[nn.Module] = []
     for child in model.children():
         is_large = _is_layer(child, model) and _UnitDraft("", [child]).nbytes > MOST_BYTES
@@ -101,8 +104,8 @@ def large_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _uses_its_children(module: nn.Module) -> bool:
-    """Whether it has parameters beside modules that are no layers among layers: then it may well
-    use theirs without running them, as torch's attention does.
+    """Return whether the module has parameters of its own, and children but no lists of layers.
+    Such a module may use its children's parameters without running them, as torch's attention does.
     """
     if not any(True for _ in module.parameters(recurse=False)) or _is_list(module):
         return False
@@ -126,7 +129,7 @@ def _by(choice: Choice) -> Callable[[str, nn.Module, nn.Module | None], bool]:
 
 
 def _gather(drafts: Iterable[_UnitDraft]) -> list[_UnitDraft]:
-    """Put small left-overs together, up to the size of a large layer."""
+    """Group small modules that belong to no layer, up to the size of a large layer."""
     found: list[_UnitDraft] = []
     rest: _UnitDraft | None = None
     for draft in drafts:
@@ -141,7 +144,7 @@ def _gather(drafts: Iterable[_UnitDraft]) -> list[_UnitDraft]:
 
 
 def _join(drafts: Sequence[_UnitDraft], most_bytes: int) -> list[_UnitDraft]:
-    """Put neighbouring layers of one list together, up to so many bytes."""
+    """Join neighbouring layers of one list, up to `most_bytes`."""
     found: list[_UnitDraft] = []
     for draft in drafts:
         last = found[-1] if found else None
@@ -161,9 +164,9 @@ def _join(drafts: Sequence[_UnitDraft], most_bytes: int) -> list[_UnitDraft]:
 def _settle(
     drafts: Sequence[_UnitDraft], names: dict[nn.Parameter, str], splits_types: bool
 ) -> list[Unit]:
-    """Give every parameter to the first that has it. Frozen ones beside trained ones are a unit of
-    their own, without modules: its block is never written, whatever the others become. So are those
-    of another type, if that is asked for.
+    """Give every parameter to the first draft that has it, and make the units. Frozen parameters
+    beside trained ones become a unit of their own, without modules: its block is never written,
+    however the trained ones change. So do parameters of another type, if `splits_types`.
     """
     owner: dict[nn.Parameter, int] = {}
     units: list[Unit] = []
@@ -188,7 +191,9 @@ def _settle(
 def _group(
     own: Sequence[nn.Parameter], splits_types: bool
 ) -> list[tuple[str, Sequence[nn.Parameter]]]:
-    """What a draft owns as it is put into units: trained ones first, and what the others are."""
+    """Divide a draft's own parameters into units: trained ones first. Returns for each its kind,
+    such as "frozen bfloat16", which becomes a part of its name, and its parameters.
+    """
     found: dict[tuple[bool, str], list[nn.Parameter]] = {}
     for param in own:
         dtype = str(param.dtype).removeprefix("torch.") if splits_types else ""
@@ -211,7 +216,9 @@ def _members(params: Iterable[nn.Parameter], names: dict[nn.Parameter, str]) -> 
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """A lazy module's parameters and buffers have no shape before it has run once."""
+    """Refuse a model with lazy parameters or buffers: these have no shape before its first run.
+    Raises `ConfigError`.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(

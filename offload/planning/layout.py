@@ -1,8 +1,8 @@
-"""How optimizer state is cut into chunks: the one place that knows where a number lies.
+"""The layout of optimizer state in chunks: the one place that knows where an element lies.
 
 A chunk is what one read and one write move: some fields (`exp_avg`, `exp_avg_sq`, and `master` for
-16-bit parameters) of up to `chunk_numel` elements, one field after the other in one piece of
-memory, always fp32. Its elements are slices of parameters: a large parameter is cut over several
+16-bit parameters) of up to `chunk_numel` elements, always fp32, one field after the other in
+contiguous memory. Its elements are slices of parameters: a large parameter is cut over several
 chunks, small ones share a chunk. Slices begin at multiples of 64 bytes within a field and cut a
 parameter at multiples of 16 elements. Pure numbers; no memory, no files.
 """
@@ -21,12 +21,14 @@ _FIELD_ALIGN = 1024  # elements: 4 KiB, so that every field begins at a page
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What must be known of a parameter to lay out its state. fields: those of its chunks.
-    device_bytes: of an element that lies on a device, and comes to the host for its update; its
-    gradient's has as many. unit: of a prepared model, that has the parameter; chunks keep within
-    one, and its parameters come for their update, too. own: the elements [begin, end) whose state
-    is ours where ranks share it, begin a multiple of 16; None: all. comes_late: its gradient may
-    change unseen until the step, so that no copy is made before.
+    """The facts about a parameter that the layout of its state needs.
+
+    fields: those of its chunks. device_bytes: bytes of an element on a device, which is downloaded
+    for the update; its gradient's element has as many. unit: the unit of the prepared model that
+    owns the parameter; a chunk keeps within one unit, and its parameters are fetched for the
+    update. own: the elements [begin, end) whose state is this rank's where ranks share it, begin a
+    multiple of 16; None: all. comes_late: its gradient may change unseen until the step, so no copy
+    is made before.
     """
 
     name: str
@@ -44,12 +46,13 @@ class ParamSpec:
 
     @property
     def has_staging_buffer(self) -> bool:
-        """Whether the parameter comes from elsewhere for its update."""
+        """Whether the parameter is staged for its update."""
         return self.device_bytes > 0 or self.unit is not None
 
     def touched_bytes(self, grad_bytes: int | None = None) -> int:
-        """Host memory that one update reads and writes: the gradient is read, state and parameter
-        also written. grad_bytes: of an element; None: as the parameter's.
+        """Return the bytes of host memory that one update reads and writes: the gradient is read,
+        state and parameter are read and written. grad_bytes: of a gradient's element; None: as the
+        parameter's.
         """
         own = ELEMENT_BYTES // 2 if MASTER in self.fields else ELEMENT_BYTES
         grad = own if grad_bytes is None else grad_bytes
@@ -62,7 +65,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [begin, end) of a parameter, at element `offset` of a chunk's fields."""
+    """A slice: elements [begin, end) of a parameter, at element `offset` of a chunk's fields."""
 
     param: int  # its number among the parameters that were laid out
     begin: int
@@ -72,7 +75,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some slices and their fields. `numel`: elements of one field, with what alignment costs."""
+    """A chunk: some slices and their fields. `numel`: elements of one field, padding included."""
 
     number: int
     name: str
@@ -85,14 +88,14 @@ class Chunk:
         return self.numel * len(self.fields) * ELEMENT_BYTES
 
     def begin_of(self, field: str) -> int:
-        """The element at which `field` begins."""
+        """Return the element at which `field` begins."""
         return self.fields.index(field) * self.numel
 
 
 def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list[Chunk]:
-    """Chunks for the state of `params`, in their order; parameters with other fields have chunks
-    of their own. What has no elements of ours has no chunk; what has no fields has one, of no
-    bytes, where it comes from elsewhere, because it passes over a staging buffer.
+    """Cut the state of `params` into chunks, in their order; each combination of unit and fields
+    has chunks of its own. A parameter without elements on this rank has no chunk. A parameter
+    without fields has one of no bytes where it is staged, since a staging buffer serves a chunk.
     """
     chunks: list[Chunk] = []
     for kind in dict.fromkeys((param.unit, param.fields) for param in params):
@@ -110,7 +113,7 @@ def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list
 
 
 def _pack(params: Sequence[tuple[int, ParamSpec]], chunk_numel: int) -> Iterator[list[Slice]]:
-    """The slices of each chunk."""
+    """Yield the slices of each chunk."""
     slices: list[Slice] = []
     offset = 0
     for number, param in params:
@@ -128,7 +131,7 @@ def _pack(params: Sequence[tuple[int, ParamSpec]], chunk_numel: int) -> Iterator
 
 
 def slices_by_param(chunks: Iterable[Chunk]) -> dict[int, list[tuple[Chunk, Slice]]]:
-    """Where each parameter's state lies, in the order of its elements."""
+    """Return where each parameter's state lies, in the order of its elements."""
     found: dict[int, list[tuple[Chunk, Slice]]] = {}
     for chunk in chunks:
         for piece in chunk.slices:

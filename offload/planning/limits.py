@@ -1,4 +1,4 @@
-"""How much host memory one call may take, and where it may put the rest."""
+"""The limits of one call: how much host memory it may take, and where it may put the rest."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from offload.core.errors import CapacityError, ConfigError
 from offload.core.host_facts import Memory, free_memory_bytes, read_memory
 from offload.core.node_share import current
 
-_LAST_ERROR = ("last_exc", "last_value", "last_traceback")  # of a notebook or a prompt
-_LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for everybody else
+_LAST_ERROR = ("last_exc", "last_value", "last_traceback")  # kept by a notebook or a prompt
+_LEAVE_SHARE, _LEAVE_BYTES = 0.2, 8 << 30  # of the machine, for other processes
 _LEAVE_MOST_SHARE = 0.4  # of a small one, where 8 GiB would be most of it or more
 
 
 def check_directories(config: Config) -> None:
-    """Also where everything fits in memory today: another plan, later, may need them."""
+    """Check that the `nvme` directories can be written to, also where everything fits in memory
+    today: a later plan may need them.
+    """
     for path in config.nvme or ():  # type: ignore[union-attr]
         directory = Path(path)
         if not directory.is_dir():
@@ -31,7 +33,7 @@ def check_directories(config: Config) -> None:
 
 
 def refuse_unbuilt(config: Config, names: Iterable[str], what: str) -> None:
-    """A field that does nothing yet is an error, not a silence."""
+    """Refuse config fields that have no effect yet, so that none is ignored silently."""
     default = Config()
     for name in names:
         if getattr(config, name) != getattr(default, name):
@@ -40,8 +42,9 @@ def refuse_unbuilt(config: Config, names: Iterable[str], what: str) -> None:
 
 @contextmanager
 def limited(config: Config, holder: str) -> Iterator[None]:
-    """One limit for the process; as it was if what is inside fails. That of earlier users has ended
-    when they have gone. holder: for whom memory is taken inside, as refusals name it later.
+    """Set the process's limit of host memory; restore it if the block raises. A limit of earlier
+    holders ends when all of them have closed. holder: the name under which later refusals list the
+    memory that the block takes.
     """
     before = HOST.limit_bytes
     if config.host_memory is not None or HOST.used_bytes == 0:
@@ -56,8 +59,8 @@ def limited(config: Config, holder: str) -> Iterator[None]:
 
 @contextmanager
 def telling_of_the_budget(config: Config) -> Iterator[None]:
-    """A refusal says who holds the budget already, and where its number comes from if no
-    `host_memory` was given.
+    """Add to a refusal in the block who holds the budget already, and where its number comes from
+    if no `host_memory` was given.
     """
     holders = HOST.holders()
     try:
@@ -72,7 +75,7 @@ def telling_of_the_budget(config: Config) -> Iterator[None]:
 
 
 def _told_holders(holders: Mapping[str, int]) -> str:
-    """Who has taken of the limit that is one for the process, and how it is given back."""
+    """Tell which holders have taken of the process's limit, and how their memory is released."""
     if not holders:
         return ""
     each = ", ".join(f"{format_size(nbytes)} by {name}" for name, nbytes in holders.items())
@@ -81,14 +84,14 @@ def _told_holders(holders: Mapping[str, int]) -> str:
         "offload.close(...) what is not needed any more, or del every name that has it"
     )
     kept = [name for name in _LAST_ERROR if getattr(sys, name, None) is not None]
-    if kept:  # an interactive session, where an old model has no name any more
+    if kept:  # an interactive session, where no name refers to an old model any more
         names = " = ".join(f"sys.{name}" for name in kept)
         told += f"; the last error that was shown here may keep it, too: {names} = None"
     return told
 
 
 def _origin() -> str:
-    """Where the number comes from that stands in for `host_memory`, and what to give instead."""
+    """Tell where the number comes from that stands in for `host_memory`, and what to give."""
     if HOST.used_bytes and HOST.limit_bytes is not None:
         limit, held = format_size(HOST.limit_bytes), format_size(HOST.used_bytes)
         return f"an earlier call has set {limit} for the process, {held} of it are held; give more"
@@ -108,25 +111,26 @@ def _origin() -> str:
 
 
 def left_free_bytes(total_bytes: int) -> int:
-    """What stays free of so much memory if nobody gives `host_memory`: a fifth, and at least 8 GiB;
-    but no more than two fifths, so that something can be done in a container of 4 or 8 GiB.
+    """Return how much of so much memory stays free if `host_memory` is not given: a fifth, and at
+    least 8 GiB; but no more than two fifths, so that a container of 4 or 8 GiB can be used at all.
     """
     least = min(_LEAVE_BYTES, int(total_bytes * _LEAVE_MOST_SHARE))
     return max(int(total_bytes * _LEAVE_SHARE), least)
 
 
 def _total_bytes(memory: Memory) -> int | None:
-    """Of the machine, or of the cgroup if that has less."""
+    """Return the memory of the machine, or of the cgroup if that has less; None: not known."""
     known = (memory.total_bytes, memory.cgroup_limit_bytes)
     return min((n for n in known if n is not None), default=None)
 
 
 def host_bytes(config: Config) -> tuple[int | None, int]:
-    """Host bytes for this call: what was asked for, or what is left of the limit that stands,
-    or what leaves the machine enough, shared with other ranks on it. And what others hold already.
+    """Return the host bytes for this call, and those that other holders have already. The former
+    are `host_memory`, or what is left of the present limit, or what leaves the machine enough,
+    divided among its ranks. None: no limit.
     """
     if HOST.used_bytes:
-        gc.collect()  # what holds itself and nobody else, a trainer say, may hold some of it
+        gc.collect()  # a reference cycle, such as a dropped trainer's, may hold some of it
     held, limit = HOST.used_bytes, config.host_memory
     if limit is None and held:
         limit = HOST.limit_bytes

@@ -12,9 +12,9 @@ from offload.planning.shares import Shares
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """`str()` is a table for people. file_bytes: of frozen parameters that stay in the files they
-    came from. device_bytes: for everything on the device; 0 on the CPU. sharding: over ranks, each
-    of which has such a plan for its slices.
+    """The plan of a prepared model; `str()` is a table for people. file_bytes: of frozen parameters
+    that stay in their weight files. device_bytes: for everything on the device; 0 on the CPU.
+    sharding: over ranks, each of which has such a plan for its shards.
     """
 
     units: int
@@ -25,16 +25,16 @@ class ModelPlan:
     disk_room_bytes: int
     device_bytes: int
     sharding: Sharding | None = None
-    tuned: str | None = None  # what a profile says, and which; None: all is derived
+    tuned: str | None = None  # the profile's tuning and its file; None: all is derived
 
     @property
     def away_bytes(self) -> int:
-        """Of parameters that host memory has no room for: they come for each pass."""
+        """The bytes of parameters that host memory has no room for: each pass fetches them."""
         return 0 if self.shares.holds_all_params else max(0, self.param_bytes - self.shares.params)
 
     @property
     def tiers(self) -> dict[str, dict[str, int]]:
-        """Bytes of each kind on each tier, while the model trains."""
+        """The bytes of each kind on each tier, while the model trains."""
         in_memory = min(self.shares.params, self.param_bytes)
         return {
             "parameters": {"host": in_memory, "disk": self.param_bytes - in_memory},
@@ -50,14 +50,17 @@ class ModelPlan:
 
     @property
     def step_read_bytes(self) -> int:
-        """About: parameters for forward, backward and update, gradients that are there, state."""
+        """The bytes read in a step, about: parameters for forward, backward and update, spilled
+        gradients, state.
+        """
         gradients = self.shares.gradients_on_disk
         return 3 * self.away_bytes + gradients + self.state.step_read_bytes
 
     @property
     def step_written_bytes(self) -> int:
-        """About: what the update changes of parameters, where not all stay in memory, gradients
-        (once more for each further pass whose gradients are added), and state.
+        """The bytes written in a step, about: parameters that the update changes, where not all
+        stay in memory, spilled gradients (once more for each further pass whose gradients are
+        added), and state.
         """
         changed = self.param_bytes - self.file_bytes if self.state.chunks else 0
         gradients = self.shares.gradients_on_disk

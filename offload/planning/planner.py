@@ -1,8 +1,8 @@
-"""From sizes and budgets to a plan: what lives where, and what it costs. A pure function.
+"""The planner of optimizer state: from sizes and budgets to a plan. A pure function.
 
 Nothing is allocated and nothing is measured here. The plan says which chunks of optimizer state
 stay in host memory and which go to the disk, how many buffers the update uses, what moves each step
-and what that does to an SSD; and it is refused with the arithmetic when it cannot work.
+and what that does to an SSD; and where it cannot work it is refused with the arithmetic.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from offload.core.errors import CapacityError
 from offload.planning.layout import CHUNK_NUMEL, ELEMENT_BYTES, Chunk, ParamSpec, Slice, lay_out
 from offload.planning.rank_share import RankShare
 
-BUFFERS = 16  # chunks under way: some being read, one updated, some written
+BUFFERS = 16  # chunks in flight: some being read, one updated, some written
 DISK_CHUNK_NUMEL = 1 << 20  # less to wait for where a step begins and ends
 LEAST_BUFFERS = 2
-STAGING_BUFFERS = 3  # chunks of device parameters under way: one comes, one is updated, one goes
+STAGING_BUFFERS = 3  # of device parameters: one is downloaded, one updated, one uploaded
 LEAST_CHUNK_NUMEL = 16 << 10
-_CHUNKS_STAGED = 4  # whose gradients come from disk, where there is memory for more than one
+_CHUNKS_STAGED = 4  # with gradients read from disk, where there is memory for more than one
 _PAGE = 4096
 _LINE = 64
 STEPS_OF_INTEREST = 10_000
@@ -29,21 +29,21 @@ RATED_TERABYTES_WRITTEN = 600.0  # what common 1 TB drives are warranted for
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes a second, as measured; None: not known."""
+    """The measured rates of disk and update, bytes a second; None: not known."""
 
     disk_bytes_per_s: float | None = None  # reads and writes together
     update_bytes_per_s: float | None = None  # of the update, over all that it reads and writes
 
     def best(self, other: Speeds) -> Speeds:
-        """The higher of each; what is known of one that is."""
+        """Take the higher rate of each kind; one that is not known does not count."""
         return Speeds(
             max(self.disk_bytes_per_s or 0.0, other.disk_bytes_per_s or 0.0) or None,
             max(self.update_bytes_per_s or 0.0, other.update_bytes_per_s or 0.0) or None,
         )
 
     def least_s(self, disk_bytes: int, updated_bytes: int) -> dict[str, float] | None:
-        """Seconds that each of disk and update needs at least. They run together, so the larger is
-        the ceiling of a step. None where a speed is missing, or there is nothing to do.
+        """Compute the seconds that disk and update each need at least. They run together, so a step
+        takes at least the larger. None: a speed is missing, or there is nothing to do.
         """
         parts = {}
         for name, nbytes, speed in (
@@ -62,7 +62,9 @@ UNKNOWN = Speeds()
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the optimizer state lives and what a step moves. `str()` is a table for people."""
+    """The plan of optimizer state: where it lives and what a step moves. `str()` is a table for
+    people.
+    """
 
     params: tuple[ParamSpec, ...]
     chunks: tuple[Chunk, ...]
@@ -92,55 +94,60 @@ class Plan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of one buffer: the largest chunk that moves."""
+        """The bytes of one buffer: the largest chunk that moves."""
         return max((c.nbytes for c in self.chunks if c.number not in self.resident), default=0)
 
     @property
     def staging_buffer_bytes(self) -> int:
-        """Of one staging buffer: what comes from a device for the largest chunk."""
+        """The bytes of one staging buffer: the downloads for the largest chunk."""
         return largest_staging_buffer(self.chunks, self.params, self.grads_are_here)
 
     @property
     def grads_are_here(self) -> bool:
-        """Whether gradients from devices need no staging buffer: they have homes, or are averaged
-        over ranks to host memory of their own.
+        """Whether gradients from devices need no staging buffer: they have gradient buffers, or are
+        averaged over ranks into host memory of their own.
         """
         return self.has_grad_buffers or (self.ranks is not None and self.ranks.grad_bytes > 0)
 
     @property
     def grad_buffers_bytes(self) -> int:
-        """Of all gradients that have a home, and the verdicts on whether they have changed."""
+        """The bytes of all gradient buffers, and of the flags that tell whether a gradient has
+        changed.
+        """
         return grad_buffers_bytes(self.params) if self.has_grad_buffers else 0
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory that the optimizer takes: resident chunks, buffers, staging buffers and
-        homes, and what it takes to share with other ranks.
+        """The host memory that the optimizer takes: resident chunks, buffers, staging buffers,
+        gradient buffers, and what sharing with other ranks takes.
         """
         copied = self.staging_buffers * self.staging_buffer_bytes + self.grad_buffers_bytes
         return self.chunk_bytes + copied + self.shared_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        """Of it, for resident chunks and buffers: what no device comes to see."""
+        """The part of it for resident chunks and buffers, which is never copied to or from a
+        device.
+        """
         return self.resident_bytes + self.buffers * self.buffer_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Of buffers for the network, and gradients that were reduced over ranks."""
+        """The part of it for network buffers, and for gradients that were reduced over ranks."""
         return self.ranks.host_bytes if self.ranks else 0
 
     @property
     def disk_capacity_bytes(self) -> int:
-        """Room on disk: what lies there, and the new generations that are being written."""
+        """The room on disk: the chunks, and the new generations that are being written."""
         moving = [chunk for chunk in self.chunks if chunk.number not in self.resident]
         rounded = sum(_round_up(chunk.nbytes, _PAGE) for chunk in moving)
         return rounded + self.buffers * self.buffer_bytes
 
     @property
     def step_read_bytes(self) -> int:
-        """At most, from the second step on. As many chunks as there are buffers wait in them for
-        the next step; which ones differs from step to step, so the smallest are counted.
+        """The most bytes that a step reads, from the second step on. As many chunks as there are
+        buffers wait in them for the next step; which ones differs from step to step, so the
+        smallest are counted.
         """
         moving = sorted(c.nbytes for c in self.chunks if c.number not in self.resident)
         return sum(moving[self.buffers :])
@@ -151,13 +158,14 @@ class Plan:
 
     @property
     def step_updated_bytes(self) -> int:
-        """Host memory that the update of all parameters reads and writes."""
+        """The bytes of host memory that the update of all parameters reads and writes."""
         return sum(param.touched_bytes() for param in self.params)
 
     @property
     def predicted_step_s(self) -> float | None:
-        """Seconds of one `step()`: the slower of disk and update, which run together. None where
-        their speeds are not known, or copies to a device take part, whose speed is not.
+        """The seconds of one `step()`: the slower of disk and update, which run together. None
+        where their speeds are not known, or where copies to a device take part, whose speed is not
+        known.
         """
         parts = self._least_s()
         return max(parts.values()) if parts else None
@@ -176,7 +184,7 @@ class Plan:
     def endurance_share(
         self, steps: int = STEPS_OF_INTEREST, rated_tb: float = RATED_TERABYTES_WRITTEN
     ) -> float:
-        """Of a drive's rated writes, the share that so many steps take."""
+        """Return the share of a drive's rated writes that so many steps take."""
         return self.step_written_bytes * steps / (rated_tb * 1e12)
 
     def __str__(self) -> str:
@@ -263,9 +271,11 @@ class Plan:
 
 
 def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
-    """Host memory with which `make_plan` works if there is a disk, for parameters on the CPU."""
-    # The largest chunk is the same if parameters have no more than a few; those of a large model
-    # would be millions.
+    """Return the host memory with which `make_plan` works if there is a disk, for parameters on the
+    CPU.
+    """
+    # The largest chunk is the same if each parameter is cut down to a few chunks; those of a large
+    # model would be millions.
     chunks = lay_out([_beginning(param) for param in params], LEAST_CHUNK_NUMEL)
     if not chunks:
         return 0
@@ -273,14 +283,14 @@ def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
 
 
 def least_spill_bytes(params: Sequence[ParamSpec], itemsizes: Sequence[int]) -> int:
-    """Host memory with which gradients on disk can pass through: one chunk's. itemsizes: bytes of
-    an element of each one's gradient, 0 where there is none.
+    """Return the host memory with which spilled gradients can pass through: one chunk's. itemsizes:
+    bytes of an element of each parameter's gradient, 0 where there is none.
     """
     return _spilled_bytes(lay_out([_beginning(p) for p in params], LEAST_CHUNK_NUMEL), itemsizes)
 
 
 def _spilled_bytes(chunks: Sequence[Chunk], itemsizes: Sequence[int]) -> int:
-    """Of the gradients of any chunk."""
+    """Return the bytes of the gradients of any chunk, at most."""
     each = (
         sum(_round_up((p.end - p.begin) * itemsizes[p.param], _LINE) for p in chunk.slices)
         for chunk in chunks
@@ -289,13 +299,15 @@ def _spilled_bytes(chunks: Sequence[Chunk], itemsizes: Sequence[int]) -> int:
 
 
 def most_numel(staging_bytes: int) -> int:
-    """Of a chunk, so that the gradients of several at once have room in that much memory."""
+    """Return the elements that a chunk may have, so that the gradients of several chunks at once
+    have room in so much memory.
+    """
     fitting = staging_bytes // (_CHUNKS_STAGED * ELEMENT_BYTES)
     return max(LEAST_CHUNK_NUMEL, 1 << max(0, fitting.bit_length() - 1))
 
 
 def _beginning(param: ParamSpec) -> ParamSpec:
-    """A few chunks of it, or all if it has no more."""
+    """Cut the parameter down to a few chunks, if it has more."""
     begin, end = param.own or (0, param.numel)
     end = min(end, begin + 4 * LEAST_CHUNK_NUMEL)
     return replace(param, numel=min(param.numel, end), own=param.own and (begin, end))
@@ -316,12 +328,12 @@ def make_plan(
     """Keep in host memory what fits, move the rest through a few buffers.
 
     host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, 1 Mi where
-    some go to disk, less where the budget would not hold the buffers. needs_homes: gradients must
-    have host memory of their own; they get it anyway where it costs no chunk its place. held_bytes:
-    what others hold beside it, for the message. ranks: what is shared, with memory of its own;
-    `params` have `own` then. disk_chunk_numel: instead of 1 Mi, still less where the budget asks
-    for it. most_numel: of any chunk, whatever else is said. Raises `CapacityError` where nothing
-    works.
+    some go to disk, less where the budget would not hold the buffers. needs_grad_buffers: gradients
+    must have host memory of their own; they get it anyway where no chunk loses its place by that.
+    held_bytes: what other optimizers hold beside it, for the message. ranks: what is shared, with
+    memory of its own; `params` have `own` then. disk_chunk_numel: instead of 1 Mi, still less where
+    the budget asks for it. most_numel: the limit for any chunk, above the other two. Raises
+    `CapacityError` where nothing works.
     """
     numel = chunk_numel or CHUNK_NUMEL
     numel = min(numel, most_numel or numel)
@@ -330,7 +342,7 @@ def make_plan(
             whole = _keep_all(params, numel, has_grad_buffers, host_memory_bytes, speeds, ranks)
             if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
                 return whole
-        # Without a disk, smaller staging buffers are all that can be saved.
+        # Without a disk, only smaller staging buffers save memory.
         if has_disk or chunk_numel or not whole.staging_buffers or numel <= LEAST_CHUNK_NUMEL:
             break
         numel //= 2
@@ -366,7 +378,7 @@ def _keep_all(
     speeds: Speeds,
     ranks: RankShare | None,
 ) -> Plan:
-    """All of it in host memory, in chunks of `numel` elements, whatever that takes."""
+    """Plan all state in host memory, in chunks of `numel` elements, regardless of the budget."""
     chunks = lay_out(params, numel)
     return Plan(
         params=tuple(params),
@@ -376,7 +388,7 @@ def _keep_all(
         staging_buffers=STAGING_BUFFERS
         if largest_staging_buffer(chunks, params, has_grad_buffers)
         else 0,
-        # Ranks need their own part of gradients only, when all of those have been averaged.
+        # Ranks need only their own part of gradients, after the reduce-scatter.
         has_grad_buffers=has_grad_buffers
         and ranks is None
         and any(param.device_bytes for param in params)
@@ -390,9 +402,9 @@ def _keep_all(
 def staging_spans(
     chunk: Chunk, device_bytes: Sequence[int], has_no_grads: bool
 ) -> dict[Slice, tuple[int, int, int]]:
-    """Where the slices of a chunk lie on a staging buffer: a parameter's bytes from the first
-    number on, its gradient's, unless they have none, from the second, both ending at the third.
-    device_bytes: of each parameter, an element.
+    """Place the slices of a chunk in a staging buffer: a parameter's bytes from the first number
+    on, its gradient's, unless there are none, from the second, both ending at the third.
+    device_bytes: of an element of each parameter.
     """
     spans, at = {}, 0
     for part in chunk.slices:
@@ -407,8 +419,8 @@ def staging_spans(
 def largest_staging_buffer(
     chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_no_grads: bool
 ) -> int:
-    """Bytes that the slices of any chunk take on a staging buffer; something where a device takes
-    part.
+    """Return the most bytes that the slices of a chunk take in a staging buffer; not 0 where a
+    device takes part.
     """
     widths = [param.device_bytes for param in params]
     ends = [max(e for _, _, e in staging_spans(c, widths, has_no_grads).values()) for c in chunks]
@@ -416,7 +428,9 @@ def largest_staging_buffer(
 
 
 def grad_buffers_bytes(params: Sequence[ParamSpec]) -> int:
-    """Bytes of a gradient for each parameter on a device, and of a verdict on each."""
+    """Return the bytes of the gradient buffers of all parameters on a device, and of a flag for
+    each.
+    """
     moved = [param for param in params if param.device_bytes]
     grad_buffers = sum(grad_buffer_bytes(param) for param in moved)
     return grad_buffers + verdicts_bytes(params) if moved else 0
@@ -427,7 +441,9 @@ def grad_buffer_bytes(param: ParamSpec) -> int:
 
 
 def verdicts_bytes(params: Sequence[ParamSpec]) -> int:
-    """One byte for each parameter."""
+    """Return the bytes of the flags that tell whether a gradient has changed: one for each
+    parameter.
+    """
     return _round_up(len(params), _PAGE)
 
 
@@ -457,7 +473,7 @@ def _largest(chunks: Sequence[Chunk]) -> int:
 
 
 def _others(budget: int, held_bytes: int) -> str:
-    """Where the budget comes from, when others have their share of it."""
+    """Tell where the budget comes from, when other optimizers hold a part of it."""
     if not held_bytes:
         return ""
     size = format_size
@@ -468,7 +484,9 @@ def _others(budget: int, held_bytes: int) -> str:
 
 
 def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Plan:
-    """Homes, staging buffers and buffers first, then as many resident chunks as fit."""
+    """Give memory to gradient buffers, staging buffers and buffers first, then to as many resident
+    chunks as fit.
+    """
     staging_buffers, grad_buffers = whole.staging_buffers, whole.grad_buffers_bytes
     largest, staging_buffer = (
         _largest(chunks),

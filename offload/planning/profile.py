@@ -1,8 +1,8 @@
-"""A machine as numbers, and what was found best on it: one file, one schema.
+"""The profile of a machine: its speeds, and the best tuning found on it. One file, one schema.
 
-`offload bench` writes the speeds, `offload tune` what it found best, `plan` reads the former and
-`prefetch_depth="auto"` the latter. All of them know the file through this module only, so that a
-key that somebody writes is a key that somebody reads. A file that is not exactly of this form is
+`offload bench` writes the speeds, `offload tune` the best tuning, `plan` reads the former and
+`prefetch_depth="auto"` the latter. All of them access the file through this module only, so that
+every key that one writes is a key that another reads. A file that is not exactly of this form is
 refused, with the place in it.
 
 Several machines may share a home directory: what the machine's own file says of another machine is
@@ -31,22 +31,24 @@ from offload.core.typed import read_as
 FORMAT = "offload profile"
 VERSION = 1
 MOST_FILE_BYTES = 1 << 20
-MOST_TUNED = 200  # models that a file knows of; the oldest make room
+MOST_TUNED = 200  # models that a file holds; the oldest are dropped
 _MOST_A_SECOND = 1e24
 _NEAR = 0.1  # budgets that differ by less than this share are taken for the same
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the engine would otherwise derive. None: it derives it."""
+    """The settings that a profile may give and the engine otherwise derives. None: it derives the
+    value.
+    """
 
     prefetch_depth: int | None = None  # units ahead
-    unit_bytes: int | None = None  # neighbouring layers are one unit up to so many
+    unit_bytes: int | None = None  # neighbouring layers form one unit up to so many bytes
     chunk_numel: int | None = None  # elements of optimizer state that move together
     queue_depth: int | None = None  # disk operations in flight
     threads: int | None = None  # of the update
     activations: str | None = None  # for activations="auto"
-    timeout_s: float | None = None  # until a disk operation is given up
+    timeout_s: float | None = None  # the deadline of a disk operation
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -72,7 +74,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best that was found for one model within one budget. model: `fingerprint` of its
+    """The best tuning that was found for one model within one budget. model: `fingerprint` of its
     parameters. host_bytes, device_bytes: the budgets; None: none was given. step_s, spread_s: of a
     whole iteration, median and half of the middle half's width. limit_s: what the drive and the
     cores need at least.
@@ -98,8 +100,8 @@ class Tuned:
 
 @dataclass(frozen=True)
 class DriveProfile:
-    """One directory's drive, bytes a second. mixed: reads and writes at once, together. sustained:
-    mixed, after many times what a drive's cache holds; None: not measured.
+    """The speeds of one directory's drive, bytes a second. mixed: reads and writes at once,
+    together. sustained: mixed, after many times what a drive's cache holds; None: not measured.
     """
 
     directory: str
@@ -114,8 +116,8 @@ class DriveProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """One machine. None: not known. is_measured: by `offload bench` on that machine; else from
-    `sources`, which somebody has published.
+    """The profile of one machine. None: not known. is_measured: by `offload bench` on that machine;
+    else from `sources`, which were published.
     """
 
     name: str
@@ -151,7 +153,7 @@ class Profile:
                 raise FormatError(f"{name}: expected letters that can be printed, got {text!a}")
 
     def with_tuned(self, found: Tuned) -> Profile:
-        """With what was found, in place of what was known for the same model and budgets."""
+        """Return the profile with this tuning in place of that for the same model and budgets."""
         others = [tuned for tuned in self.tuned if tuned.key != found.key]
         return replace(self, tuned=(*others, found)[-MOST_TUNED:])
 
@@ -163,7 +165,7 @@ class Profile:
         device_bytes: int | None,
         directories: int,
     ) -> Tuned | None:
-        """The newest that was found for this model within budgets like these."""
+        """Return the newest tuning that was found for this model within budgets like these."""
         for tuned in reversed(self.tuned):
             same = tuned.model == model and tuned.device == device
             near = _is_near(tuned.host_bytes, host_bytes)
@@ -180,7 +182,7 @@ class Profile:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """To a file that only its owner can read; one that is there is replaced."""
+        """Write a file that only its owner can read; an existing file is replaced."""
         write_private(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
@@ -191,7 +193,7 @@ def _check_speeds(owner: DriveProfile | Profile) -> None:
 
 
 def _check_speed(name: str, value: float) -> None:
-    """A speed that nothing has would be divided by, and the plan be nonsense."""
+    """Refuse a speed that no hardware has: plans divide by it."""
     if not 1 <= value <= _MOST_A_SECOND:
         raise FormatError(
             f"{name}: expected a speed from 1 to {_MOST_A_SECOND:g} a second, got {shown(value)}"
@@ -199,8 +201,9 @@ def _check_speed(name: str, value: float) -> None:
 
 
 def fingerprint(params: Iterable[tuple[Iterable[int], str, bool]]) -> str:
-    """Of a model: its parameters' shapes, types (`float32`) and whether they are trained; in any
-    order and under any names, so that a stand-in of the same shape counts as the same.
+    """Compute the fingerprint of a model: its parameters' shapes, types (`float32`) and whether
+    they are trained; in any order and under any names, so that a stand-in of the same shape counts
+    as the same.
     """
     lines = sorted(f"{'x'.join(map(str, shape))} {kind} {on:d}" for shape, kind, on in params)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -208,7 +211,9 @@ def fingerprint(params: Iterable[tuple[Iterable[int], str, bool]]) -> str:
 
 @cache
 def this_machine() -> tuple[str, int]:
-    """What tells machines apart: the processor, and the cores that we may use."""
+    """Return what tells machines apart: the processor, and the number of cores that this process
+    may use.
+    """
     cpu = read_cpu()
     return cpu.model or "unknown", max(1, int(usable_cores(cpu) or 1))
 
@@ -217,7 +222,7 @@ def this_machine() -> tuple[str, int]:
 
 
 def own_path() -> Path:
-    """Of the machine's own profile: in the user's configuration directory."""
+    """Return the path of the machine's own profile, in the user's configuration directory."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     try:
         return Path(base).expanduser() / "offload" / "profile.json"
@@ -228,7 +233,7 @@ def own_path() -> Path:
 
 
 def load(path: str | os.PathLike[str]) -> Profile:
-    """What `Profile.save` has written. Raises `FormatError` where it is not that, `StoreError`
+    """Read what `Profile.save` has written. Raises `FormatError` where it is not that, `StoreError`
     where it cannot be read.
     """
     text = read_small(Path(path), MOST_FILE_BYTES)
@@ -241,7 +246,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
 
 
 def from_dict(data: Any) -> Profile:
-    """Raises `FormatError` where it is not what `to_dict` gives."""
+    """Make a profile from what `to_dict` gives. Raises `FormatError` where it is not that."""
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise FormatError(f'expected "format": "{FORMAT}"')
     if data.get("version") != VERSION:

@@ -1,4 +1,6 @@
-"""What one rank holds and sends where several share an optimizer's state. Pure numbers."""
+"""The share of one rank where several share an optimizer's state: what it holds and sends. Pure
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from offload.core.config import format_size
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part where several share the state (stage 1) and the gradients, too (stage 2).
-    Buffers are for values on their way over the network; buffer_bytes is what each takes in host
-    memory, device_buffer_bytes on the device, where parameters are on one. grad_bytes: of the
-    gradients that stay here. param_bytes: of all parameters that are shared, and gathered after
-    each update.
+    """The part of one rank where several share the state (stage 1) and the gradients, too (stage
+    2).
+
+    buffers: for values on their way over the network. buffer_bytes: of each in host memory.
+    device_buffer_bytes: of each on the device, where the parameters are on one. grad_bytes: of this
+    rank's slices of the reduced gradients. param_bytes: of all parameters that are shared, and
+    gathered after each update.
     """
 
     stage: int
@@ -31,8 +35,8 @@ class RankShare:
 
     @property
     def step_sent_bytes(self) -> int:
-        """What this rank sends for one step, beside a few messages: new parameters, and gradients
-        of one backward pass where we reduce them.
+        """The bytes that this rank sends for one step, beside a few messages: new parameters, and
+        in stage 2 the gradients of one backward pass.
         """
         return self.stage * self.param_bytes * (self.count - 1) // self.count
 

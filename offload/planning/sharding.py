@@ -1,8 +1,8 @@
-"""What a model that is shared out over ranks needs on each of them. A pure function of sizes.
+"""The needs of each rank where a model is sharded over ranks. A pure function of sizes.
 
-Each rank has a slice of every unit's block, of its gradients and of its optimizer state. To compute
-with a unit its block is gathered whole, for a while, and so are its gradients until they are
-reduced: one unit at a time at least, beside those that hold others.
+Each rank has a shard of every unit's block, of its gradients and of its optimizer state. To compute
+with a unit its block is all-gathered, for a while, and its gradients are whole until their
+reduce-scatter: one unit at a time at least, beside the units that hold others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from offload.distributed.partition import Partition
 from offload.planning.shares import DEVICE_SPARE_BYTES, on_device_bytes
 from offload.planning.unit import Unit, enclosing
 
-DEPTH = 2  # whole blocks ahead, where nothing else was said: all ranks need the same number
+DEPTH = 2  # gathered blocks ahead, by default: all ranks need the same number
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over `count` ranks, of which this is `rank`. whole_bytes: for gathered blocks.
-    gradient_bytes: for whole gradients on their way. Both are the same on all ranks. depth: whole
-    blocks ahead. on_device: what is whole is on a device.
+    """The sharding of a model over `count` ranks, of which this is `rank`. whole_bytes: for
+    gathered blocks. gradient_bytes: for whole gradients in flight. Both are the same on all ranks.
+    depth: the prefetch depth of gathered blocks. on_device: gathered blocks and whole gradients are
+    on a device.
     """
 
     rank: int
@@ -52,26 +53,26 @@ class Sharding:
         return self.slices(unit).slice_bytes
 
     def whole_of(self, unit: Unit) -> int:
-        """What a unit takes where it is whole."""
+        """Return the bytes of a unit's block where it is gathered."""
         padded = self.slices(unit).padded_bytes
         return on_device_bytes(padded) if self.on_device else padded
 
     def own(self, unit: Unit, param: object) -> tuple[int, int]:
-        """The elements of a parameter of the unit that are this rank's."""
+        """Return the elements of a parameter of the unit that belong to this rank."""
         member = next(m for m in unit.members if m.param is param)
         numel, itemsize = member.shape.numel(), member.dtype.itemsize
         return self.slices(unit).own(self.rank, member.begin, numel, itemsize)
 
     def with_least(self, units: Sequence[Unit], trained: Sequence[int]) -> Sharding:
-        """With which the model just works, and blocks come ahead. trained: numbers of the units
-        that have gradients.
+        """Return the sharding with the least bytes with which the model works and blocks are
+        prefetched. trained: numbers of the units that have gradients.
         """
         whole = list(map(self.whole_of, units))
         ahead = self.depth * max(whole, default=0)
         grads = [size if n in trained else 0 for n, size in enumerate(whole)]
-        # Of a device it comes to host memory, which has places for it (`staging_bytes`).
+        # From a device a shard goes to host memory, which has room for it (`staging_bytes`).
         slices = [0 if self.on_device else self.slice_bytes(units[n]) for n in trained]
-        # One unit's is made while another's is under way, with what comes of it.
+        # One unit's gradients are made while another's are in flight, with the reduced shards.
         gradients = _least(units, grads) + max(grads, default=0) + 2 * max(slices, default=0)
         return replace(
             self,
@@ -80,13 +81,16 @@ class Sharding:
         )
 
     def with_room(self, units: Sequence[Unit], left_bytes: int) -> Sharding:
-        """Whole blocks stay longer where there is room."""
+        """Return the sharding with more bytes for gathered blocks, which then stay longer, where
+        there is room.
+        """
         whole = sum(map(self.whole_of, units))
         return replace(self, whole_bytes=min(whole, self.whole_bytes + max(0, left_bytes)))
 
     def left_on_device(self, buffer_bytes: int, others_bytes: int, limit_bytes: int) -> int:
-        """What of a limit for everything on a device nothing is meant for; refuses one that is too
-        low. buffer_bytes: of the model. others_bytes: on the device already.
+        """Return how much of the limit for everything on a device is left for other uses; refuse a
+        limit that is too low. buffer_bytes: of the model's buffers. others_bytes: on the device
+        already.
         """
         buffers = on_device_bytes(buffer_bytes) + DEVICE_SPARE_BYTES
         works = self.fixed_bytes + buffers + others_bytes
@@ -96,7 +100,8 @@ class Sharding:
                 f"each rank; one unit at a time, gathered from {self.count} ranks, needs "
                 f"{format_size(self.whole_bytes)} with {self.depth} more ahead, whole gradients on "
                 f"their way {format_size(self.gradient_bytes)}, the model's buffers "
-                f"{format_size(buffer_bytes)}, others hold {format_size(others_bytes)}; the least "
+                f"{format_size(buffer_bytes)}, other code holds {format_size(others_bytes)}; the "
+                "least "
                 f"that works is about {works} bytes, and what activations take; raise "
                 "device_memory, or lower prefetch_depth"
             )
@@ -104,7 +109,7 @@ class Sharding:
 
 
 def _least(units: Sequence[Unit], sizes: Sequence[int]) -> int:
-    """When one unit at a time is there, beside those that hold others."""
+    """Return the bytes with one unit at a time, beside the units that hold others."""
     kept = enclosing(units)
     most = max((sum(sizes[n] for n in u.needs if n not in kept) for u in units), default=0)
     return sum(sizes[number] for number in kept) + most

@@ -1,9 +1,10 @@
-"""How a prepared model's host memory is shared out. A pure function of sizes and the budget.
+"""The division of a prepared model's host memory. A pure function of sizes and the budget.
 
 Parameters come first: a byte of them is read for forward and for backward, and written by the
 update. Then gradients, which stay from backward to step; then optimizer state, of which a byte is
-read and written once a step. What does not fit is on disk and passes through. Activations that may
-be offloaded have a part of the budget to themselves, and half of what nobody else needs.
+read and written once a step. What does not fit is on disk and passes through buffers. Activations
+that may be offloaded have a part of the budget to themselves, and half of what remains when all
+else fits.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from offload.planning.layout import Chunk
 from offload.planning.unit import Unit, enclosing
 
 _PAGE = 4096
-_STATE_SHARE = 1 / 8  # of the budget, for buffers of state on its way, where not all fits
+_STATE_SHARE = 1 / 8  # of the budget, for state that passes through, where not all fits
 _STATE_MOST_BYTES = 320 << 20  # six chunks of the usual size
 _DEVICE_ALIGN = 512
-DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a value for each type of parameters that are away
+DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a placeholder's value for each type of parameters
 _ACTIVATIONS_SHARE = 1 / 8  # of the budget, where they are offloaded
 _ACTIVATIONS_BYTES = 1 << 30  # where there is no budget
-_STAGING_SHARE = 1 / 16  # of the budget, for spilled gradients on their way
+_STAGING_SHARE = 1 / 16  # of the budget, to stage spilled gradients
 _STAGING_MOST_BYTES = 32 << 20  # eight slices of the usual size
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Bytes of host memory, each a multiple of the page."""
+    """The shares of host memory in bytes, each a multiple of the page."""
 
     params: int  # for blocks
     gradients: int
@@ -37,9 +38,9 @@ class Shares:
     holds_all_params: bool
     activations: int = 0  # for those that are offloaded
     gradients_on_disk: int = 0  # beside those in memory
-    spilled: tuple[int, ...] = ()  # numbers of the gradients there
-    staging: int = 0  # of gradients, what spilled ones pass through
-    whole: int = 0  # for whole blocks and gradients, where ranks have slices
+    spilled: tuple[int, ...] = ()  # numbers of the gradients on disk
+    staging: int = 0  # part of `gradients`: buffers for spilled ones
+    whole: int = 0  # for gathered blocks and whole gradients, where ranks have shards
 
     def __str__(self) -> str:
         text = f"host memory taken: {self.taken}"
@@ -52,7 +53,7 @@ class Shares:
 
     @property
     def parts(self) -> dict[str, int]:
-        """By what they are for; activations only where they are offloaded."""
+        """The bytes by their use; activations only where they are offloaded."""
         parts = {"parameters": self.params, "gradients": self.gradients, "state": self.state}
         parts |= {"activations": self.activations} if self.activations else {}
         return parts | ({"gathered from ranks": self.whole} if self.whole else {})
@@ -69,8 +70,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """What must be known of a model's units. nbytes: of each in host memory. needs: the units that
-    each needs. kept: those that hold others, and stay.
+    """The sizes of a model's units. nbytes: of each in host memory. needs: the units that each
+    needs. kept: those that hold others, and stay resident.
     """
 
     nbytes: tuple[int, ...]
@@ -93,7 +94,9 @@ class UnitSizes:
 
     @property
     def least_bytes(self) -> int:
-        """For blocks, when one unit at a time is in memory, beside those that hold others."""
+        """The bytes for blocks when one unit at a time is in memory, beside the units that hold
+        others.
+        """
         return self._least(self.pages)
 
     @property
@@ -120,12 +123,13 @@ def share_out(
     fixed_bytes: int = 0,
     fixed: str = "",
 ) -> Shares:
-    """Shares of the budget; None is no limit. gradients: bytes of each. staging_bytes: for those on
-    their way from a device. least_state_bytes: with which optimizer state can pass through.
-    least_spill_bytes: with which gradients on disk can. nbytes_of: what of a unit is in host
-    memory. fixed_bytes: of the budget, for what `fixed` says: they are no share. Raises
-    `CapacityError` with the arithmetic where not even one unit at a time works, or not all fits and
-    there is no disk.
+    """Divide the budget; None is no limit. Raises `CapacityError` with the arithmetic where not
+    even one unit at a time works, or where not all fits and there is no disk.
+
+    gradients: bytes of each. staging_bytes: for gradients on their way from a device.
+    least_state_bytes: with which optimizer state can pass through. least_spill_bytes: with which
+    spilled gradients can. nbytes_of: the bytes of a unit that are in host memory. fixed_bytes: of
+    the budget, for what `fixed` says: they are no share.
     """
     return share_out_sizes(
         UnitSizes.of(units, nbytes_of),
@@ -155,7 +159,7 @@ def share_out_sizes(
     fixed_bytes: int = 0,
     fixed: str = "",
 ) -> Shares:
-    """The same for units of which only the sizes are known."""
+    """Divide the budget as `share_out` does, for units of which only the sizes are known."""
     params = sum(sizes.pages)
     staging = _page_up(staging_bytes)
     grads, state = _page_up(sum(gradients)) + staging, _page_up(state_bytes)
@@ -169,7 +173,7 @@ def share_out_sizes(
     whole = params + grads + state
     if whole + least_activations <= budget:
         activations = min(activations, budget - whole)
-        # Half of what is left, so that others find something, too.
+        # Half of what is left; the rest stays free for later holders.
         left = (budget - whole - activations) // 2 if offloads_activations else 0
         return Shares(params, grads, state, True, activations + left - left % _PAGE)
     allowed = f"host_memory: {format_size(budget_bytes)} ({budget_bytes} bytes) are allowed"
@@ -193,7 +197,7 @@ def share_out_sizes(
             f"{format_size(least_activations)} for activations, with all gradients on disk; "
             f"the least that works is about {works + fixed_bytes} bytes"
         )
-    # What is more than the least of both gives way to one unit.
+    # Both shrink to their least where one unit needs the room.
     buffers = min(buffers, budget - least - least_activations)
     activations = min(activations, budget - least - buffers)
     return _share_out_least(sizes, gradients, budget, buffers, activations, staging, least_spill)
@@ -208,8 +212,8 @@ def _share_out_least(
     staging: int,
     least_spill: int,
 ) -> Shares:
-    """Not all fits: gradients in memory if one unit at a time has room beside them, parameters in
-    what is left. buffers: for optimizer state that passes through.
+    """Divide a budget in which not all fits: gradients in memory if one unit at a time has room
+    beside them, parameters in what is left. buffers: for optimizer state that passes through.
     """
     room = budget - sizes.least_bytes - staging - buffers - activations
     passing = 0
@@ -237,22 +241,24 @@ def _share_out_least(
 def _reserved(
     budget: int, state: int, least_state: int, offloads_activations: bool
 ) -> tuple[int, int]:
-    """For optimizer state that passes through, and for activations, where that leaves one unit."""
+    """Return the bytes for optimizer state that passes through, and those for activations; the
+    caller cuts both where one unit at a time needs the room.
+    """
     wanted = max(min(int(budget * _STATE_SHARE), _STATE_MOST_BYTES), least_state)
     activations = max(_PAGE, _page_up(int(budget * _ACTIVATIONS_SHARE)))
     return min(state, _page_up(wanted)), activations if offloads_activations else 0
 
 
 def spill_room_bytes(shares: Shares, chunks: Sequence[Chunk]) -> int:
-    """On disk, for gradients that lie there, cut like the chunks of state, and for new ones on
-    their way: each piece begins at a page.
+    """Return the room on disk for spilled gradients, cut like the chunks of state, and for new ones
+    in flight: each part begins at a page.
     """
-    pieces = sum(2 * len(chunk.slices) + 1 for chunk in chunks)  # and what lies between
+    pieces = sum(2 * len(chunk.slices) + 1 for chunk in chunks)  # and the gaps between them
     return shares.gradients_on_disk + _PAGE * pieces + 2 * shares.staging
 
 
 def _spill(gradients: Sequence[int], room: int) -> list[int]:
-    """Numbers of the gradients that go to disk: the largest first, as few as must."""
+    """Choose the gradients that go to disk, by number: the largest first, as few as possible."""
     left, spilled = sum(gradients), []
     order = sorted(range(len(gradients)), key=lambda number: -gradients[number])
     for number in order:
@@ -264,12 +270,14 @@ def _spill(gradients: Sequence[int], room: int) -> list[int]:
 
 
 def on_device_bytes(nbytes: int) -> int:
-    """What a block of so many bytes takes there: allocators round up."""
+    """Return the bytes that such a block takes on a device: allocators round up."""
     return -(-nbytes // _DEVICE_ALIGN) * _DEVICE_ALIGN
 
 
 def least_device_bytes(units: Sequence[Unit]) -> int:
-    """For blocks on a device, when one unit at a time is there, beside those that hold others."""
+    """Return the bytes for blocks on a device when one unit at a time is there, beside the units
+    that hold others.
+    """
     return UnitSizes.of(units).least_device_bytes
 
 
@@ -277,19 +285,20 @@ def check_device(
     units: Sequence[Unit], buffer_bytes: int, others_bytes: int, limit_bytes: int
 ) -> None:
     """Refuse a limit for everything on a device in which not even one unit at a time works.
-    buffer_bytes: of the model. others_bytes: on the device already.
+    buffer_bytes: of the model's buffers. others_bytes: on the device already.
     """
     check_device_bytes(least_device_bytes(units), buffer_bytes, others_bytes, limit_bytes)
 
 
 def check_device_bytes(blocks: int, buffer_bytes: int, others_bytes: int, limit_bytes: int) -> None:
-    """The same where one unit at a time needs so many bytes for `blocks`."""
+    """Refuse such a limit where one unit at a time needs so many bytes for `blocks`."""
     works = blocks + on_device_bytes(buffer_bytes) + others_bytes + DEVICE_SPARE_BYTES
     if works > limit_bytes:
         raise CapacityError(
             f"device_memory: {format_size(limit_bytes)} ({limit_bytes} bytes) are allowed; one "
             f"unit at a time needs {format_size(blocks)} for parameters, the model's buffers "
-            f"{format_size(buffer_bytes)}, others hold {format_size(others_bytes)}; the least that "
+            f"{format_size(buffer_bytes)}, other code holds {format_size(others_bytes)}; the "
+            "least that "
             f"works is about {works} bytes, and what activations take"
         )
 

@@ -1,13 +1,13 @@
-"""One trial of `offload tune`, inside the process that trains.
+"""A trial of `offload tune`, inside the process that trains.
 
 The environment variable OFFLOAD_TRIAL names a file with the order: which tuning to run with, how
-many steps to let pass and how many to measure, and where the result goes. `tuning.choose` takes the
-order's tuning instead of any profile's, every step is told here, and after the last one the result
+many steps to warm up and how many to measure, and where the result goes. `tuning.choose` takes the
+order's tuning instead of any profile's, every step is noted here, and after the last one the result
 is written and SystemExit(0) raised out of `optimizer.step()`. So the loop that is measured is the
-user's own, as it is.
+user's own, unchanged.
 
-The result is written anew at every step, whole or not: whoever reads it knows how far a loop came
-that ended early. The tuner reads these files without torch, so nothing here needs it to be read.
+The result is written anew at every step, whole or not: so the tuner learns how far a loop came that
+ended early. The tuner reads these files without torch, so this module imports without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.planning.profile import Tuning
 _T = TypeVar("_T")
 ENVIRONMENT = "OFFLOAD_TRIAL"
 MOST_FILE_BYTES = 1 << 20
-_STEP, _MODEL = "step(): ", "model: "  # as the ledger names causes of seconds
+_STEP, _MODEL = "step(): ", "model: "  # as `StepStats` names the causes of seconds
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ _STEP, _MODEL = "step(): ", "model: "  # as the ledger names causes of seconds
 
 @dataclass(frozen=True)
 class Order:
-    """What a trial is to do. warm_up: steps before the first that is measured, 1 at least: an
+    """The order for a trial. warm_up: steps before the first that is measured, 1 at least: an
     iteration begins with the end of a step. result: the file for it.
     """
 
@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True)
 class TrialTarget:
-    """A model that was opened, as a profile tells them apart."""
+    """The model that was opened, with the facts by which a profile tells models apart."""
 
     model: str
     device: str
@@ -77,13 +77,13 @@ class TrialTarget:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial has seen. The seconds of whole iterations, from the end of a step to that of the
-    next; all else is the median iteration's. is_whole: no step is missing.
+    """The measurements of a trial. The seconds are of whole iterations, from the end of a step to
+    that of the next; all else is the median iteration's. is_whole: no step is missing.
 
     targets: every model that was opened. tunes_depth, tunes_activations: the loop leaves these
-    open. layer_bytes: of the units that there are most of; None: the model is not prepared.
-    stall_share: of an iteration, in which its thread waited. rates: the best of any iteration.
-    peak_bytes: of each kind of memory.
+    open. layer_bytes: of the most common size of unit; None: the model is not prepared.
+    stall_share: of an iteration, in which its thread waited. disk_bytes_per_s, update_bytes_per_s:
+    the best of any iteration. peak_bytes: of each kind of memory.
     """
 
     targets: tuple[TrialTarget, ...] = ()
@@ -109,7 +109,7 @@ class TrialResult:
 
     @property
     def disk_bytes(self) -> int:
-        """Moved in an iteration."""
+        """The bytes read and written in an iteration."""
         return self.read_bytes + self.written_bytes
 
 
@@ -118,7 +118,7 @@ def load_order(path: Path) -> Order:
 
 
 def load_result(path: Path) -> TrialResult | None:
-    """None: there is none, since nothing was prepared or wrapped."""
+    """Read the result; None: there is none, since nothing was prepared or wrapped."""
     return _load(TrialResult, path) if path.exists() else None
 
 
@@ -180,8 +180,8 @@ class _TrialIteration:
 
 
 class Trial:
-    """Follows the steps of the optimizer that steps first; a second one's are part of the
-    iteration. Of the thread that trains.
+    """The trial of this process. It follows the steps of the optimizer that steps first; those of a
+    second one are part of the iteration. Only the thread that trains may call it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,19 +199,19 @@ class Trial:
         return self.order.tuning
 
     def note_target(self, target: TrialTarget) -> None:
-        """A model, or an optimizer's parameters, will be opened with the order's tuning."""
+        """Note that a model, or an optimizer's parameters, will be opened with that tuning."""
         self._targets[target] = None
         self._write(TrialResult(tuple(self._targets)))
 
     def note_prepared(self, tunes_depth: bool, tunes_activations: bool) -> None:
-        """What is opened is a model, and leaves these to the tuning."""
+        """Note that a model is opened, and whether it leaves these to the tuning."""
         self._is_prepared = True
         self._tunes_depth |= tunes_depth
         self._tunes_activations |= tunes_activations
 
     def note_step(self, step: StepFact, metrics: Watched, model: object, threads: int) -> None:
-        """One has ended. model: that it belongs to, if it is a prepared one. Raises SystemExit
-        when there were enough.
+        """Note that a step has ended. Raises SystemExit after the last step of the order. model:
+        the prepared model that the step belongs to, if there is one.
         """
         if self._followed is not None and self._followed is not metrics:
             return
@@ -246,12 +246,12 @@ class Trial:
         write_private(Path(self.order.result), json.dumps(asdict(result), allow_nan=False))
 
 
-_TRIALS: dict[str, Trial] = {}  # of this process: there is one, by the name of its file
+_TRIALS: dict[str, Trial] = {}  # of this process: at most one, by the name of its file
 
 
 def current() -> Trial | None:
-    """The trial that this process is; None: it is none. Raises `ConfigError` where the order is not
-    there.
+    """Return the trial that this process runs; None: it runs none. Raises `ConfigError` where the
+    order cannot be read.
     """
     name = os.environ.get(ENVIRONMENT)
     if not name:
@@ -270,12 +270,12 @@ def current() -> Trial | None:
 
 
 def layer_sizes(units: Sequence[_TrialUnit]) -> list[int]:
-    """Bytes that each layer's parameters take, its frozen ones among them."""
+    """Return the bytes that each layer's parameters take, its frozen ones included."""
     return [sum(units[n].nbytes for n in unit.needs) for unit in units if unit.modules]
 
 
 def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _TrialIteration:
-    # Here, since it imports torch, which the tuner does without.
+    # Imported here, since it imports torch, which the tuner does not need.
     from offload.core.metrics import COMPUTING, OTHER
 
     in_step = {c.removeprefix(_STEP): s for c, s in step.seconds.items() if c.startswith(_STEP)}

@@ -1,5 +1,5 @@
-"""Which tuning a call runs with: that of the profile that was named, or of the machine's own; in a
-trial of the tuner, the trial's.
+"""The choice of the tuning that a call runs with: that of the profile that was named, or of the
+machine's own; in a trial of the tuner, the trial's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ UNTUNED = Tuning()
 
 @dataclass(frozen=True)
 class Chosen:
-    """source: the file. note: why one that is there was not used as it was meant. trial: of the
-    tuner, which this process is.
+    """The tuning that was chosen for one call. source: the file. note: why an existing profile was
+    not used as intended. trial: the tuner's trial that this process runs.
     """
 
     tuning: Tuning = UNTUNED
@@ -40,7 +40,7 @@ class Chosen:
         return f"{self.tuning}; from {self.source}" if self.source else "none"
 
     def apply_to(self, config: Config) -> Config:
-        """The config with what it leaves open filled in."""
+        """Fill in what the config leaves open."""
         changes: dict[str, Any] = {}
         if self.trial is not None:
             self.trial.note_prepared(config.prefetch_depth == AUTO, config.activations == AUTO)
@@ -51,8 +51,8 @@ class Chosen:
         return Config.of(config, **changes) if changes else config
 
     def in_force(self, config: Config, is_wrapped: bool = False) -> Chosen:
-        """Without what the user has decided otherwise, or what is of no use where only an optimizer
-        is wrapped.
+        """Drop the values that the user has set otherwise, and those that have no effect where only
+        an optimizer is wrapped.
         """
         left: dict[str, None] = {}
         if is_wrapped or config.prefetch_depth != AUTO:
@@ -64,22 +64,22 @@ class Chosen:
         return replace(self, tuning=replace(self.tuning, **left))
 
     def begin(self, metrics: Metrics) -> None:
-        """What concerns the whole process; and the note, as a fall-back."""
+        """Apply the values for the whole process, and report the note as a fall-back."""
         if self.note is not None:
             metrics.fall_back("profile", self.note)
         if self.tuning.threads is not None:
             kernels.set_num_threads(self.tuning.threads)
 
     def note_step(self, step: StepFact, metrics: Metrics, model: object) -> None:
-        """One has ended. Raises SystemExit where it was the last of a trial. model: a prepared one
-        that it belongs to.
+        """Note that a step has ended. Raises SystemExit where it was the last of a trial. model:
+        the prepared model that the step belongs to, if there is one.
         """
         if self.trial is not None:
             self.trial.note_step(step, metrics, model, kernels.num_threads())
 
     @property
     def store_options(self) -> dict[str, Any]:
-        """For a `DiskStore`."""
+        """The options for a `DiskStore`."""
         options = {"depth": self.tuning.queue_depth, "timeout_s": self.tuning.timeout_s}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -88,13 +88,14 @@ NOTHING = Chosen()
 
 
 def choose(config: Config, params: Iterable[Tensor], device: str, among_ranks: bool) -> Chosen:
-    """For a model with these parameters. A file that was named must be there and well-formed; one
-    that is the machine's own and is not, or has nothing for this model, is passed over.
+    """Choose the tuning for a model with these parameters. A file that was named must exist and be
+    well-formed; the machine's own file is ignored where it does not or is not, or has nothing for
+    this model.
     """
     trial = current()
     if trial is not None:
         return _on_trial(trial, config, params, device, among_ranks)
-    if among_ranks:  # all must have the same units and depth, whatever lies on each machine
+    if among_ranks:  # all must have the same units and depth, and each machine has files of its own
         if config.profile is None:
             return NOTHING
         return Chosen(note="is not used among several ranks, which must agree on every number")
@@ -125,7 +126,7 @@ def _on_trial(
 
 
 def _target(config: Config, params: Iterable[Tensor], device: str) -> TrialTarget:
-    """What a profile knows a model by."""
+    """Return the facts by which a profile knows a model."""
     return TrialTarget(
         model=fingerprint_of(params),
         device=device,

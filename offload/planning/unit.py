@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import nn
 
-ALIGN_BYTES = 256  # up to which cuBLASLt is told; kernels may give other bits elsewhere
+ALIGN_BYTES = 256  # the most that cuBLASLt is told; kernels may give other bits with less
 
 
 @dataclass(frozen=True)
 class Member:
     """A parameter in its unit's block. begin: its first byte there. shape, dtype: what it was when
-    it got its place; somebody may put other values there by `param.data = ...`.
+    it got its place; the user's code may set other values by `param.data = ...`.
     """
 
     name: str
@@ -30,15 +30,15 @@ class Member:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """In its place there."""
+        """The strides of its place in the block."""
         return torch.empty(self.shape, device="meta").stride()
 
 
 @dataclass(frozen=True)
 class Unit:
-    """modules: whenever one of them runs, the unit is needed; none where it holds the frozen
-    parameters of another. members: what it owns. needs: numbers of the units whose parameters its
-    modules have, its own among them if it owns any.
+    """A unit of a model. modules: whenever one of them runs, the unit is needed; none where it
+    holds the frozen parameters of another unit. members: what it owns. needs: numbers of the units
+    whose parameters its modules have, its own among them if it owns any.
     """
 
     number: int
@@ -49,13 +49,15 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the block with all parameters that it owns."""
+        """The bytes of the block with all parameters that it owns."""
         last = self.members[-1] if self.members else None
         return 0 if last is None else padded_bytes(last.begin + last.nbytes)
 
 
 def enclosing(units: Sequence[Unit]) -> set[int]:
-    """Numbers of the units that are in use while others run: their modules hold those of others."""
+    """Return the numbers of the units that are in use while others run: their modules hold those of
+    others.
+    """
     unit_of = {module: unit.number for unit in units for module in unit.modules}
     around = {
         unit.number

@@ -1,4 +1,4 @@
-"""A piece of host memory to move: where it is, how long, and who keeps it alive."""
+"""Host memory as the I/O engines take it: address, length, and the object that keeps it alive."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _mode_is_on = torch._C._is_torch_function_mode_enabled
 
 
 class ByteRange(NamedTuple):
-    """Bytes [begin, end) of memory."""
+    """The addresses [begin, end) of a run of memory."""
 
     begin: int
     end: int
 
 
 class Buffer(NamedTuple):
-    """`owner` is held while an operation may touch the memory, so that nobody can reuse it."""
+    """A run of host memory to read from or write to.
+
+    owner: held while an operation may touch the memory, so that it is not freed and reused.
+    """
 
     address: int
     nbytes: int
@@ -33,9 +36,9 @@ class Buffer(NamedTuple):
     def of(
         cls, name: str, memory: Any, writable: bool, anonymous: tuple[ByteRange, ...] = ()
     ) -> Buffer:
-        """The memory of a contiguous host tensor, or of anything that shows its bytes (a lease's
-        `buffer()`, an array). anonymous: spans in which every page can be touched, see
-        `find_anonymous`; elsewhere the first and the last page are tried.
+        """Return the memory of a contiguous host tensor, or of an object with the buffer protocol
+        (a lease's `buffer()`, an array). anonymous: spans in which every page is known to be
+        accessible, see `find_anonymous`; elsewhere the first and the last page are touched to test.
         """
         found = _of_plain_tensor(memory) if type(memory) is torch.Tensor else None
         if found is None:
@@ -70,7 +73,7 @@ class Buffer(NamedTuple):
     def _of_tensor(cls, name: str, tensor: torch.Tensor) -> Buffer:
         with torch._C.DisableTorchFunction():
             found = check_tensor(name, tensor)
-            # Not the tensor, which may be given other memory at any time.
+            # The storage, not the tensor: user code may give the tensor another one at any time.
             return cls(found.begin, found.end - found.begin, tensor.untyped_storage())
 
     def part(self, begin: int, nbytes: int) -> Buffer:
@@ -81,8 +84,8 @@ class Buffer(NamedTuple):
 
 
 def _of_plain_tensor(tensor: torch.Tensor) -> Buffer | None:
-    """As `Buffer._of_tensor` finds it, at half its price; None: let that one see, and say what is
-    wrong. Every write and read asks.
+    """Return what `Buffer._of_tensor` returns, at half its cost, or None where that function must
+    decide and name the fault. Every write and read calls this.
     """
     if (
         _mode_is_on()
@@ -99,19 +102,19 @@ def _of_plain_tensor(tensor: torch.Tensor) -> Buffer | None:
         end = begin + tensor.nbytes
         if begin == 0 or end == begin or end > storage.data_ptr() + storage.nbytes():
             return None
-    except (RuntimeError, NotImplementedError, UserWarning):  # it has no memory
+    except (RuntimeError, NotImplementedError, UserWarning):  # a tensor without memory
         return None
     return Buffer(begin, end - begin, storage)
 
 
 def find_anonymous(memory: Iterable[Buffer]) -> tuple[ByteRange, ...]:
-    """Those of `memory` that are private, writable and of no file: as long as their owner lives
-    nobody can cut them short, and they need not be tried again for each request.
+    """Return the spans of `memory` that are private, writable and not backed by a file. They cannot
+    be truncated while their owner lives, so their pages need no test at each request.
     """
     try:
         with open("/proc/self/maps", errors="replace") as file:
             maps = [_parse_map(line) for line in file]
-    except OSError:  # not Linux, or not mounted: they are tried each time
+    except OSError:  # not Linux, or /proc is not mounted: pages are tested at each request
         return ()
     anonymous = [span for span, is_anonymous in maps if is_anonymous]
     return tuple(
@@ -130,7 +133,7 @@ def _parse_map(line: str) -> tuple[ByteRange, bool]:
 
 
 def _is_covered(begin: int, end: int, spans: Iterable[ByteRange]) -> bool:
-    """Whether `spans`, in order of memory, have every byte of [begin, end)."""
+    """Return whether `spans`, sorted by address, cover every byte of [begin, end)."""
     for span in spans:
         if span.begin <= begin < span.end:
             begin = span.end

@@ -1,4 +1,4 @@
-"""Which engine runs: probed, or forced by `OFFLOAD_IO`."""
+"""The choice of the I/O engine: probed, or forced by `OFFLOAD_IO`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINES = ("io_uring", "threads", "aiofiles")  # best first
 
 
 def check_numbers(timeout_s: float, depth: int | None, piece_bytes: int) -> None:
-    """Whether an engine can be asked for with these."""
+    """Raise a `ConfigError` unless an engine can run with these numbers."""
     if piece_bytes < 1 or piece_bytes % BLOCK_BYTES:
         raise ConfigError(f"piece_bytes: expected a multiple of {BLOCK_BYTES}, got {piece_bytes}")
     if depth is not None and (not isinstance(depth, int) or not 1 <= depth <= MOST_DEPTH):
@@ -42,11 +42,11 @@ def open_engine(
     depth: int | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> IOEngine:
-    """The best engine that this system has, or the one of `name` or `OFFLOAD_IO`.
+    """Open the best engine that this system offers, or the one that `name` or `OFFLOAD_IO` forces.
 
-    Whatever is lesser than asked for is a fall-back in `metrics`. A forced engine that is not to be
-    had is a `ConfigError`. depth: operations in flight at once; None: this process's part of what a
-    drive does best with.
+    Each engine that cannot run, and each feature that the chosen one lacks, is noted as a fall-back
+    in `metrics`. A forced engine that cannot run is a `ConfigError`. depth: operations in flight at
+    once; None: this process's share of the depth at which a drive is fastest.
     """
     in_flight = current().part_of(DEPTH, LEAST_DEPTH) if depth is None else depth
     forced = name or os.environ.get("OFFLOAD_IO")
@@ -63,7 +63,7 @@ def open_engine(
         except (OSError, ImportError) as error:
             why = _reason(error)
             if forced:
-                raise ConfigError(f"OFFLOAD_IO={forced}: not to be had here: {why}") from error
+                raise ConfigError(f"OFFLOAD_IO={forced}: not available here: {why}") from error
             metrics.fall_back(f"I/O engine {candidate}", why)
             continue
         try:

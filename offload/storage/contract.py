@@ -1,9 +1,9 @@
-"""What every store promises; `DiskStore` and `MemoryStore` keep it.
+"""The contract of every store, which `DiskStore` and `MemoryStore` implement.
 
 A store holds chunks of bytes by name. A write makes a new generation beside the old one, which
-stays readable until the new one is complete, and stays what it is if the write fails. A read gives
-the latest complete generation at the time of the call, or an error, never other bytes. Names are
-those of tensors: errors are full of them. Any thread.
+stays readable until the new one is complete, and stays current if the write fails. A read yields
+the generation that is the latest complete one at the time of the call, or an error, never other
+bytes. Names are those of tensors, since errors quote them. Any thread may call a store.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ KnownSums: TypeAlias = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class DirectoryStats:
-    """Bytes moved and kept in one directory since the store was opened."""
+    """The bytes held in one directory, and those moved there since the store was opened."""
 
     path: str
     capacity_bytes: int
     used_bytes: int
     read_bytes: int
     written_bytes: int  # wear of the drive
-    direct: bool  # past the page cache
+    direct: bool  # direct I/O: past the page cache
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store at one moment. `used_bytes`: taken from the capacity, for whatever reason."""
+    """The figures of a store at one moment.
+
+    used_bytes: all that is taken from the capacity, quarantined bytes and old generations included.
+    """
 
     engine: str
     capacity_bytes: int
     used_bytes: int
     peak_bytes: int
-    quarantined_bytes: int  # never given back: an operation on them has not ended
+    quarantined_bytes: int  # never freed: an operation on them timed out and has not ended
     chunks: int
     directories: tuple[DirectoryStats, ...] = field(default=())
 
@@ -56,7 +59,7 @@ class StoreStats:
 
 
 class StoreSnapshot(Protocol):
-    """Chunks as they were when it was taken, whatever is written to the store later."""
+    """A snapshot of chunks: later writes to the store do not change what it reads."""
 
     generations: Mapping[str, int]
 
@@ -65,7 +68,9 @@ class StoreSnapshot(Protocol):
     ) -> Ticket[None]: ...
 
     def release(self) -> None:
-        """Let the old generations go. Idempotent; also done by `with` and when forgotten."""
+        """Unpin the old generations. Idempotent; also done at the end of `with`, and when the
+        snapshot is garbage collected.
+        """
 
     def __enter__(self) -> StoreSnapshot: ...
 
@@ -81,19 +86,19 @@ class Store(Protocol):
         sums: KnownSums | None = None,
     ) -> Ticket[None]:
         """Store the bytes of `source`, which must not change, nor its storage be resized, before
-        the ticket has ended. sums: what whoever made the bytes knows of their checksums, one for
-        each `SUM_BYTES`, 0 for what is not known; a read is refused where they are others'.
+        the ticket has ended. sums: checksums that the producer of the bytes has computed, one for
+        each `SUM_BYTES`, 0 where unknown; a read fails where the stored bytes have another one.
         """
 
     def read(
         self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
     ) -> Ticket[None]:
-        """Fill `target`, which has the length that was written; its bytes count only when the
-        ticket has ended well, and its storage must not be resized before it has ended.
+        """Fill `target`, which must have the length that was written. Its bytes are valid only when
+        the ticket has ended without an error; its storage must not be resized before the end.
         """
 
     def free(self, name: str) -> None:
-        """Forget the chunk, and every write of it that is under way."""
+        """Free the chunk, and discard every write of it that is in flight."""
 
     def snapshot(self, names: Iterable[str] | None = None) -> StoreSnapshot:
         """Pin the current generation of `names` (all) until the snapshot is released."""
@@ -105,16 +110,16 @@ class Store(Protocol):
     def generation_of(self, name: str) -> int: ...
 
     def flush(self) -> None:
-        """Return when the drives have taken all complete writes; a failure of that is final."""
+        """Sync all complete writes to the drives. Blocks; a failed sync is final."""
 
     def stats(self) -> StoreStats: ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free all that the store holds. Idempotent."""
 
 
 def check_request(name: object, priority: object) -> Priority:
-    """The priority of a request, if it and the chunk's name are such."""
+    """Return `priority` as a `Priority`; raise a `ConfigError` where it or the name is invalid."""
     if not isinstance(name, str):
         raise ConfigError(f"name: expected a string, got {type(name).__name__}")
     if isinstance(priority, Priority):
@@ -127,7 +132,7 @@ def check_request(name: object, priority: object) -> Priority:
 
 
 def check_sums(name: str, sums: object, nbytes: int) -> None:
-    """Refuse what cannot be the known checksums of so many bytes."""
+    """Raise a `ConfigError` unless `sums` has the form of the checksums of `nbytes` bytes."""
     if not isinstance(sums, np.ndarray) or sums.dtype != np.uint64 or sums.ndim != 1:
         got = (
             f"{sums.ndim} of {sums.dtype}" if isinstance(sums, np.ndarray) else type(sums).__name__

@@ -1,10 +1,10 @@
-"""Chunks of bytes on drives: copy on write, every byte checked.
+"""The store on drives: chunks of bytes, copy on write, every byte checked.
 
-A chunk lies in extents of swap files. The table that says where is in memory, with the checksum of
-each piece and a generation: the files alone are worthless, and need be, for they end with the
-process. A write takes fresh extents, and the table changes when all of it is on the drive; so a
-failed write changes nothing, and readers of the old generation are not disturbed. A generation
-keeps its extents until it is neither current nor read nor pinned by a snapshot.
+A chunk lies in extents of swap files. The table of extents, checksums and generations is in memory
+only: the files are useless without it, which costs nothing, since they end with the process. A
+write takes free extents, and the table changes once all its bytes are written; so a failed write
+changes nothing, and reads of the old generation go on. A generation keeps its extents until it is
+neither current, nor being read, nor pinned by a snapshot.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from offload.storage.files import SwapFile, System, close_swap_files, open_swap_
 from offload.storage.space import Extent, Space
 from offload.storage.table import ChunkTable, Version
 
-_WRITES = DISK_WRITES, "disk_written_bytes"  # where they are drawn and counted
+_WRITES = DISK_WRITES, "disk_written_bytes"  # the row of the timeline, and the counter
 _READS = DISK_READS, "disk_read_bytes"
-_RECHECK_S = 0.05  # how long a waiting writer may overlook room that came free in a finalizer
+_RECHECK_S = 0.05  # after which a waiting writer notices room that a finalizer has freed
 
 
 class _Operation(Group):
-    """A write or a read under way. It ends once: whoever takes the version from it ends it."""
+    """A write or a read in flight. It ends once: the call that takes its `version` ends it."""
 
     __slots__ = ("begin_s", "is_expected", "is_write", "known", "name", "store", "version")
 
@@ -65,7 +65,7 @@ class _Operation(Group):
         self.is_write = is_write
         self.known: KnownSums | None = None
         self.version: Version | None = None
-        self.is_expected = False  # its bytes count as waiting
+        self.is_expected = False  # its bytes are counted in `Space.waiting_bytes`
         self.begin_s = 0.0
 
     def end(self, error: OffloadError | None) -> None:
@@ -73,14 +73,15 @@ class _Operation(Group):
 
 
 class DiskStore:
-    """A store in unnamed files of one directory or several, `capacity_bytes` in all.
+    """A store in unnamed files of one or several directories, `capacity_bytes` in all.
 
-    The space is reserved at once; a copy-on-write store needs room for what it holds and for the
-    writes that are under way. Each write goes to the directory with the shortest queue. engine:
-    "io_uring", "threads" or "aiofiles" instead of the best one. memory: arenas to register with
-    io_uring (`pool.buffer()`, tensors), held until the store is closed. piece_bytes: of one
-    operation and its checksum, whole blocks. depth: operations in flight at once; None: what
-    this process has of a drive.
+    The space is reserved at once; a copy-on-write store needs room for the chunks it holds and for
+    the writes in flight. Each write goes to the directory with the shortest queue.
+
+    engine: "io_uring", "threads" or "aiofiles" instead of the best one. memory: arenas to register
+    with io_uring (`pool.buffer()`, tensors), held until the store is closed. piece_bytes: the size
+    of one operation and its checksum, whole blocks. depth: operations in flight at once; None: this
+    process's share of the depth at which a drive is fastest.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class DiskStore:
         except BaseException:
             close_swap_files(self._files)
             raise
-        self._describe = self.engine.describe  # for every ticket the same
+        self._describe = self.engine.describe  # one bound method for all tickets
         self._anonymous = anonymous if self.engine.held else ()  # the engine keeps it alive
         self._space = Space(self._files)
         self._table = ChunkTable(self._space)
@@ -139,7 +140,7 @@ class DiskStore:
         self._written_bytes = [0] * len(self._files)
         self._lock = threading.Lock()
         self._room = Gate(self._lock)
-        self._writers_waiting = 0  # there
+        self._writers_waiting = 0  # at `_room`
         self._failed: OffloadError | None = None
         self._open = list(self._files)
         self._close = weakref.finalize(self, _shut, self.engine, self._open)
@@ -154,11 +155,11 @@ class DiskStore:
         sums: KnownSums | None = None,
     ) -> Ticket[None]:
         """Start to store `source` as the next generation of `name`. sums: see `Store.write`; they
-        are copied before it returns, and spare a second look at bytes that have just been made.
+        are copied before it returns, and save a second pass over bytes that were just made.
 
-        Waits while room is held only by writes under way or old generations being read; raises
-        `CapacityError` with the numbers when it never comes. In the follow-up of a ticket, where
-        nothing may wait, it raises `StateError` instead of waiting.
+        Blocks up to `timeout_s` for room while operations in flight may free some; then raises
+        `CapacityError` with the numbers. In the follow-up of a ticket, where nothing may block, it
+        raises `StateError` instead of waiting.
         """
         priority = check_request(name, priority)
         memory = Buffer.of(name, source, False, self._anonymous)
@@ -170,7 +171,7 @@ class DiskStore:
         return self._operate(operation, memory, self._begin_write)
 
     def _begin_write(self, operation: _Operation, memory: Buffer) -> None:
-        """Room for a new generation. Under the lock."""
+        """Take room for a new generation, waiting if need be. The caller holds the lock."""
         version = operation.version = Version(operation.name, memory.nbytes)
         self._wait_for_room(version)
         known = operation.known
@@ -220,7 +221,9 @@ class DiskStore:
         self._hold(operation, self._table.version(operation.name), memory)
 
     def _hold(self, operation: _Operation, version: Version, memory: Buffer) -> None:
-        """Keep a version for a read into `memory` that is about to start. Under the lock."""
+        """Hold a version for a read into `memory` that is about to start. The caller holds the
+        lock.
+        """
         if memory.nbytes != version.nbytes:
             raise ConfigError(
                 f"{version.name}: expected a target of {version.nbytes} bytes as stored, got "
@@ -234,8 +237,8 @@ class DiskStore:
     def _operate(
         self, operation: _Operation, memory: Buffer, begin: Callable[[_Operation, Buffer], None]
     ) -> Ticket[None]:
-        """Start an operation on the version that `begin` gives it, under the lock. Whatever raises,
-        a signal handler included, is followed by exactly one `_ended`.
+        """Start an operation on the version that `begin` gives it, under the lock. After any
+        exception, also one of a signal handler, `_ended` is called exactly once.
         """
         try:
             with self._lock:
@@ -249,7 +252,7 @@ class DiskStore:
         return operation.ticket
 
     def _expect(self, operation: _Operation) -> None:
-        """An operation is about to start. Under the lock."""
+        """Count the operation's bytes as waiting, before it starts. The caller holds the lock."""
         assert operation.version is not None
         waiting_bytes = self._space.waiting_bytes.copy()
         for file, _, nbytes in operation.version.extents:
@@ -274,8 +277,8 @@ class DiskStore:
         return transfers
 
     def _ended(self, operation: _Operation, error: OffloadError | None) -> None:
-        """An operation has ended, or was given up. One hold of the lock for all of it: a writer
-        that waits for room and sees nothing under way gives up.
+        """Record that an operation has ended or could not be started. All in one hold of the lock:
+        a writer that waits for room and sees nothing in flight gives up.
         """
         moved = self._written_bytes if operation.is_write else self._read_bytes
         with self._lock:
@@ -306,11 +309,12 @@ class DiskStore:
     # --- the table --------------------------------------------------------------------------------
 
     def free(self, name: str) -> None:
-        """Forget the chunk, and every write of it that is under way."""
+        """Free the chunk, and discard every write of it that is in flight. Never blocks."""
         self._check_usable()
         table = self._table
         table.check_known(name)
-        # A finalizer may do this, in the thread that holds the lock: whoever takes it next goes on.
+        # A finalizer may call this in the thread that holds the lock: then the next call that takes
+        # the lock frees the chunk.
         table.freed.append((name, table.generation))
         with attempt(self._lock) as is_ours:
             if is_ours:
@@ -342,10 +346,10 @@ class DiskStore:
     # --- the whole --------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Return when the drives have taken all complete writes.
+        """Sync all complete writes to the drives. Blocks.
 
-        A failure is final: the system may have dropped bytes that it had accepted, and asking again
-        would hide it. The store then refuses everything.
+        A failure is final: the kernel may have dropped bytes that it had accepted, and a second
+        sync would succeed and hide it. The store then refuses all use.
         """
         self._check_usable()
         for file in self._files:
@@ -388,8 +392,8 @@ class DiskStore:
             )
 
     def close(self) -> None:
-        """End what is in flight and give the files back. Idempotent; after an interruption it goes
-        on where it was.
+        """End what is in flight and close the files. Idempotent; a call after an interrupted one
+        continues it.
         """
         _shut(self.engine, self._open)
         self._close.detach()
@@ -407,7 +411,9 @@ class DiskStore:
 
 
 def _cut_sums(known: KnownSums, extents: Sequence[Extent]) -> list[Sums]:
-    """Known sums by extents; nothing where extents end within what one sum is of."""
+    """Split the known checksums by extent; return nothing where an extent ends inside the span of a
+    checksum.
+    """
     found, begin = [], 0
     for _, _, nbytes in extents:
         if begin % SUM_BYTES:
@@ -418,7 +424,7 @@ def _cut_sums(known: KnownSums, extents: Sequence[Extent]) -> list[Sums]:
 
 
 class DiskSnapshot:
-    """Versions of a `DiskStore`, held until it is released."""
+    """A snapshot of a `DiskStore`: versions that are pinned until it is released."""
 
     def __init__(self, store: DiskStore, versions: dict[str, Version]) -> None:
         self.generations = {name: version.generation for name, version in versions.items()}
@@ -445,7 +451,7 @@ class DiskSnapshot:
         return self._store._operate(operation, memory, hold)
 
     def release(self) -> None:
-        """Let the old generations go. Idempotent."""
+        """Unpin the old generations. Idempotent."""
         self._release()
 
     def __enter__(self) -> DiskSnapshot:
@@ -456,10 +462,10 @@ class DiskSnapshot:
 
 
 def _shut(engine: IOEngine, files: list[SwapFile]) -> None:
-    """Close what a store had. In a forked child it is the parent's, and stays."""
+    """Close a store's engine and files. In a forked child do nothing: they are the parent's."""
     if not engine.is_ours():
         return
     engine.close()
-    # A file that the kernel may still use stays open until the end.
+    # A file that the kernel may still write to stays open until the process ends.
     if engine.is_over and engine.abandoned_bytes == 0:
         close_swap_files(files)

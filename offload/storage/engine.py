@@ -1,12 +1,12 @@
-"""The contract of the I/O engines, and what they have in common.
+"""The contract of the I/O engines, and their common base.
 
-An engine moves bytes between memory and files, asynchronously. It is given a group of transfers and
-returns one ticket for all of them. It cuts them into pieces, keeps several in flight, does waiting
-reads before prefetches before write-backs, continues short transfers, tries EINTR and EAGAIN again,
-and computes (write) or compares (read) checksums of each piece. What cannot be mended fails the
-ticket with a `StoreError` that says all there is to know. An operation that the system does not
-answer within `timeout_s` fails with `StoreTimeout` and a table of what is in flight; its memory is
-kept, for it may still be written to.
+An engine moves bytes between memory and files, asynchronously. A group of transfers has one ticket.
+The engine cuts transfers into pieces, keeps several in flight, serves reads that a thread waits for
+before prefetches before write-backs, continues short transfers, retries EINTR and EAGAIN, and
+computes (write) or compares (read) the checksums of each piece. An error that a retry cannot mend
+fails the ticket with a `StoreError` that names operation, file, offset and tensor. An operation
+that the system does not answer within `timeout_s` fails with `StoreTimeout` and a table of what is
+in flight; its memory is kept alive, since the kernel may still write to it.
 
 Engines know files and addresses; they do not know chunks, generations or free space.
 """
@@ -31,17 +31,17 @@ from offload.core.ticket import GivenUp, Ticket
 from offload.storage.buffers import Buffer
 
 PIECE_BYTES = 1 << 20
-SUM_BYTES = 128 << 10  # of one checksum that is known before a write; as in kernels/checksum.h
+SUM_BYTES = 128 << 10  # covered by one checksum known before a write; as in kernels/checksum.h
 DEPTH = 16
 MOST_DEPTH = 4096  # a ring has twice as many places, and no more than 32768
 TIMEOUT_S = 30.0
-# Engines with an operation that never ended: what it may still touch must outlive everything.
+# Engines with an operation that never ended: the memory it may touch must live to the process end.
 _STUCK: list[IOEngine] = []
 Sums: TypeAlias = "array[int]"
 
 
 class Priority(IntEnum):
-    """Whose turn it is; the lower number goes first."""
+    """The order in which an engine serves transfers; the lower number goes first."""
 
     WAITED_FOR = 0
     PREFETCH = 1
@@ -49,7 +49,7 @@ class Priority(IntEnum):
 
 
 class IOFile(Protocol):
-    """An open file. align: of addresses, offsets and lengths; 1 behind the page cache."""
+    """An open file. align: of addresses, offsets and lengths; 1 through the page cache."""
 
     @property
     def fd(self) -> int: ...
@@ -62,18 +62,19 @@ class IOFile(Protocol):
 
 
 class Transfer(NamedTuple):
-    """Bytes between memory and a file. `sums` has one place for each `sum_bytes` of the engine's: a
-    write fills them in, a read compares them. A read of what was never written here has none;
-    nothing is compared then.
+    """A transfer of bytes between memory and a file.
+
+    sums: one checksum for each `sum_bytes` of the engine; a write fills them in, a read compares
+    them. Empty for a read of bytes that no engine here has written: nothing is compared.
     """
 
-    name: str  # of the tensor or chunk, for messages
+    name: str  # the tensor's or chunk's, for messages
     is_write: bool
     file: IOFile
     offset: int
     memory: Buffer
     sums: Sums
-    is_known: bool = False  # of a write: its sums that are not 0 are those of the bytes
+    is_known: bool = False  # of a write: the sums that are not 0 are already those of the bytes
 
     @property
     def operation(self) -> str:
@@ -88,21 +89,21 @@ def make_sums(nbytes: int, sum_bytes: int) -> Sums:
 
 
 class FaultKind(Enum):
-    """What an injected fault does to an operation; values as in kernels/io_engine.h."""
+    """The effect of an injected fault on an operation; values as in kernels/io_engine.h."""
 
     NONE = 0
-    ERROR = 1  # it fails with an errno
-    SHORT_HALF = 2  # half of the bytes are moved
-    SHORT_ZERO = 3  # none
-    FLIP = 4  # one bit of what is moved is wrong
-    LOST_WRITE = 5  # it claims success and does nothing
-    LOST_COMPLETION = 6  # nobody ever hears of it again
+    ERROR = 1  # fails with an errno
+    SHORT_HALF = 2  # moves half of the bytes
+    SHORT_ZERO = 3  # moves none
+    FLIP = 4  # flips one bit of the bytes it moves
+    LOST_WRITE = 5  # reports success and writes nothing
+    LOST_COMPLETION = 6  # never completes
     DELAY = 7
 
 
 @dataclass(frozen=True)
 class Fault:
-    """For tests: the `nth` operation from now (from 1, repeated attempts count) goes wrong; with
+    """A fault for tests: the `nth` operation from now (from 1, retries count) goes wrong; with
     `forever` all operations from then on.
     """
 
@@ -114,7 +115,7 @@ class Fault:
 
 
 class Group:
-    """Transfers that end together, with one ticket. The owner says in `end` what happens then."""
+    """A set of transfers that end together, with one ticket. A subclass overrides `end`."""
 
     __slots__ = ("begun", "engine", "error", "ids", "is_dropped", "left", "priority", "ticket")
 
@@ -122,57 +123,58 @@ class Group:
         self.ticket = ticket
         self.priority = priority
         self.engine: IOEngine | None = None
-        self.begun = False  # the engine has it: `end` will be called
-        self.is_dropped = False  # nobody has the ticket: its start was interrupted
+        self.begun = False  # the engine has accepted it: `end` will be called
+        self.is_dropped = False  # its start was interrupted: no caller has the ticket
         self.ids: Sequence[int] = ()
         self.left = 0
         self.error: OffloadError | None = None
 
     def end(self, error: OffloadError | None) -> None:
-        """Called once, in a thread of the engine's, before the ticket ends. A time-out with
-        ETIMEDOUT is told rather than any other error: then the memory and the file's bytes are not
-        free although the ticket has ended.
+        """Record that the group has ended. The engine calls it once, before the ticket ends, as a
+        rule in its own thread, but also in the one that submits or closes. A time-out (ETIMEDOUT)
+        takes precedence over any other error: the memory and the file's bytes are then not free
+        although the ticket has ended.
         """
 
     def urge(self) -> None:
-        """Somebody waits for it."""
+        """Raise the priority of its transfers to that of a read that a thread waits for."""
         if self.priority > Priority.WAITED_FOR:
             self.priority = Priority.WAITED_FOR
-            assert self.engine is not None, "nobody is urged before submit"
+            assert self.engine is not None, "urged before submit"
             for number in self.ids:
                 self.engine._promote(number)
 
 
 class IOEngine(ABC):
-    """One engine. Any thread; `close` ends it, and forked children may not use it."""
+    """An I/O engine. Any thread may call it; `close` ends it. Forked children must not use it."""
 
     name: str
     piece_bytes: int
-    sum_bytes: int  # of one checksum; a piece is a number of these
-    takes_sums = False  # `Transfer.is_known` counts
+    sum_bytes: int  # covered by one checksum; a piece is a multiple of it
+    takes_sums = False  # whether it heeds `Transfer.is_known`
 
     def __init__(self, name: str, piece_bytes: int, timeout_s: float) -> None:
         self.name, self.piece_bytes, self.timeout_s = name, piece_bytes, timeout_s
         self.sum_bytes = piece_bytes
-        self.notes: list[str] = []  # what was wished for and refused
+        self.notes: list[str] = []  # features that the system refused, for the report
         self.held: Sequence[Buffer] = ()  # memory that lives until the engine is closed
         self._pid = os.getpid()
         self._numbers = count(1)
-        self._lock = threading.RLock()  # a finalizer may come back to it in the same thread
+        self._lock = threading.RLock()  # a finalizer may take it again in the same thread
         self._flying: dict[int, tuple[Transfer, Group]] = {}
         self._abandoned: dict[int, Transfer] = {}  # timed out; their memory may still be touched
         self._closed = False
-        self._broken: BaseException | None = None  # what has ended the engine's own thread
+        self._broken: BaseException | None = None  # the error that ended the engine's own thread
         self._closing = threading.Lock()
-        self.is_over = False  # closed, and nothing is in flight or it is abandoned
+        self.is_over = False  # closed, and only abandoned transfers are in flight, if any
 
     # --- for the store ----------------------------------------------------------------------------
 
     def submit(self, group: Group, transfers: Sequence[Transfer]) -> None:
         """Start `transfers`; the group's ticket ends when the last of them has ended.
 
-        When it raises after the group has `begun`, by Ctrl-C perhaps, its `end` is called all the
-        same: what has started goes on, and the memory is in use until then.
+        When it raises after the group has `begun`, at Ctrl-C for example, the group's `end` is
+        called all the same: started transfers go on, and their memory is in use until then.
         """
         entries: dict[int, tuple[Transfer, Group]] = {}
         for transfer in transfers:
@@ -184,7 +186,7 @@ class IOEngine(ABC):
             with self._lock:
                 if self._closed or self._broken is not None:
                     self.check_usable()
-                self._flying.update(entries)  # from here on `close` knows of it
+                self._flying.update(entries)  # from here on `close` ends them, too
             if group.priority > Priority.WAITED_FOR:
                 group.ticket.urge = group.urge
             for number, (transfer, _) in entries.items():
@@ -196,7 +198,7 @@ class IOEngine(ABC):
             raise
 
     def _give_up(self, group: Group) -> None:
-        """End what has not started of a group, perhaps all of it."""
+        """Cancel the transfers of a group that have not started, perhaps all of them."""
         group.is_dropped = True
         with self._lock:
             was_known = group.left < len(group.ids) or any(n in self._flying for n in group.ids)
@@ -207,7 +209,7 @@ class IOEngine(ABC):
             self._withdraw(number)
 
     def is_ours(self) -> bool:
-        """Whether this process made the engine, rather than its parent."""
+        """Return whether this process made the engine, rather than its parent."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
@@ -226,12 +228,12 @@ class IOEngine(ABC):
 
     @property
     def abandoned_bytes(self) -> int:
-        """Memory that timed-out operations may still touch."""
+        """The bytes of memory that timed-out operations may still touch."""
         with self._lock:
             return sum(transfer.memory.nbytes for transfer in self._abandoned.values())
 
     def describe(self) -> str:
-        """What is in flight, one operation a line."""
+        """List what is in flight, one transfer a line, the oldest 20."""
         rows = []
         with self._lock:
             transfers = {number: entry[0] for number, entry in self._flying.items()}
@@ -255,40 +257,40 @@ class IOEngine(ABC):
 
     @abstractmethod
     def _withdraw(self, number: int) -> None:
-        """End a transfer, unless it was started: then it goes on."""
+        """Cancel a transfer that has not started; a started one goes on."""
 
     @abstractmethod
     def _promote(self, number: int) -> None:
-        """Somebody waits for this one now. The engine may be closed."""
+        """Raise a transfer's priority to WAITED_FOR. The engine may already be closed."""
 
     @abstractmethod
     def _ages(self) -> dict[int, float]:
-        """Seconds for which each transfer has been in flight; negative: still in the queue."""
+        """Return for how many seconds each transfer has been in flight; negative: still queued."""
 
     @abstractmethod
     def sum_of(self, memory: Buffer) -> int:
-        """The checksum of `sum_bytes` or less."""
+        """Return the checksum of at most `sum_bytes` bytes."""
 
     @abstractmethod
     def inject(self, fault: Fault) -> None:
-        """From now on operations go wrong as `fault` says. For tests."""
+        """Let operations go wrong from now on as `fault` says. For tests."""
 
     @abstractmethod
     def attempts(self) -> int:
-        """Operations since the last `inject`. For tests."""
+        """Return the number of operations since the last `inject`. For tests."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """End what is in flight. It may be interrupted and called again."""
+        """End what is in flight. It may be interrupted and is then called again."""
 
     def close(self) -> None:
-        """End what is in flight, refuse what comes. Idempotent; after an interruption it goes on
-        where it was.
+        """End what is in flight and refuse new transfers. Idempotent; a call after an interrupted
+        one continues it.
         """
         if not self.is_ours():
             return
         with steadfast, attempt(self._closing) as is_first:
-            if is_first:  # else somebody is at it
+            if is_first:  # else another call is closing it
                 with self._lock:
                     self._closed = True
                 if not self.is_over:
@@ -300,10 +302,10 @@ class IOEngine(ABC):
             _STUCK.append(self)
 
     def _end(self, number: int, code: int, at: int = 0) -> None:
-        """Transfer `number` has ended with errno `code`, `at` bytes behind its begin."""
+        """End transfer `number` with errno `code` (0: success), which arose `at` bytes into it."""
         with self._lock:
             entry = self._flying.pop(number, None)
-            if entry is None:  # given up before
+            if entry is None:  # it timed out before
                 self._abandoned.pop(number, None)
                 return
             transfer, group = entry
@@ -312,14 +314,14 @@ class IOEngine(ABC):
             group.left -= 1
             if group.left:
                 return
-        # Whoever waits may want the memory for something else in the very moment the ticket ends.
+        # A waiting thread may reuse the memory the moment the ticket ends: hold no reference to it.
         del entry, transfer
         self._end_group(group)
 
     def _note_failure(
         self, number: int, transfer: Transfer, group: Group, code: int, at: int
     ) -> None:
-        """Under the lock."""
+        """Note the group's error; a time-out replaces any other. The caller holds the lock."""
         if code == errno.ETIMEDOUT:
             self._abandoned[number] = transfer
         if group.error is None or code == errno.ETIMEDOUT:
@@ -340,15 +342,15 @@ class IOEngine(ABC):
             group.ticket.fail(error)
 
     def _break(self, error: BaseException) -> None:
-        """The engine's own thread has ended with `error`: nobody would hear of what is in flight.
-        It may go on all the same, so its memory is set aside.
+        """Time out all that is in flight after `error` has ended the engine's own thread, which
+        alone takes in completions. The kernel may go on with it, so its memory is set aside.
         """
         self._broken = error
         for number in list(self._flying):
             self._end(number, errno.ETIMEDOUT)
 
     def _forget(self, number: int) -> None:
-        """A transfer that had timed out has ended after all."""
+        """Drop a timed-out transfer that has ended after all."""
         with self._lock:
             self._abandoned.pop(number, None)
 
@@ -386,8 +388,8 @@ class IOEngine(ABC):
             )
         if code == errno.EBADMSG:
             return CorruptionError(
-                f"{what}: what came back from {where} is not what was written; the drive, its "
-                "cable or the memory is faulty, somebody else wrote to the file, or the source "
+                f"{what}: what was read from {where} is not what was written; the drive, its "
+                "cable or the memory is faulty, another process wrote to the file, or the source "
                 "was changed before its write had ended: do not trust it; go back to a checkpoint "
                 "and use another drive",
                 **facts,  # type: ignore[arg-type]
@@ -407,5 +409,5 @@ _REMEDIES = {
     errno.ENODATA: "the file ends too early: was it cut short?",
     errno.ENOMEM: "the system has no memory left for a buffer: lower host_memory",
     errno.EFAULT: "the memory is gone: was it unmapped, or its file cut short?",
-    errno.EBADF: "the file was closed by somebody else",
+    errno.EBADF: "other code has closed the file",
 }

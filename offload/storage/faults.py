@@ -1,5 +1,5 @@
-"""Faults for tests: calls on files that go wrong as planned. Faults of operations in flight are the
-engines' own (`Engine.inject`); here are the calls beside them.
+"""Faults for tests: file system calls outside of the engines that fail as planned. Faults of the
+engines' own operations are injected there (`IOEngine.inject`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from offload.storage.files import System
 
 @dataclass
 class FaultySystem(System):
-    """The `nth` call (from 1) of one kind fails with `code`; with `forever` all from then on."""
+    """A `System` whose `nth` call (from 1) of one kind fails with `code`; with `forever` all from
+    then on.
+    """
 
     call: str  # "open", "reserve", "write" or "sync"
     code: int

@@ -1,7 +1,8 @@
-"""Swap files: without a name, reserved in full at the start, read and written past the page cache.
+"""Swap files: unnamed, reserved in full at the start, read and written with direct I/O.
 
-A file without a name cannot collide with anybody's, cannot be found by anybody, and is gone when
-its process is, however that ends. `System` has the calls that may fail, so that tests can let them.
+An unnamed file cannot collide with another file, no other program finds it in a directory, and the
+kernel frees it when its process ends, however it ends. `System` holds the calls that may fail, so
+that tests can make them fail.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from offload.core.portable import RESERVES, reserve, sync_data
 
 # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL of linux/fs.h.
 _GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
-BLOCK_BYTES = 4096  # every extent starts at a multiple of it, which suits all drives we know
+BLOCK_BYTES = 4096  # every extent starts at a multiple of it; enough for all known drives
 
 
 class System:
-    """The calls on files outside of an engine."""
+    """The file system calls that are made outside of an engine."""
 
     def open_unnamed(self, directory: Path) -> tuple[int, bool]:
         return open_unnamed(directory)
@@ -37,12 +38,12 @@ class System:
         return probe_direct_io(fd)
 
     def keep_in_place(self, fd: int) -> None:
-        """Ask a file system that writes elsewhere instead of over (btrfs) not to, in this empty
-        file.
+        """Turn off copy on write in this empty file, on a file system that has it (btrfs).
 
-        It would need fresh room for every overwrite, whatever is reserved, and refuse direct I/O.
+        Such a file system would need new room for every overwrite, despite the reservation, and
+        refuse direct I/O.
         """
-        with contextlib.suppress(OSError):  # others do not know the flag, and need not
+        with contextlib.suppress(OSError):  # other file systems reject the flag and need it not
             flags = bytearray(8)
             fcntl.ioctl(fd, _GET_FLAGS, flags)
             (found,) = struct.unpack_from("=I", flags)
@@ -52,7 +53,7 @@ class System:
         reserve(fd, nbytes, begin)
 
     def write(self, fd: int, data: memoryview, begin: int) -> int:
-        """How many bytes of it were written."""
+        """Write `data` at `begin`; return how many bytes of it were written."""
         return os.pwrite(fd, data, begin)
 
     def sync(self, fd: int) -> None:
@@ -65,15 +66,13 @@ class System:
 
 @dataclass(frozen=True)
 class SwapFile:
-    """An open swap file. `align`: of addresses, offsets and lengths; 1 where the page cache is in
-    between.
-    """
+    """An open swap file. align: of addresses, offsets and lengths; 1 through the page cache."""
 
     fd: int
     directory: Path
     nbytes: int
     align: int
-    notes: tuple[str, ...] = ()  # what is lesser than it could be
+    notes: tuple[str, ...] = ()  # features that it lacks, for the report
 
     @property
     def label(self) -> str:
@@ -81,7 +80,7 @@ class SwapFile:
 
 
 def open_swap_files(paths: Sequence[Path], capacity_bytes: int, system: System) -> list[SwapFile]:
-    """One file in each directory, of equal shares as far as the directories have room."""
+    """Open one file in each directory, of equal sizes as far as the directories have room."""
     files: list[SwapFile] = []
     try:
         for path, share in zip(paths, _shares(paths, capacity_bytes, system), strict=True):
@@ -93,10 +92,10 @@ def open_swap_files(paths: Sequence[Path], capacity_bytes: int, system: System) 
 
 
 def _shares(paths: Sequence[Path], capacity_bytes: int, system: System) -> list[int]:
-    """Equal shares; what a directory has no room for goes to the others."""
+    """Divide the capacity equally; what a directory has no room for goes to the others."""
     free = [_free_bytes(path, system) for path in paths]
     if sum(free) < capacity_bytes:
-        for path in paths:  # where no file can be made no byte is free: say what is wrong itself
+        for path in paths:  # a directory that allows no file: raise that error instead
             os.close(_open(path, system)[0])
         found = ", ".join(f"{p} {format_size(f)}" for p, f in zip(paths, free, strict=True))
         raise CapacityError(
@@ -107,7 +106,7 @@ def _shares(paths: Sequence[Path], capacity_bytes: int, system: System) -> list[
     shares = [0] * len(paths)
     left = -(-capacity_bytes // BLOCK_BYTES) * BLOCK_BYTES
     order = sorted(range(len(paths)), key=lambda index: free[index])
-    for done, index in enumerate(order):  # the smallest first: the rest is shared by the others
+    for done, index in enumerate(order):  # the smallest first: the others share the rest
         fair = -(-left // (len(paths) - done) // BLOCK_BYTES) * BLOCK_BYTES
         shares[index] = max(BLOCK_BYTES, min(fair, free[index] - free[index] % BLOCK_BYTES))
         left -= shares[index]
@@ -118,26 +117,28 @@ def _free_bytes(path: Path, system: System) -> int:
     try:
         return system.free_bytes(path)
     except OSError:
-        return 1 << 62  # opening a file there will say what is wrong
+        return 1 << 62  # opening a file there will raise the error
 
 
 def close_swap_files(files: list[SwapFile]) -> None:
-    """Each once, and out of the list first: interrupted, it may be called again."""
+    """Close the files and empty the list. Each leaves the list before it is closed, so that after
+    an interruption another call closes the rest, none twice.
+    """
     while files:
         file = files.pop()
-        # A forked child may have it open, too, and must not keep its space.
+        # A forked child may hold the descriptor, too, and must not keep the space on the drive.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fd, 0)
         os.close(file.fd)
 
 
 def open_swap_file(directory: Path, nbytes: int, system: System) -> SwapFile:
-    """A new file of `nbytes` in `directory`, which must exist. The caller closes its `fd`."""
+    """Open a new file of `nbytes` in `directory`, which must exist. The caller closes its `fd`."""
     fd, unnamed = _open(directory, system)
     try:
         notes = [] if unnamed else ["the file had a name for a moment: no O_TMPFILE here"]
-        # Before the reservation: the probe writes a block, and the flag it sets would stop a
-        # reservation that the C library has to imitate.
+        # Reserve before the probe: the probe writes a block, and the flag it sets would stop a
+        # reservation that the C library has to emulate.
         os.set_inheritable(fd, False)
         system.keep_in_place(fd)
         _reserve(fd, directory, nbytes, system)
@@ -188,7 +189,7 @@ def _reserve(fd: int, directory: Path, nbytes: int, system: System) -> None:
 
 
 def _file_limit() -> str:
-    """Who may have forbidden a file of some size, and how it is allowed."""
+    """Say which limit forbids a file of this size, and how to lift it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "its file system has no files of that size; give a directory on another one"

@@ -1,4 +1,4 @@
-"""A store on drives for bytes of which nobody knows beforehand how many there will be."""
+"""A store on drives that grows, for bytes whose total is not known beforehand."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FIRST_BYTES = 256 << 20
 
 
 class GrowingStore:
-    """Disk stores one after the other, each twice as large as the one before, opened when all that
-    are there are full. Each name is written once. Any thread; `free` also in finalizers.
+    """A series of disk stores, each twice as large as the one before; the next is opened when none
+    has room. Each name is written once. Any thread may call it; finalizers may call `free`.
     """
 
     def __init__(self, directories: Sequence[Path], metrics: Metrics) -> None:
@@ -34,7 +34,7 @@ class GrowingStore:
     def write(
         self, name: str, source: Any, priority: Priority = Priority.WRITE_BACK
     ) -> Ticket[None]:
-        """Start to store `source`. Raises `CapacityError` where the drives are full."""
+        """Start to store `source`. Raises `CapacityError` when the drives are full."""
         nbytes = Buffer.of(name, source, writable=False).nbytes
         with self._lock:
             store = self._with_room(nbytes)
@@ -51,7 +51,7 @@ class GrowingStore:
         return store.read(name, target, priority)
 
     def free(self, name: str) -> None:
-        """Forget it; nothing where that has been done, by `close` say."""
+        """Free the chunk; do nothing if it was freed before, by `close` for example."""
         store = self._where.pop(name, None)
         if store is not None:
             with suppress(StateError):  # its write has failed, or the store is closed
@@ -71,7 +71,7 @@ class GrowingStore:
             self._stores.pop().close()
 
     def _with_room(self, nbytes: int) -> DiskStore:
-        # Asked for beforehand: a store that is full waits for the writes under way.
+        # Ask for the free bytes first: a write to a full store would wait for those in flight.
         needed = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         for store in reversed(self._stores):
             stats = store.stats()

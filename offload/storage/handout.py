@@ -1,9 +1,10 @@
-"""Tensors that one call hands out and that memory has no room for, together on a file or a few.
+"""Tensors that one call returns to user code and that host memory has no room for: memory maps of
+one or a few unnamed files.
 
-A file has no name and goes with the last tensor on it. Values get there by write calls, whose
-errors are typed, and are synced before anybody relies on them; the map, one for all tensors of a
-file, is for whoever gets them. We neither write through it nor read from it: a page that finds no
-room on the drive would end the process, and one that does not get there would do so in silence.
+The kernel frees a file with the last tensor on it. Values are written by write calls, whose errors
+are typed, and synced before the tensors are returned; the map, one for all tensors of a file, is
+for the user's code. The engine neither writes nor reads through it: a page that finds no room on
+the drive would kill the process (SIGBUS), and a failed write-back of a page would go unreported.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from offload.storage.outgoing import InMemory, Outgoing, in_order
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_SPARE = 2  # times as much must be free, for what is handed out in memory
-_PIECE_BYTES = 4 << 20  # of one write call; what must be converted is there twice
+_SPARE = 2  # times as many bytes must be free in host memory before a tensor is put there
+_PIECE_BYTES = 4 << 20  # of one write call; values of another dtype are in memory twice
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class Refusal(NamedTuple):
-    """Why a directory cannot have it. Not the error: its traceback would hold tensors."""
+    """The reason why a directory cannot take a tensor. Not the error itself, whose traceback would
+    keep tensors alive.
+    """
 
     why: str
     errno: int | None
@@ -43,14 +46,16 @@ class Refusal(NamedTuple):
 
 
 class Handout:
-    """All tensors that one call hands out. directories: tried in turn; none: ordinary memory.
-    is_written_first: a room is filled with zeros when it is made, so that what is written to it
-    later, also through the map, finds its place on the drive. expected_bytes: room for so much may
-    be asked for; the map is as large, and one file is enough even if tensors are seen before the
-    last room is made. defers: ranks take part, which would wait for us: errors are kept for
-    `finish`, and what is written after one goes nowhere.
+    """The set of tensors that one call returns to user code.
 
-    Left without `finish` it closes its files; tensors that were seen stay. One thread at a time.
+    directories: tried in turn; none: ordinary memory. is_written_first: each room is filled with
+    zeros when it is made, so that later writes, also through the map, have their blocks on the
+    drive. expected_bytes: an estimate of all rooms together; the map is as large, so that one file
+    is enough even if a tensor is taken before the last room is made. defers: other ranks take part
+    and would wait for this one, so errors are kept for `finish`, and writes after one are dropped.
+
+    Left without `finish` it closes its files; tensors that were taken stay valid. One thread at a
+    time.
     """
 
     def __init__(
@@ -78,8 +83,8 @@ class Handout:
         self.close()
 
     def room(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Outgoing:
-        """For a dense tensor: in the first directory that has room. Where none has, in host
-        memory, if so much more is free; the report says so. Else a `StoreError`.
+        """Make room for a dense tensor in the first directory that has some. Where none has, use
+        host memory if twice as much is free there, and note the fall-back; else raise `StoreError`.
         """
         nbytes = shape.numel() * dtype.itemsize
         if nbytes == 0 or not self._directories:
@@ -97,18 +102,18 @@ class Handout:
         except StoreError as error:
             self._raise(error)
             return _Nowhere()
-        # Touched at once, so that the next one sees it gone.
+        # Fill it at once, so that the next call sees these pages as taken.
         return InMemory(torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_())
 
     def _take(self, directory: Path, nbytes: int) -> tuple[_HandoutFile, int]:
-        """Room in the newest file there, or in a new one."""
+        """Take room in the directory's newest file, or in a new one; return file and offset."""
         file = next((f for f in reversed(self._files) if f.directory == directory), None)
         if file is not None and file.can_grow(nbytes):
             try:
                 return file, file.take(nbytes, self._is_written_first)
             except StoreError as error:
                 if error.errno != errno.EFBIG:
-                    raise  # another one has no more room
+                    raise  # another file would find no more room
         file = _HandoutFile(directory, self._system, self._expected_bytes)
         try:
             begin = file.take(nbytes, self._is_written_first)
@@ -119,7 +124,7 @@ class Handout:
         return file, begin
 
     def act(self, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Write something, say, unless an error is kept already."""
+        """Call `act` unless an error is kept already; raise or keep its `StoreError`."""
         if self._error is not None:
             return
         try:
@@ -133,13 +138,13 @@ class Handout:
         self._error = self._error or error.with_traceback(None)  # which would hold tensors
 
     def settle(self) -> None:
-        """Return when all that was written is on the drive."""
+        """Sync all written values to the drive. Blocks."""
         for file in self._files:
             file.sync()
 
     def finish(self) -> None:
-        """All is written: it is on the drive when this returns, and of each file one descriptor is
-        left, that of its map.
+        """Sync all values to the drive and keep one descriptor of each file, that of its map. Call
+        it after the last write. Raises a kept error. Blocks.
         """
         if self._error is not None:
             raise self._error
@@ -149,13 +154,13 @@ class Handout:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files; their maps stay. Idempotent."""
         for file in self._files:
             file.close()
 
 
 class _HandoutFile:
-    """One without a name, 0600, which grows from room to room until it is mapped."""
+    """An unnamed file of mode 0600 that grows with each room until it is mapped."""
 
     def __init__(self, directory: Path, system: System, expected_bytes: int) -> None:
         self.directory = directory
@@ -165,8 +170,8 @@ class _HandoutFile:
         self._is_dirty = False
         self._fd, _ = self._call("open", system.open_unnamed, directory)
         self._close = weakref.finalize(self, os.close, self._fd)
-        system.keep_in_place(self._fd)  # as long as it is empty
-        with suppress(OSError):  # length without room; where that is refused, it just grows
+        system.keep_in_place(self._fd)  # now, while it is empty
+        with suppress(OSError):  # a sparse length; where it is refused the file grows by room
             os.ftruncate(self._fd, expected_bytes)
 
     def can_grow(self, nbytes: int) -> bool:
@@ -177,8 +182,8 @@ class _HandoutFile:
         return -(-self._end // BLOCK_BYTES) * BLOCK_BYTES
 
     def take(self, nbytes: int, is_written: bool) -> int:
-        """Reserve room for so much; where it begins. Nothing is taken when it raises. is_written:
-        it is filled with zeros.
+        """Reserve room for `nbytes` and return its offset. Nothing is taken when it raises.
+        is_written: fill it with zeros.
         """
         begin = self._next
         self._call("reserve", self._system.reserve, self._fd, nbytes, begin)
@@ -190,7 +195,7 @@ class _HandoutFile:
         return begin
 
     def write(self, begin: int, data: memoryview) -> None:
-        """All of it; one call may write less."""
+        """Write all of `data` at `begin`; one system call may write less."""
         self._is_dirty = True
         while data:
             written = self._call("write", self._write, begin, data)
@@ -203,13 +208,15 @@ class _HandoutFile:
         return written
 
     def sync(self) -> None:
-        """Only once for what was written: a second one would not tell again what has failed."""
+        """Sync the file if it is dirty. Each write is synced once: after a failed sync the kernel
+        reports success the next time.
+        """
         if self._is_dirty:
             self._is_dirty = False
             self._call("sync", self._system.sync, self._fd)
 
     def memory(self) -> mmap.mmap:
-        """The whole file. It keeps a descriptor of its own, and the file."""
+        """Map the whole file. The map keeps a descriptor of its own, and so the file."""
         if self._memory is None:
             self._memory = self._call("map", mmap.mmap, self._fd, 0)
         return self._memory
@@ -218,7 +225,7 @@ class _HandoutFile:
         self._close()
 
     def _call(self, operation: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        # Not a closure: the frames of an error would hold it, and it our memory.
+        # Not a closure: the frames of an error would hold it, and it the memory to write.
         try:
             return call(*args, **kwargs)
         except OSError as error:
@@ -226,7 +233,7 @@ class _HandoutFile:
 
 
 class _OnFile:
-    """From one byte of a file on."""
+    """An outgoing tensor in a file, from byte `begin` on."""
 
     def __init__(
         self,
@@ -242,7 +249,7 @@ class _OnFile:
 
     @property
     def tensor(self) -> Tensor:
-        """With a storage of its own, so that saving it saves no others."""
+        """A tensor with a storage of its own, so that `torch.save` writes its bytes only."""
         numel, memory = self._shape.numel(), self._file.memory()
         flat = torch.frombuffer(memory, dtype=self._dtype, count=numel, offset=self._begin)
         return flat.as_strided(self._shape, self._stride)
@@ -265,7 +272,7 @@ class _OnFile:
 
 
 class _Nowhere:
-    """For what had no room, until the error is told."""
+    """An outgoing tensor that had no room: it drops all writes until `finish` raises the error."""
 
     @property
     def tensor(self) -> Tensor:
@@ -279,7 +286,9 @@ class _Nowhere:
 
 
 def allow_memory(nbytes: int, refusals: Sequence[Refusal], metrics: Metrics) -> None:
-    """Whether what no directory takes may be in host memory instead; a `StoreError` where not."""
+    """Allow host memory for `nbytes` that no directory takes, and note the fall-back; raise
+    `StoreError` unless twice as much is free.
+    """
     told = "; ".join(refusal.why for refusal in refusals)
     free = free_memory_bytes(read_memory()) or 0
     if nbytes * _SPARE > free:

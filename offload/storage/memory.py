@@ -1,5 +1,5 @@
-"""Chunks of bytes in host memory, with the contract of the disk store: for machines without a fast
-drive, and the plain version that the other is judged by.
+"""The store in host memory, with the contract of the disk store: for machines without a fast drive,
+and the reference that the disk store is tested against.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class MemoryStore:
-    """At most `capacity_bytes` of chunks: old generations of snapshots included, and the one that a
-    write replaces until it is complete.
+    """A store in host memory of at most `capacity_bytes`, including the old generations that
+    snapshots pin, and the one that a write replaces until the write is complete.
     """
 
     def __init__(self, capacity_bytes: int, budget: Budget = HOST) -> None:
@@ -56,7 +56,7 @@ class MemoryStore:
     ) -> Ticket[None]:
         check_request(name, priority)
         memory = Buffer.of(name, source, writable=False)
-        if sums is not None:  # for drives: nothing is summed up here
+        if sums is not None:  # checksums are for drives: here they are only checked for their form
             check_sums(name, sums, memory.nbytes)
         with self._lock:
             self._begin()
@@ -95,7 +95,7 @@ class MemoryStore:
                 self._take_in_freed()
 
     def _begin(self) -> None:
-        """Of every use, under the lock."""
+        """Check that the store is open and take in what was freed. The caller holds the lock."""
         self._check_usable()
         self._take_in_freed()
 
@@ -129,7 +129,7 @@ class MemoryStore:
             return self._chunk(name)[0]
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Check that the store is open: nothing is ever in flight."""
         self._check_usable()
 
     def stats(self) -> StoreStats:
@@ -153,7 +153,7 @@ class MemoryStore:
         self._give_back()
 
     def _used_bytes(self) -> int:
-        """Generations that are current or pinned, each counted once."""
+        """Add up the generations that are current or pinned, each once."""
         kept = {generation: data.nbytes for generation, data in self._chunks.values()}
         for snapshot in self._snapshots:
             kept |= {generation: data.nbytes for generation, data in snapshot.chunks.values()}
@@ -162,7 +162,7 @@ class MemoryStore:
     def _chunk(self, name: str) -> tuple[int, Bytes]:
         if name not in self._chunks:
             raise StateError(
-                f"store: nothing is stored as {name!r}; {len(self._chunks)} chunks are there"
+                f"store: nothing is stored as {name!r}; {len(self._chunks)} chunks are stored"
             )
         return self._chunks[name]
 
@@ -178,7 +178,7 @@ class MemoryStore:
 
 
 class MemorySnapshot:
-    """Chunks as they were; bytes never change, so holding them is all there is to it."""
+    """A snapshot of a `MemoryStore`. Stored bytes never change, so references to them suffice."""
 
     def __init__(self, store: MemoryStore, chunks: dict[str, tuple[int, Bytes]]) -> None:
         self.generations = {name: generation for name, (generation, _) in chunks.items()}

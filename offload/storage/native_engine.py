@@ -1,5 +1,5 @@
-"""The native engines: io_uring, and threads with pread and pwrite. The work is done in C++ without
-the GIL; here one thread takes in what has ended.
+"""The native engines: io_uring, and threads with pread and pwrite. They run in C++ without the GIL;
+one Python thread takes in completions and ends tickets.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from offload.storage.engine import (
 )
 
 _WAITED_FOR = int(Priority.WAITED_FOR)
-_POLL_S = 0.25  # how often overdue operations are looked for, at least
+_POLL_S = 0.25  # the longest time between two searches for overdue operations
 _OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
 
 
 class NativeEngine(IOEngine):
-    """An `IoEngine` of the native core, and the thread that finishes its tickets."""
+    """An engine of the native core (`IoEngine` in C++) and the thread that ends its tickets."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class NativeEngine(IOEngine):
         self.sum_bytes = native.sum_bytes
         self.takes_sums = self.sum_bytes == SUM_BYTES
         self.notes += notes
-        self.held = memory  # known to the ring by its address: nobody else may come to lie there
-        self._native = native  # None: closed, and all has ended
+        self.held = memory  # registered with the ring by address: it must not be freed and reused
+        self._native = native  # None: closed, and nothing is in flight
         self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
         self._stopped = False
         _OPEN.add(self)
@@ -93,8 +93,8 @@ class NativeEngine(IOEngine):
         return int(self._native.attempts())
 
     def _take_in(self) -> None:
-        # A round counts for no more than its length: when the process was stopped for long, or a
-        # follow-up was slow, that is not the drive's fault.
+        # An operation ages by at most `round_s` a round: time in which the process was stopped, or
+        # a follow-up was slow, is not the drive's fault.
         round_s = min(_POLL_S, self.timeout_s / 4)
         try:
             while not self._stopped or self._flying:
@@ -104,14 +104,16 @@ class NativeEngine(IOEngine):
             raise
 
     def _take_in_once(self, wait_s: float, age_s: float, round_s: float) -> None:
-        """Write off what the kernel has had for longer than `age_s`, wait for what ends, end it."""
-        # One call: whoever waits for a ticket wants the GIL as soon as it has ended.
+        """Time out operations older than `age_s`, wait up to `wait_s` for completions, and end
+        their transfers.
+        """
+        # One call: a thread that waits for a ticket needs the GIL as soon as the ticket ends.
         done, late = self._native.take_in(wait_s, age_s, round_s)
         broken = None
         for number, code, at in done:
             try:
                 self._end(number, code, at)
-            except BaseException as error:  # the others have ended, too
+            except BaseException as error:  # the other transfers have ended, too
                 broken = error
         for number in late:
             self._forget(number)
@@ -124,9 +126,9 @@ class NativeEngine(IOEngine):
         if threading.current_thread() is not self._pump and self._pump.ident is not None:
             self._pump.join(self.timeout_s + 1.0)
         if not self._pump.is_alive():
-            self._take_in_once(0.0, math.inf, 0.0)  # what has come back late
+            self._take_in_once(0.0, math.inf, 0.0)  # late completions
             if ended and not self._abandoned:
-                self._native, self.held = None, ()  # however long somebody keeps this object
+                self._native, self.held = None, ()  # free both, however long this object lives
         self._keep_if_stuck(ended)
         _OPEN.discard(self)
 
@@ -146,7 +148,9 @@ def open_io_uring(
     depth: int = DEPTH,
     piece_bytes: int = PIECE_BYTES,
 ) -> NativeEngine:
-    """Raises OSError where the kernel forbids rings. memory: to register; held until `close`."""
+    """Open the io_uring engine. Raises OSError where the kernel forbids rings. memory: registered
+    with the ring; held until `close`.
+    """
     from offload import _native
 
     regions = [(each.address, each.nbytes) for each in memory]
@@ -163,7 +167,7 @@ def _opened(
 ) -> NativeEngine:
     try:
         return NativeEngine(name, native, notes, timeout_s, memory)
-    except BaseException:  # Ctrl-C: its thread may run already, and nobody has it
+    except BaseException:  # Ctrl-C: its thread may run already, with no caller to close it
         for engine in list(_OPEN):
             if engine._native is native:
                 engine.close()
@@ -175,8 +179,8 @@ def _opened(
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter goes: a thread that comes back from C++ later would end the process
-    badly.
+    """Close all engines before the interpreter ends: a thread that returns from C++ after that
+    would crash the process.
     """
     for engine in list(_OPEN):
         engine.close()

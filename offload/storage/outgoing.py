@@ -1,4 +1,4 @@
-"""Where the values of one tensor go that leaves us: written first, seen as a tensor afterwards."""
+"""The destination of a tensor that is returned to user code: first written, then a tensor."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from torch import Tensor
 
 @runtime_checkable
 class Outgoing(Protocol):
-    """One tensor for somebody else. One thread at a time."""
+    """A tensor that is written here and then returned to user code. One thread at a time."""
 
     @property
     def tensor(self) -> Tensor:
-        """What he gets, an ordinary tensor. What is written later is in it, too."""
+        """The ordinary tensor for the user's code. Later writes show in it, too."""
 
     def write(self, begin: int, values: Tensor) -> None:
-        """Give the elements from `begin` on, in the order of its memory, these values, rounded to
-        its type. values: flat, in host memory. Raises `StoreError`.
+        """Write `values` to the elements from `begin` on, in memory order, rounded to the tensor's
+        dtype. values: flat, in host memory. Raises `StoreError`.
         """
 
     def fill(self, values: Tensor) -> None:
-        """The same for all of it: a tensor of its shape, in whatever order of memory."""
+        """Write all elements from `values`, a tensor of the same shape and any strides."""
 
     def settle(self) -> None:
-        """Return when what was written is where it cannot get lost. Raises `StoreError`."""
+        """Sync what was written to where it cannot be lost. Blocks. Raises `StoreError`."""
 
 
 class InMemory:
-    """In ordinary memory, also that of a device; the tensor is dense."""
+    """An outgoing tensor in ordinary memory, the host's or a device's; the tensor is dense."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def write(self, begin: int, values: Tensor) -> None:
         there = in_order(self.tensor, self.tensor.stride())[begin : begin + values.numel()]
-        there.copy_(values.to(self.tensor.dtype))  # before it goes to a device: the same bits
+        there.copy_(values.to(self.tensor.dtype))  # rounded before an upload: the same bits
 
     def fill(self, values: Tensor) -> None:
         self.tensor.copy_(values)
 
     def settle(self) -> None:
-        """It is."""
+        """Do nothing: memory needs no sync."""
 
 
 def in_memory(like: Tensor) -> Outgoing:
-    """For a tensor of that shape and type, in host memory."""
+    """Make an outgoing tensor in host memory with the shape and dtype of `like`."""
     return InMemory(torch.empty_like(like, device="cpu"))
 
 
 def in_order(values: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The elements as they lie in a dense tensor with these strides; shares memory if they do."""
+    """Return the elements flat, in the memory order of a dense tensor with these strides; a view
+    where `values` has them already.
+    """
     values = values.detach()
     if values.stride() != stride:
         there = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)

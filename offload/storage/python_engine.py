@@ -1,8 +1,8 @@
 """The engine for systems without the native core: asyncio, and `aiofiles` for the calls that block.
 
-Small rather than fast, with the contract of the others: pieces, priorities, retries, checksums,
-faults, deadlines. Its checksum is zlib's CRC-32, another one than the native core's; sums never
-leave the engine that made them.
+It is small rather than fast and keeps the contract of the native engines: pieces, priorities,
+retries, checksums, faults, deadlines. Its checksum is zlib's CRC-32, not the native core's;
+checksums are only compared by the engine that made them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from offload.storage.engine import (
     Transfer,
 )
 
-_MOST_TRIES = 64  # of an operation that gets nowhere
-_ROUNDS = 8  # in which an operation is waited for
-_STOP = 1 << 30  # number of the entry that tells a worker to go
+_MOST_TRIES = 64  # of an operation that makes no progress
+_ROUNDS = 8  # into which the wait for an operation is divided
+_STOP = 1 << 30  # the priority of the entry that ends a worker
 _OPEN: weakref.WeakSet[PythonEngine] = weakref.WeakSet()
 
 _read = aiofiles.os.wrap(os.preadv)
@@ -51,7 +51,7 @@ _write = aiofiles.os.wrap(os.pwritev)
 
 @dataclass
 class _QueuedTransfer:
-    """A transfer on its way; pieces are cut from it one by one."""
+    """A transfer that is queued or in flight; the workers cut pieces from it one by one."""
 
     number: int
     transfer: Transfer
@@ -68,7 +68,7 @@ class _TransferPiece:
     work: _QueuedTransfer
     begin: int
     nbytes: int
-    memory: memoryview  # where the I/O goes, rounded up to whole blocks
+    memory: memoryview  # the memory of the system call, rounded up to whole blocks
     is_copy: bool  # not the caller's own memory
     moved: int = 0
     tries: int = 0
@@ -78,7 +78,7 @@ class _TransferPiece:
 
 
 class PythonEngine(IOEngine):
-    """One event loop in a thread of its own, `depth` workers on it."""
+    """An engine of one event loop in a thread of its own, with `depth` workers on it."""
 
     def __init__(
         self, timeout_s: float = TIMEOUT_S, depth: int = DEPTH, piece_bytes: int = PIECE_BYTES
@@ -111,13 +111,13 @@ class PythonEngine(IOEngine):
 
     async def _work_until_closed(self) -> None:
         await asyncio.gather(*self._workers)
-        while self._flying:  # somebody has been let in and will be refused in a moment
+        while self._flying:  # a submit passed the check just before `close`; it is refused soon
             await asyncio.sleep(0.001)
 
     # --- the contract -----------------------------------------------------------------------------
 
     def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
-        # `_flying` keeps the memory until the ticket ends; tasks and threads let go later.
+        # `_flying` keeps the memory alive until the ticket ends; tasks and threads live longer.
         memory = transfer.memory._replace(owner=None)
         work = _QueuedTransfer(number, transfer._replace(memory=memory), priority)
         self._loop.call_soon_threadsafe(self._enqueue, work)
@@ -133,17 +133,17 @@ class PythonEngine(IOEngine):
         self._announce(work)
 
     def _announce(self, work: _QueuedTransfer) -> None:
-        """One entry for each piece that is still to be cut, at the work's priority."""
+        """Queue one entry for each piece that is still to be cut, at the transfer's priority."""
         left = work.transfer.memory.nbytes - work.next_begin
         for _ in range(-(-left // self.piece_bytes)):
             self._queue.put_nowait((int(work.priority), next(self._order), work.number))
 
     def _withdraw(self, number: int) -> None:
-        def withdraw() -> None:  # after what was sent before
+        def withdraw() -> None:  # runs after the calls sent before it, `_enqueue` among them
             if number in self._flying and number not in self._works:
                 self._end(number, errno.ECANCELED)
 
-        with contextlib.suppress(RuntimeError):  # closed in this moment
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(withdraw)
 
     def _promote(self, number: int) -> None:
@@ -151,9 +151,9 @@ class PythonEngine(IOEngine):
             work = self._works.get(number)
             if work is not None and work.priority > Priority.WAITED_FOR:
                 work.priority = Priority.WAITED_FOR
-                self._announce(work)  # entries that find nothing left to cut do no harm
+                self._announce(work)  # an entry that finds nothing left to cut does no harm
 
-        with contextlib.suppress(RuntimeError):  # closed in this moment
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(promote)
 
     def _ages(self) -> dict[int, float]:
@@ -181,7 +181,7 @@ class PythonEngine(IOEngine):
             for _ in self._workers:
                 self._queue.put_nowait((_STOP, next(self._order), 0))
 
-        with contextlib.suppress(RuntimeError):  # it has ended before
+        with contextlib.suppress(RuntimeError):  # the loop has ended before
             self._loop.call_soon_threadsafe(stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(self.timeout_s + 1.0)
@@ -198,7 +198,9 @@ class PythonEngine(IOEngine):
             await self._do_next_of(number)
 
     async def _do_next_of(self, number: int) -> None:
-        """One piece of a transfer. Apart from the worker, which must not hold its memory later."""
+        """Move one piece of a transfer. Not part of `_worker`, whose frame would keep the piece's
+        memory alive while it waits for the next.
+        """
         work = self._works.get(number)
         if work is None or work.next_begin >= work.transfer.memory.nbytes:
             return
@@ -211,13 +213,13 @@ class PythonEngine(IOEngine):
         work.out += 1
         self._pieces.add(piece)
         moving = asyncio.ensure_future(self._move(piece))
-        for _ in range(_ROUNDS):  # not in one: the process may be stopped for long
+        for _ in range(_ROUNDS):  # not in one wait: the process may be stopped for long meanwhile
             await asyncio.wait({moving}, timeout=self.timeout_s / _ROUNDS)
             if moving.done():
                 break
         if moving.done():
             self._settle(piece, moving.result())
-        else:  # its thread may come back some day; the worker goes on
+        else:  # the system call may still return one day; the worker goes on without it
             piece.given_up = True
             self._fail(work, errno.ETIMEDOUT, piece.begin)
             self._report(work)
@@ -232,7 +234,7 @@ class PythonEngine(IOEngine):
         memory = _memory_at(address, nbytes)
         is_copy = whole != nbytes or address % align != 0
         if is_copy:
-            # A map of its own: starts at a page, and is born with zeros behind the end.
+            # A new anonymous map: page aligned, and zero behind the end.
             own = memoryview(mmap.mmap(-1, whole))
             if transfer.is_write:
                 own[:nbytes] = memory
@@ -242,7 +244,7 @@ class PythonEngine(IOEngine):
         return _TransferPiece(work, begin, nbytes, memory, is_copy)
 
     async def _move(self, piece: _TransferPiece) -> int:
-        """All of the piece; returns 0 or the errno."""
+        """Move all of the piece, with retries; return 0 or the errno."""
         align = piece.work.transfer.file.align
         while True:
             moved = await self._attempt(piece)
@@ -267,7 +269,7 @@ class PythonEngine(IOEngine):
                 await asyncio.sleep(min(piece.tries, 10) / 1000)
 
     async def _attempt(self, piece: _TransferPiece) -> int:
-        """One call. Bytes that were moved, or minus the errno."""
+        """Make one system call; return the number of bytes moved, or minus the errno."""
         transfer, align = piece.work.transfer, piece.work.transfer.file.align
         fault = self._next_fault()
         memory = piece.memory[piece.moved :]
@@ -316,7 +318,7 @@ class PythonEngine(IOEngine):
         if transfer.is_write or piece.given_up:
             return 0
         data = piece.memory[: piece.nbytes]
-        sums = transfer.sums  # none for what was not written here
+        sums = transfer.sums  # empty where no engine here has written the bytes
         if sums and zlib.crc32(data) != int(sums[piece.begin // self.piece_bytes]):
             return errno.EBADMSG
         if piece.is_copy:
@@ -358,8 +360,8 @@ class PythonEngine(IOEngine):
 
 
 class _Threads(Executor):
-    """Threads for calls that block. Those of the standard library are waited for at the end of the
-    process, and a drive that hangs would keep it.
+    """An executor of daemon threads for calls that block. The interpreter joins the threads of
+    `ThreadPoolExecutor` at exit, so a drive that hangs would keep the process.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -376,7 +378,7 @@ class _Threads(Executor):
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # with the memory
+            del call  # it refers to the memory
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
         for _ in range(self._count):

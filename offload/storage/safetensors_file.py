@@ -1,9 +1,10 @@
-"""A safetensors file, read only: which tensors it has, of what type and shape, and where.
+"""A safetensors file, read only: its tensors with their dtypes, shapes and offsets.
 
-Files come from anywhere: `offload.storage.safetensors_header` reads the header, and believes
-nothing in it. What does not fit is a `FormatError`.
+Files are untrusted: `offload.storage.safetensors_header` checks all that the header says, and
+raises `FormatError` where it is inconsistent.
 
-An open file keeps its size and time of change; `check_unchanged` compares. Knows no models.
+Size and modification time are recorded when a file is opened; `check_unchanged` compares them. This
+module knows no models.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file. offset: of its first byte there."""
+    """A tensor in a file. offset: of its first byte in the file."""
 
     name: str
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """One way to read a file: past the page cache (align: of offsets and lengths), or not (1)."""
+    """A descriptor of a file, for direct I/O (align: of offsets and lengths) or buffered (1)."""
 
     fd: int
     align: int
@@ -72,7 +73,7 @@ class OpenedFile:
 
 
 class SafetensorsFile:
-    """One file, open until `close`. entries: its tensors by name, in the order of their bytes."""
+    """A file that is open until `close`. entries: its tensors by name, in the order of offsets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +97,7 @@ class SafetensorsFile:
 
     def _open(self, path: Path, flags: int = 0) -> int:
         try:
-            # Not to hang where it is a pipe.
+            # O_NONBLOCK: opening a pipe must not hang.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         except OSError as error:
             raise self._refusal("open", error) from error
@@ -104,7 +105,7 @@ class SafetensorsFile:
         return fd
 
     def _open_direct(self) -> OpenedFile | None:
-        """The same file past the page cache, where a read there really works."""
+        """Open the same file for direct I/O; return None unless a test read succeeds."""
         if not hasattr(os, "O_DIRECT") or self.nbytes < _BLOCK_BYTES:
             return None
         try:
@@ -140,7 +141,7 @@ class SafetensorsFile:
     # --- use --------------------------------------------------------------------------------------
 
     def read_into(self, offset: int, memory: Any) -> None:
-        """Fill `memory` with what is at `offset`, now and in this thread: for small things."""
+        """Fill `memory` with the bytes at `offset`. Blocks the calling thread: for small reads."""
         view = memoryview(memory).cast("B")
         done = 0
         while done < len(view):
@@ -159,7 +160,10 @@ class SafetensorsFile:
             done += got
 
     def check_unchanged(self, tensor: str | None = None) -> None:
-        """Raise `StoreError` where the file is not the one that was opened any more."""
+        """Raise `StoreError` if the file's size or modification time differs from that at opening.
+
+        tensor: the name that the message gives.
+        """
         now, then = os.fstat(self.buffered.fd), self._seen
         if (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns):
             return
@@ -174,7 +178,7 @@ class SafetensorsFile:
         )
 
     def close(self) -> None:
-        """Idempotent. Nothing may be reading."""
+        """Close the file. Idempotent. No read may be in flight."""
         _close(self._fds)
 
     def _refusal(self, operation: str, error: OSError) -> StoreError:

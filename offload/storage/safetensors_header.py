@@ -1,10 +1,10 @@
-"""Headers of safetensors files, read and written: which tensors, of what type and shape, and where.
+"""Headers of safetensors files, read and written: tensors with their dtypes, shapes and offsets.
 
 A file is eight bytes with the length of a header, the header in JSON, then the tensors' bytes one
-behind the other. Nothing in a header is believed: names are there once, every tensor has exactly
-the bytes that its type and shape ask for, and together they are the file, without holes and
-overlaps. What does not fit is a `FormatError`. Headers that we write are padded with spaces, so
-that the tensors' bytes begin at a block of the disk.
+after the other. Headers are untrusted: each name must be unique, each tensor must have exactly the
+bytes that its dtype and shape require, and together they must fill the file without holes and
+overlaps. Anything else is a `FormatError`. Headers written here are padded with spaces, so that
+the tensors' bytes begin at a block of the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 LENGTH_BYTES: Final = 8
 METADATA: Final = "__metadata__"
-# What every shard of a checkpoint says beside its tensors. Hugging Face's readers ask for it.
+# The metadata of every shard of a checkpoint. Hugging Face's readers require it.
 SHARD_METADATA: Final[Mapping[str, str]] = MappingProxyType({"format": "pt"})
 # Bytes of an element, by the name of its type.
 SIZES: Final[Mapping[str, int]] = MappingProxyType(
@@ -72,7 +72,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """A tensor in a file. offset: of its first byte there."""
+    """A tensor in a file. offset: of its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -88,11 +88,11 @@ def build_header(
     metadata: Mapping[str, str] = SHARD_METADATA,
     align: int = 4096,
 ) -> tuple[bytes, dict[str, TensorPlace]]:
-    """Everything before the tensors' bytes, a multiple of `align` long, and where they come.
+    """Build all bytes before the tensors' data, a multiple of `align` long, and their places.
 
-    Tensors lie in the file in the order that is given. Other readers want each to begin at a
-    multiple of its element's size; wide types first keeps it so. The same tensors always have the
-    same header: `verify` builds it again and compares every byte.
+    Tensors lie in the file in the given order. Other readers want each to begin at a multiple of
+    its element size; wide dtypes first keeps it so. The same tensors always yield the same header:
+    `verify` builds it again and compares every byte.
     """
     found: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     places: dict[str, TensorPlace] = {}
@@ -128,7 +128,7 @@ def build_header(
 
 
 def parse_length(begin: bytes | bytearray, file_bytes: int) -> int:
-    """The header's length, from a file's first bytes. It is behind them, and within the file."""
+    """Return the header's length from a file's first bytes, checked to lie within the file."""
     if len(begin) < LENGTH_BYTES:
         raise FormatError(
             f"not a safetensors file: a file of {file_bytes} bytes is too short; is it cut off?"
@@ -151,9 +151,9 @@ def parse_length(begin: bytes | bytearray, file_bytes: int) -> int:
 def parse_header(
     text: bytes, data_bytes: int, data_offset: int
 ) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Tensors and metadata of a header, for data of this length at this place of the file.
+    """Return the tensors of a header, in the order of their offsets, and its metadata.
 
-    Tensors come in the order of their bytes.
+    data_bytes, data_offset: the length and the place of the tensors' bytes in the file.
     """
     if not text.startswith(b"{"):
         raise FormatError("its header: expected JSON that begins with {")
@@ -200,7 +200,7 @@ def _place(name: str, value: Any, data_offset: int) -> TensorPlace:
 
 
 def check_tensor(name: str, dtype: Any, shape: Any) -> None:
-    """Raise `FormatError` where these can be no tensor."""
+    """Raise `FormatError` unless these are a valid name, dtype and shape."""
     if any("\ud800" <= letter <= "\udfff" for letter in name):
         raise FormatError(f"{shown(name)}: expected a name in UTF-8")
     if type(dtype) is not str or dtype not in SIZES:

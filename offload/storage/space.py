@@ -1,7 +1,7 @@
-"""Room in swap files: which bytes of which file are taken, and which file has the shortest queue.
+"""The allocator of swap files: which extents are taken, and which file has the shortest queue.
 
-A request is cut over several free pieces when no single one is large enough, so that it can always
-be met while enough bytes are free in all. Not thread-safe: the store has a lock.
+A request is split over several free extents when no single one is large enough, so that it
+succeeds whenever enough bytes are free in all. Not thread-safe: the store holds its lock.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from offload.storage.files import BLOCK_BYTES, SwapFile
 
 
 class Extent(NamedTuple):
-    """A taken piece of a file; `nbytes` of it are used, the rest fills its last block."""
+    """A taken run of a file; `nbytes` of it are used, the rest fills its last block."""
 
-    file: int  # its number
+    file: int  # the file's number
     begin: int
     nbytes: int
 
 
 class AnyExtents(Protocol):
-    """What `offload.core.extents.Extents` and the native core's do alike. A change is done or not
-    done, never half, whatever signal comes.
+    """The interface that `offload.core.extents.Extents` and the native core's list share. Each
+    change is atomic, also when a signal handler raises.
     """
 
     def __init__(self, capacity: int, align: int) -> None: ...
@@ -56,7 +56,10 @@ def best_extents() -> type[AnyExtents]:
 
 
 class Space:
-    """extents: the kind of list for each file; None: the native core's, or else Python's."""
+    """The allocator of one or several swap files.
+
+    extents: the class of each file's list; None: the native core's, or else Python's.
+    """
 
     def __init__(self, files: Sequence[SwapFile], extents: type[AnyExtents] | None = None) -> None:
         align = max(BLOCK_BYTES, *(file.align for file in files))
@@ -69,11 +72,11 @@ class Space:
         self.peak_bytes = 0
 
     def take(self, nbytes: int, found: list[Extent]) -> bool:
-        """Put room for `nbytes` into `found`, which is empty, where the queue is shortest; False
-        when there is not enough.
+        """Take room for `nbytes` in the file with the shortest queue and put its extents into
+        `found`, which is empty; return False when there is not enough.
 
-        Interrupted by a signal handler that raises, it has taken nothing, or all of it is in
-        `found`: nothing is lost on the way to the caller.
+        When a signal handler raises meanwhile, nothing is taken, or all of it is in `found`: no
+        extent is lost on the way to the caller.
         """
         if nbytes == 0:
             return True
@@ -89,7 +92,7 @@ class Space:
         return True
 
     def _by_queue(self) -> Sequence[int]:
-        """Files, the one with the least to do first; of equals the emptier one."""
+        """Sort the files by the bytes in flight, the fewest first; of equals the emptier first."""
         if len(self._files) == 1:
             return self._files
         return sorted(
@@ -101,7 +104,7 @@ class Space:
             extents = self._extents[file]
             begin = extents.find(nbytes)
             if begin is not None:
-                found.append(Extent(file, begin, nbytes))  # first: see _undo
+                found.append(Extent(file, begin, nbytes))  # before `take_at`: see _undo
                 extents.take_at(begin, nbytes)
                 return True
         return False
@@ -122,8 +125,8 @@ class Space:
         return True
 
     def _undo(self, found: list[Extent]) -> None:
-        """Give back what an interrupted call has taken: all that it has put into `found`, but for
-        the last one perhaps. What is taken at that place is ours: it was free a moment ago.
+        """Free what an interrupted call has taken: every extent in `found`, but perhaps the last.
+        If that place is taken, this call took it: it was free when the call looked.
         """
         for extent in found:
             if self._extents[extent.file].is_taken(extent.begin):
@@ -135,7 +138,7 @@ class Space:
             self._extents[file].give_back(begin)
 
     def refusal(self, name: str, nbytes: int) -> str:
-        """Why `name` gets no room, in numbers."""
+        """Say why there is no room for `name`, with the numbers."""
         free = self.capacity_bytes - self.used_bytes
         return (
             f"disk store: {name} needs {format_size(nbytes)} ({nbytes} bytes), {format_size(free)} "
@@ -150,7 +153,7 @@ class Space:
     @property
     def used_bytes(self) -> int:
         used = 0
-        for extents in self._extents:  # a loop: this is done for every write
+        for extents in self._extents:  # a loop is faster than `sum`: this runs for every write
             used += extents.used
         return used
 

@@ -1,9 +1,9 @@
-"""The table of a disk store: which generation of each chunk counts, and who needs an old one still.
+"""The table of a disk store: the current generation of each chunk, and the refcounts of old ones.
 
-A generation keeps its room until it is neither current nor read nor pinned by a snapshot. Not
-thread-safe: the store has a lock. Only `released` and `freed` are added to without it: by
-finalizers, in the very thread that holds the lock perhaps. `take_in` does the rest for whoever has
-it next.
+A generation keeps its extents until it is neither current, nor being read, nor pinned by a
+snapshot. Not thread-safe: the store holds its lock. Only `released` and `freed` are appended to
+without the lock, by finalizers, perhaps in the very thread that holds it. The next call that holds
+the lock completes them with `take_in`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from offload.storage.space import Extent, Space
 
 
 class Version:
-    """One generation of a chunk. `holders`: the table, snapshots and operations that need it."""
+    """A generation of a chunk. holders: its refcount, by the table, snapshots and operations."""
 
     __slots__ = ("extents", "generation", "holders", "is_stuck", "name", "nbytes", "sums")
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.name, self.nbytes = name, nbytes
-        self.generation = 0  # not begun
+        self.generation = 0  # 0: its write is not begun
         self.extents: list[Extent] = []
-        self.sums: list[Sums] = []  # of each extent
+        self.sums: list[Sums] = []  # the checksums of each extent
         self.holders = 1
         self.is_stuck = False  # an operation on it may never end
 
 
 class ChunkTable:
-    """Chunks by name, in `space`."""
+    """A table of chunks by name, whose extents are in `space`."""
 
     def __init__(self, space: Space) -> None:
         self.current: dict[str, Version] = {}
-        self.writing: dict[str, list[int]] = {}  # generations under way
-        self.freed_at: dict[str, int] = {}  # writes up to this generation no longer count
+        self.writing: dict[str, list[int]] = {}  # generations whose writes are in flight
+        self.freed_at: dict[str, int] = {}  # writes up to this generation are discarded
         self.quarantined_bytes = 0
         self._space = space
         self.generation = 0  # the latest
         self.released: deque[Version] = deque()  # by snapshots
-        self.freed: deque[tuple[str, int]] = deque()  # names, up to a generation
+        self.freed: deque[tuple[str, int]] = deque()  # names, each up to a generation
 
     def version(self, name: str) -> Version:
-        """The current generation of `name`."""
+        """Return the current generation of `name`; raise `StateError` if there is none."""
         self.take_in()
         version = self.current.get(name)
         if version is None:
@@ -58,10 +58,10 @@ class ChunkTable:
 
     def _unknown(self, name: str) -> str:
         hint = " (its first write is not done)" if name in self.writing else ""
-        return f"store: nothing is stored as {name!r}{hint}; {len(self.current)} chunks are there"
+        return f"store: nothing is stored as {name!r}{hint}; {len(self.current)} chunks are stored"
 
     def pin(self, names: Iterable[str] | None) -> dict[str, Version]:
-        """The current generations of `names` (all), held until they are released."""
+        """Hold the current generations of `names` (all) until they are put into `released`."""
         self.take_in()
         wanted = list(self.current) if names is None else list(names)
         versions = {name: self.version(name) for name in wanted}
@@ -72,19 +72,21 @@ class ChunkTable:
     # --- writes -----------------------------------------------------------------------------------
 
     def begin(self, version: Version) -> None:
-        """A write of `version` is about to start: it is the latest generation now."""
+        """Number `version` as the latest generation, before its write starts."""
         self.generation += 1
         version.generation = self.generation
         self.writing.setdefault(version.name, []).append(version.generation)
 
     def end(self, version: Version, error: OffloadError | None) -> None:
-        """Its write has ended, or was given up, perhaps before it began."""
+        """Make `version` current after its write, or drop it if the write failed, perhaps before it
+        began, if the chunk was freed meanwhile, or if a later write has ended first.
+        """
         name, generation, freed_at = version.name, version.generation, 0
         if self.freed_at:
             freed_at = self.freed_at.get(name, 0)
         under_way = self.writing.get(name)
         if under_way is not None:
-            if generation in under_way:  # else it was interrupted before
+            if generation in under_way:  # else it was interrupted before `begin`
                 under_way.remove(generation)
             if not under_way:
                 del self.writing[name]
@@ -93,20 +95,22 @@ class ChunkTable:
         if error is not None:
             self.let_go_after(version, error)
         elif generation <= freed_at or (current is not None and generation < current.generation):
-            self._let_go(version)  # freed meanwhile, or a later write was faster
+            self._let_go(version)  # freed meanwhile, or a later write has ended first
         else:
             self.current[name] = version
             if current is not None:
                 self._let_go(current)
 
-    # --- what is no longer needed -----------------------------------------------------------------
+    # --- refcounts --------------------------------------------------------------------------------
 
     def let_go_after(self, version: Version, error: OffloadError | None) -> None:
-        """An operation on the version has ended, or was given up."""
+        """Drop the hold of an operation that has ended or could not be started. After a time-out
+        put the version's bytes in quarantine instead.
+        """
         if not isinstance(error, StoreTimeout) or error.errno != errno.ETIMEDOUT:
             self._let_go(version)
         elif not version.is_stuck:
-            # The drive may still write or read there one day: the hold stays, for ever.
+            # The drive may still write or read there one day: the hold is never dropped.
             version.is_stuck = True
             self.quarantined_bytes += sum(self._space.round_up(e.nbytes) for e in version.extents)
 
@@ -117,7 +121,7 @@ class ChunkTable:
             self._space.give_back(version.extents)
 
     def take_in(self) -> None:
-        """Let go of what was released and freed without the lock."""
+        """Complete what was released and freed without the lock. The caller holds the lock."""
         while self.released:
             self._let_go(self.released.popleft())
         while self.freed:

@@ -1,11 +1,11 @@
-"""Bytes that stay in the files they came in: blocks that nobody changes are read from there each
-time, and never written anywhere.
+"""Blocks that are read from the user's weight files. As long as no code changes its values, a block
+is read from there each time and never copied to a store.
 
-A block is put together from pieces of one file or several. The first read takes the checksums that
-every later one is compared with, and a file that has another size or time of change than when it
-was opened is refused, before a read and behind it. So nobody gets bytes of another file than the
-one that was opened. Large pieces go past the page cache, as far as they are whole blocks of the
-drive; their ends do not.
+A block is assembled from ranges of one or several files. The first read takes the checksums that
+every later read is compared with. Before and after each read the file is refused if its size or
+modification time differs from that at opening, so no read yields bytes of another file. Large
+ranges are read with direct I/O, as far as they are whole blocks of the drive, and their ends
+through the page cache.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from offload.storage.engine import Group, IOEngine, Priority, Sums, Transfer, ma
 from offload.storage.safetensors_file import OpenedFile, SafetensorsFile
 from offload.storage.weights import Weights
 
-_DIRECT_BYTES = 256 << 10  # of a piece that is worth more than one read
+_DIRECT_BYTES = 256 << 10  # from which on a range is worth more than one read
 
 
 class FileRange(NamedTuple):
-    """Bytes [offset, offset + nbytes) of a file, at byte `begin` of a block."""
+    """The bytes [offset, offset + nbytes) of a file, which are at byte `begin` of a block."""
 
     file: SafetensorsFile
     offset: int
@@ -38,7 +38,7 @@ class FileRange(NamedTuple):
 
 
 class _Read(Group):
-    """One read of an original. It ends well only if the files are still the same."""
+    """A read of a block. It succeeds only if the files are unchanged at its end."""
 
     __slots__ = ("begin_s", "memory", "original")
 
@@ -53,7 +53,7 @@ class _Read(Group):
 
 
 class WeightBlock:
-    """A block in its files. Reads may overlap; any thread."""
+    """A block of weights in its files. Reads may overlap; any thread may start one."""
 
     def __init__(
         self, name: str, pieces: Sequence[FileRange], engine: IOEngine, metrics: Metrics
@@ -63,11 +63,11 @@ class WeightBlock:
         self._metrics = metrics
         self._files = list(dict.fromkeys(piece.file for piece in pieces))
         self._extents = [extent for piece in pieces for extent in _cut(piece)]
-        self._sums: list[Sums] | None = None  # of each extent; None: not read yet
+        self._sums: list[Sums] | None = None  # checksums of each extent; None: not read yet
 
     def read(self, memory: Any, priority: Priority = Priority.WAITED_FOR) -> Ticket[None]:
-        """Start to fill `memory`, which belongs to the read until its ticket has ended. Raises
-        `StoreError` where a file has changed.
+        """Start to fill `memory`, which the caller must not use until the ticket has ended. Raises
+        `StoreError` if a file has changed.
         """
         target = Buffer.of(self.name, memory, writable=True)
         for file in self._files:
@@ -82,8 +82,10 @@ class WeightBlock:
         return group.ticket
 
     def _ended(self, read: _Read, error: OffloadError | None) -> OffloadError | None:
-        """What a read ends with; in a thread of the engine's."""
-        memory, read.memory = read.memory, Buffer(0, 0, None)  # however long the ticket is kept
+        """Return the error that a read ends with: check that the files are unchanged, and take the
+        checksums of the first read. Called as `Group.end` is.
+        """
+        memory, read.memory = read.memory, Buffer(0, 0, None)  # free it, however long `read` lives
         try:
             if error is None or isinstance(error, CorruptionError):
                 for file in self._files:
@@ -94,7 +96,7 @@ class WeightBlock:
             return CorruptionError(
                 f"{self.name}: {error.file} gave other bytes than when it was read first, and its "
                 "size and time of change are the same; the drive or the memory is faulty, or "
-                "somebody wrote to the file: get it again, and prepare the model again",
+                "another process wrote to the file: get it again, and prepare the model again",
                 errno=error.errno,
                 operation="read",
                 file=error.file,
@@ -105,7 +107,7 @@ class WeightBlock:
             if self._sums is None:
                 self._sums = [self._sum(memory.part(e.begin, e.nbytes)) for e in self._extents]
             self._metrics.count("disk_read_bytes", self.nbytes)
-            self._metrics.count("original_read_bytes", self.nbytes)  # among them
+            self._metrics.count("original_read_bytes", self.nbytes)  # included in the former
             now_s = time.perf_counter()
             self._metrics.event(Event(DISK_READS, self.name, read.begin_s, now_s, self.nbytes))
         return error
@@ -121,7 +123,7 @@ class WeightBlock:
 
 
 class WeightBlocks:
-    """The files that weights came in, and an engine to read them: `engine`, or one of its own."""
+    """The user's weight files, and the engine that reads them: `engine`, or one of its own."""
 
     def __init__(self, weights: Weights, metrics: Metrics, engine: IOEngine | None = None) -> None:
         self.weights = weights
@@ -129,7 +131,7 @@ class WeightBlocks:
         self._own_engine = open_engine([], metrics=metrics) if engine is None else None
         self.engine: IOEngine = engine or self._own_engine  # type: ignore[assignment]
         if self._own_engine is not None:
-            weakref.finalize(self, self._own_engine.close).atexit = False  # engines have their own
+            weakref.finalize(self, self._own_engine.close).atexit = False  # engines close at exit
         try:
             for file in weights.files:
                 if file.direct is None and file.nbytes >= _DIRECT_BYTES:
@@ -144,10 +146,12 @@ class WeightBlocks:
         return WeightBlock(name, pieces, self.engine, self._metrics)
 
     def close(self) -> None:
-        """Behind the engine's owner, if that is somebody else. Idempotent."""
+        """Close the own engine and the files. Idempotent. A shared engine must be closed before, by
+        its owner: while it runs, the files stay open.
+        """
         if self._own_engine is not None:
             self._own_engine.close()
-        # A file that the kernel may still use stays open until the end.
+        # A file that the kernel may still read stays open until the process ends.
         if self.engine.is_over and self.engine.abandoned_bytes == 0:
             self.weights.close()
 
@@ -160,7 +164,7 @@ class _FileExtent(NamedTuple):
 
 
 def _cut(piece: FileRange) -> Iterator[_FileExtent]:
-    """A piece as whole blocks of the drive, and what is before and behind them."""
+    """Split a range into whole blocks of the drive, for direct I/O, and its two ends."""
     end = piece.offset + piece.nbytes
     first = last = end
     direct = piece.file.direct

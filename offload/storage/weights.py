@@ -1,5 +1,5 @@
-"""Weights as users keep them: a safetensors file, or a directory with one or with shards and their
-index, as Hugging Face writes it. Only read.
+"""The user's weight files: a safetensors file, or a directory with one or with shards and their
+index, as Hugging Face writes it. They are only read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Weights:
-    """Open files and all their tensors: by name the file and the place in it."""
+    """A set of open weight files. entries: the file and the place of each tensor, by name."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
@@ -66,13 +66,15 @@ class Weights:
             LOG.info("weights: %d tensors in %s are not in its index", rest, self.path)
 
     def close(self) -> None:
-        """Idempotent. Nothing may be reading."""
+        """Close the files. Idempotent. No read may be in flight."""
         for file in self.files:
             file.close()
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The shard of each tensor. Names of files are such, never ways out of the directory."""
+    """Read the file name of each tensor's shard. A name that is a path is a `FormatError`, so that
+    an index cannot lead out of its directory.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MOST_HEADER_BYTES + 1)

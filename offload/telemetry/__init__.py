@@ -1,1 +1,1 @@
-"""What a training tells of itself: the report, live statistics, and the file of a run."""
+"""What a training run reports: the report, live statistics, and the file of a run."""

@@ -1,4 +1,4 @@
-"""The few numbers of a report that are worth a look while training runs. Pure functions."""
+"""The few numbers of a report that are worth watching while training runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from offload.telemetry.report import Report
 
 @dataclass(frozen=True)
 class LiveStats:
-    """host_bytes: memory that the engine has taken. disk_bytes: in use now. device_bytes: of this
-    process, when it was last looked at; None: there is no device, or it is not watched.
-    stall_share: of whole iterations, what their thread waited for drives, copies and ranks; None:
-    not two steps yet. step_s: in the last `step()`.
+    """The live statistics of a run.
+
+    host_bytes: host memory that the engine has taken.
+    disk_bytes: bytes of the drives in use now.
+    device_bytes: device memory of this process, when it was last sampled; None: there is no device,
+    or it is not sampled.
+    stall_share: the share of whole iterations in which their thread waited for drives, copies and
+    ranks; None: no two steps yet.
+    step_s: time in the last `step()`.
     """
 
     steps: int
@@ -26,13 +31,15 @@ class LiveStats:
     step_s: float
     read_bytes: int  # from disk, in the last step() and the passes before it
     written_bytes: int
-    hit_rate: float | None  # of parameters that had to come; None: none had to
-    depth: int | None  # units that are fetched ahead; None: the model is not prepared
+    hit_rate: float | None  # of blocks that had to be fetched; None: none had to
+    depth: int | None  # units that are prefetched; None: the model is not prepared
     fallbacks: int
 
     @classmethod
     def of(cls, told: Report, steps_before: int = 0) -> LiveStats:
-        """steps_before: the stall share is that of the steps since then, at least of the last."""
+        """Take the statistics from a report. steps_before: the stall share is that of the steps
+        with higher numbers, at least of the last.
+        """
         model, plan = told.model, told.plan
         counts = told.steps_done[-1].counts if told.steps_done else {}
         newest = told.samples[-1].nbytes if told.samples else {}
@@ -51,7 +58,7 @@ class LiveStats:
         )
 
     def to_dict(self) -> dict[str, float]:
-        """Flat, for a log. What is not known is not there."""
+        """Return the numbers as a flat dict, for a log. Unknown ones are left out."""
         numbers = {
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
@@ -68,10 +75,12 @@ class LiveStats:
 
 
 def stall_share(steps: Sequence[StepFact], steps_before: int = 0) -> float | None:
-    """Of the time from one step's end to the last one's: what was waited, in `step()` and passes.
+    """Return the share of the time from one step's end to the last one's in which the thread
+    waited, in `step()` and in passes.
 
-    From the end of the last step whose number is at most `steps_before`, or of the one before the
-    last. None: there are no two steps.
+    The time begins at the end of the last step whose number is at most `steps_before`, at the
+    latest of the one before the last; if all have higher numbers, at the end of the first. None:
+    there are no two steps.
     """
     if len(steps) < 2:
         return None
@@ -84,7 +93,9 @@ def stall_share(steps: Sequence[StepFact], steps_before: int = 0) -> float | Non
 
 
 def _waited_s(step: StepFact) -> float:
-    """Causes are named `where: what`; those that compute are no waits."""
+    """Sum the seconds of a step's waits. Causes are named `where: what`; those that compute are no
+    waits.
+    """
     return sum(
         s
         for cause, s in step.seconds.items()

@@ -1,5 +1,5 @@
-"""Where numbers go while training runs: TensorBoard, Weights & Biases, and what is shaped as they
-are. Neither is imported, and neither is needed.
+"""Writers for numbers while training runs: TensorBoard, Weights & Biases, and objects with the
+methods of either. Neither is imported, and neither is needed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from offload.core.errors import ConfigError
 
 
 class ScalarWriter(Protocol):
-    """What TensorBoard's SummaryWriter has."""
+    """The method that TensorBoard's SummaryWriter has."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class RunLogger(Protocol):
-    """What a run of Weights & Biases has, and the module `wandb` itself."""
+    """The method that a run of Weights & Biases has, and the module `wandb` itself."""
 
     def log(self, data: dict[str, float], *, step: int) -> Any: ...
 
@@ -26,7 +26,9 @@ Writer = ScalarWriter | RunLogger
 
 
 def check_writer(writer: object, what: str) -> None:
-    """A ConfigError unless numbers can be written there. what: the argument, for the message."""
+    """Raise a `ConfigError` unless numbers can be written there. what: the argument, for the
+    message.
+    """
     if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
         raise ConfigError(
             f"{what}: expected TensorBoard's SummaryWriter (add_scalar) or a run of W&B (log), got "
@@ -35,7 +37,9 @@ def check_writer(writer: object, what: str) -> None:
 
 
 def log_numbers(writer: Writer, numbers: Mapping[str, float], step: int) -> None:
-    """Write them all for one step: one by one where there is `add_scalar`, else at once."""
+    """Write all numbers for one step: one by one with `add_scalar` if the writer has it, else at
+    once.
+    """
     check_writer(writer, "log_to")
     add: Any = getattr(writer, "add_scalar", None)
     if callable(add):

@@ -1,4 +1,4 @@
-"""From what a report has seen to a run that can be written to a file."""
+"""How a report's events, samples and steps become a run that can be written to a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ MOST_USES = 1 << 14  # of units, the last ones
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run is, whatever happens in it. units: none where the model is not prepared."""
+    """The facts of a run that do not change while it goes on. units: empty if the model is not
+    prepared.
+    """
 
     title: str
     kind: str
@@ -50,7 +52,9 @@ def make_run(
     numbers: Mapping[str, Any],
     fallbacks: Mapping[str, str],
 ) -> Run:
-    """Events of the last whole steps, memory meanwhile, and a line for each step of the run."""
+    """Make a run of the events of the last whole steps, the memory samples since their begin, and a
+    line for each step.
+    """
     drawn = whole_steps(events, some_are_lost=len(events) >= MOST_EVENTS)
     start_s = min((event.begin_s for event in drawn), default=0.0)
     names = tuple(dict.fromkeys(name for sample in samples for name in sample.nbytes))
@@ -65,7 +69,7 @@ def make_run(
 
 
 def _from_first(steps: Iterable[StepFact]) -> tuple[StepFact, ...]:
-    """With times from the first one on."""
+    """Shift the times of steps so that the first one begins at 0."""
     found = list(steps)
     start_s = found[0].begin_s if found else 0.0
     return tuple(
@@ -112,7 +116,7 @@ def _about(
 def _version() -> str:
     try:
         return importlib.metadata.version("offload")
-    except importlib.metadata.PackageNotFoundError:  # it runs from where it lies
+    except importlib.metadata.PackageNotFoundError:  # it runs from a source tree
         return "unknown"
 
 

@@ -1,4 +1,4 @@
-"""What has happened, for people and for machines."""
+"""The report of a run, for people and for machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.planning.shares import Shares
 from offload.telemetry.loggers import Writer, log_numbers
 from offload.telemetry.recording import RunFacts, make_run
 
-# Bytes by tier and direction: the counter, and what people read.
+# Bytes by tier and direction: the counter, and the text for people.
 MOVES = {
     "disk_read_bytes": "read from disk",
     "disk_written_bytes": "written to disk",
@@ -29,7 +29,7 @@ MOVES = {
     "host_to_device_bytes": "copied from host to device",
     "updated_bytes": "read and written by the update",
 }
-# Causes of a step's seconds. All are there, also those that took none; others come behind.
+# Causes of a step's seconds. All are listed, also those that took none; other causes follow.
 CAUSES = {
     "disk read": "waits for disk reads",
     "disk write": "waits for disk writes",
@@ -41,14 +41,14 @@ CAUSES = {
 }
 
 
-BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the books, before the report tells of it
+BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the engine's account, before the report mentions it
 _SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
 
 
 @dataclass(frozen=True)
 class Account:
-    """What some steps have moved, in bytes, and where their time went; the seconds add up to the
-    time in `step()`. ceiling_s: the least that the measured speeds allow; None: not known.
+    """The bytes that some steps have moved, and the causes of their time; the seconds add up to the
+    time in `step()`. ceiling_s: the least time that the measured speeds allow; None: not known.
     """
 
     counts: Mapping[str, int]
@@ -59,7 +59,9 @@ class Account:
     def of(
         cls, snapshot: MetricsSnapshot, speeds: Speeds, stepped: Mapping[str, int] | None = None
     ) -> Account:
-        """stepped: what was moved within steps, where others have moved something, too."""
+        """Make the account of a snapshot. stepped: the bytes that were moved within steps, if bytes
+        were moved outside of steps, too.
+        """
         counts = dict(snapshot.counts)
         seconds = {cause: snapshot.seconds.get(cause, 0.0) for cause in CAUSES}
         seconds.update(snapshot.seconds)
@@ -74,7 +76,9 @@ class Account:
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """1 is as fast as the slower of disk and update could be alone."""
+        """The least possible time over the time taken: 1 is as fast as the slower of disk and
+        update could be alone.
+        """
         return self.ceiling_s / self.step_s if self.ceiling_s and self.step_s else None
 
     @property
@@ -94,11 +98,11 @@ class Account:
 
 @dataclass(frozen=True)
 class ActivationUse:
-    """What autograd keeps of a model with `activations="offload"`. Hits are pieces that were under
-    way when backward wanted them; waits are those of forward and backward passes.
+    """The saved activations of a model with `activations="offload"`. Hits are storages whose fetch
+    was in flight when backward needed them; waits are those of forward and backward passes.
     """
 
-    sent_bytes: int  # have left the memory that is computed in, since the model was prepared
+    sent_bytes: int  # offloaded from the memory that is computed in, since the model was prepared
     host_bytes: int  # in host memory now
     disk_bytes: int  # on disk now
     hits: int
@@ -120,9 +124,9 @@ class ActivationUse:
 
 @dataclass(frozen=True)
 class SharedUse:
-    """A model that is shared out over ranks. Bytes since it was prepared; sent ones by kind:
-    `gather` for parameters (and whole states), `reduce` for gradients, `control` for what ranks
-    tell one another. waited_s: for other ranks, in forward and backward passes.
+    """The traffic of a model that is sharded over ranks. Bytes since it was prepared; sent ones by
+    kind: `gather` for parameters (and whole states), `reduce` for gradients, `control` for messages
+    between ranks. waited_s: for other ranks, in forward and backward passes.
     """
 
     rank: int
@@ -155,7 +159,7 @@ class SharedUse:
 
 @dataclass(frozen=True)
 class ModelUse:
-    """A prepared model: where its bytes are, and what it cost that parameters were away.
+    """The state of a prepared model: where its bytes are, and the cost of fetching parameters.
 
     Waits are those of forward and backward passes. round_s: from the end of the step before to that
     of the last one, in which the model waited round_waited_s; None: there were no two steps yet.
@@ -166,19 +170,19 @@ class ModelUse:
     shares: Shares  # of host memory, for parameters and all else; taken from the start
     held_bytes: int  # of parameters, in host memory now
     disk_bytes: int  # in use now: parameters, gradients, optimizer state, activations
-    depth: int  # units that are fetched ahead
-    hits: int  # blocks that were there when they were needed, having been away
+    depth: int  # units that are prefetched
+    hits: int  # blocks not ready for a use, but in host memory or in flight
     misses: int
     waited_s: float
     round_s: float | None
     round_waited_s: float
     read_bytes_per_s: float | None  # of parameters, lately
     activations: ActivationUse | None = None  # None: they are not offloaded
-    shared: SharedUse | None = None  # None: all of it is here
+    shared: SharedUse | None = None  # None: this rank has all of it
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory that parameters may take."""
+        """The host memory that parameters may take."""
         return self.shares.params
 
     @property
@@ -188,13 +192,15 @@ class ModelUse:
 
     @property
     def hit_rate(self) -> float | None:
-        """Of the blocks that had to come; None where none had to."""
+        """The share of hits among the blocks that had to be fetched; None if none had to."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
     @property
     def stall_share(self) -> float | None:
-        """Of the last whole iteration, what forward and backward waited for parameters."""
+        """The share of the last whole iteration in which forward and backward waited for
+        parameters.
+        """
         return self.round_waited_s / self.round_s if self.round_s else None
 
     def to_dict(self) -> dict[str, float]:
@@ -218,7 +224,7 @@ class ModelUse:
 
     def notes(self) -> list[tuple[str, str]]:
         size = format_size
-        rate = "none had to come" if self.hit_rate is None else f"{self.hit_rate:.1%} in time"
+        rate = "none was fetched" if self.hit_rate is None else f"{self.hit_rate:.1%} in time"
         speed = f", read at {self.read_bytes_per_s / 1e9:.3g} GB/s" if self.read_bytes_per_s else ""
         notes = [
             (
@@ -246,9 +252,9 @@ class ModelUse:
 
 @dataclass(frozen=True)
 class RankUse:
-    """An optimizer whose state is shared over ranks. sent_bytes: of this rank, by kind, since it
-    was wrapped: `gather` for new parameters (and whole states), `reduce` for gradients, `control`
-    for what ranks tell one another.
+    """The traffic of an optimizer whose state is sharded over ranks. sent_bytes: of this rank, by
+    kind, since it was wrapped: `gather` for new parameters (and whole states), `reduce` for
+    gradients, `control` for messages between ranks.
     """
 
     share: RankShare
@@ -265,9 +271,11 @@ class RankUse:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """Memory of this process as the kernel counts it, beside the engine's books. base_bytes: RSS
-    before the engine had anything. engine_bytes: the most that it has taken of `host_memory`.
-    peak_bytes: most RSS since then.
+    """The resident memory of this process as the kernel counts it, beside the engine's own account.
+
+    base_bytes: RSS before the engine took any memory.
+    engine_bytes: the most that it has taken of `host_memory`.
+    peak_bytes: the highest RSS since then.
     """
 
     base_bytes: int
@@ -276,14 +284,16 @@ class ProcessUse:
 
     @property
     def beyond_bytes(self) -> int:
-        """That the books do not explain."""
+        """The bytes of the peak that the engine's account does not explain."""
         return max(0, self.peak_bytes - self.base_bytes - self.engine_bytes)
 
     def to_dict(self) -> dict[str, int]:
         return {"peak_bytes": self.peak_bytes, "beyond_books_bytes": self.beyond_bytes}
 
     def notes(self) -> list[tuple[str, str]]:
-        """None where memory is what the books say, give or take `BOOKS_MARGIN_BYTES`."""
+        """List notes for people; none if the peak is within `BOOKS_MARGIN_BYTES` of the engine's
+        account.
+        """
         if self.beyond_bytes <= BOOKS_MARGIN_BYTES:
             return []
         size = format_size
@@ -297,11 +307,13 @@ class ProcessUse:
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot. `str()` is for people, `to_dict()` for machines, `save_trace()` for a timeline.
+    """A snapshot of a run. `str()` is for people, `to_dict()` for machines, `save_trace()` for a
+    timeline.
 
     Bytes of `total` are all since the optimizer was wrapped, its seconds those of all steps;
-    `outside` has seconds that were waited elsewhere, for a `state_dict()` say. speeds: the best of
-    this run, or of the probe before it (`measure=True`); the ceiling is computed from them.
+    `outside` has the seconds of waits outside of steps, of a `state_dict()` for example. speeds:
+    the best of this run, or of the probe before it (`measure=True`); the ceiling is computed from
+    them.
     """
 
     plan: Plan
@@ -314,15 +326,15 @@ class Report:
     host_peak_bytes: int
     events: Sequence[Event] = field(repr=False)
     model: ModelUse | None = None  # None: the model is not prepared
-    ranks: RankUse | None = None  # None: the state is not shared over ranks
+    ranks: RankUse | None = None  # None: the state is not sharded over ranks
     process: ProcessUse | None = None  # None: not known, or it had more memory before
     # The order in which the model's units run, as far as it is known: no snapshot, it goes on.
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    # What a file of the run needs. No model, no optimizer: a report keeps nobody's memory.
+    # For the file of a run. No model and no optimizer: a report keeps no memory of theirs alive.
     samples: Sequence[Sample] = field(default_factory=list, repr=False)
     steps_done: Sequence[StepFact] = field(default_factory=list, repr=False)
     facts: RunFacts | None = field(default=None, repr=False, compare=False)
-    tuned: str | None = None  # what a profile says, and which
+    tuned: str | None = None  # what a profile sets, and which profile
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -338,11 +350,11 @@ class Report:
 
     @property
     def disk_written_bytes(self) -> int:
-        """The wear of the drives."""
+        """The wear of the drives, in bytes."""
         return self.total.moved["disk_written_bytes"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat numbers and texts, for a logger or for JSON. What is not known is not there."""
+        """Return flat numbers and texts, for a logger or for JSON. Unknown ones are left out."""
         speeds = {
             "speed/disk_bytes_per_s": self.speeds.disk_bytes_per_s,
             "speed/update_bytes_per_s": self.speeds.update_bytes_per_s,
@@ -372,17 +384,17 @@ class Report:
         }
 
     def log_to(self, writer: Writer, step: int) -> None:
-        """Write all numbers to TensorBoard's SummaryWriter, to a run of W&B, or to whatever has the
-        `add_scalar` of the one or the `log` of the other.
+        """Write all numbers to TensorBoard's SummaryWriter, to a run of W&B, or to any object with
+        the `add_scalar` of the one or the `log` of the other.
         """
         plain = {k: v for k, v in self.to_dict().items() if isinstance(v, int | float)}
         log_numbers(writer, {f"offload/{name}": value for name, value in plain.items()}, step)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the run to a file: for `offload report`, which makes a page of it, for `offload
-        plan --trace`, and as a timeline of the last steps for chrome://tracing or ui.perfetto.dev,
-        with a row for each resource. How many steps depends on their chunks: the last 8192 events
-        are kept. The file can be read by its owner only; one that is there is replaced.
+        """Write the run to a file: for `offload report` (a page), for `offload plan --trace`, and
+        as a timeline of the last steps for chrome://tracing or ui.perfetto.dev, with a row for each
+        resource. How many steps depends on their chunks: the last 8192 events are kept. Only its
+        owner can read the file; an existing one is replaced.
         """
         assert self.facts is not None, "reports of runs have them"
         order = self.trace.uses() if self.trace is not None else ()
@@ -456,5 +468,5 @@ def _part(seconds: float, whole_s: float) -> str:
 
 
 def _key(name: str) -> str:
-    """As a part of a flat key."""
+    """Return the name as a part of a flat key."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")

@@ -1,5 +1,5 @@
-"""What a wrapped optimizer and a prepared model tell of themselves: the report, and the facts for
-the file of a run.
+"""How a wrapped optimizer or a prepared model becomes a report, with the facts for the file of a
+run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _ACTIVATION_WAITS = ("activation read", "activation write")
 
 
 def report_on(optimizer: Any) -> Report:
-    """Of a wrapped optimizer, or a prepared model with its optimizer if it has one."""
+    """Make the report of a wrapped optimizer, or of a prepared model and its optimizer if it has
+    one.
+    """
     made = prepared_of(optimizer)
     if made is not None and made.session is None:  # for evaluation
         return _report(made, None, made.metrics, StepStats(made.metrics))
@@ -50,7 +52,7 @@ def report_on(optimizer: Any) -> Report:
 def _report(
     made: Prepared | None, session: Session | None, metrics: Metrics, step_stats: StepStats
 ) -> Report:
-    """At least one of the first two is there."""
+    """Make the report. At least one of `made` and `session` is not None."""
     total, speeds = metrics.snapshot(), step_stats.speeds
     store = session.store if session is not None else made.store if made is not None else None
     pools = list(session.pools) if session is not None else []
@@ -85,7 +87,9 @@ def _process_use() -> ProcessUse | None:
 
 
 def _session_of(optimizer: Any) -> Session:
-    """Of the optimizer itself, or the one that it holds, as accelerate's and Lightning's do."""
+    """Return the session of the optimizer itself, or of the one that it holds, as accelerate's and
+    Lightning's do.
+    """
     found = optimizer
     while not is_wrapped(found):
         outer, found = found, getattr(found, "optimizer", None)
@@ -102,7 +106,7 @@ def _session_of(optimizer: Any) -> Session:
 
 
 def use_of(made: Prepared, step_stats: StepStats) -> ModelUse:
-    """Of the parameters, for a report."""
+    """Collect the state and the costs of a prepared model, for a report."""
     assert made.engine is not None
     residency, total = made.engine.residency, made.metrics.snapshot()
     return ModelUse(
@@ -124,7 +128,7 @@ def use_of(made: Prepared, step_stats: StepStats) -> ModelUse:
 
 
 def _disk_bytes(made: Prepared) -> int:
-    """In use now, by all that is the model's."""
+    """Sum the bytes of drives in use now, for all that belongs to the model."""
     assert made.engine is not None
     kept = made.engine.activations
     return (
@@ -166,7 +170,7 @@ def _shared_use(made: Prepared, total: MetricsSnapshot) -> SharedUse | None:
 
 
 def _waited_s(snapshot: MetricsSnapshot, causes: Sequence[str]) -> float:
-    """In forward and backward passes."""
+    """Sum the seconds that forward and backward passes waited for these causes."""
     return sum(snapshot.outside.get(cause, 0.0) for cause in causes)
 
 
@@ -207,7 +211,7 @@ def _facts_of_model(made: Prepared) -> RunFacts:
 def _facts_of_optimizer(session: Session) -> RunFacts:
     config, plan = session.config, session.plan
     return RunFacts(
-        title=type(session.optimizer).__mro__[2].__name__,  # behind our own two classes
+        title=type(session.optimizer).__mro__[2].__name__,  # after the engine's own two classes
         kind="wrap",
         device="device" if plan.staging_buffers else "cpu",
         prefetch_depth="",

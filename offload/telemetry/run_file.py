@@ -1,9 +1,9 @@
-"""A run as a file: what `Report.save_trace` writes, and `offload report` and `offload plan --trace`
-read.
+"""A run as a file: `Report.save_trace` writes it; `offload report` and `offload plan --trace` read
+it.
 
-The file is a timeline for chrome://tracing and ui.perfetto.dev, which pass over what they do not
-know: one more key, `offload`, has what the run was and did. Read strictly, and within bounds.
-Needs no torch.
+The file is a timeline for chrome://tracing and ui.perfetto.dev, which ignore unknown keys: one more
+key, `offload`, has the facts of the run and what it did. Read strictly, and within bounds. Needs no
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ MOST_FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class UnitFact:
-    """is_kept: never goes. is_original: read from the files that it came from, never written."""
+    """A unit of a prepared model. is_kept: never evicted. is_weight_block: read from the files that
+    it was loaded from, never written.
+    """
 
     name: str
     nbytes: int
@@ -40,8 +42,11 @@ class UnitFact:
 
 @dataclass(frozen=True)
 class ParamFact:
-    """A parameter that is trained. fields: of its optimizer state, fp32 each. unit: its number;
-    None: the model is not prepared. grad_bytes: that its gradient takes.
+    """A parameter that is trained.
+
+    fields: of its optimizer state, fp32 each.
+    unit: its number; None: the model is not prepared.
+    grad_bytes: the bytes of its gradient.
     """
 
     name: str
@@ -55,8 +60,11 @@ class ParamFact:
 
 @dataclass(frozen=True)
 class About:
-    """What the run was. prefetch_depth, activations: as they were asked for. host_bytes,
-    device_bytes: budgets in force; None: none. shares: of host memory, by what they are for.
+    """The facts of a run.
+
+    prefetch_depth, activations: as the user set them.
+    host_bytes, device_bytes: budgets in force; None: none.
+    shares: of host memory, by their purpose.
     order: phase (0 forward, 1 backward, 2 evaluation) and unit of the last uses.
     """
 
@@ -86,8 +94,8 @@ class About:
 
 @dataclass(frozen=True)
 class Run:
-    """Times are seconds from the first event or step on. samples: of memory, seconds and bytes of
-    each kind, in the order of `memory`.
+    """A run as it is in a file. Times are seconds from the first event or step on. samples: of
+    memory, seconds and bytes of each kind, in the order of `memory`.
     """
 
     about: About
@@ -96,7 +104,7 @@ class Run:
     samples: tuple[tuple[float, tuple[int, ...]], ...]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """To a file that only its owner can read; one that is there is replaced."""
+        """Write the run to a file that only its owner can read; an existing one is replaced."""
         text = json.dumps(self.to_dict(), allow_nan=False)
         if len(text) > MOST_FILE_BYTES:
             raise FormatError(
@@ -119,7 +127,9 @@ class Run:
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """Raises `FormatError` where it is no such file, `StoreError` where it cannot be read."""
+    """Read the file of a run. Raises `FormatError` if it is not such a file, `StoreError` if it
+    cannot be read.
+    """
     text = read_small(Path(path), MOST_FILE_BYTES)
     try:
         return from_dict(parse_json(text))
@@ -189,7 +199,7 @@ def _are_numbers(*values: object) -> bool:
 def relative(
     events: Sequence[Event], samples: Sequence[tuple[float, tuple[int, ...]]], start_s: float
 ) -> tuple[tuple[Event, ...], tuple[tuple[float, tuple[int, ...]], ...]]:
-    """The same with times from `start_s` on; what was before is left out."""
+    """Shift times so that `start_s` is 0, and leave out events and samples from before it."""
     shifted = (e._replace(begin_s=e.begin_s - start_s, end_s=e.end_s - start_s) for e in events)
     late = ((at_s - start_s, nbytes) for at_s, nbytes in samples)
     return tuple(e for e in shifted if e.begin_s >= 0), tuple(s for s in late if s[0] >= 0)

@@ -95,7 +95,7 @@ def test_others_are_never_touched(tmp_path: Path) -> None:
     }
     assert names(outside) == names(tmp_path / "new")
     (why,) = metrics.snapshot().fallbacks.values()
-    assert "2 stays: somebody has put 'notes.txt' in it" in why
+    assert "2 stays: another program has put 'notes.txt' in it" in why
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
@@ -114,7 +114,7 @@ def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path / "1") as reader:
         save(tmp_path / "2", contents_of(2), keep=1, metrics=metrics)
         assert names(tmp_path) == ["1", "2"]
-        assert "somebody reads" in str(metrics.snapshot().fallbacks)
+        assert "another process reads" in str(metrics.snapshot().fallbacks)
         reader.check()
     save(tmp_path / "3", contents_of(3), keep=1)
     assert names(tmp_path) == ["3"]
@@ -206,7 +206,7 @@ def test_leftovers_go_only_if_their_lock_is_free(tmp_path: Path) -> None:
         assert try_lock(fd)
         with CheckpointWriter(tmp_path / "new"):
             assert not dead.exists() and not old.exists() and live.exists()
-        with pytest.raises(ConfigError, match="somebody is saving there now"):
+        with pytest.raises(ConfigError, match="another save is under way there"):
             CheckpointWriter(tmp_path / "z")
         assert names(tmp_path) == [live.name]
     finally:

@@ -37,7 +37,7 @@ def test_threads_of_a_core_stay_together() -> None:
 
 def test_left_alone_where_somebody_else_has_bound_it_or_said_so() -> None:
     bound = divide(1, 2, [[3, 4]], False, "")
-    assert (bound.cores, bound.threads) == ((), None) and "somebody else" in str(bound)
+    assert (bound.cores, bound.threads) == ((), None) and "already bound" in str(bound)
     off = divide(1, 2, [[0, 1]], True, "0")
     assert (off.cores, off.threads) == ((), 1) and "OFFLOAD_BIND=0" in str(off)
     with pytest.raises(ConfigError, match="OFFLOAD_BIND: expected 0 or 1, got 'yes'"):

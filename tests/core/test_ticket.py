@@ -357,7 +357,7 @@ def test_an_error_that_nobody_waits_for_is_reported(monkeypatch: pytest.MonkeyPa
     del ticket
     gc.collect()
     (report,) = seen
-    assert "read w: nobody waited for" in report.err_msg
+    assert "read w: never waited for" in report.err_msg
     assert str(report.exc_value) == "disk on fire"
 
 
@@ -369,7 +369,7 @@ def test_the_report_without_a_hook_of_ones_own(
     ticket = failed(OSError("disk on fire"))
     del ticket
     printed = capsys.readouterr().err
-    assert "read w: nobody waited for" in printed
+    assert "read w: never waited for" in printed
     assert "OSError: disk on fire" in printed
     assert "TypeError" not in printed
 

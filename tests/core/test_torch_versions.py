@@ -17,7 +17,7 @@ from torch import nn
 import offload
 from offload.core import torch_versions
 from offload.core.host_facts import Torch, read_machine
-from offload.tools.cli import doctor
+from offload.tools.doctor import judgement
 from offload.tools.doctor.diagnosis import Severity
 from offload.tools.selftest import about
 from offload.tools.selftest.check import Setting
@@ -153,7 +153,7 @@ def test_doctor_and_selftest_say_which_it_is(
 ) -> None:
     machine = dataclasses.replace(read_machine(), torch=Torch(version, None))
     told = f"{version}, {word} of those whose bits were compared (2.13, 2.14, 2.15)"
-    row = doctor.judge_torch(machine)
+    row = judgement.judge_torch(machine)
     assert (row.value, row.status) == (told, status)
     assert (row.advice is None) == (status is Severity.OK)
     monkeypatch.setattr(about, "read_machine", lambda: machine)

@@ -137,7 +137,7 @@ def test_one_rank_is_stopped(tmp_path: Path, victim: int) -> None:
     limit_s = 3.0
     found = run(2, cases.stop, tmp_path, victim, limit_s, deadline_s=120)
     kind, text = found[1 - victim]["error"]
-    assert kind == "StateError" and f"rank {victim} has gone, or was not heard of" in text, text
+    assert kind == "StateError" and f"rank {victim} has ended, or did not answer" in text, text
     assert found[1 - victim]["took_s"] < limit_s + 60
     assert found[victim]["error"][0] == "StateError", found[victim]
     assert sorted(os.listdir(tmp_path)) == ["1"] and verify(tmp_path / "1").is_whole

@@ -562,7 +562,7 @@ def differing(rank: int, directory: str) -> None:
     optimizer.zero_grad()
     train(model, optimizer, rank, 1)
     # A unit that runs on one rank only.
-    refused(StateError, "parted ways", lambda: model.layers[2 + rank](torch.zeros(1, 2, WIDTH)))
+    refused(StateError, "out of step", lambda: model.layers[2 + rank](torch.zeros(1, 2, WIDTH)))
     refused(StateError, "earlier error", lambda: model(tokens(rank, 0)))
     optimizer.close()
     refused(StateError, "not in memory", lambda: model.head.weight.sum())

@@ -498,7 +498,7 @@ def test_damage_between_backward_and_step_is_noticed(
     with pytest.raises(CorruptionError, match=f"gradient .* of {name}"):
         mine.step()
     with pytest.raises(StateError):
-        mine.state_dict()  # chunks are of two ages: nobody gets them
+        mine.state_dict()  # chunks are from different steps: nobody gets them
 
 
 def test_damage_is_noticed_by_whoever_looks(both: Any, tmp_path: Path) -> None:

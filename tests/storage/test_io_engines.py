@@ -448,7 +448,7 @@ def test_an_error_that_nobody_waits_for_is_reported(
         until(lambda: bool(seen), "the report")
     finally:
         gc.enable()
-    assert "write of layer.1: nobody waited for" in seen[0].err_msg
+    assert "write of layer.1: never waited for" in seen[0].err_msg
     assert isinstance(seen[0].exc_value, StoreError)
 
 

@@ -127,7 +127,7 @@ def wrong_sums() -> Iterator[tuple[Any, str]]:
     yield [right, right, None], "sums of exp_avg: overlaps sums of param by 16 bytes"
     fixed = right.copy()
     fixed.flags.writeable = False
-    yield [fixed, None, None], "sums of param: expected 2 in one writable row"
+    yield [fixed, None, None], "sums of param: expected 2 in one writable array"
 
 
 @pytest.mark.kernels

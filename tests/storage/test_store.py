@@ -120,7 +120,7 @@ def test_tensors_and_buffers(store: Store) -> None:
 def test_what_is_unknown_is_refused_by_name(store: Store) -> None:
     write(store, "v", random_bytes(10, 1))
     for use in (store.nbytes_of, store.generation_of, store.free, lambda n: store.snapshot([n])):
-        with pytest.raises(StateError, match=r"nothing is stored as 'w'.*1 chunks are there"):
+        with pytest.raises(StateError, match=r"nothing is stored as 'w'.*1 chunks are stored"):
             use("w")
     with pytest.raises(StateError, match="nothing is stored as 'w'"):
         store.read("w", bytearray(10))

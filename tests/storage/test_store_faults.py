@@ -405,7 +405,7 @@ def test_without_io_uring_threads_run_and_say_why(
         DiskStore(tmp_path, MIB, metrics=Metrics(strict=True))
     with (
         nothing_left(),
-        pytest.raises(ConfigError, match="OFFLOAD_IO=io_uring: not to be had here"),
+        pytest.raises(ConfigError, match="OFFLOAD_IO=io_uring: not available here"),
     ):
         DiskStore(tmp_path, MIB, engine="io_uring")
 

@@ -354,7 +354,7 @@ def test_what_is_logged(
     told = [one for one in told if not one[1].startswith("fall-back")]  # some file systems have one
     assert [level for level, _ in told] == ["INFO", "ERROR", "WARNING", "DEBUG"]
     assert told[0][1].startswith("AdamW is wrapped:\nparameters") and "on disk" in told[0][1]
-    assert "step ended with an error in its middle" in told[1][1] and "StoreError: " in told[1][1]
+    assert "step failed halfway" in told[1][1] and "StoreError: " in told[1][1]
     assert told[2][1].startswith("close(): the optimizer has no state any more")
     assert told[3][1] == "AdamW is closed"
     kept = [arg for record in caplog.records for arg in record.args or ()]

@@ -38,7 +38,7 @@ from offload.core.host_facts import (
 )
 from offload.tools import cli
 from offload.tools.cli import doctor
-from offload.tools.doctor import diagnosis
+from offload.tools.doctor import diagnosis, judgement
 from offload.tools.doctor.diagnosis import Row, Severity
 
 GIB = 2**30
@@ -109,7 +109,7 @@ def say(row: Row) -> str:
 
 
 def test_healthy_machine(healthy: None) -> None:
-    rows = doctor.examine(HEALTHY, GOOD)
+    rows = judgement.examine(HEALTHY, GOOD)
     assert [row.name for row in rows] == MACHINE_ROWS + DIRECTORY_ROWS
     assert {row.status for row in rows} == {Severity.OK}
     assert all(row.advice is None and row.value and row.why for row in rows)
@@ -117,11 +117,11 @@ def test_healthy_machine(healthy: None) -> None:
 
 
 def test_without_a_directory_only_the_machine_is_judged(healthy: None) -> None:
-    assert [row.name for row in doctor.examine(HEALTHY)] == MACHINE_ROWS
+    assert [row.name for row in judgement.examine(HEALTHY)] == MACHINE_ROWS
 
 
 def test_unusable_directory_has_one_row(healthy: None) -> None:
-    rows = doctor.examine(
+    rows = judgement.examine(
         HEALTHY, DirectoryFacts(Path("/nope"), False, False, False, error="ENOENT")
     )
     assert [row.name for row in rows] == [*MACHINE_ROWS, "directory"]
@@ -143,7 +143,7 @@ def test_machine_that_tells_nothing(healthy: None) -> None:
     )
     rows = {
         row.name: row
-        for row in doctor.examine(unknown, DirectoryFacts(Path("/x"), True, True, True))
+        for row in judgement.examine(unknown, DirectoryFacts(Path("/x"), True, True, True))
     }
     assert {name for name, row in rows.items() if row.status is Severity.OK} == {
         "native core",
@@ -159,14 +159,14 @@ def test_machine_that_tells_nothing(healthy: None) -> None:
 
 def test_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     use_core(monkeypatch)
-    row = doctor.judge_native_core()
+    row = judgement.judge_native_core()
     assert row.status is Severity.OK
     assert row.value == "avx2 (of avx2, scalar, reference), 16 threads"
 
 
 def test_reference_path_is_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
     use_core(monkeypatch, native_error=lambda: "no module _native", isa=lambda: "reference")
-    row = doctor.judge_native_core()
+    row = judgement.judge_native_core()
     assert row.status is Severity.DEGRADED
     assert "no module _native" in row.value
     assert "compiler" in (row.advice or "")
@@ -180,7 +180,7 @@ def test_slow_instruction_set(
     monkeypatch: pytest.MonkeyPatch, available: list[str], advice: str
 ) -> None:
     use_core(monkeypatch, isa=lambda: "scalar", available_isas=lambda: available)
-    row = doctor.judge_native_core()
+    row = judgement.judge_native_core()
     assert row.status is Severity.DEGRADED
     assert advice in (row.advice or "")
 
@@ -191,7 +191,7 @@ def test_error_of_the_core_is_a_row(monkeypatch: pytest.MonkeyPatch, name: str) 
         raise OffloadError("OFFLOAD_ISA: 'sse9' is not available here")
 
     use_core(monkeypatch, **{name: fail})
-    rows = doctor.examine(HEALTHY)
+    rows = judgement.examine(HEALTHY)
     assert rows[0].status is Severity.MISSING
     assert "sse9" in rows[0].value
     assert diagnosis.exit_code(rows) == 1
@@ -200,7 +200,7 @@ def test_error_of_the_core_is_a_row(monkeypatch: pytest.MonkeyPatch, name: str) 
 def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(offload, "kernels", raising=False)
     monkeypatch.setitem(sys.modules, "offload.kernels", None)
-    row = doctor.judge_native_core()
+    row = judgement.judge_native_core()
     assert row.status is Severity.MISSING
     assert "not importable: ModuleNotFoundError: " in row.value
 
@@ -221,7 +221,7 @@ def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_cores(changes: dict[str, Any], status: Severity, text: str) -> None:
-    row = doctor.judge_cores(replace(HEALTHY.cpu, **changes))
+    row = judgement.judge_cores(replace(HEALTHY.cpu, **changes))
     assert row.status is status
     assert text in say(row)
 
@@ -254,7 +254,7 @@ def test_cores(changes: dict[str, Any], status: Severity, text: str) -> None:
     ],
 )
 def test_memory(changes: dict[str, Any], status: Severity, text: str) -> None:
-    row = doctor.judge_memory(replace(HEALTHY.memory, **changes))
+    row = judgement.judge_memory(replace(HEALTHY.memory, **changes))
     assert row.status is status
     assert text in say(row)
 
@@ -269,7 +269,7 @@ def test_memory(changes: dict[str, Any], status: Severity, text: str) -> None:
     ],
 )
 def test_huge_pages(pages: HugePages, status: Severity, text: str) -> None:
-    row = doctor.judge_huge_pages(pages)
+    row = judgement.judge_huge_pages(pages)
     assert row.status is status
     assert text in say(row)
 
@@ -288,7 +288,7 @@ def test_huge_pages(pages: HugePages, status: Severity, text: str) -> None:
     ],
 )
 def test_memlock(memlock: Memlock, status: Severity, text: str) -> None:
-    row = doctor.judge_memlock(memlock)
+    row = judgement.judge_memlock(memlock)
     assert row.status is status
     assert text in say(row)
 
@@ -305,7 +305,7 @@ def test_memlock(memlock: Memlock, status: Severity, text: str) -> None:
     ],
 )
 def test_without_io_uring(ring: IoUring, text: str) -> None:
-    row = doctor.judge_io_uring(replace(HEALTHY, io_uring=ring))
+    row = judgement.judge_io_uring(replace(HEALTHY, io_uring=ring))
     assert row.status is Severity.DEGRADED
     assert text in (row.advice or "")
     assert "thread-pool engine" in (row.advice or "")
@@ -313,25 +313,25 @@ def test_without_io_uring(ring: IoUring, text: str) -> None:
 
 
 def test_accelerator() -> None:
-    row = doctor.judge_accelerator(HEALTHY)
+    row = judgement.judge_accelerator(HEALTHY)
     assert row.value == "2 x Fast GPU (cuda), 80 GiB each"
     nameless = replace(HEALTHY, accelerator=Accelerator("xpu", 1, None, None))
-    assert doctor.judge_accelerator(nameless).value == "1 x xpu (xpu)"
+    assert judgement.judge_accelerator(nameless).value == "1 x xpu (xpu)"
 
 
 def test_missing_accelerator_is_degraded() -> None:
-    row = doctor.judge_accelerator(replace(HEALTHY, accelerator=None))
+    row = judgement.judge_accelerator(replace(HEALTHY, accelerator=None))
     assert row.status is Severity.DEGRADED
     assert "--gpus all" in (row.advice or "")
 
 
 def test_missing_torch_is_missing() -> None:
     machine = replace(HEALTHY, torch=Torch(None, "OSError: libcudart.so"), accelerator=None)
-    row = doctor.judge_torch(machine)
+    row = judgement.judge_torch(machine)
     assert row.status is Severity.MISSING
     assert "libcudart" in row.value
     assert "--force-reinstall torch" in (row.advice or "")
-    assert doctor.judge_accelerator(machine).value == "unknown without torch"
+    assert judgement.judge_accelerator(machine).value == "unknown without torch"
 
 
 # --- the directory -----------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_missing_torch_is_missing() -> None:
     ],
 )
 def test_unusable_directory(changes: dict[str, Any], text: str) -> None:
-    row = doctor.judge_directory(replace(GOOD, writable=False, **changes))
+    row = judgement.judge_directory(replace(GOOD, writable=False, **changes))
     assert row.status is Severity.MISSING
     assert text in say(row)
     assert "/mnt/nvme" in row.value
@@ -365,28 +365,28 @@ def test_unusable_directory(changes: dict[str, Any], text: str) -> None:
     ],
 )
 def test_unsuitable_file_system(fs_type: str, text: str) -> None:
-    row = doctor.judge_file_system(Mount("/mnt", fs_type, "source", "0:1"))
+    row = judgement.judge_file_system(Mount("/mnt", fs_type, "source", "0:1"))
     assert row.status is Severity.DEGRADED
     assert text in (row.advice or "")
 
 
 def test_good_file_system() -> None:
-    row = doctor.judge_file_system(GOOD.mount)
+    row = judgement.judge_file_system(GOOD.mount)
     assert (row.status, row.value) == (Severity.OK, "xfs on /dev/nvme0n1 at /mnt/nvme")
 
 
 def test_o_direct() -> None:
-    row = doctor.judge_o_direct(GOOD)
+    row = judgement.judge_o_direct(GOOD)
     assert row.value == "works, memory aligned to 4 bytes, offsets to 512"
     for works, value in ((False, "refused"), (None, "could not be tried")):
-        row = doctor.judge_o_direct(replace(GOOD, direct_io=DirectIo(works)))
+        row = judgement.judge_o_direct(replace(GOOD, direct_io=DirectIo(works)))
         assert (row.status, row.value) == (Severity.DEGRADED, value)
         assert "-v /mnt/nvme:/mnt/nvme" in (row.advice or "")
 
 
 def test_o_tmpfile() -> None:
-    assert doctor.judge_o_tmpfile(GOOD).status is Severity.OK
-    assert doctor.judge_o_tmpfile(replace(GOOD, o_tmpfile=False)).status is Severity.DEGRADED
+    assert judgement.judge_o_tmpfile(GOOD).status is Severity.OK
+    assert judgement.judge_o_tmpfile(replace(GOOD, o_tmpfile=False)).status is Severity.DEGRADED
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_o_tmpfile() -> None:
     ],
 )
 def test_free_space(free_bytes: int | None, status: Severity) -> None:
-    assert doctor.judge_free_space(replace(GOOD, free_bytes=free_bytes)).status is status
+    assert judgement.judge_free_space(replace(GOOD, free_bytes=free_bytes)).status is status
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_free_space(free_bytes: int | None, status: Severity) -> None:
     ],
 )
 def test_drive(changes: dict[str, Any], status: Severity, text: str) -> None:
-    row = doctor.judge_drive(replace(GOOD, **changes))
+    row = judgement.judge_drive(replace(GOOD, **changes))
     assert (row.status, row.value) == (status, text)
 
 
@@ -428,7 +428,7 @@ LONG = Row("directory", Severity.MISSING, "/" + "long" * 60, "word " * 40, "--gp
 
 
 def test_table_fits_100_columns() -> None:
-    rows = [LONG, *doctor.examine(replace(HEALTHY, accelerator=None), GOOD)]
+    rows = [LONG, *judgement.examine(replace(HEALTHY, accelerator=None), GOOD)]
     lines = diagnosis.format_table(rows).splitlines()
     assert max(len(line) for line in lines) <= 100
     joined = "".join(line.strip() for line in lines)
@@ -442,7 +442,7 @@ def test_table_does_not_break_flags() -> None:
 
 
 def test_table_is_aligned(healthy: None) -> None:
-    lines = diagnosis.format_table(doctor.examine(HEALTHY, GOOD)).splitlines()
+    lines = diagnosis.format_table(judgement.examine(HEALTHY, GOOD)).splitlines()
     assert lines[0] == "native core  ok        avx2 (of avx2, scalar, reference), 16 threads"
     assert lines[-1] == "14 ok, 0 degraded, 0 missing: all is well."
     assert len(lines) == 16, "no advice, an empty line, and the summary"
@@ -451,7 +451,7 @@ def test_table_is_aligned(healthy: None) -> None:
 
 
 def test_only_rows_that_are_not_ok_have_advice(healthy: None) -> None:
-    text = diagnosis.format_table(doctor.examine(replace(HEALTHY, accelerator=None)))
+    text = diagnosis.format_table(judgement.examine(replace(HEALTHY, accelerator=None)))
     assert text.count("do: ") == text.count("why: ") == 1
     assert text.splitlines()[-1].startswith("7 ok, 1 degraded, 0 missing: ")
 

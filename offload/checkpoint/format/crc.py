@@ -1,7 +1,7 @@
-"""CRC-32 as zlib, gzip and PNG have it: the checksum of everything in a checkpoint.
+"""CRC-32 as in zlib, gzip and PNG: the checksum of all tensor bytes in a checkpoint.
 
-By the native core where it is built, at the speed of memory; else by zlib. `OFFLOAD_ISA` forces an
-instruction set here too; `reference` is zlib.
+The native core computes it where it is built, at the speed of memory; otherwise zlib does.
+`OFFLOAD_ISA` forces an instruction set here, too; `reference` is zlib.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from offload.core.errors import ConfigError
 
 
 def crc32(data: Any, begin: int = 0) -> int:
-    """The CRC-32 of something bytes-like and contiguous, as `zlib.crc32`; the GIL is released.
+    """Return the CRC-32 of contiguous bytes, as `zlib.crc32` does; the GIL is released.
 
-    begin: that of the bytes before it.
+    begin: the CRC-32 of the bytes before them.
     """
     native, isa = _choose()
     if native is None:
@@ -28,9 +28,11 @@ def crc32(data: Any, begin: int = 0) -> int:
 
 @cache
 def _choose() -> tuple[ModuleType | None, str]:
-    """The native core, or None for zlib; and the set that the environment asks for, if it does."""
+    """Return the native core, or None for zlib, and the instruction set that the environment asks
+    for ("" for none).
+    """
     asked = os.environ.get("OFFLOAD_ISA", "")
-    # Not by offload.kernels, which needs torch.
+    # Not through offload.kernels, which needs torch.
     try:
         from offload import _native
     except ImportError:

@@ -1,9 +1,9 @@
-"""A checkpoint's directory: the only place that opens the files of one for reading.
+"""A checkpoint's directory: the only code that opens the files of a checkpoint for reading.
 
-Names come from files that nobody vouches for. So a name is one of plain letters, without a way out;
-it is opened from the directory's own descriptor; and what is there is a regular file with this one
-name: no link of either kind, no pipe, no device. The path that the caller gives may lead over links
-as it likes: it is the caller's own. Nothing below it may.
+File names are read from files that are not trusted. So a name is one of plain letters, without a
+path separator; it is opened relative to the directory's own descriptor; and it is a regular file
+with this one name: no symbolic or hard link, no pipe, no device. The path that the caller gives may
+lead over any links: it is the caller's own. Nothing below it may.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from offload.core.strict_json import printable, shown
 
 _NAME: Final = re.compile(rf"(?=[^.])[A-Za-z0-9._-]{{1,{MOST_FILE_NAME_CHARS}}}", re.ASCII)
 _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# A name has one part, so that with O_NOFOLLOW nothing is left that could lead elsewhere. Not to
-# hang where it is a pipe: O_NONBLOCK.
+# A name is a single path component, so with O_NOFOLLOW it cannot lead elsewhere. O_NONBLOCK: the
+# open does not hang if the name is a pipe.
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 _BEGIN_BYTES: Final = 256
-_NOBODYS: Final = "lost+found"  # of a file system; nobody may look into it
+_NOBODYS: Final = "lost+found"  # the file system's own; users may not look into it
 
 
 class CheckpointDirectory:
-    """One directory, open until `close`; also for `with`."""
+    """A directory that is open until `close`; also a context manager."""
 
     def __init__(
         self, path: str | os.PathLike[str], parent: CheckpointDirectory | None = None
     ) -> None:
-        """parent: `path` is a name in it, and no link."""
+        """Open the directory. parent: `path` is a name in it, and must not be a link."""
         self.path: Path = Path(path) if parent is None else parent.path / path
         try:
             if parent is None:
@@ -60,7 +60,7 @@ class CheckpointDirectory:
         weakref.finalize(self, _close, self._fds).atexit = False
 
     def names(self) -> list[str]:
-        """What is there, hidden or not, sorted."""
+        """Return all names in the directory, hidden ones included, sorted."""
         try:
             names = os.listdir(self.fd)
         except OSError as error:
@@ -72,10 +72,10 @@ class CheckpointDirectory:
         return sorted(names)
 
     def open(self, name: str) -> int:
-        """A descriptor to read a regular file of this directory. The caller closes it."""
+        """Open a regular file of this directory for reading. The caller closes the descriptor."""
         path = self.path / check_name(name)
         try:
-            # Looked at first, because to open a device may already do something.
+            # Look at it first, because opening a device may already do something.
             _check_regular(path, os.stat(name, dir_fd=self.fd, follow_symlinks=False))
             fd = os.open(name, _OPEN_FILE, dir_fd=self.fd)
         except OSError as error:
@@ -89,7 +89,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """As `open`, closed at the end of the block."""
+        """Keep a file open, as `open` does, while the block runs."""
         fd = self.open(name)
         try:
             yield fd
@@ -97,7 +97,7 @@ class CheckpointDirectory:
             os.close(fd)
 
     def size(self, name: str) -> int:
-        """Bytes of a regular file, without opening it."""
+        """Return the size of a regular file in bytes, without opening it."""
         path = self.path / check_name(name)
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
@@ -107,7 +107,7 @@ class CheckpointDirectory:
         return found.st_size
 
     def read_manifest(self) -> Manifest:
-        """Raises `FormatError` or `CorruptionError`, with the file's name."""
+        """Read and check the manifest. Raises `FormatError` or `CorruptionError`, with its path."""
         path = self.path / MANIFEST
         with self.opened(MANIFEST) as fd:
             nbytes = os.fstat(fd).st_size
@@ -126,7 +126,7 @@ class CheckpointDirectory:
             ) from error.__cause__
 
     def check_files(self, manifest: Manifest) -> None:
-        """Every file is there and has its size."""
+        """Check that every file is there and has its size."""
         for name, nbytes in manifest.files.items():
             found = self.size(name)
             if found != nbytes:
@@ -136,25 +136,28 @@ class CheckpointDirectory:
                 )
 
     def claimed_number(self, *, strict: bool = False) -> int | None:
-        """What its manifest says is its number, without a look at the rest; None: it has none, or
-        it cannot be read. strict: what the system refuses is raised.
+        """Return the number that the manifest claims, without a look at the rest; None: there is no
+        manifest, or it cannot be read. strict: raise a `StoreError` if the system refuses the read.
         """
         return claimed_number(self._begin(strict))
 
     def refuse_damaged_begin(self) -> None:
-        """`CorruptionError` where the manifest does not begin as one, but belongs to shards."""
+        """Raise `CorruptionError` if there are shards beside the manifest. To be called when the
+        manifest does not begin as one.
+        """
         names = self.names()
         if MANIFEST in names and any(SHARD_NAME.fullmatch(name) for name in names):
             path = self.path / MANIFEST
             raise CorruptionError(
-                f"{printable(path)}: does not begin as a manifest of ours, but stands beside files "
+                f"{printable(path)}: does not begin like a manifest of this format, but stands "
+                "beside files "
                 "of a checkpoint: it is not what was written",
                 operation="verify",
                 file=str(path),
             )
 
     def claimed_version(self) -> int | None:
-        """The same for the version of the format."""
+        """Return the format version that the manifest claims; None as in `claimed_number`."""
         return claimed_version(self._begin())
 
     def _begin(self, strict: bool = False) -> bytes:
@@ -173,7 +176,7 @@ class CheckpointDirectory:
             return b""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the directory. Idempotent."""
         _close(self._fds)
 
     def __enter__(self) -> CheckpointDirectory:
@@ -184,7 +187,7 @@ class CheckpointDirectory:
 
 
 def check_name(name: str) -> str:
-    """A name that can only be that of a file in its directory, else `FormatError`."""
+    """Return `name` if it can only be a file in its directory; otherwise raise `FormatError`."""
     if type(name) is not str or not _NAME.fullmatch(name):
         raise FormatError(
             f"expected the name of a file, of up to {MOST_FILE_NAME_CHARS} letters, digits and "
@@ -194,7 +197,7 @@ def check_name(name: str) -> str:
 
 
 def read_into(fd: int, offset: int, memory: Any, path: Path) -> None:
-    """Fill `memory` with what is at `offset`. path: for messages."""
+    """Fill `memory` with the bytes of the file from `offset` on. path: for messages."""
     view = memoryview(memory).cast("B")
     done = 0
     while done < len(view):
@@ -211,12 +214,12 @@ def read_into(fd: int, offset: int, memory: Any, path: Path) -> None:
 
 
 def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
-    """Without a second copy of it."""
+    """Read the whole file without a second copy of it."""
     try:
         text = os.pread(fd, nbytes, 0)
     except OSError as error:
         raise _refusal(path, "read", error, below=True, offset=0) from error
-    if len(text) < nbytes:  # a signal came, or it was cut short
+    if len(text) < nbytes:  # a signal interrupted the read, or the file was cut short
         rest = bytearray(nbytes - len(text))
         read_into(fd, len(text), rest, path)
         text += rest
@@ -227,9 +230,9 @@ def _read_whole(fd: int, nbytes: int, path: Path) -> bytes:
 
 
 def list_numbers(path: str | os.PathLike[str]) -> dict[str, int]:
-    """The directories below `path` that look like checkpoints, with the numbers that they claim.
+    """Return the directories below `path` that look like checkpoints, with the numbers they claim.
 
-    Hidden names (they begin with ".") and links are never looked at.
+    Skips hidden names (they begin with ".") and links.
     """
     with CheckpointDirectory(path) as parent:
         return _numbers_below(parent)
@@ -238,8 +241,9 @@ def list_numbers(path: str | os.PathLike[str]) -> dict[str, int]:
 def _numbers_below(
     parent: CheckpointDirectory, passed: MutableMapping[str, str] | None = None
 ) -> dict[str, int]:
-    """passed: for `find_newest`, which must not miss the newest. So what the system refuses is
-    raised, and what was a checkpoint is told.
+    """Do what `list_numbers` does in an open directory. passed: for `find_newest`, which must not
+    miss the newest checkpoint. So errors of the system are raised then, and a checkpoint whose
+    manifest has a damaged beginning is passed over with a warning.
     """
     found = {}
     for name in parent.names():
@@ -268,12 +272,12 @@ def _numbers_below(
 def find_newest(
     path: str | os.PathLike[str], passed: MutableMapping[str, str] | None = None
 ) -> Path:
-    """`path` itself if it is a checkpoint, else the newest whole one below it, by number.
+    """Return `path` itself if it is a checkpoint, else the newest whole one below it, by number.
 
     Whole: its manifest is right and its files are there with their sizes; their bytes are not read.
-    One that is not whole, or of another version, is passed over with a warning. `ConfigError` where
-    there is none at all, `FormatError` where none is whole, `StoreError` where the system does not
-    let us see. passed: names of those that are passed over already, and why; grows.
+    A checkpoint below that is not whole, or of another version, is passed over with a warning.
+    Raises `ConfigError` if there is none at all, `FormatError` if none is whole, `StoreError` if
+    the system refuses to read. passed: the names that are passed over already, and why; grows.
     """
     try:
         with CheckpointDirectory(path) as directory:
@@ -313,7 +317,7 @@ def _find_below(parent: CheckpointDirectory, passed: MutableMapping[str, str]) -
 
 
 def pass_over(name: str, error: BaseException, passed: MutableMapping[str, str]) -> None:
-    """Tell it: who goes on from an older one should know."""
+    """Note why a checkpoint is passed over, and warn the user, who goes on from an older one."""
     passed[name] = str(error)
     warnings.warn(f"checkpoint {printable(name)} is passed over: {error}", stacklevel=2)
 
@@ -350,8 +354,8 @@ def _refusal(
     below: bool,
     offset: int | None = None,
 ) -> FormatError | StoreError:
-    """The error to raise. below: a checkpoint should have it, so that it is the checkpoint which is
-    wrong where something else is there, or nothing.
+    """Return the error to raise. below: the checkpoint should have the file, so that a missing one,
+    or one of another kind, is a `FormatError` of the checkpoint.
     """
     number = error.errno if isinstance(error, OSError) else None
     why = os.strerror(number) if number else str(error)

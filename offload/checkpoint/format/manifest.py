@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: which files, which tensors and where, and all other values.
 
 One JSON document in ASCII whose last key is `sha256`, the digest of all bytes before the comma in
-front of it. A manifest that was parsed is sound in itself: files and tensors are there once, parts
-tile each tensor, tensors tile the end of each file, values refer to tensors that are there. Whether
-the files agree is for `verify` and whoever reads them.
+front of it. A parsed manifest is consistent in itself: files and tensors are there once, parts
+tile each tensor, tensors tile the end of each file, values refer to tensors that are there. That
+the files agree with it is for `verify` and the readers to check.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEYS: Final = (
     "tensors",
     "values",
 )
-# How every manifest begins, so that its number can be told without parsing all of it.
+# The beginning of every manifest: its number can be read without parsing all of it.
 _BEGIN: Final = re.compile(rb'\{"format":"offload checkpoint","version":([0-9]{1,9}),')
 _NUMBER: Final = re.compile(rb'"number":([0-9]{1,20}),')
 _END: Final = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
@@ -58,7 +58,7 @@ _FINGERPRINT: Final = re.compile(rf"[0-9a-f]{{1,{MOST_FINGERPRINT_CHARS}}}")
 
 @dataclass(frozen=True)
 class CheckedPart:
-    """Some bytes of a tensor that were written, and are checked, as one."""
+    """A run of a tensor's bytes that is written, and checked, as one."""
 
     file: str
     offset: int  # in the file
@@ -70,8 +70,8 @@ class CheckedPart:
 class SavedTensor:
     """A tensor in a checkpoint. name: `section/name-in-shard`. dtype: as safetensors calls it.
 
-    parts: in the order of the tensor's bytes; an empty tensor has one of no bytes, which says where
-    it belongs.
+    parts: in the order of the tensor's bytes; an empty tensor has one part of no bytes, which says
+    where the tensor belongs.
     """
 
     name: str
@@ -89,14 +89,17 @@ class SavedTensor:
 
     @property
     def key(self) -> str:
-        """Its name in the shard."""
+        """The tensor's name in the shard."""
         return self.name.partition("/")[2]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. files: bytes of each. values: by section, as `values.encode` has
-    them. number: one more than that of the newest checkpoint beside it when it was saved.
+    """The contents of a checkpoint, as its manifest lists them.
+
+    number: one more than that of the newest checkpoint beside it when it was saved. fingerprint:
+    the same for all checkpoints of a model. files: the bytes of each. values: by section, encoded
+    by `values.encode`.
     """
 
     number: int
@@ -107,7 +110,7 @@ class Manifest:
     values: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """The file. Raises `FormatError` for what `parse` would refuse."""
+        """Return the bytes of the manifest file. Raises `FormatError` for what `parse` refuses."""
         _check(self)
         index = {name: i for i, name in enumerate(self.files)}
         document = {
@@ -143,9 +146,11 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
-        """Raises `FormatError`; `CorruptionError` where bytes are not those that were written."""
+        """Parse and check a manifest. Raises `FormatError`, or `CorruptionError` if the bytes are
+        not those that were written.
+        """
         _check_digest(text)
-        found = parse_json(text)  # the digest too, because to cut it off would copy the rest
+        found = parse_json(text)  # with the digest, because to cut it off would copy the rest
         if tuple(found) != (*_KEYS, "sha256"):
             raise FormatError(f"expected the keys {', '.join(_KEYS)}, got {shown(list(found))}")
         files = _parse_files(found["files"])
@@ -164,13 +169,13 @@ class Manifest:
 
 
 def claimed_version(begin: bytes) -> int | None:
-    """The version of the format that a manifest with this beginning has; None: it is none."""
+    """Return the version of a manifest that begins with these bytes; None: none can begin so."""
     head = _BEGIN.match(begin)
     return int(head[1]) if head else None
 
 
 def claimed_number(begin: bytes) -> int | None:
-    """The number of a manifest that begins with these bytes; None where none can begin so."""
+    """Return the number of a manifest that begins with these bytes; None: none can begin so."""
     head = _BEGIN.match(begin)
     number = _NUMBER.match(begin, head.end()) if head else None
     return int(number[1]) if number and int(number[1]) <= MOST_CHECKPOINT_NUMBER else None
@@ -180,7 +185,7 @@ def claimed_number(begin: bytes) -> int | None:
 
 
 def _check_digest(text: bytes) -> None:
-    """It begins and ends as a manifest, its digest is right, the version is ours."""
+    """Check that the text begins and ends as a manifest, and its digest and format version."""
     if len(text) > MOST_MANIFEST_BYTES:
         raise FormatError(f"expected at most {MOST_MANIFEST_BYTES} bytes, got more")
     end = _END.fullmatch(text[-_END_BYTES:])
@@ -282,7 +287,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_tensor(tensor: SavedTensor, files: Mapping[str, int]) -> None:
-    """Its parts are its bytes, one behind the other, in one file of its section."""
+    """Check that a tensor's parts are its bytes, end to end, in one file of its section."""
     label = shown(tensor.name)
     check_tensor(tensor.name, tensor.dtype, tensor.shape)
     if len(tensor.name) > MOST_NAME_CHARS or "/" not in tensor.name:
@@ -316,7 +321,7 @@ def _check_tensor(tensor: SavedTensor, files: Mapping[str, int]) -> None:
 
 
 def _check_tiles(manifest: Manifest) -> None:
-    """The tensors of a file lie one behind the other and reach its end: none overlaps another."""
+    """Check that a file's tensors lie end to end and reach its end, so that none overlaps."""
     begins: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     for tensor in manifest.tensors.values():
         first = tensor.parts[0]

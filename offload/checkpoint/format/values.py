@@ -1,14 +1,14 @@
-"""Trees of plain values as JSON, and back: everything of a checkpoint that is not a tensor.
+"""Trees of plain values as JSON, and back: everything in a checkpoint that is not a tensor.
 
-None, True and False, texts, finite floats, whole numbers of 64 bits and lists are written as JSON
-has them. All else is an object with one key, which says what it is:
+None, True and False, texts, finite floats, integers of 64 bits and lists are written as JSON has
+them. Every other value is an object with one key, which names its kind:
 
     {"tuple": [...]}  {"dict": {text: value, ...}}  {"items": [[key, value], ...]}: a dict with
     other keys  {"ordered": ...}, {"counter": ...}: an OrderedDict or Counter, as the pairs of items
-    {"bytes": base64}  {"int": "-0x..."}: a longer whole number  {"float": 16 hex digits}: the bits
-    of an infinity or NaN  {"text": hex of UTF-8}: with lone surrogates  {"tensor": name}
+    {"bytes": base64}  {"int": "-0x..."}: a longer integer  {"float": 16 hex digits}: the bits of an
+    infinity or NaN  {"text": hex of UTF-8}: with lone surrogates  {"tensor": name}
 
-Subclasses of these types come back as the type itself: nothing in a file names a class.
+Subclasses of these types are decoded as the type itself: nothing in a file names a class.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ Get = Callable[[str], Any]
 
 
 def encode(tree: Any, put: Put) -> Any:
-    """The tree as JSON has it. put: gets each leaf that is no plain value and saves it, and returns
-    its name; or None if it cannot, and then the leaf is named in a `ConfigError`.
+    """Encode the tree as JSON values. put: called with each leaf that is no plain value; it saves
+    the leaf and returns its name, or None if it cannot, and a `ConfigError` names the leaf then.
     """
     return _Encoder(put).encode(tree, (), MOST_TREE_DEPTH)
 
 
 def decode(tree: Any, get: Get) -> Any:
-    """The tree that `encode` was given. get: the tensor of a name. Raises `FormatError`."""
+    """Decode a tree that `encode` returned. get: returns the tensor of a name. Raises
+    `FormatError`.
+    """
     return _Decoder(get).decode(tree, MOST_TREE_DEPTH)
 
 

@@ -1,9 +1,9 @@
-"""Every byte of a checkpoint against what was written, in a few MiB of memory and without torch.
+"""Verification of every byte of a checkpoint, in a few MiB of memory and without torch.
 
-The manifest has its own digest. Of each file it is checked that it is there, plain and of its size,
-that its header is, byte for byte, the one that the manifest's tensors ask for, and that each part
-has its CRC-32; the parts are all the rest of the file, which the manifest has shown already. What
-else is in the directory is told, but is no damage: no reader will ever look at it.
+The manifest has its own digest. Of each file the verifier checks that it is there, regular and of
+its size, that its header is, byte for byte, the one that the manifest's tensors require, and that
+each part has its CRC-32; the parts are all the rest of the file, as parsing the manifest has shown.
+Other files in the directory are reported, but are no damage: no reader ever opens them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.storage.safetensors_header import (
     parse_length,
 )
 
-# The reader's own trouble: nothing is known about the checkpoint then.
+# Errors of the reading process, which say nothing about the checkpoint.
 _TROUBLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 Report = Callable[[int, int], None]
@@ -40,8 +40,10 @@ Report = Callable[[int, int], None]
 
 @dataclass
 class Verdict:
-    """What was found. damage: the first things that are wrong, in words; damages: how many in all.
-    foreign: what else is in the directory. manifest: None where it is damaged itself.
+    """The result of a verification.
+
+    manifest: None if it is damaged itself. damage: the first findings, in words; damages: how many
+    there are in all. foreign: the other files in the directory.
     """
 
     path: Path
@@ -62,10 +64,11 @@ class Verdict:
 
 
 def verify(path: str | os.PathLike[str], report: Report = lambda done, total: None) -> Verdict:
-    """Read a checkpoint and tell what is wrong with it. report: gets bytes done and in all, often.
+    """Read a checkpoint and report what is wrong with it. report: called often, with the bytes done
+    and those in all.
 
-    Raises `ConfigError` where `path` is no checkpoint, or one of another version; `StoreError`
-    where it may not be read.
+    Raises `ConfigError` if `path` is no checkpoint, or one of another version; `StoreError` if it
+    may not be read.
     """
     try:
         directory = CheckpointDirectory(path)
@@ -101,7 +104,7 @@ def _refuse(directory: CheckpointDirectory) -> NoReturn:
 
 
 def _check_version(directory: CheckpointDirectory) -> None:
-    """That we cannot read another version does not mean that it is damaged."""
+    """Refuse a checkpoint of another version, which this code cannot read: it may be whole."""
     version = directory.claimed_version()
     if version is not None and version != VERSION:
         raise ConfigError(
@@ -111,14 +114,14 @@ def _check_version(directory: CheckpointDirectory) -> None:
 
 
 def _note(findings: Verdict, error: FormatError | StoreError) -> None:
-    """Damage; unless the trouble is ours, which is raised."""
+    """Record the error as damage; raise it if it is this process's own trouble."""
     if isinstance(error, StoreError) and error.errno in _TROUBLE:
         raise error
     findings.add(str(error))
 
 
 class _Verifier:
-    """Goes through the files of one manifest, with one buffer."""
+    """A pass over the files of one manifest, with one buffer."""
 
     def __init__(
         self, directory: CheckpointDirectory, manifest: Manifest, findings: Verdict, report: Report
@@ -153,7 +156,7 @@ class _Verifier:
             raise FormatError(
                 f"{printable(path)}: has {nbytes} bytes, expected {self._files[name]}"
             )
-        # What is in the page cache may be right where the disk is not.
+        # The page cache may hold the right bytes where the disk does not.
         drop_cached(fd, 0, 0)
         data_offset = tensors[0].parts[0].offset if tensors else nbytes
         try:
@@ -186,7 +189,7 @@ class _Verifier:
             piece = self._buffer[: min(READ_BYTES, end - at)]
             read_into(fd, at, piece, path)
             value = crc32(piece, value)
-        # Read once: it need not push out what others use.
+        # Read once: these bytes need not evict what other programs keep in the page cache.
         drop_cached(fd, offset, nbytes)
         return value
 
@@ -194,7 +197,7 @@ class _Verifier:
 def _check_header(
     fd: int, path: Path, tensors: list[SavedTensor], data_offset: int, file_bytes: int
 ) -> None:
-    """It says of each tensor what the manifest says, and nothing else."""
+    """Check that the header says of each tensor what the manifest says, and nothing else."""
     begin = bytearray(LENGTH_BYTES)
     read_into(fd, 0, begin, path)
     try:

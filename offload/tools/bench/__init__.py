@@ -1,6 +1,7 @@
-"""What this machine can do, in figures: `offload bench`.
+"""The measurements of `offload bench`: how fast this machine is, in figures.
 
-Each file measures one thing and leaves nothing behind; `survey.py` does all of it in turn,
-`record.py` makes a profile of what was found. Every figure is the median of several short runs,
-with its spread. How much of everything is used, and at most written, is in `sizes.py`.
+Each file measures one thing and leaves nothing behind; `survey.py` runs all of them in turn, and
+`record.py` turns the results into a profile. Every figure is the median of several short runs, with
+its spread. `sizes.py` sets how much memory, disk space and time a measurement uses, and how many
+bytes it writes at most.
 """

@@ -1,4 +1,4 @@
-"""How much of its speed something keeps while the drives are busy: they share memory and cores."""
+"""Measures the slowdown of a computation while the drives are busy: both use memory and cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.optim.traffic import Traffic
 from offload.tools.bench.figure import Figure, FigureUnit, Listener, Repeats, repeat
 from offload.tools.bench.sizes import ROUNDS, BenchSizes
 
-_MOST_RUNS = 1000  # of one turn
+_MOST_RUNS = 1000  # in one turn
 
 
 def measure_beside(
@@ -23,9 +23,11 @@ def measure_beside(
     sizes: BenchSizes,
     listener: Listener,
 ) -> Figure | None:
-    """The speed beside busy drives as a share of that alone, in turns, so that both see the same
-    moods of the machine. seconds_of: one run, short beside a second. None: the drives were always
-    done before a run was.
+    """Measure the speed beside busy drives, as a share of the speed alone. Runs alone and runs
+    beside busy drives take turns, so that a change in the machine's speed affects both alike.
+
+    seconds_of: makes one run, which takes much less than a second, and returns its seconds. Returns
+    None if the drives were always done before a run was.
     """
     listener.begin(name)
     shares = []
@@ -46,7 +48,7 @@ def measure_beside(
 def _beside_s(
     seconds_of: Callable[[], float], traffic: Traffic, runs: Repeats, most_written_bytes: int
 ) -> list[float]:
-    """Of each run that drives were busy beside, all the time."""
+    """Return the seconds of each run during which the drives were busy all the time."""
     each_s: list[float] = []
     with _busy(traffic, most_written_bytes) as is_busy:
         begin_s = time.perf_counter()
@@ -61,13 +63,14 @@ def _beside_s(
 
 
 def _ignore(share: float) -> None:
-    """Turns are too short to be told of."""
+    """Report no progress: a turn is too short for that."""
 
 
 @contextmanager
 def _busy(traffic: Traffic, most_written_bytes: int) -> Iterator[Callable[[], bool]]:
-    """Inside, another thread reads and writes, until it has written so much. Gives what tells
-    whether it does. An error of the drives is raised at the end.
+    """Keep the drives busy while the block runs: another thread reads and writes until it has
+    written `most_written_bytes`. Yields a function that returns whether the thread is still at
+    work. Raises an error of the drives when the block ends.
     """
     stop, begun = Flag(), Flag()
     last_bytes = traffic.written_bytes + most_written_bytes

@@ -1,4 +1,4 @@
-"""How fast large products are, where models are computed: on the accelerator, or the cores."""
+"""Measures large matrix products where models are computed: on the accelerator or on the CPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from offload.tools.bench.figure import Figure, FigureUnit, Listener, repeat
 from offload.tools.bench.sizes import BenchSizes
 
 DTYPES = ("float32", "bfloat16")
-_LEAST_WIDTH = 512  # smaller ones are no large products
-_TRIES = 3  # the best of them tells how long a run takes
-_MOST_PRODUCTS = 1000  # of one run
+_LEAST_WIDTH = 512  # a smaller product would not count as large
+_TRIES = 3  # the fastest of them gives the duration of a product
+_MOST_PRODUCTS = 1000  # in one run
 
 
 class Product:
-    """Products of square matrices, `count` in one run; `width` and `count` are found so that a run
-    takes about `run_s`.
+    """A benchmark that multiplies square matrices, `count` times in one run. `width` and `count`
+    are chosen so that a run takes about `run_s`.
     """
 
     def __init__(self, dtype: str, transfer: Transfer, most_width: int, run_s: float) -> None:
@@ -35,22 +35,22 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of one run."""
+        """The floating-point operations of one run."""
         return 2.0 * self.width**3 * self.count
 
     def _make(self) -> float:
-        """Matrices of the present width; the seconds of their product."""
+        """Allocate matrices of the present width; return the seconds of one run with them."""
         device = self._transfer.device
         shape = self.width, self.width
-        # Not random: the generators of whoever calls stay as they are.
+        # Not random, so that the random number generators of the caller's process do not advance.
         self._left = torch.full(shape, 0.5, dtype=self._dtype, device=device)
         self._right = torch.full(shape, 0.25, dtype=self._dtype, device=device)
         self._out = torch.empty(shape, dtype=self._dtype, device=device)
-        self.seconds()  # the first one prepares things
+        self.seconds()  # warm-up: the first call initializes libraries
         return min(self.seconds() for _ in range(_TRIES))
 
     def seconds(self) -> float:
-        """Of one run, until the result is there."""
+        """Make one run and wait for its result; return the seconds."""
         begin_s = time.perf_counter()
         for _ in range(self.count):
             torch.mm(self._left, self._right, out=self._out)
@@ -58,7 +58,7 @@ class Product:
         return time.perf_counter() - begin_s
 
     def _arrive(self) -> None:
-        """A device is waited for by reading some of what it has made last."""
+        """Wait for a device by reading one row of the last product. The CPU is synchronous."""
         if isinstance(self._transfer, DeviceTransfer):
             some = self._out[0].contiguous()
             host = self._transfer.pinned(some.numel(), some.dtype)
@@ -68,7 +68,7 @@ class Product:
 def measure_product(
     dtype: str, transfer: Transfer, sizes: BenchSizes, listener: Listener
 ) -> Figure:
-    """Floating-point operations a second."""
+    """Measure the floating-point operations per second of large products in `dtype`."""
     name = f"products {dtype}"
     listener.begin(name)
     product = Product(dtype, transfer, sizes.product_width, sizes.seconds / 20)

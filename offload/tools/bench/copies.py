@@ -1,4 +1,4 @@
-"""How fast bytes go to an accelerator and back, through the streams that the engine uses."""
+"""Measures uploads to an accelerator and downloads, through the streams that the engine uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from offload.tools.bench.sizes import BenchSizes
 def measure_copies(
     transfer: DeviceTransfer, sizes: BenchSizes, listener: Listener
 ) -> tuple[Figure, Figure]:
-    """Bytes a second to the device, and to the host, between it and a pool's memory."""
+    """Measure the bytes per second of uploads and of downloads, between a pool's memory and the
+    device; return both figures in this order.
+    """
     with (
         Pool(sizes.copy_bytes, budget=Budget(), device=transfer.device) as pool,
         pool.lease(pool.capacity_bytes, what="copies") as lease,

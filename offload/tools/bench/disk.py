@@ -1,4 +1,4 @@
-"""How fast drives move optimizer state: reads, writes, both; for a moment and for long."""
+"""Measures how fast drives move optimizer state: reads, writes, both; in bursts and sustained."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from offload.tools.bench.sizes import RUNS_A_TENTH, TENTHS, BenchSizes
 
 @dataclass(frozen=True)
 class DiskFigures:
-    """Of one directory, or of several together. first, last: the tenths of a long time in which
-    reads and writes go on; None: not measured.
+    """The figures of one directory, or of several used together. first, last: the speed in the
+    first and in the last tenth of the bytes of a sustained run of reads and writes; None: not
+    measured.
     """
 
     directories: tuple[str, ...]
@@ -32,7 +33,9 @@ class DiskFigures:
 
 
 class _Patience:
-    """Lets a run over a slow drive end early, when it has moved enough to tell."""
+    """A condition that ends a run over a slow drive early: it is true for at least
+    `least_chunks` calls, and until `seconds` have passed since it was made.
+    """
 
     def __init__(self, seconds: float, least_chunks: int) -> None:
         self._deadline_s = time.perf_counter() + seconds
@@ -48,7 +51,7 @@ def _patience(sizes: BenchSizes) -> _Patience:
 
 
 def fill(traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener) -> None:
-    """Before anything else can be measured."""
+    """Write the chunks that all other measurements read and write. label: for the listener."""
     listener.begin(f"{label}: fill")
     traffic.fill(_patience(sizes))
 
@@ -56,7 +59,7 @@ def fill(traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener) ->
 def measure_disk(
     traffic: Traffic, directories: Iterable[str], sizes: BenchSizes, label: str, listener: Listener
 ) -> DiskFigures:
-    """traffic: filled, and on these directories."""
+    """Measure writes, reads and both together. traffic: on these directories, already filled."""
 
     def measure(kind: str, act: Callable[[Callable[[], bool]], Moved]) -> Figure:
         name = f"{label}: {kind}"
@@ -82,8 +85,8 @@ def _rate(moved: Moved) -> float:
 def measure_sustained(
     traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener
 ) -> tuple[Figure, Figure]:
-    """Bytes a second, read and written, in the first and in the last tenth of all that is moved
-    after the filling, which fills caches, too.
+    """Measure the bytes per second, read and written, in the first and in the last tenth of the
+    bytes that move after the fill. The fill is not measured; it fills the drives' caches, too.
     """
     listener.begin(f"{label}: sustained, fill")
     total = len(traffic.plan.chunks)
@@ -100,7 +103,7 @@ def measure_sustained(
         listener.at(number / runs)
         end = sizes.sustained_chunks * (number + 1) // runs
         rate = _mix_for(traffic, at, end).bytes_per_s
-        if rate is not None:  # a short run may find all of its chunks in buffers
+        if rate is not None:  # None: the buffers held all chunks of a short run
             rates[number // RUNS_A_TENTH].append(rate)
         at = end
     figures = []
@@ -112,7 +115,7 @@ def measure_sustained(
 
 
 def _mix_for(traffic: Traffic, begin: int, end: int) -> Moved:
-    """Chunks [begin, end) of an endless row of all, round and round."""
+    """Read and write the chunks [begin, end) of an endless sequence that repeats all chunks."""
     moved = Moved(0, 0, 0.0)
     while begin < end:
         here = begin % len(traffic.chunks)

@@ -1,4 +1,4 @@
-"""One measured number: the median of some runs, and how far they lie apart."""
+"""A measured number, the median of several runs with their spread; and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class FigureUnit(Enum):
     FLOPS = "flop/s"
     TOKENS_PER_S = "tokens/s"
     SECONDS = "s"
-    SHARE = "share"  # of something: 1 is all of it
+    SHARE = "share"  # a fraction; 1 is the whole
 
 
 @dataclass(frozen=True)
 class Figure:
-    """spread: half of the middle half's width, in the same unit."""
+    """A measured number. spread: half the interquartile range of the runs, in the same unit."""
 
     name: str
     unit: FigureUnit
@@ -32,7 +32,7 @@ class Figure:
 
     @classmethod
     def of(cls, name: str, unit: FigureUnit, each: Sequence[float]) -> Figure:
-        """Raises `StateError` where no run has given a number."""
+        """Compute a figure from the results of the runs. Raises `StateError` if there are none."""
         if not each:
             raise StateError(f"{name}: no run has ended; give it more time with --seconds")
         low, _, high = (
@@ -51,21 +51,21 @@ class Figure:
 
 
 class Listener(Protocol):
-    """Somebody who watches measurements. Called in the thread that measures."""
+    """An observer of measurements, such as a progress bar. Called in the thread that measures."""
 
     def begin(self, name: str) -> None:
-        """Another measurement."""
+        """Note that the measurement `name` begins."""
 
     def at(self, share: float) -> None:
-        """So much of it is done; from 0 to 1."""
+        """Note the progress of the present measurement: `share` of it is done, from 0 to 1."""
 
     def done(self, figure: Figure) -> None:
-        """What came of it, or of a part of it."""
+        """Take a result of the present measurement; one measurement may have several."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often something is done: until the seconds are over, within these bounds."""
+    """A number of runs: until `seconds` have passed, at least `least` and at most `most`."""
 
     seconds: float
     least: int
@@ -75,7 +75,9 @@ class Repeats:
 def repeat(
     run: Callable[[], float], runs: Repeats, at: Callable[[float], None], warm_up: bool = True
 ) -> list[float]:
-    """What each run has returned, but for the first one if that warms up."""
+    """Call `run` as often as `runs` says and return the results. warm_up: make one more call first,
+    whose result is dropped. at: receives the progress, from 0 to 1, before each run and at the end.
+    """
     if warm_up:
         run()
     begin_s, each = time.perf_counter(), list[float]()

@@ -1,4 +1,4 @@
-"""How fast memory is: a copy, on all threads, of more than caches hold."""
+"""Measures memory bandwidth: a copy, on all threads, of more bytes than the caches hold."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PAGE = 4096
 
 @contextmanager
 def borrowed(counts: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Flat fp32 tensors of so many elements each, in memory like that of the engine's. Nobody may
-    keep them.
+    """Lend flat fp32 tensors with `counts` elements while the block runs, in pool memory as the
+    engine uses it. The caller must drop all references to them before the block ends.
     """
     sizes = [count * torch.float32.itemsize for count in counts]
     rounded = sum(-(-nbytes // _PAGE) * _PAGE for nbytes in sizes)
@@ -29,12 +29,12 @@ def borrowed(counts: Sequence[int]) -> Iterator[list[Tensor]]:
 
 
 def measure_memory(sizes: BenchSizes, listener: Listener) -> Figure:
-    """Bytes read and written a second."""
+    """Measure the bytes per second, read and written together, of a copy in host memory."""
     name = "memory copy"
     listener.begin(name)
     numel = max(1, sizes.memory_bytes // torch.float32.itemsize)
     with borrowed([numel, numel]) as (source, target):
-        source.fill_(1.0)  # empty pages would be one
+        source.fill_(1.0)  # untouched pages would all be the same zero page
         nbytes = source.nbytes + target.nbytes
 
         def run() -> float:

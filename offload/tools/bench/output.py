@@ -1,4 +1,4 @@
-"""What `offload bench` shows: how far it is, and the table at the end."""
+"""The output of `offload bench`: warnings, progress, and the table at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _EVERY_S = 0.1
 _WIDTH = 79
 _BAR = 20
-_SCALES = {  # by unit: what people read, and by how much that is larger
+_SCALES = {  # by unit: the unit of the table, and how many of the first it has
     "bytes/s": ("GB/s", 1e9),
     "flop/s": ("GFLOP/s", 1e9),
     "tokens/s": ("tokens/s", 1.0),
@@ -29,12 +29,12 @@ _SCALES = {  # by unit: what people read, and by how much that is larger
 
 
 def warn(message: str) -> None:
-    """One line on stderr."""
+    """Print a warning as one line on stderr."""
     _write(sys.stderr, f"offload: warning: {message}\n")
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """If anybody can be told at all."""
+    """Write `text` and flush; None: do nothing. A stream that cannot be written to is dropped."""
     if stream is None:
         return
     try:
@@ -46,7 +46,7 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 class BenchProgress:
-    """A bar that is written over on a terminal; elsewhere a line for each figure that is done."""
+    """A progress bar, redrawn in place on a terminal; elsewhere a line for each finished figure."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -56,7 +56,7 @@ class BenchProgress:
         self._is_open = False
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above the progress bar."""
         self.end()
         _write(self._stream, f"{text}\n")
 
@@ -80,14 +80,14 @@ class BenchProgress:
             _write(self._stream, f"{printable(figure.name)}: {show(figure)}\n")
 
     def end(self) -> None:
-        """Leave an empty line behind."""
+        """Erase the progress bar, if there is one."""
         if self._is_open:
             self._is_open = False
             _write(self._stream, "\r" + " " * _WIDTH + "\r")
 
 
 def show(figure: Figure) -> str:
-    """`3.21 GB/s ± 4 % (5 runs)`, in letters that every terminal has."""
+    """Format a figure as `3.21 GB/s +- 4% (5 runs)`, in ASCII, which every terminal can show."""
     unit, scale = _SCALES[figure.unit.value]
     share = figure.spread / figure.median if figure.median else 0.0
     runs = f"{figure.runs} run{'s' if figure.runs > 1 else ''}"
@@ -97,7 +97,7 @@ def show(figure: Figure) -> str:
 def describe(
     found: SurveyResult, most_written_bytes: int, made: Profile, saved: Path | None
 ) -> list[str]:
-    """The table, and what must be known of it."""
+    """Return the lines of the table and, after them, the notes on the measurements."""
     rows = [("machine", made.name)]
     rows += [(printable(figure.name), show(figure)) for figure in found.figures]
     if found.step is not None and found.step.stall_share is not None:

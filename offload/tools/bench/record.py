@@ -1,4 +1,4 @@
-"""From what was found to a profile of this machine, and to the file that keeps it."""
+"""Makes a profile of this machine from the results of a survey."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def make_profile(
     accelerator: Accelerator | None,
     date: str,
 ) -> Profile:
-    """before: what was known of this machine, of which the tunings stay, and all that was measured
-    then and not now. date: as 2026-11-17.
+    """Make a profile from the results. before: the profile so far; of this machine's own, the
+    tunings stay, and all figures that were measured then and not now. date: as 2026-11-17.
     """
     cpu, cores = this_machine()
     name = f"{cpu}, {cores} cores"
@@ -31,7 +31,7 @@ def make_profile(
     known = _measured(before)
     if accelerator is None or known.device != accelerator.kind:
         known = replace(known, to_device_bytes_per_s=None, to_host_bytes_per_s=None)
-    if known.device != (accelerator and accelerator.kind):  # it computed elsewhere
+    if known.device != (accelerator and accelerator.kind):  # those figures are of another device
         known = replace(known, flops=None, compute_beside_disk=None)
     limits = (memory.total_bytes, memory.cgroup_limit_bytes)
     return replace(
@@ -50,7 +50,10 @@ def make_profile(
 
 
 def _measured(before: Profile | None) -> Profile:
-    """What counts of it: published numbers of like machines make room for measured ones."""
+    """Return the part of the old profile that stays: nothing of another machine, and only the
+    tunings if its figures were not measured, since measured figures replace published ones of like
+    machines.
+    """
     cpu, cores = this_machine()
     empty = Profile(name="", is_measured=True, sources=(), date="", cpu=cpu, cores=cores)
     if before is None or not before.is_of_this_machine:
@@ -59,7 +62,7 @@ def _measured(before: Profile | None) -> Profile:
 
 
 def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
-    """The fields that were measured."""
+    """Return the profile fields that were measured, with their values."""
     figures: dict[str, Figure | None] = {
         "memory_bytes_per_s": found.memory,
         "update_bytes_per_s": found.update,
@@ -77,7 +80,7 @@ def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
         "compute_beside_disk": found.compute_beside,
         "update_beside_disk": found.update_beside,
     }
-    # Nothing is faster beside something else; a share above 1 is noise.
+    # No computation is faster beside busy drives than alone; a share above 1 is noise.
     changes |= {n: min(1.0, f.median) for n, f in shares.items() if f is not None}
     if found.disks:
         changes["disks"] = tuple(_disk(disk, known) for disk in found.disks)

@@ -1,4 +1,4 @@
-"""How much of everything the measurements use, and what they may write to drives at most."""
+"""How much memory, time and disk space measurements use, and how much they write at most."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from offload.planning.layout import ELEMENT_BYTES
 from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL, Plan
 from offload.tools.bench.figure import Repeats
 
-_MOST_RUNS = 400  # of what writes nothing
-_STEP_SECONDS = 8  # training may take so many times what a figure takes
-_SUSTAINED_FILES = 5  # the files take this part of what is written in all
+_MOST_RUNS = 400  # of a measurement that writes nothing
+_STEP_SECONDS = 8  # training may take so many times as long as a figure
+_SUSTAINED_FILES = 5  # the files take one such part of all bytes written
 TENTHS = 10
 RUNS_A_TENTH = 4
-ROUNDS = 5  # of something alone, and beside busy drives
-# Of a trained parameter, at most: itself, its gradient, its state; and room for new generations.
+ROUNDS = 5  # each: runs alone, then runs beside busy drives
+# Per trained element, at most: the parameter, its gradient, two moments; twice that in room, since
+# the store is copy on write.
 _WRITTEN_BYTES_A_STEP = ELEMENT_BYTES * 4
 _ROOM_BYTES = ELEMENT_BYTES * 8
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Of the model whose training is measured: a `StandIn`."""
+    """The size of the model whose training is measured, a `StandIn`."""
 
     layers: int = 4
     hidden: int = 384
@@ -34,7 +35,7 @@ class ModelSize:
 
     @property
     def numel(self) -> int:
-        """Parameters, norms included."""
+        """The number of parameter elements, norms included."""
         layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + (2 * self.vocabulary + 1) * self.hidden
 
@@ -45,21 +46,22 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """seconds: that one figure is measured for, about. Bytes on drives are those of one directory,
-    but for `beside_bytes` and the model's, which all directories share.
+    """The sizes and durations of the measurements. seconds: how long one figure is measured, about.
+    Bytes on drives are those of one directory, except `beside_bytes` and the model's, which all
+    directories share.
     """
 
     seconds: float = 1.0
     least_runs: int = 3
-    memory_bytes: int = 256 << 20  # of each side of a copy: more than caches hold
+    memory_bytes: int = 256 << 20  # source and target of a copy each: more than caches hold
     update_numel: int = 16 << 20
-    disk_bytes: int = 512 << 20  # that lie there; a run moves them once
-    disk_runs: int = 4  # of each kind, at most
+    disk_bytes: int = 512 << 20  # of chunks on the drive; a run moves them once
+    disk_runs: int = 4  # of reads, writes, and both; at most
     chunk_numel: int = DISK_CHUNK_NUMEL
     buffers: int = BUFFERS
-    beside_bytes: int = 1 << 30  # written while something else is measured, at most
-    sustained_bytes: int = 0  # written to see a drive's cache full; 0: not done
-    copy_bytes: int = 256 << 20  # between host and device
+    beside_bytes: int = 1 << 30  # written beside a computation that is measured, at most
+    sustained_bytes: int = 0  # written to fill a drive's cache; 0: not measured
+    copy_bytes: int = 256 << 20  # one upload or download
     product_width: int = 4096  # at most; less where a product would take too long
     model: ModelSize = ModelSize()
     steps: int = 6  # of training, at most
@@ -77,19 +79,19 @@ class BenchSizes:
     def step_runs(self) -> Repeats:
         return Repeats(_STEP_SECONDS * self.seconds, min(2, self.steps), self.steps)
 
-    # --- what moves -------------------------------------------------------------------------------
+    # --- bytes that move --------------------------------------------------------------------------
 
     def traffic(self, directories: int) -> Plan:
         return plan_traffic(self.disk_bytes * directories, self.buffers, self.chunk_numel)
 
     @property
     def sustained_traffic(self) -> Plan:
-        """What is written again and again: a part of all that is written."""
+        """The plan of the files that a sustained run writes again and again."""
         return plan_traffic(self._sustained_files_bytes, self.buffers, self.chunk_numel)
 
     @property
     def sustained_chunks(self) -> int:
-        """That are read and written after the first filling."""
+        """The number of chunks that are read and written after the fill."""
         left_bytes = self.sustained_bytes - self._sustained_files_bytes
         return max(TENTHS * 2 * self.buffers, left_bytes // self.chunk_bytes)
 
@@ -98,32 +100,34 @@ class BenchSizes:
         least_bytes = (2 * self.buffers + 1) * self.chunk_bytes
         return max(self._whole(self.sustained_bytes // _SUSTAINED_FILES), least_bytes)
 
-    # --- what it costs: arithmetic alone, since a plan of very much takes long --------------------
+    # --- costs: arithmetic only, since a plan of very many bytes takes long to make ---------------
 
     def burst_written_bytes(self, directories: int) -> int:
-        """By the runs over so many directories at once: the filling, the runs that write, and what
-        those leave in buffers.
+        """Return the most bytes that the runs over so many directories at once write: the fill, the
+        runs that write, and the dirty chunks that these leave in buffers.
         """
         moved_bytes = self._whole(self.disk_bytes * directories) + self._buffers_bytes
         return (1 + 2 * self.disk_runs) * moved_bytes
 
     def sustained_written_bytes(self) -> int:
-        """To one directory."""
+        """Return the most bytes that a sustained run writes to one directory."""
         if not self.sustained_bytes:
             return 0
         moved_bytes = self.sustained_chunks * self.chunk_bytes
         return self._sustained_files_bytes + moved_bytes + self._buffers_bytes
 
     def beside_written_bytes(self) -> int:
-        """While something is measured: also what is under way when a round ends."""
+        """Return the most bytes written beside one computation that is measured, including the
+        writes in flight when a round ends.
+        """
         return self.beside_bytes + ROUNDS * self._buffers_bytes
 
     def training_written_bytes(self) -> int:
-        steps = 2 + self.warm_up_steps + self.steps  # its first values are written, and its last
+        steps = 2 + self.warm_up_steps + self.steps  # initial and final values, too
         return steps * self.model.numel * _WRITTEN_BYTES_A_STEP
 
     def room_bytes(self) -> int:
-        """That a directory must have free."""
+        """Return the free bytes that a directory must have."""
         files_bytes = self._whole(self.disk_bytes)
         if self.sustained_bytes:
             files_bytes = max(files_bytes, self._sustained_files_bytes)
@@ -138,7 +142,7 @@ class BenchSizes:
         return self.buffers * self.chunk_bytes
 
     def _whole(self, nbytes: int) -> int:
-        """In whole chunks."""
+        """Round up to whole chunks."""
         return -(-nbytes // self.chunk_bytes) * self.chunk_bytes
 
 

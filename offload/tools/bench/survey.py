@@ -1,4 +1,4 @@
-"""All measurements in turn, and what they have found."""
+"""Runs the measurements one after the other and collects their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = "all directories"
 
 
 class SurveyPart(Enum):
-    """What can be measured alone."""
+    """A measurement that can be chosen on its own; `--only` takes these values."""
 
     MEMORY = "memory"
     UPDATE = "update"
@@ -37,7 +37,7 @@ class SurveyPart(Enum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """directories: absolute, each once, and with room."""
+    """A request for measurements. directories: absolute, no duplicates, with enough free space."""
 
     parts: frozenset[SurveyPart]
     directories: tuple[Path, ...]
@@ -48,7 +48,7 @@ class Wanted:
 
     @property
     def needs_traffic(self) -> bool:
-        """Whether bytes move beside those of training."""
+        """Whether traffic other than that of training must be generated on the drives."""
         return bool(
             self.directories
             and self.parts & {SurveyPart.DISK, SurveyPart.UPDATE, SurveyPart.COMPUTE}
@@ -56,7 +56,7 @@ class Wanted:
 
     @property
     def most_written_bytes(self) -> int:
-        """To all drives together."""
+        """The most bytes that are written to all drives together."""
         count, sizes, nbytes = len(self.directories), self.sizes, 0
         if not count:
             return 0
@@ -72,14 +72,16 @@ class Wanted:
 
 @dataclass
 class SurveyResult:
-    """What was measured; None: it was not. notes: why something was not, or not as it should be."""
+    """The results of a survey; None: not measured. notes: why a figure is missing, and which
+    fallbacks were taken.
+    """
 
     device: str | None = None
     memory: Figure | None = None
     update: Figure | None = None
     update_ceiling: Figure | None = None
-    products: dict[str, Figure] = field(default_factory=dict)  # by type
-    disks: list[DiskFigures] = field(default_factory=list)  # one directory each
+    products: dict[str, Figure] = field(default_factory=dict)  # by dtype
+    disks: list[DiskFigures] = field(default_factory=list)  # of one directory each
     together: DiskFigures | None = None
     to_device: Figure | None = None
     to_host: Figure | None = None
@@ -91,7 +93,7 @@ class SurveyResult:
 
     @property
     def figures(self) -> list[Figure]:
-        """In the order of the table."""
+        """All figures that were measured, in the order of the table."""
         disks = [figure for disk in self.disks for figure in disk.all]
         if self.together is not None and len(self.disks) > 1:
             disks += self.together.all
@@ -111,7 +113,9 @@ class SurveyResult:
 
 
 def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
-    """Takes a while; leaves nothing, however it ends."""
+    """Run the wanted measurements one after the other. Blocks for a while. Leaves nothing
+    behind, however it ends.
+    """
     found = SurveyResult()
     device = find_device("auto")
     if device.type != "cpu":
@@ -128,7 +132,7 @@ def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
         found.step = measure_training(directories, device, wanted.sizes, listener)
         found.written_bytes += found.step.written_bytes
     if SurveyPart.DISK in wanted and wanted.sizes.sustained_bytes:
-        _survey_sustained(found, wanted, listener)  # last: drives need a rest after it
+        _survey_sustained(found, wanted, listener)  # last: drives stay slower for a while after it
     if not wanted.directories:
         found.notes.append("no directory was named: no drive was measured")
     return found
@@ -137,7 +141,7 @@ def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
 def _survey_alone(
     found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
 ) -> None:
-    """What needs no drive."""
+    """Measure what needs no drive."""
     sizes = wanted.sizes
     if SurveyPart.MEMORY in wanted:
         found.memory = measure_memory(sizes, listener)
@@ -157,7 +161,7 @@ def _survey_alone(
 def _survey_drives(
     found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
 ) -> None:
-    """Each directory, all of them together, and then something else beside."""
+    """Measure each directory, then all of them together, then computations beside busy drives."""
     directories = wanted.directories
     if SurveyPart.DISK in wanted and len(directories) > 1:
         for path in directories:
@@ -215,7 +219,9 @@ def _survey_sustained(found: SurveyResult, wanted: Wanted, listener: Listener) -
 
 @contextmanager
 def _traffic(found: SurveyResult, plan: Plan, directories: Sequence[Path]) -> Iterator[Traffic]:
-    """Whose wear and fall-backs are noted."""
+    """Open a traffic generator while the block runs. Adds its written bytes and, as notes, its
+    fallbacks to `found`.
+    """
     with Traffic(plan, directories) as traffic:
         yield traffic
         found.written_bytes += traffic.written_bytes

@@ -1,4 +1,4 @@
-"""How long an iteration takes: a small model, prepared within a part of what it needs."""
+"""Measures a training iteration of a small model, prepared with less memory than it needs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from offload.tools.bench.sizes import BenchSizes, ModelSize
 from offload.tools.forecast.synthetic_llama import StandIn
 
 _SEED = 1
-_NEEDS_BYTES = ELEMENT_BYTES * 4  # of a parameter: itself, its gradient, two moments
+_NEEDS_BYTES = ELEMENT_BYTES * 4  # per element: the parameter, its gradient, two moments
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One iteration. stall_share: of the last one, what forward and backward waited for parameters;
-    None: they were there. host_bytes: that were allowed.
+    """The figures of a training iteration.
+
+    stall_share: the share of the last iteration in which forward and backward waited for
+    parameters; None: the report has no whole iteration. host_bytes: the budget of host memory.
     """
 
     seconds: Figure
     tokens: Figure
     stall_share: float | None
     host_bytes: int
-    read_bytes: int  # from the first value to the last
+    read_bytes: int  # in all, from `prepare` until `close` has returned
     written_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,15 +49,15 @@ class StepFigures:
 def measure_training(
     directories: Sequence[str], device: torch.device, sizes: BenchSizes, listener: Listener
 ) -> StepFigures:
-    """With AdamW, in float32. Half of what it needs is in host memory, the rest on the directories;
-    without any, all of it is in host memory.
+    """Measure training with AdamW in float32. The budget of host memory is half of what the model
+    needs, and the rest is in the directories; without directories all of it is in host memory.
     """
     name = "training step"
     listener.begin(name)
     host_bytes = sizes.model.numel * _NEEDS_BYTES * (1 if directories else 3) // 2
     fields: dict[str, Any] = {"nvme": list(directories)} if directories else {}
     fields |= {"device": device, "host_memory": host_bytes}
-    with torch.random.fork_rng(devices=[]):  # a user's own numbers stay as they are
+    with torch.random.fork_rng(devices=[]):  # the generators of the user's process do not advance
         torch.manual_seed(_SEED)
         with torch.device("meta"):
             model = _make_model(sizes.model)
@@ -68,7 +70,7 @@ def measure_training(
             told = report(optimizer)
         finally:
             optimizer.close()
-    tokens, counts = sizes.model.tokens, made.metrics.snapshot().counts  # closing writes, too
+    tokens, counts = sizes.model.tokens, made.metrics.snapshot().counts  # close() writes, too
     figures = StepFigures(
         seconds=Figure.of(name, FigureUnit.SECONDS, each_s),
         tokens=Figure.of("training tokens", FigureUnit.TOKENS_PER_S, [tokens / s for s in each_s]),
@@ -91,7 +93,7 @@ def _make_model(size: ModelSize) -> StandIn:
 def _train(
     model: Any, optimizer: Any, device: torch.device, sizes: BenchSizes, listener: Listener
 ) -> list[float]:
-    """Seconds of each iteration that counts."""
+    """Train; return the seconds of each iteration after the warm-up."""
     size = sizes.model
     generator = torch.Generator("cpu").manual_seed(_SEED)
     shape = size.batch, size.length
@@ -103,7 +105,7 @@ def _train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()  # a device may be behind
+        loss.item()  # waits for the device, which may be behind the CPU
         return time.perf_counter() - begin_s
 
     for _ in range(sizes.warm_up_steps):

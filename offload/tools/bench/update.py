@@ -1,4 +1,4 @@
-"""How fast AdamW is on these cores, beside a pass over the same memory that computes nothing."""
+"""Measures AdamW on these cores, and a pass over the same memory without arithmetic as ceiling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "AdamW update"
 
 @contextmanager
 def update_run(sizes: BenchSizes) -> Iterator[UpdateRun]:
-    """An update to be repeated, on memory like that of the engine's."""
+    """Provide a repeatable AdamW update while the block runs, on pool memory like the engine's."""
     with borrowed([sizes.update_numel] * TENSORS) as memory:
         yield UpdateRun(memory)
 
@@ -25,15 +25,15 @@ def update_run(sizes: BenchSizes) -> Iterator[UpdateRun]:
 def measure_update(
     update: UpdateRun, sizes: BenchSizes, listener: Listener
 ) -> tuple[Figure, Figure | None]:
-    """Bytes read and written a second by the update, and by the pass; None where the native core,
-    which has it, is not in use.
+    """Measure the bytes per second, read and written, of the update and of the pass without
+    arithmetic. The second figure is None if the native core, which has the pass, is not in use.
     """
     listener.begin(NAME)
     has_pass = kernels.native_error() is None
     passes: list[float] = []
 
     def run() -> float:
-        if has_pass:  # in turns, so that both see the same moods of the machine
+        if has_pass:  # in turns: a change in the machine's speed affects both
             passes.append(_touch_bytes_per_s(update))
         return update.touched_bytes / update.run_s()
 
@@ -47,7 +47,9 @@ def measure_update(
 
 
 def _touch_bytes_per_s(update: UpdateRun) -> float:
-    """Two passes: the second undoes what the first has done to the numbers."""
+    """Make two passes without arithmetic, of which the second undoes the changes of the first;
+    return the bytes per second.
+    """
     from offload import _native  # may be missing
 
     param, grad, *states = update.memory

@@ -1,9 +1,9 @@
-"""The command line: `offload COMMAND ...`.
+"""The command line interface: `offload COMMAND ...`.
 
-Each command is one module of this package with the members of `Command`, and a line in `COMMANDS`.
-Exit codes: 0 all is well, 1 the command has found something wrong, 2 it could not do its work (bad
-arguments, an `OffloadError`, a stdout that takes no result), 130 interrupted. Results go to stdout,
-everything else to stderr.
+Each command is a module of this package with the members of `Command`, and has a line in
+`COMMANDS`. Exit codes: 0 success, 1 the command has found a problem, 2 it could not do its work
+(bad arguments, an `OffloadError`, a stdout that cannot be written to), 130 interrupted. Results go
+to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 
 
 class Command(Protocol):
-    """What a module of this package offers to be a command."""
+    """The interface of a command, which a module of this package implements."""
 
     @property
     def SUMMARY(self) -> str:
-        """One line for `offload --help`."""
+        """The one line of `offload --help` that describes the command."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's own arguments."""
@@ -49,7 +49,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `args.command` is the module that was asked for."""
+    """Build the parser of all commands. In its result `args.command` is the module to run."""
     parser = argparse.ArgumentParser(
         prog="offload", description="Train models larger than memory in an unchanged PyTorch loop."
     )
@@ -65,10 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` is without the program's name.
 
-    Bad arguments, `--help` and `--version` leave by SystemExit, as argparse does.
+    Raises SystemExit, as argparse does, for bad arguments, `--help` and `--version`.
     """
     try:
-        with results() as stream:  # before any work: is there a stdout?
+        with results() as stream:  # before any work: raises if there is no stdout
             try:
                 args = make_parser().parse_args(argv)
             except SystemExit:
@@ -86,6 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader went away (`offload doctor | head`)
+    except BrokenPipeError:  # the reader has closed the pipe (`offload doctor | head`)
         drop(sys.stdout)
         return EXIT_ERROR

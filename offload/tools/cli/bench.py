@@ -1,7 +1,7 @@
-"""`offload bench`: how fast this machine is, as a profile that `plan` and `tune` read.
+"""`offload bench`: measures this machine and writes a profile that `plan` and `tune` read.
 
-Everything that can be refused is refused before anything is measured. What is measured, and how, is
-in `offload.tools.bench`.
+All requests that cannot work are refused before the first measurement. The measurements are in
+`offload.tools.bench`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SUMMARY: Final = "Measure this machine: memory, update, drives, copies, products, a training step."
 PARTS: Final = ("memory", "update", "disk", "copies", "compute", "step")
-FIRST_GIB, FURTHER_GIB = 11, 16  # written at most: to one directory, for each further one
+FIRST_GIB, FURTHER_GIB = 11, 16  # written at most: with one directory; for each further one
 SUSTAINED_GB: Final = 64.0
 MOST_SECONDS: Final = 600.0
 EXIT_ERROR: Final = 2
@@ -50,7 +50,11 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload bench [DIR ...] [--sustained [GB]] [--seconds S] [--only PARTS] [--output FILE]`."""
+    """Declare the arguments.
+
+    `offload bench [DIR ...] [--sustained [GB]] [--seconds S] [--only PARTS] [--output FILE]`;
+    `--json`: print one JSON object.
+    """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -97,7 +101,7 @@ def _positive(what: str, least: float, most: float) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, measure, write the profile, print."""
+    """Check the arguments, measure, write the profile, print the figures; return the exit code."""
     directories = check_directories(args.directories)
     parts = parse_parts(args.only, bool(directories), args.sustained is not None)
     target = check_target(args.output)
@@ -111,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     saved: Path | None = target
     try:
         _save(made, target)
-    except OffloadError as error:  # the figures may have taken long: they are shown all the same
+    except OffloadError as error:  # show the figures all the same: they may have taken long
         complain(str(error))
         code, saved = EXIT_ERROR, None
     with results() as stream:
@@ -127,11 +131,13 @@ def run(args: argparse.Namespace) -> int:
 def _make_request(
     args: argparse.Namespace, directories: Sequence[DirectoryFacts], parts: frozenset[str]
 ) -> Wanted:
-    """Raises `CapacityError` where a directory has no room for it."""
+    """Build the request. Raises `CapacityError` if a directory has too little free space, and
+    `ConfigError` if torch cannot be imported.
+    """
     told = read_torch()
     if told.error is not None:
         raise ConfigError(f"bench: torch cannot be imported ({told.error}); see `offload doctor`")
-    # Here, because other commands must work where torch does not.
+    # Imported here, because other commands must work where torch does not.
     from offload.tools.bench import sizes
     from offload.tools.bench.survey import SurveyPart, Wanted
 
@@ -156,7 +162,7 @@ def _measure(wanted: Wanted, target: Path, progress: BenchProgress) -> tuple[Sur
         found = survey(wanted, progress)
     finally:
         progress.end()
-    # Again: somebody may have tuned in the meantime.
+    # Loaded again: another process may have written tunings in the meantime.
     before = load_known(target)
     today = date.today().isoformat()
     return found, make_profile(found, before, read_memory(), read_accelerator(), today)
@@ -177,11 +183,11 @@ def as_json(
     }
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks of the arguments ----------------------------------------------------------------------
 
 
 def parse_parts(text: str | None, has_directories: bool, is_sustained: bool) -> frozenset[str]:
-    """Which parts are measured."""
+    """Return the parts to measure: those of `--only`, else all that these arguments allow."""
     parts = frozenset(PARTS)
     if text is None:
         parts -= frozenset() if has_directories else {"disk"}
@@ -200,7 +206,9 @@ def parse_parts(text: str | None, has_directories: bool, is_sustained: bool) -> 
 
 
 def check_directories(texts: Sequence[str]) -> list[DirectoryFacts]:
-    """Each is there, once, and takes files."""
+    """Return the facts about the directories. Raises `ConfigError` unless each exists, is named
+    once, and can hold new files. Warns of one in memory.
+    """
     found = [_check_directory(text) for text in texts]
     paths = [directory.path for directory in found]
     if len(set(paths)) < len(paths):
@@ -245,12 +253,12 @@ def _check_room(directories: Sequence[DirectoryFacts], needed_bytes: int) -> Non
 
 
 def check_target(output: str | None) -> Path:
-    """Where the profile goes. Nothing is made yet."""
+    """Return the path of the profile to write, after checks that it can be. Creates nothing yet."""
     if output is not None and (not output or "\0" in output):
         raise ConfigError(f"--output: expected a file, got {output!r}")
     path = profile.own_path() if output is None else Path(output)
     parent = path.parent
-    if output is None:  # those that are missing will be made
+    if output is None:  # missing directories will be made
         parent = next((each for each in path.parents if os.path.lexists(each)), parent)
     if not parent.is_dir():
         raise ConfigError(f"{printable(path)}: {printable(parent)} is not a directory; make it")
@@ -265,8 +273,8 @@ def check_target(output: str | None) -> Path:
 
 
 def load_known(path: Path) -> Profile | None:
-    """What the file says already; None where there is none. One that is no profile is refused: it
-    is not overwritten.
+    """Load the profile that the file has now; None if there is no file. Raises `FormatError` for a
+    file that is no profile, so that it is not overwritten.
     """
     if not os.path.lexists(path):
         return None

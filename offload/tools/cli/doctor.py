@@ -1,10 +1,4 @@
-"""`offload doctor`: what this machine can do, what is degraded, and how to mend it.
-
-Facts come from `offload.core.host_facts`; all judgement is here: the limits, the statuses, the
-advice. A row is `ok` when it was seen to work, `degraded` when training runs but slower or with
-less room (a fact that the system hides is degraded, never ok), `missing` when training cannot run
-at all.
-"""
+"""`offload doctor`: shows what this machine can do, what is degraded, and how to mend it."""
 
 from __future__ import annotations
 
@@ -13,37 +7,17 @@ import json
 from pathlib import Path
 from typing import Final
 
-from offload.core.config import format_size
-from offload.core.drive_facts import DirectoryFacts, Mount, read_directory
-from offload.core.errors import OffloadError
-from offload.core.host_facts import (
-    UNLIMITED_BYTES,
-    Cpu,
-    HostFacts,
-    HugePages,
-    Memlock,
-    Memory,
-    free_memory_bytes,
-    read_machine,
-    usable_cores,
-)
-from offload.core.torch_versions import describe, is_known
+from offload.core.drive_facts import read_directory
+from offload.core.host_facts import read_machine
 from offload.tools.cli.output import results
-from offload.tools.doctor.diagnosis import Row, Severity, as_json, exit_code, make_row, write_table
+from offload.tools.doctor.diagnosis import as_json, exit_code, write_table
+from offload.tools.doctor.judgement import examine
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
 
-GIB: Final = 2**30
-LOW_MEMORY_BYTES: Final = 4 * GIB  # below, little is left for the pool beside torch itself
-LOW_DISK_BYTES: Final = 16 * GIB  # fp32 state of a model of about 1.3 billion parameters
-NETWORK_FILE_SYSTEMS: Final = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "virtiofs"}
-)
-COPY_ON_WRITE_FILE_SYSTEMS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload doctor [DIRECTORY] [--json]`."""
+    """Declare `offload doctor [DIRECTORY] [--json]`."""
     parser.add_argument(
         "directory",
         metavar="DIRECTORY",
@@ -55,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_directory(text: str) -> Path:
-    """The argument as a path; refused is only what can be no path at all."""
+    """Return the argument as a path. Refuses only what can be no path: '', or text with a NUL."""
     if not text:
         raise argparse.ArgumentTypeError(
             "expected a directory, got ''; leave it out to examine the machine alone"
@@ -66,7 +40,7 @@ def parse_directory(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print, and return 1 when something needed is missing, else 0."""
+    """Examine the machine and print the diagnosis; return 1 if any row is `missing`, else 0."""
     directory = None if args.directory is None else read_directory(args.directory)
     rows = examine(read_machine(), directory)
     with results() as stream:
@@ -75,329 +49,3 @@ def run(args: argparse.Namespace) -> int:
         else:
             write_table(rows, stream)
     return exit_code(rows)
-
-
-def examine(machine: HostFacts, directory: DirectoryFacts | None = None) -> list[Row]:
-    """The diagnosis. An unusable directory has one row instead of six."""
-    rows = [
-        judge_native_core(),
-        judge_cores(machine.cpu),
-        judge_memory(machine.memory),
-        judge_huge_pages(machine.huge_pages),
-        judge_memlock(machine.memlock),
-        judge_io_uring(machine),
-        judge_accelerator(machine),
-        judge_torch(machine),
-    ]
-    if directory is not None:
-        rows.append(judge_directory(directory))
-        if directory.writable:
-            rows += [
-                judge_file_system(directory.mount),
-                judge_o_direct(directory),
-                judge_o_tmpfile(directory),
-                judge_free_space(directory),
-                judge_drive(directory),
-            ]
-    return rows
-
-
-def show_size(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else format_size(nbytes)
-
-
-# --- judgement: the machine --------------------------------------------------------------------
-
-
-def judge_native_core() -> Row:
-    """Native kernels or plain torch, and which instruction set."""
-    why = "the CPU update runs near memory speed only in the native core"
-    try:
-        # Here and not above: without torch this import fails, and that is to be a row.
-        from offload import kernels
-
-        error, isa = kernels.native_error(), kernels.isa()
-        available, threads = kernels.available_isas(), kernels.num_threads()
-    except OffloadError as refusal:
-        advice = "correct the setting that the message names, or unset OFFLOAD_ISA"
-        return make_row("native core", str(refusal), why, advice, Severity.MISSING)
-    except Exception as refusal:  # ImportError; OSError from a library of torch that does not load
-        advice = (
-            "mend torch first if its row is not ok; else: pip install --force-reinstall offload"
-        )
-        value = f"not importable: {type(refusal).__name__}: {refusal}"
-        return make_row("native core", value, why, advice, Severity.MISSING)
-    if error is not None:
-        advice = (
-            "the reference path gives the same bits, slowly; install a wheel, or a C++ compiler "
-            "(in Docker: apt-get install g++) and then offload again; unset OFFLOAD_ISA if set"
-        )
-        return make_row("native core", f"reference: {error}", why, advice)
-    advice_isa = None
-    if available and isa != available[0]:
-        advice_isa = f"{available[0]} is faster here with the same bits; unset OFFLOAD_ISA"
-    elif isa == "scalar":
-        advice_isa = (
-            "this CPU shows neither AVX2 nor AVX-512 nor NEON; a virtual machine may hide them: "
-            "let it pass the host's CPU through"
-        )
-    value = f"{isa} (of {', '.join(available)}), {threads} threads"
-    return make_row("native core", value, why, advice_isa)
-
-
-def judge_cores(cpu: Cpu) -> Row:
-    """Cores that are left to this process."""
-    why = "the update, the copies and the disk share them"
-    usable = usable_cores(cpu)
-    if usable is None or cpu.logical is None:
-        return make_row("cores", "unknown", why, "the system does not tell; look with nproc")
-    value = f"{usable} usable of {cpu.logical} logical"
-    value += f", {cpu.physical} physical" if cpu.physical else ""
-    value += f", NUMA nodes: {cpu.numa_nodes}" if cpu.numa_nodes else ""
-    value += f", cgroup quota {cpu.quota_cores:.2f}" if cpu.quota_cores is not None else ""
-    value += f"; {cpu.model}" if cpu.model else ""
-    advice = None
-    if cpu.quota_cores is not None and cpu.quota_cores < (cpu.affinity or cpu.logical):
-        advice = (
-            "a quota stops all threads in turns: raise it (Docker --cpus, Kubernetes "
-            "limits.cpu), or pin whole cores instead (Docker --cpuset-cpus)"
-        )
-    elif usable * 2 < cpu.logical:
-        advice = (
-            "right for one rank of several, else check taskset, Slurm --cpus-per-task, "
-            "Docker --cpuset-cpus"
-        )
-    elif usable == 1:
-        advice = "computing and moving bytes take turns on one core; use a machine with more"
-    return make_row("cores", value, why, advice)
-
-
-def judge_memory(memory: Memory) -> Row:
-    """RAM, and the room under the cgroup's limit."""
-    why = "optimizer state and blocks in flight live here"
-    unknown = "psutil is missing or cannot tell: pip install psutil; else set host_memory yourself"
-    room = free_memory_bytes(memory)
-    if room is None:
-        return make_row("memory", "unknown", why, unknown)
-    value = f"{show_size(room)} free of {show_size(memory.total_bytes)}"
-    if memory.cgroup_limit_bytes is None:
-        value += ", no cgroup limit"
-    else:
-        value += (
-            f", cgroup limit {show_size(memory.cgroup_limit_bytes)}"
-            f" ({show_size(memory.cgroup_usage_bytes)} used)"
-        )
-    value += f", swap {show_size(memory.swap_total_bytes)}" if memory.swap_total_bytes else ""
-    advice = unknown if memory.available_bytes is None else None
-    if room < LOW_MEMORY_BYTES:
-        advice = (
-            f"less than {show_size(LOW_MEMORY_BYTES)} is free: end other programs or raise the "
-            "limit (Docker --memory, Kubernetes limits.memory); --shm-size is not needed"
-        )
-    return make_row("memory", value, why, advice)
-
-
-def judge_huge_pages(pages: HugePages) -> Row:
-    """Whether the arena can ask for huge pages."""
-    why = "fewer page faults and TLB misses in the host pool"
-    value = f"transparent: {pages.transparent or 'unknown'}"
-    if pages.explicit_free_bytes:
-        value += f", explicit: {show_size(pages.explicit_free_bytes)} free (not used)"
-    advice = None
-    if pages.transparent is None:
-        advice = "the system does not tell; Linux has them, sandboxes may hide them"
-    elif pages.transparent == "never":
-        advice = (
-            "on the host (containers share its setting): "
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        )
-    return make_row("huge pages", value, why, advice)
-
-
-def judge_memlock(memlock: Memlock) -> Row:
-    """The limit on locked memory. Any limit may bind: the pool can be most of the RAM."""
-    why = "locked pages and buffers registered with io_uring count against it"
-    if memlock.soft_bytes == UNLIMITED_BYTES:
-        return make_row("memlock", "unlimited", why, None)
-    value = show_size(memlock.soft_bytes)
-    if memlock.exempt:
-        return make_row("memlock", f"{value}, but CAP_IPC_LOCK lifts it", why, None)
-    advice = "in Docker: --ulimit memlock=-1; else LimitMEMLOCK=infinity (systemd) or "
-    if memlock.hard_bytes == UNLIMITED_BYTES:
-        advice = "ulimit -l unlimited (the hard limit allows it); " + advice
-    advice += "memlock unlimited in /etc/security/limits.conf"
-    return make_row("memlock", value, why, advice)
-
-
-def judge_io_uring(machine: HostFacts) -> Row:
-    """Whether the kernel gives us rings."""
-    ring, why = machine.io_uring, "the fastest way to keep a drive busy"
-    where = f"{machine.system} {machine.kernel}"
-    if ring.usable:
-        return make_row("io_uring", f"usable, {where}", why, None)
-    if ring.usable is None:
-        advice = "the thread-pool engine will be used; only Linux has io_uring"
-        return make_row("io_uring", f"not tried, {where}", why, advice)
-    if ring.error == "EPERM" and ring.disabled:
-        cause = f"sysctl kernel.io_uring_disabled = {ring.disabled}"
-        advice = "on the host, sudo sysctl kernel.io_uring_disabled=0"
-    elif ring.error == "EPERM":
-        cause = "forbidden, as a rule by seccomp"
-        advice = (
-            "in Docker, --security-opt seccomp=PROFILE.json with a profile that allows "
-            "io_uring_setup, io_uring_enter, io_uring_register (seccomp=unconfined allows all)"
-        )
-    elif ring.error == "ENOSYS":
-        cause = "this kernel has none"
-        advice = "Linux 5.1 or newer, outside of sandboxes such as gVisor"
-    else:
-        cause = "refused"
-        advice = "more free memory or a higher memlock limit"
-    advice = f"the thread-pool engine will be used; for io_uring: {advice}"
-    return make_row("io_uring", f"{ring.error}: {cause}, {where}", why, advice)
-
-
-def judge_accelerator(machine: HostFacts) -> Row:
-    """The device that torch sees."""
-    why = "without one the model computes on the CPU"
-    found = machine.accelerator
-    if found is None:
-        value = "none" if machine.torch.version else "unknown without torch"
-        advice = (
-            "install the driver and a torch build for your device (a build +cpu sees none); "
-            "in Docker: --gpus all, or --device /dev/kfd --device /dev/dri for ROCm"
-        )
-        return make_row("accelerator", value, why, advice)
-    value = f"{found.count} x {found.name or found.kind} ({found.kind})"
-    value += f", {show_size(found.total_bytes)} each" if found.total_bytes else ""
-    return make_row("accelerator", value, why, None)
-
-
-def judge_torch(machine: HostFacts) -> Row:
-    """torch itself."""
-    why = "everything is built on it"
-    if machine.torch.version is None:
-        value = machine.torch.error or "not found"
-        advice = "pip install torch"
-        if not value.startswith("ModuleNotFoundError"):
-            advice = "its files do not fit this system: pip install --force-reinstall torch"
-        return make_row("torch", value, why, advice, Severity.MISSING)
-    version = machine.torch.version
-    advice_bits = None if is_known(version) else "offload selftest compares them on this machine"
-    return make_row("torch", describe(version), why, advice_bits)
-
-
-# --- judgement: the directory ------------------------------------------------------------------
-
-
-def judge_directory(directory: DirectoryFacts) -> Row:
-    """Whether swap files can be made there."""
-    why, value = "cold bytes are swapped to files in it", str(directory.path)
-    if directory.writable:
-        return make_row("directory", f"{value}, writable", why, None)
-    if not directory.exists:
-        value += ", does not exist"
-        advice = "mkdir -p it, or mount the drive; in Docker: -v /mnt/nvme:/mnt/nvme"
-    elif not directory.is_directory and directory.error == "ENOTDIR":
-        value += ", not a directory"
-        advice = "give the directory itself, not a file in it"
-    else:
-        value += f", not writable: {directory.error}"
-        value += f" ({directory.mount.fs_type})" if directory.mount else ""
-        advice = {
-            "EROFS": "mount it for writing: mount -o remount,rw; in Docker: -v without :ro",
-            "ENOSPC": "make room: no space or no inodes are left",
-            "EDQUOT": "make room: your quota is used up",
-        }.get(str(directory.error), "let your user write there: chown it, or choose another")
-    return make_row("directory", value, why, advice, Severity.MISSING)
-
-
-def judge_file_system(mount: Mount | None) -> Row:
-    """File systems that swap badly."""
-    why = "it decides how directly bytes reach the drive"
-    if mount is None:
-        return make_row(
-            "file system", "unknown", why, "the system does not tell; prefer ext4 or xfs"
-        )
-    advice = None
-    if mount.fs_type == "overlay":
-        advice = (
-            "a container's own layer is slow and may lack O_DIRECT; mount a directory of the "
-            "host: -v /mnt/nvme:/mnt/nvme"
-        )
-    elif mount.fs_type in NETWORK_FILE_SYSTEMS or mount.fs_type.startswith("fuse"):
-        advice = "bytes leave through a network or a daemon; use a local ext4 or xfs drive"
-    elif mount.fs_type in COPY_ON_WRITE_FILE_SYSTEMS:
-        advice = "copies and sums every write; ext4 or xfs is faster (btrfs: chattr +C DIRECTORY)"
-    return make_row(
-        "file system", f"{mount.fs_type} on {mount.source} at {mount.point}", why, advice
-    )
-
-
-def judge_o_direct(directory: DirectoryFacts) -> Row:
-    """Whether the page cache can be avoided."""
-    why = "without it the page cache takes memory and time"
-    direct = directory.direct_io
-    if direct.works:
-        value = (
-            f"works, memory aligned to {direct.mem_align_bytes} bytes, "
-            f"offsets to {direct.offset_align_bytes}"
-        )
-        return make_row("O_DIRECT", value, why, None)
-    value = "could not be tried" if direct.works is None else "refused"
-    advice = (
-        "swapped bytes pass through the page cache; use ext4 or xfs on a local drive; in Docker "
-        "mount it, overlayfs may lack O_DIRECT: -v /mnt/nvme:/mnt/nvme"
-    )
-    return make_row("O_DIRECT", value, why, advice)
-
-
-def judge_o_tmpfile(directory: DirectoryFacts) -> Row:
-    """Whether files can be born without a name."""
-    why = "nothing is left behind, whatever happens"
-    if directory.o_tmpfile:
-        return make_row("O_TMPFILE", "works", why, None)
-    advice = (
-        "files are unlinked right after they are made, which is almost as good; ext4, xfs, btrfs "
-        "and tmpfs have it"
-    )
-    return make_row("O_TMPFILE", "not on this file system", why, advice)
-
-
-def judge_free_space(directory: DirectoryFacts) -> Row:
-    """Room for swap files."""
-    why = "state takes 8 to 12 bytes a parameter"
-    free = directory.free_bytes
-    value = f"{show_size(free)} free of {show_size(directory.total_bytes)}"
-    if free is None:
-        return make_row("free space", value, why, "the system does not tell; look with df")
-    if free == 0:
-        return make_row(
-            "free space", value, why, "make room, or choose another drive", Severity.MISSING
-        )
-    advice = None
-    if free < LOW_DISK_BYTES:
-        advice = f"less than {show_size(LOW_DISK_BYTES)}: enough for small models only"
-    return make_row("free space", value, why, advice)
-
-
-def judge_drive(directory: DirectoryFacts) -> Row:
-    """Whether this is a fast drive, and a drive at all."""
-    why = "steps wait for it when it is slow"
-    drive = directory.drive
-    if directory.ram_backed:
-        fs_type = directory.mount.fs_type if directory.mount else "unknown"
-        advice = "these bytes stay in memory and free none; choose a directory on a drive"
-        return make_row("drive", f"RAM ({fs_type})", why, advice)
-    if drive is None or drive.rotational is None:
-        value = drive.name if drive else "unknown"
-        advice = "the system hides the drive (container, network, ZFS); try offload bench DIR"
-        return make_row("drive", value, why, advice)
-    value = f"{drive.name}{f', {drive.model}' if drive.model else ''}"
-    if not drive.rotational:
-        return make_row("drive", f"{value}, solid state", why, None)
-    advice = (
-        "a spinning disk is some 20 times slower than NVMe; virtual drives (vd*, xvd*, sd*) often "
-        "claim to spin and do not: measure, with offload bench DIR"
-    )
-    return make_row("drive", f"{value}, rotational", why, advice)

@@ -1,4 +1,4 @@
-"""`offload export`: a checkpoint as other programs read it."""
+"""`offload export`: writes a checkpoint in formats that other programs read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARD_BYTES: Final = 5 * 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload export CKPT OUT [--optimizer FILE.pt] [--max-shard-size SIZE] [--json]`."""
+    """Declare `offload export CKPT OUT [--optimizer FILE.pt] [--max-shard-size SIZE] [--json]`."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of some")
     parser.add_argument("out", metavar="OUT", help="the new directory for the model")
     parser.add_argument(
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every byte, then copy."""
-    # Here, because other commands must work where torch does not.
+    """Check every byte of the checkpoint, then copy; return the exit code."""
+    # Imported here, because other commands must work where torch does not.
     from offload.checkpoint.exporting import export_model
     from offload.checkpoint.format.directory import find_newest
     from offload.checkpoint.reader import CheckpointReader
@@ -82,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export_optimizer(reader: CheckpointReader, file: Path) -> None:
-    """The one place that writes what torch.load reads. Nothing of ours reads such files."""
+    """Write the optimizer's state_dict for `torch.load`. The file is complete or absent. No other
+    code of this package writes such files, and none reads them.
+    """
     import torch
 
     from offload.checkpoint.exporting import has_masters, of_unknown_order, optimizer_state

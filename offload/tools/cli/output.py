@@ -1,4 +1,4 @@
-"""Where results and messages go: stdout and stderr, which may be full, closed, or unread."""
+"""Output of results to stdout and of messages to stderr, which may be full, closed, or unread."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from offload.core.errors import OffloadError
 
 
 class OutputError(OffloadError):
-    """The result could not be written to stdout."""
+    """An error for a result that cannot be written to stdout."""
 
 
 @contextmanager
 def results() -> Iterator[TextIO]:
-    """stdout, written out at the end of the block.
+    """Provide stdout while the block runs, and flush it at the end.
 
-    A write that fails is an OutputError; a reader that went away stays a BrokenPipeError.
+    Raises `OutputError` if there is no stdout or a write fails; a BrokenPipeError, from a reader
+    that has closed the pipe, passes unchanged.
     """
-    # Python has no stdout when it was started without one (`>&-`).
+    # sys.stdout is None if Python was started without one (`>&-`).
     stream: TextIO | None = sys.stdout
     if stream is None:
-        raise OutputError("stdout is closed, so the result has nowhere to go; do not close it")
+        raise OutputError("stdout is closed, so the result cannot be written; do not close it")
     try:
         yield stream
         stream.flush()
@@ -38,7 +39,7 @@ def results() -> Iterator[TextIO]:
 
 
 def complain(message: str) -> None:
-    """One line on stderr, if anybody can be told at all."""
+    """Print an error message as one line on stderr; do nothing if stderr cannot be written to."""
     if sys.stderr is not None:
         try:
             print(f"offload: error: {message}", file=sys.stderr, flush=True)
@@ -47,7 +48,9 @@ def complain(message: str) -> None:
 
 
 def drop(stream: TextIO | None) -> None:
-    """Lead a stream nowhere: what is left in its buffer would fail again when Python ends."""
+    """Redirect a stream to the null device. Otherwise Python would fail again when it flushes the
+    stream's buffer at exit.
+    """
     if stream is None:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

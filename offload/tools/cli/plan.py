@@ -1,4 +1,4 @@
-"""`offload plan`: what training a model would take, before anything is allocated."""
+"""`offload plan`: forecasts what training a model would take; allocates nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WITH_TRACE: Final = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload plan MODEL ...`."""
+    """Declare `offload plan MODEL ...`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLE
     parser.add_argument(
@@ -91,7 +91,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find out, print; 1 where it does not fit the machine."""
+    """Forecast, or replay a trace, and print; return 1 if the training does not fit the machine."""
     found = _replay(args) if args.trace is not None else _forecast(args)
     with results() as stream:
         print(json.dumps(found.to_dict(), indent=1) if args.json else found, file=stream)
@@ -106,7 +106,7 @@ def _forecast(args: argparse.Namespace) -> Forecast:
     if args.from_profile is not None:
         raise ConfigError("--from: is for --trace, which tells what a run was recorded on")
     request = ForecastRequest.of(args.model, **_given(args, FIELDS))
-    # Here, because other commands must work where torch does not.
+    # Imported here, because other commands must work where torch does not.
     from offload.tools.forecast.forecaster import forecast
 
     line = PlanProgress(sys.stderr)
@@ -117,7 +117,7 @@ def _forecast(args: argparse.Namespace) -> Forecast:
 
 
 class PlanProgress:
-    """What is done now, written over itself; nothing where there is no terminal to write on."""
+    """A progress line, redrawn in place on a terminal; without a terminal it prints nothing."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream if stream is not None and stream.isatty() else None
@@ -126,7 +126,7 @@ class PlanProgress:
         self._write(f"\r{text + ' ...':<{_WIDTH}}")
 
     def end(self) -> None:
-        """Leave an empty line behind."""
+        """Erase the progress line."""
         self._write("\r" + " " * _WIDTH + "\r")
 
     def _write(self, text: str) -> None:
@@ -137,7 +137,7 @@ class PlanProgress:
 
 def _replay(args: argparse.Namespace) -> Replay:
     if args.model is not None:
-        raise ConfigError("plan: MODEL and --trace are two questions; give one of them")
+        raise ConfigError("plan: MODEL and --trace exclude each other; give one of them")
     for name in FIELDS:
         if getattr(args, name, None) is not None and name not in _WITH_TRACE:
             option = name.replace("_", "-")

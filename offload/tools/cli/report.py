@@ -1,7 +1,7 @@
-"""`offload report`: what a run was like, as an HTML page, a picture or a timeline. Needs no torch.
+"""`offload report`: shows a run as an HTML page, a picture or a timeline. Needs no torch.
 
-The runs are only read. Every file that is made is whole or absent, and its owner's alone: a page
-has all that is in the trace, names of parameters included.
+The traces are only read. Every file that it writes is complete or absent, and only its owner may
+read it: a page has everything that is in the trace, names of parameters included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload report TRACE [OTHER] [-o FILE] [--png FILE] [--chrome FILE] [--json]`."""
+    """Declare `offload report TRACE [OTHER] [-o FILE] [--png FILE] [--chrome FILE] [--json]`."""
     parser.epilog = _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -73,7 +73,9 @@ def parse_path(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, make, write, tell. Nothing is written when something cannot be made."""
+    """Read the traces, make all files, write them, print a summary; return the exit code. Writes
+    nothing if one of the files cannot be made.
+    """
     paths = [path for path in (args.trace, args.other) if path is not None]
     targets = find_targets(args)
     check_targets(targets, paths)
@@ -93,14 +95,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_targets(args: argparse.Namespace) -> dict[str, Path]:
-    """The files to make, by what they are."""
+    """Return the paths of the files to make, by kind: page, png, chrome. The default is a page."""
     asked = {"page": args.output, "png": args.png, "chrome": args.chrome}
     targets = {kind: path for kind, path in asked.items() if path is not None}
     return targets if targets or args.json else {"page": args.trace.with_suffix(".html")}
 
 
 def check_targets(targets: dict[str, Path], traces: Sequence[Path]) -> None:
-    """Before anything is read: no file is to be two things, and no trace is to be replaced."""
+    """Raise `ConfigError` if two files would have the same path, or one would replace a trace.
+    Comes before any file is read.
+    """
     taken = {os.path.realpath(path): "a trace that is read" for path in traces}
     for kind, path in targets.items():
         place = os.path.realpath(path)
@@ -124,7 +128,7 @@ def make(kind: str, runs: Sequence[Run], paths: Sequence[Path]) -> str | bytes:
 def describe(
     found: Sequence[Summary], paths: Sequence[Path], targets: dict[str, Path]
 ) -> list[str]:
-    """The result in lines: each run, then each file."""
+    """Return the lines of the result: one for each run, then one for each file."""
     lines = []
     for one, path in zip(found, paths, strict=True):
         moved = [

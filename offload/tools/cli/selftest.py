@@ -1,7 +1,7 @@
 """`offload selftest`: proves the engine on this machine, and ends with a table for a bug report.
 
-Exit code 0: all that ran has passed; 1: something failed, the others still ran; 2: it could not be
-tried. Everything runs in a process of its own (`offload.tools.selftest.supervisor`).
+Exit code 0: all checks that ran have passed; 1: a check has failed, the others still ran; 2: the
+checks could not be run. They run in another process (`offload.tools.selftest.supervisor`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload selftest [--device D] [--nvme DIR] [--quick] [--only NAMES] [--seed N] [--json]`."""
+    """Declare the arguments.
+
+    `offload selftest [--device D] [--nvme DIR] [--quick] [--only NAMES] [--seed N] [--json]`
+    """
     parser.epilog = _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -67,7 +70,7 @@ def _seed(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print the table, and return 1 when one has failed."""
+    """Run the checks and print the table; return 1 if one has failed, else 0."""
     request = SelftestRequest(
         names=choose(args.only),
         device=args.device,
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _how(args: argparse.Namespace) -> dict[str, str]:
-    """What is needed to run the same again."""
+    """Return the rows that tell how to repeat this run: the seed and the arguments."""
     words = ["--quick"] if args.quick else []
     words += [] if args.only is None else ["--only", args.only]
     words += ["--device", args.device] if args.device != "auto" else []
@@ -101,7 +104,7 @@ def _how(args: argparse.Namespace) -> dict[str, str]:
 
 
 def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
-    """The object that `--json` prints. Keys are stable: scripts rely on them."""
+    """Build the object that `--json` prints. Keys are stable: scripts rely on them."""
     return {
         "version": offload.__version__,
         "about": about,
@@ -114,7 +117,9 @@ def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
 
 
 class SelftestProgress:
-    """Which check runs, on stderr: a line that is written over on a terminal, else one for each."""
+    """A display of the running check on stderr: a line redrawn in place on a terminal; elsewhere a
+    line for each check.
+    """
 
     _WIDTH = 79
 
@@ -132,7 +137,7 @@ class SelftestProgress:
             self._write(text + "\n")
 
     def end(self) -> None:
-        """Leave an empty line behind."""
+        """Erase the progress line, if there is one."""
         if self._is_terminal and self._has_written:
             self._write("\r" + " " * self._WIDTH + "\r")
 
@@ -143,5 +148,5 @@ class SelftestProgress:
             self._stream.write(text)
             self._stream.flush()
             self._has_written = True
-        except (OSError, ValueError):  # closed, or full: there is nobody to tell
+        except (OSError, ValueError):  # stderr is closed or full: print no more progress
             self._stream = None

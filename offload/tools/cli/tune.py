@@ -1,9 +1,9 @@
 """`offload tune`: runs a training loop with one tuning after the other, and writes the best to the
 machine's profile, where `prefetch_depth="auto"` finds it.
 
-The loop is the user's own program, untouched, or a stand-in for a model that is named; both run in
-processes of their own (`tune_trials`), and `offload.tools.tune.search` decides what to try next.
-This process needs no torch.
+The loop is the user's own program, unchanged, or a stand-in for a model that the arguments name.
+Each trial runs in another process (`offload.tools.tune.trials`), and `offload.tools.tune.search`
+chooses the next tuning. This process needs no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WARM_UP, STEPS = 2, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload tune [MODEL] [options] [-- PROGRAM ...]`."""
+    """Declare `offload tune [MODEL] [options] [-- PROGRAM ...]`."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, write profile and picture, tell."""
+    """Tune, write the profile and the picture, print the result; return the exit code."""
     wish = Wish.of(args)
     table = TrialTable(sys.stderr)
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="offload-tune-") as directory:
@@ -126,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C, so that no trial is left running."""
+    """Make SIGTERM and SIGHUP raise SystemExit while the block runs, so that it unwinds as after
+    Ctrl-C and leaves no trial running. Does nothing in threads other than the main one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -142,7 +144,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def _as_text(session: TuneSession, finding: Finding, path: Path, note: str | None) -> list[str]:

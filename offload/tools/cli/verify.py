@@ -1,4 +1,4 @@
-"""`offload verify`: every byte of a checkpoint against what was written. Needs no torch."""
+"""`offload verify`: checks every byte of checkpoints against checksums. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SUMMARY: Final = "Check every byte of a checkpoint; exit code 0: whole, 1: damag
 EXIT_DAMAGED: Final = 1
 EXIT_ERROR: Final = 2
 
-_SHOWN: Final = 10  # of what is wrong with one checkpoint
+_SHOWN: Final = 10  # findings that are printed for one checkpoint
 _EVERY_S: Final = 0.2
 _WIDTH: Final = 79
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`offload verify PATH [PATH ...] [--json]`."""
+    """Declare `offload verify PATH [PATH ...] [--json]`."""
     parser.add_argument(
         "paths",
         metavar="PATH",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print, and return the worst code of all paths."""
+    """Check the checkpoints, print the findings, and return the highest exit code of all paths."""
     told: list[dict[str, object]] = []
     codes = [_check(path, told if args.json else None) for path in args.paths]
     if args.json:
@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(path: str, told: list[dict[str, object]] | None) -> int:
-    """told: gets the result as JSON has it; None: it is printed."""
+    """Check one checkpoint and return its exit code. told: the list that receives the result for
+    JSON; None: the result is printed.
+    """
     line = VerifyProgress(sys.stderr, printable(path))
     try:
         findings = verify(path, line.report)
@@ -72,7 +74,7 @@ def _check(path: str, told: list[dict[str, object]] | None) -> int:
 
 
 def as_json(findings: Verdict) -> dict[str, object]:
-    """damage: the first places that are wrong; damages: how many there are."""
+    """Build the JSON object of a checkpoint. damage: the first findings; damages: their number."""
     manifest = findings.manifest
     return {
         "path": str(findings.path),
@@ -88,7 +90,7 @@ def as_json(findings: Verdict) -> dict[str, object]:
 
 
 def describe(findings: Verdict) -> list[str]:
-    """The result in lines: what is wrong, what does not belong there, the verdict."""
+    """Return the lines of the result: the damage, the foreign files, and the verdict if whole."""
     path = printable(findings.path)
     lines = [f"{path}: damaged: {text}" for text in findings.damage[:_SHOWN]]
     if findings.damages > _SHOWN:
@@ -107,7 +109,7 @@ def describe(findings: Verdict) -> list[str]:
 
 
 class VerifyProgress:
-    """How far it is, written over itself; nothing where there is no terminal to write on."""
+    """A progress line, redrawn in place on a terminal; without a terminal it prints nothing."""
 
     def __init__(self, stream: TextIO | None, label: str) -> None:
         self._stream = stream if stream is not None and stream.isatty() else None
@@ -126,7 +128,7 @@ class VerifyProgress:
         self._write(f"\r{text[:_WIDTH]:<{_WIDTH}}")
 
     def end(self) -> None:
-        """Leave an empty line behind."""
+        """Erase the progress line, if there is one."""
         if self._stream is not None and self._told_s > float("-inf"):
             self._write("\r" + " " * _WIDTH + "\r")
 
@@ -135,5 +137,5 @@ class VerifyProgress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # ValueError: letters that the terminal does not have
+        except (OSError, ValueError):  # ValueError: characters that the terminal cannot encode
             self._stream = None

@@ -1,1 +1,1 @@
-"""`offload doctor`: what this machine can do, and what to do about what it cannot."""
+"""`offload doctor`: what this machine can do, and how to mend what it cannot."""

@@ -1,4 +1,4 @@
-"""A diagnosis: rows with a status, shown to people as a table and to scripts as JSON."""
+"""A diagnosis: rows with a status, printed as a table for users and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WIDTH: Final = 100  # columns of the table
 
 
 class Severity(Enum):
-    """What a row means for training here."""
+    """The status of a row: what it means for training on this machine."""
 
-    OK = "ok"  # seen to work
-    DEGRADED = "degraded"  # works in a slower or narrower way, or could not be seen
+    OK = "ok"  # probed, and works
+    DEGRADED = "degraded"  # works in a slower or narrower way, or could not be probed
     MISSING = "missing"  # cannot work
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the diagnosis. `advice` is None exactly when the status is OK."""
+    """A line of the diagnosis. advice: None exactly when the status is OK."""
 
     name: str
     status: Severity
@@ -37,25 +37,25 @@ class Row:
 def make_row(
     name: str, value: str, why: str, advice: str | None, status: Severity | None = None
 ) -> Row:
-    """A row; without a status it is OK when there is nothing to advise, else DEGRADED."""
+    """Make a row. status: None means OK if there is no advice, else DEGRADED."""
     if status is None:
         status = Severity.OK if advice is None else Severity.DEGRADED
     return Row(name, status, value, why, advice)
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 when something needed is missing; degraded is still 0."""
+    """Return 1 if any row is MISSING; DEGRADED rows still yield 0."""
     return int(any(row.status is Severity.MISSING for row in rows))
 
 
 def count_statuses(rows: Sequence[Row]) -> dict[str, int]:
-    """How many rows have each status, zeros included."""
+    """Count the rows of each status, zeros included."""
     counts = Counter(row.status for row in rows)
     return {status.value: counts[status] for status in Severity}
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, object]:
-    """The object that `--json` prints. Keys are stable: scripts rely on them."""
+    """Build the object that `--json` prints. Keys are stable: scripts rely on them."""
     return {
         "version": offload.__version__,
         "rows": [{**asdict(row), "status": row.status.value} for row in rows],
@@ -64,7 +64,9 @@ def as_json(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Colours for people only: a terminal, and no NO_COLOR (https://no-color.org)."""
+    """Return whether `stream` is a terminal with colours, and NO_COLOR (https://no-color.org) is
+    not set.
+    """
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -72,15 +74,15 @@ _COLOURS = {Severity.OK: "32", Severity.DEGRADED: "33", Severity.MISSING: "31"}
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """The table for people: at most WIDTH columns, advice below the rows that need it."""
+    """Write the table: at most WIDTH columns, advice below the rows that need it."""
     text = format_table(rows, colour=wants_colour(stream)) + "\n"
-    # A path may hold bytes that this terminal cannot show; that must not end the diagnosis.
+    # A path may hold characters that this terminal cannot show; that must not end the diagnosis.
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def format_table(rows: Sequence[Row], colour: bool = False) -> str:
-    """Name, status, value; for rows that are not ok also why it matters and what to do."""
+    """Format name, status and value of each row; where it is not OK also the reason and advice."""
     name_width = max(len(row.name) for row in rows)
     status_width = max(len(status.value) for status in Severity)
     margin = " " * (name_width + status_width + 4)
@@ -97,14 +99,14 @@ def format_table(rows: Sequence[Row], colour: bool = False) -> str:
 
 
 def _wrap(text: str, margin: str) -> list[str]:
-    """Lines of at most WIDTH columns; flags such as --gpus are not broken at their hyphens."""
+    """Wrap text at WIDTH columns; flags such as --gpus are not broken at their hyphens."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
     ) or [margin]
 
 
 def summarize(rows: Sequence[Row]) -> str:
-    """The last line."""
+    """Format the last line: the counts, and a verdict."""
     counts = count_statuses(rows)
     numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
     if counts["missing"]:

@@ -1,8 +1,8 @@
-"""What a model needs for one iteration of training: found by running it on shapes alone.
+"""The footprint of a model in one iteration of training, found by a run on shapes alone.
 
 The model is made on the meta device and its forward and backward pass run there, with the hooks
-that the engine itself uses: so units, the order in which they are used, what autograd keeps, and
-what the second run of a layer costs are those of the real thing. Nothing is allocated.
+that the engine itself uses: so the units, the order in which they are used, the activations that
+autograd keeps, and the cost of a recomputed layer are those of a real run. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from offload.tools.forecast.meta_cost import Meter, metered
 from offload.tools.forecast.model_source import ModelSource
 from offload.tools.forecast.workload import BACKWARD, FORWARD
 
-_MOMENTUM = 0.9  # with momentum SGD has state, as it has where it is used for such models
+_MOMENTUM = 0.9  # with momentum SGD has state; models of this kind are trained with it
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one use of a unit, until the next one. moved_bytes: in memory, by what is no product."""
+    """The cost of one use of a unit, until the next use. moved_bytes: read and written in memory by
+    operations that are not matrix products.
+    """
 
     phase: int
     unit: int
@@ -43,9 +45,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Footprint:
-    """activation_bytes: that autograd keeps of the layers until backward. logits_bytes: at most,
-    beside them: of the output, the loss, their gradients, and what one layer needs for a moment.
-    layer_bytes: the most that one use adds to activations. recomputed_layers: that run twice.
+    """The footprint of a model in one iteration of training.
+
+    activation_bytes: what autograd keeps of the layers until backward. logits_bytes: the most that
+    is held beside them: the output, the loss, their gradients, and the temporaries of one layer.
+    layer_bytes: the most that one use adds to activations. recomputed_layers: how many run twice.
     """
 
     name: str
@@ -79,7 +83,7 @@ class Footprint:
 
     @property
     def dtype(self) -> str:
-        """Of most of its values."""
+        """The dtype of most of the model's values."""
         counts: dict[str, int] = {}
         for param in self.model.parameters():
             name = str(param.dtype).removeprefix("torch.")
@@ -88,17 +92,17 @@ class Footprint:
 
 
 def make_on_meta(source: ModelSource, dtype: str | None = None) -> nn.Module:
-    """The model without its values. dtype: of its parameters and buffers; None: its own."""
+    """Make the model without its values. dtype: of its parameters and buffers; None: its own."""
     with torch.device("meta"):
         model = source.make_model().train()
     refuse_lazy(model)
-    # Whoever names a device in a module gets what was asked for; its values are of no use here.
+    # A module that names a device has its tensors there; their values are not needed here.
     model = model.to("meta")
     return model if dtype is None else model.to(getattr(torch, dtype))
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """One of `OPTIMIZERS`, of what is trained."""
+    """Make one of `OPTIMIZERS` for the parameters that are trained."""
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise ConfigError("model: has no parameter that is trained; there is nothing to plan")
@@ -122,9 +126,11 @@ def measure(
     unit_bytes: int | None = None,
     on_device: bool = False,
 ) -> Footprint:
-    """Of the model in training. activations: keep, recompute or offload; the last are counted as if
-    they were kept. unit_bytes: as the tuner has it. on_device: it runs on a GPU. Raises
-    `ConfigError` where the model cannot run on shapes alone.
+    """Measure the footprint of the model in training.
+
+    activations: keep, recompute or offload; offloaded ones are counted as if they were kept.
+    unit_bytes: as in the tuner's `Tuning`. on_device: the model runs on a GPU. Raises `ConfigError`
+    if the model cannot run on shapes alone.
     """
     model, inputs = _made(source, batch, sequence, dtype)
     units = find_units(model, unit_bytes=unit_bytes)
@@ -139,7 +145,7 @@ def measure(
                 _run_backward(loss)
         except OffloadError:
             raise
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # the user's code may raise anything
             raise ConfigError(
                 f"{source.name}: cannot be run on shapes alone with {batch} texts of {sequence} "
                 f"tokens: {type(error).__name__}: {_first_line(error)}; {source.remedy}"
@@ -177,14 +183,15 @@ def _made(
 
 
 class _Recorder:
-    """Is told by the hooks what runs, as the engine would be."""
+    """A recorder that the hooks call before and after each run, as they would call the engine."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
-        self.kept_bytes = 0  # of layers, before the output counts
+        self.kept_bytes = 0  # activations of the layers, without the last unit's output
         self.layer_bytes = 0
         self._live_bytes = 0  # when the last use began
-        self._uses: list[tuple[int, int, int, int]] = []  # with what was counted before
+        # Phase, unit, and the flops and moved bytes that were counted before the use.
+        self._uses: list[tuple[int, int, int, int]] = []
         self._last: Unit | None = None
 
     def before_forward(self, unit: Unit) -> None:
@@ -205,7 +212,7 @@ class _Recorder:
     def expect(self, numel: int) -> None: ...
 
     def end_forward(self) -> None:
-        """All that autograd keeps is there. Where no unit is the last, its output is among it."""
+        """Note that autograd now holds all it keeps. If no unit has run, the output counts, too."""
         if self._last is None:
             self.kept_bytes = self.meter.live_bytes
 
@@ -216,7 +223,7 @@ class _Recorder:
         self._uses.append((phase, unit.number, self.meter.flops, self.meter.moved_bytes))
 
     def costs(self) -> Iterator[Cost]:
-        """What came before the first use is its own."""
+        """Yield the cost of each use. The first also has what was counted before it."""
         end = (0, 0, self.meter.flops, self.meter.moved_bytes)
         flops = moved = 0
         for (phase, unit, *_), after in zip(self._uses, [*self._uses[1:], end], strict=True):
@@ -226,7 +233,9 @@ class _Recorder:
 
 @contextmanager
 def _followed(model: nn.Module, units: Sequence[Unit], recorder: _Recorder) -> Iterator[None]:
-    """Gradients go as soon as they have come, as the engine takes them away."""
+    """Report the runs of units to the recorder while the block runs. Each gradient is dropped as
+    soon as autograd has accumulated it, as the engine takes it away.
+    """
     handles = [*follow(model, units, recorder)]
     handles += [
         param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
@@ -250,8 +259,8 @@ def _recomputing(layers: Layers) -> Iterator[None]:
 
 
 def _run_backward(loss: Tensor) -> None:
-    """What `loss.backward()` does, with function modes in force: that would suspend them, and a
-    layer that is run again would run in another way.
+    """Do what `loss.backward()` does, but keep function modes in force: `loss.backward()` would
+    suspend them, and a layer that is recomputed would take another path.
     """
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True

@@ -1,5 +1,5 @@
-"""What training a model would take: a table for people, numbers for scripts. Holds and shows;
-`forecaster` finds out. Needs no torch.
+"""The forecast of a training: a table for people, numbers for scripts. This module holds and shows
+it; `forecaster` computes it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from offload.core.config import format_size
 
 FORMAT = "offload forecast"
 VERSION = 1
-HIDDEN_SHARE = 0.1  # of a step: who waits no longer for the drives hides them
+HIDDEN_SHARE = 0.1  # of a step: drives that it waits for no longer than this are hidden
 _DAY_S, _HOUR_S, _MINUTE_S = 86_400, 3_600, 60
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one steady step. stalls: waiting, by where and why. limit: what takes longest if
-    all goes on at once, in limit_s. hidden_tokens: of a step, from which on less than a tenth of it
-    is spent waiting for the drives; None: no number of them. gains: seconds that a step gets
-    shorter by one more of a thing.
+    """The seconds of one steady step.
+
+    stalls: seconds waited, by where and why. limit: the resource that takes longest if all work at
+    once; it takes limit_s. hidden_tokens: the tokens of a step from which on less than a tenth of
+    it is spent waiting for the drives; None: no number suffices. gains: the seconds by which one
+    more of a resource shortens a step.
     """
 
     step_s: float
@@ -40,7 +42,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """Checkpoints. each_bytes: of one. each_s: None where speeds are not known."""
+    """The cost of a training's checkpoints. each_bytes, each_s: of one checkpoint; each_s is None
+    if speeds are not known.
+    """
 
     count: int
     each_bytes: int
@@ -49,8 +53,8 @@ class CheckpointCost:
 
 @dataclass(frozen=True)
 class Wear:
-    """All that is written to drives. share: of what all of them together are rated for; None: not
-    given.
+    """The wear of the drives by all that a training writes. share: of what all drives together are
+    rated for; None: no rating was given.
     """
 
     written_tb: float
@@ -60,11 +64,13 @@ class Wear:
 
 @dataclass(frozen=True)
 class Forecast:
-    """`str()` is a table. host_bytes, device_bytes: budgets; None: no limit, or no device. tiers:
-    bytes of each kind on each tier. read_bytes, written_bytes: by drives in a step, as a report
-    counts them; spilled_bytes of gradients are among both. taken_bytes: of host
-    memory, by the engine. passing_bytes: that activations and logits take where the model runs.
-    least: the smallest budgets that work. plain_bytes: that torch alone would need in one place.
+    """A forecast of one training on one machine. `str()` is a table.
+
+    host_bytes, device_bytes: budgets; None: no limit, or no device. tiers: bytes of each kind on
+    each tier. read_bytes, written_bytes: by the drives in a step, as a report counts them; both
+    include spilled_bytes of gradients. taken_bytes: host memory that the engine takes.
+    passing_bytes: what activations and logits take where the model runs. least: the smallest
+    budgets that work. plain_bytes: what torch alone would need in one place.
     """
 
     model: str
@@ -105,7 +111,7 @@ class Forecast:
 
     @property
     def works(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether the forecast has found no problem."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +228,7 @@ def _number(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """For people."""
+    """Format a duration in the largest unit of which there are two or more, down to seconds."""
     for unit, length in (("days", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"

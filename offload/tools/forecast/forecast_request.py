@@ -1,4 +1,4 @@
-"""What somebody wants to know of a model that is to be trained: checked before anything is done."""
+"""The request for the forecast of a training, checked before anything is done."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ _WHOLE = ("batch", "sequence", "steps")
 
 @dataclass(frozen=True)
 class ForecastRequest:
-    """host_bytes, device_bytes: budgets; None: what the machine would have. drives: None: those
-    that the machine has. dtype: None: the model's own. save_every: steps; None: never.
-    endurance_tb: that one drive is rated for. on: a profile's file, or the name of a shipped one;
-    None: this machine's own.
+    """A request for the forecast of a training.
+
+    host_bytes, device_bytes: budgets; None: the machine's usual ones. drives: how many; None: those
+    that the machine has. dtype: None: the model's own. save_every: steps between checkpoints; None:
+    never. endurance_tb: terabytes written that one drive is rated for. on: a profile's file, or the
+    name of a shipped one; None: this machine's own.
     """
 
     model: str
@@ -46,8 +48,8 @@ class ForecastRequest:
 
     @classmethod
     def of(cls, model: str | os.PathLike[str], **given: Any) -> ForecastRequest:
-        """From keywords as `offload.plan` takes them; None is as if it were not given. Raises
-        `ConfigError` for what is wrong or unknown.
+        """Make a request from keywords as `offload.plan` takes them; None counts as not given.
+        Raises `ConfigError` for a value that is wrong and for a name that is unknown.
         """
         known = {name: value for name, value in given.items() if value is not None}
         _refuse_unknown(given)
@@ -113,7 +115,9 @@ def _terabytes(value: object) -> float:
 
 
 def _drives(known: Mapping[str, Any]) -> int | None:
-    """By number, or by directories, which must be there."""
+    """Return the number of drives, given as such or by directories, which must exist; None if it is
+    not given.
+    """
     count, directories = known.get("nvme_count"), known.get("nvme")
     if directories is None:
         return None if count is None else _whole("nvme_count", count, 0)

@@ -1,5 +1,5 @@
-"""Finds out what training a model would take: counts the model on shapes alone, plans as the engine
-does, and runs the engine in virtual time. Allocates nothing and opens no directory.
+"""The forecaster: it counts the model on shapes alone, plans as the engine does, and runs the
+engine in virtual time. It allocates nothing and opens no directory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from offload.tools.forecast.simulator import MODEL, STEP, Outcome, simulate
 from offload.tools.forecast.workload import Budgets, Workload
 
 _GB = 10**9
-_ITERATIONS = 4  # two of them steady: what waits in buffers differs from step to step
-_FEWER_ITERATIONS = 3  # of a model so large that buffers are nothing to it
+_ITERATIONS = 4  # two of them steady: which chunks stay in buffers differs from step to step
+_FEWER_ITERATIONS = 3  # for a model so large that its buffers hardly matter
 _LARGE_NUMEL = 2 * 10**9
 _ORIGIN = (
     " (host_memory was not given: then it is what the machine has, less 20 % and at least 8 GiB, "
@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _ForecastCase:
-    """What is simulated. machine: with as many drives as are asked for."""
+    """A case to simulate. machine: with as many drives as the request asks for."""
 
     work: Workload
     budgets: Budgets
@@ -67,9 +67,9 @@ class _ForecastCase:
 
 
 def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Forecast:
-    """tell: is called with what is done now. Raises `ConfigError` where the model or the machine
-    cannot be found or run on shapes alone, `CapacityError` with the arithmetic where the budgets
-    cannot work.
+    """Forecast the training that is requested. tell: called with a text that says what is done now.
+    Raises `ConfigError` if the machine or the model cannot be found, or the model cannot run on
+    shapes alone, and `CapacityError` with the arithmetic if the budgets cannot work.
     """
     machine = find_machine(request.on)
     source = find_source(request.model, request.shape)
@@ -129,8 +129,8 @@ def _host_bytes(request: ForecastRequest, machine: TargetMachine) -> int | None:
 def _tuned_for(
     model_cost: ModelCost, machine: Profile, request: ForecastRequest, drives: int
 ) -> Tuned | None:
-    """What `offload tune` has found there for this very model, within budgets as they were given
-    to it, or not given.
+    """Return what `offload tune` has found on that machine for this very model, within the budgets
+    of the request. A budget that was not given matches only one that was not given to the tuner.
     """
     return machine.tuned_for(
         fingerprint_of(model_cost.footprint.model.parameters()),
@@ -200,7 +200,7 @@ def _answer(
 def _try(
     model_cost: ModelCost, case: _ForecastCase, host_is_given: bool
 ) -> tuple[Arrangement, Outcome]:
-    """Refusals say what would work."""
+    """Plan the case and simulate it. A refusal also says which budgets would work."""
     try:
         if case.budgets.device_bytes is not None:
             model_cost.check_device(case.budgets.device_bytes)
@@ -228,7 +228,7 @@ def _tiers(model_cost: ModelCost, arrangement: Arrangement) -> dict[str, dict[st
     where = "device" if model_cost.on_device else "process"
     here = model_cost.activations_here_bytes
     elsewhere = footprint.activation_bytes - here
-    if footprint.activations == "offload":  # beyond its share of host memory they go to drives
+    if footprint.activations == "offload":  # beyond their share of host memory: on the drives
         elsewhere += here if not model_cost.on_device else 0
         here = here if model_cost.on_device else 0
     in_share = min(elsewhere, shares.activations)
@@ -245,7 +245,7 @@ def _tiers(model_cost: ModelCost, arrangement: Arrangement) -> dict[str, dict[st
 
 
 def _room_bytes(model_cost: ModelCost, case: _ForecastCase, machine: Profile | None) -> int:
-    """That plain torch could have in the place where the model runs."""
+    """Return the bytes that plain torch could have in the place where the model runs."""
     if model_cost.on_device:
         return case.budgets.device_bytes or 0
     total = machine.memory_bytes if machine is not None else None
@@ -255,7 +255,9 @@ def _room_bytes(model_cost: ModelCost, case: _ForecastCase, machine: Profile | N
 def _problems(
     model_cost: ModelCost, case: _ForecastCase, machine: Profile | None, outcome: Outcome
 ) -> tuple[str, ...]:
-    """What the engine itself would not notice: it counts its own bytes only."""
+    """Return the problems that the engine itself would not notice, since it counts its own bytes
+    only: activations and logits may need more host memory than the machine has.
+    """
     total = machine.memory_bytes if machine is not None else None
     beside = 0 if model_cost.on_device else model_cost.passing_bytes
     needed = outcome.host_bytes_taken + beside
@@ -278,7 +280,9 @@ def _saving(
     machine: Profile | None,
     arrangement: Arrangement,
 ) -> CheckpointCost:
-    """All of it is written; what is on drives must be read for that, by the same drives."""
+    """Compute the cost of the checkpoints. All of a checkpoint is written; its part on the drives
+    must be read for that, from the same drives.
+    """
     count = request.steps // request.save_every if request.save_every else 0
     written = model_cost.checkpoint_bytes
     read = arrangement.plan.disk_bytes + max(
@@ -329,9 +333,11 @@ def _timing(
 
 
 def _hidden_tokens(case: _ForecastCase, outcome: Outcome) -> int | None:
-    """From how many tokens a step on the drives cost less than a tenth of it. What `step()` waits
-    for stays as it is; what the passes wait for is there until they compute as long as that takes.
-    Found by that, then checked by simulating, and put right by what that shows.
+    """Find the number of tokens from which on a step waits for the drives less than a tenth of its
+    time. The waits in `step()` stay the same; those in the passes last until the passes compute as
+    long as the drives need. The number is derived from that, then checked by a simulation and
+    corrected by its result. None: there is no computing or no traffic of drives, or it would take
+    more than `_MOST_FACTOR` times the tokens.
     """
     if not outcome.compute_s or not outcome.disk_busy_s:
         return None
@@ -353,7 +359,7 @@ def _hidden_tokens(case: _ForecastCase, outcome: Outcome) -> int | None:
 
 
 def _gains(case: _ForecastCase, outcome: Outcome) -> dict[str, float]:
-    """Seconds by which a step gets shorter."""
+    """Compute the seconds by which one more of each resource shortens a step."""
     budgets, found = case.budgets, {}
     uses_disk = outcome.read_bytes or outcome.written_bytes
     if budgets.host_bytes is not None:

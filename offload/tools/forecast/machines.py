@@ -1,6 +1,7 @@
-"""Which machine a plan is for: this one, one whose profile lies in a file, or one that is shipped.
+"""The machine that a forecast is for: this one, one whose profile is in a file, or a shipped one.
 
-Shipped profiles are made from published figures, and say which; nobody has measured them here.
+Shipped profiles are made from published figures, and name their sources; the engine's benchmark
+was not run for them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from offload.planning.limits import left_free_bytes
 from offload.planning.profile import Profile
 
 _SHIPPED = Path(__file__).parent / "profiles"
-_DEVICE_SHARE = 0.9  # of a device's memory, for us
+_DEVICE_SHARE = 0.9  # of a device's memory: the budget if the user gives none
 
-# For counting bytes where nothing is known: of one time and bandwidth or another, all the same.
+# For counting bytes if no speed is known; any speeds of this order would do.
 NOMINAL = Profile(
     name="unknown",
     is_measured=False,
@@ -40,7 +41,9 @@ NOMINAL = Profile(
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """profile: None where no speed is known. note: what to tell about it."""
+    """The machine that a forecast is for. profile: None if its speeds are not known. note: what to
+    tell the user about it.
+    """
 
     profile: Profile | None
     note: str
@@ -51,13 +54,14 @@ class TargetMachine:
 
 
 def shipped() -> dict[str, Path]:
-    """Profiles that come with the package, by name."""
+    """Return the files of the profiles that come with the package, by name."""
     return {path.stem: path for path in sorted(_SHIPPED.glob("*.json"))}
 
 
 def find_machine(text: str | os.PathLike[str] | None) -> TargetMachine:
-    """text: a file, or the name of a shipped profile; None: the machine's own, if there is one.
-    Raises `ConfigError` where there is no such profile, `FormatError` where it is damaged.
+    """Find the machine that `text` names: a profile's file, or the name of a shipped profile; None:
+    this machine's own, if there is one. Raises `ConfigError` if there is no such profile,
+    `FormatError` if it is damaged.
     """
     if text is None:
         return _own()
@@ -98,7 +102,7 @@ def _described(found: Profile) -> TargetMachine:
 
 
 def with_drives(machine: Profile, count: int) -> Profile:
-    """The machine with so many drives of the kind that it has."""
+    """Return the profile with so many drives of the kind that the machine has."""
     have = len(machine.disks) or 1
     if count in (0, have):
         return machine
@@ -113,7 +117,9 @@ def with_drives(machine: Profile, count: int) -> Profile:
 
 
 def missing_speeds(machine: Profile, dtype: str, drives: int, on_device: bool) -> list[str]:
-    """What must be known to predict a step and is not, as `offload bench --only` names it."""
+    """Return the speeds that a prediction needs and the profile lacks, by the names that
+    `offload bench --only` has for them.
+    """
     needed: dict[str, float | None] = {
         "compute": flops_of(machine, dtype),
         "update": machine.update_bytes_per_s,
@@ -126,7 +132,9 @@ def missing_speeds(machine: Profile, dtype: str, drives: int, on_device: bool) -
 
 
 def completed(machine: Profile) -> Profile:
-    """With something for every speed that is not known: enough for counting bytes."""
+    """Return the profile with a nominal value for every speed that is not known: enough for
+    counting bytes.
+    """
     names = [field.name for field in fields(Profile) if field.name.endswith("_per_s")]
     lacking = [name for name in (*names, "flops") if not getattr(machine, name)]
     return replace(machine, **{name: getattr(NOMINAL, name) for name in lacking})
@@ -137,18 +145,22 @@ def _times(speed: float | None, factor: float) -> float | None:
 
 
 def usual_host_bytes(machine: Profile) -> int | None:
-    """What `host_memory` is there if nobody says anything; None: not known."""
+    """Return the `host_memory` of that machine if the user gives none; None: not known."""
     total = machine.memory_bytes
     return None if total is None else total - left_free_bytes(total)
 
 
 def usual_device_bytes(machine: Profile) -> int | None:
-    """What `device_memory` is there if nobody says anything; None: not known, or no device."""
+    """Return the `device_memory` of that machine if the user gives none; None: not known, or no
+    device.
+    """
     total = machine.device_memory_bytes
     return None if total is None else int(total * _DEVICE_SHARE)
 
 
 def flops_of(machine: Profile, dtype: str) -> float | None:
-    """Of products in that type, a second; of fp32 where that is all that is known."""
+    """Return the FLOP/s of matrix products in that dtype, or in fp32 if only that is known; None:
+    neither is known.
+    """
     known = machine.flops or {}
     return known.get(dtype) or known.get("float32") or None

@@ -1,8 +1,9 @@
-"""What a run on the meta device would compute, move and hold, counted operation by operation.
+"""The cost of a run on the meta device: what it would compute, move and hold, counted operation by
+operation.
 
-Nothing is allocated: tensors there have shapes and no memory. A storage is counted when the first
-operation makes it and until its last holder is gone, as an allocator would see it, without the
-rounding. One thread.
+Nothing is allocated: tensors there have shapes and no memory. A storage counts from the operation
+that makes it until its last reference is gone, as an allocator would see it, without the rounding.
+One thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-# GPUs have one for values of another width than queries (DeepSeek's); processors have none.
+# GPUs have a kernel for values of another width than queries (DeepSeek's); CPUs have none.
 _UNEQUAL_ATTENTION = _ATEN._scaled_dot_product_efficient_attention
 
 _attention_flops: Callable[..., int] = flop_counter.sdpa_flop_count
@@ -33,9 +34,11 @@ _LOOK_UPS = (_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather)
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is in force; `metered` puts it there. live_bytes: of storages that operations
-    have made, and that are still held. moved_bytes: read and written by operations that are no
-    products, for which memory is the limit.
+    """A dispatch mode that counts operations while it is in force; `metered` enters it.
+
+    live_bytes, peak_bytes: of storages that operations have made and that are still referenced.
+    moved_bytes: read and written by operations that are not matrix products, which memory
+    bandwidth limits. ignored: tensors whose storages do not count.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
@@ -47,7 +50,7 @@ class Meter(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         for tensor in ignored:
             self._known.add(tensor.untyped_storage())
-        self._verdicts: dict[int, bool] = {}  # of checks, by the tensor's number
+        self._verdicts: dict[int, bool] = {}  # results of checks, by the tensor's `id`
 
     def __torch_dispatch__(
         self,
@@ -69,8 +72,9 @@ class Meter(TorchDispatchMode):
         return output
 
     def _judge(self, tensor: Tensor, verdict: bool) -> None:
-        """Models check their input by `if mask.all()` and `if x.isnan().any()`; there are no values
-        here to look at, so all goes as it does with ordinary ones.
+        """Note the result of a check, true for `all` and false for `any`. Models check their input
+        by `if mask.all()` and `if x.isnan().any()`; there are no values here to look at, so the
+        checks give what they give for ordinary ones.
         """
         self._verdicts[id(tensor)] = verdict
         weakref.finalize(tensor, self._verdicts.pop, id(tensor), None)
@@ -86,16 +90,16 @@ class Meter(TorchDispatchMode):
             self.flops += _attention_backward_flops(args[0].shape, *shapes)
         elif packet is _ATEN._grouped_mm:
             left, right = args[:2]
-            if left.dim() == right.dim() == 2:  # gradients of several matrices, of some rows each
+            if left.dim() == right.dim() == 2:  # gradients of several matrices, from some rows each
                 self.flops += 2 * left.numel() * right.size(-1)
-            else:  # each row with one matrix of several
+            else:  # each row times one matrix of several
                 self.flops += 2 * output.numel() * left.size(-1)
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=output)
         elif not func.is_view:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if packet in _LOOK_UPS:
-                read = made  # a row of the table for each one that is made
+                read = made  # of the table only the rows that are returned
             self.moved_bytes += sum(tensor.numel() * tensor.itemsize for tensor in (*read, *made))
 
     def _take_in(self, storage: torch.UntypedStorage) -> None:
@@ -112,7 +116,9 @@ class Meter(TorchDispatchMode):
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """On shapes, torch knows the products of experts' matrices in bfloat16 only."""
+    """Run the operation on shapes. Torch knows the shapes of experts' matrix products
+    (`_grouped_mm`) in bfloat16 only; here they are computed for the other dtypes.
+    """
     if func.overloadpacket is not _ATEN._grouped_mm or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     left, right, *rest = args
@@ -124,8 +130,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _AttentionCost(TorchFunctionMode):
-    """Attention as processors or, `on_device`, GPUs compute it: without the matrix of all pairs
-    where they can. On the meta device torch itself would always take the way that has it.
+    """A function mode that runs attention as CPUs or, `on_device`, GPUs compute it: by a fused
+    kernel, without the matrix of all pairs, if there is one. On the meta device torch itself would
+    always compute that matrix.
     """
 
     def __init__(self, on_device: bool) -> None:
@@ -157,7 +164,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     is_equal = value.size(-1) == query.size(-1)
-    # Processors have no kernel for unequal widths or dropout, GPUs none for unequal shared heads.
+    # CPUs have no kernel for unequal widths or dropout, GPUs none for unequal widths with shared
+    # heads.
     is_known = (is_equal or query.shape[:-2] == key.shape[:-2]) if on_device else is_equal
     is_known = is_known and (on_device or dropout_p == 0.0)
     if not is_known or not _is_fusible(query, key, value, attn_mask, enable_gqa):
@@ -182,9 +190,9 @@ def _attend(
 def _is_fusible(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_grouped: bool
 ) -> bool:
-    """Whether some kernel takes it. One that is not, be it because its shapes do not fit at all, is
-    torch's own to compute, or to refuse. A mask that is learned (T5's places) has the matrix
-    anyway.
+    """Return whether a fused kernel takes these tensors. Otherwise, also if their shapes do not fit
+    together at all, torch itself computes or refuses them. A mask that is learned (T5's position
+    bias) needs the matrix anyway.
     """
     if not query.dim() == key.dim() == value.dim() == 4:
         return False
@@ -202,7 +210,7 @@ def _is_fusible(
 
 
 def _whole_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
-    """Shapes as if each head of queries had its own keys and values."""
+    """Return the shapes as if each query head had its own keys and values."""
     heads = query.size(1)
     shared = [torch.Size((t.size(0), heads, *t.shape[2:])) for t in (key, value)]
     return [query.shape, *shared]
@@ -210,8 +218,8 @@ def _whole_heads(query: Tensor, key: Tensor, value: Tensor) -> list[torch.Size]:
 
 @contextmanager
 def metered(meter: Meter, on_device: bool = False) -> Iterator[None]:
-    """What runs inside is counted, and new tensors are on the meta device. on_device: as a GPU
-    computes it, else a processor.
+    """Count the operations of the block, whose new tensors are on the meta device. on_device: as a
+    GPU computes them, otherwise as a CPU does.
     """
     with torch.device("meta"), _AttentionCost(on_device), meter:
         yield

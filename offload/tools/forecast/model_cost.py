@@ -1,8 +1,8 @@
 """A model and its optimizer as a workload that has never run, and the smallest budgets for it.
 
-Where its bytes would be is the business of `simulation.arrangement`, which plans as the engine
-does; the smallest budgets are found by trying the function that shares out host memory. Nothing is
-allocated.
+Which tier its bytes would be in is decided by `simulation.arrangement`, which plans as the engine
+does; the smallest budgets are found by a search that calls the engine's division of host memory
+(`planning.shares`). Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from offload.tools.forecast.machines import flops_of
 from offload.tools.forecast.workload import Workload, WorkloadUse
 
 _PAGE = 4096
-_EXACT = 1e-3  # of the smallest budget: how near it is searched for
-_LAYERS_HERE = 2  # whose activations are on a device while the others are elsewhere
+_EXACT = 1e-3  # of the smallest budget: the search ends within this share
+_LAYERS_HERE = 2  # whose activations are on the device while the others are offloaded
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Before any budget. specs: of all parameters of the optimizer. on_device: they run on one."""
+    """The cost of a model's training, before any budget. specs: of all parameters of the optimizer.
+    on_device: the model runs on a device.
+    """
 
     footprint: Footprint
     specs: tuple[ParamSpec, ...]
@@ -45,7 +47,7 @@ class ModelCost:
 
     @staticmethod
     def of(footprint: Footprint, optimizer: str, on_device: bool) -> ModelCost:
-        """optimizer: one of `footprint.OPTIMIZERS`."""
+        """Combine the footprint with an optimizer, one of `forecast_request.OPTIMIZERS`."""
         made = make_optimizer(optimizer, footprint.model)
         records = make_records(made, choose_recipe(made, elementwise=False), made.state)
         unit_of = {m.param: unit.number for unit in footprint.units for m in unit.members}
@@ -53,7 +55,7 @@ class ModelCost:
         return ModelCost(footprint, specs, on_device)
 
     def workload(self, machine: Profile) -> Workload:
-        """How long each use computes there."""
+        """Make the workload for a machine: it says how long each use computes there."""
         footprint = self.footprint
         return Workload(
             title=footprint.name,
@@ -70,8 +72,9 @@ class ModelCost:
         )
 
     def _use(self, cost: Cost, machine: Profile) -> WorkloadUse:
-        """Products by the profile's speed of them. The rest by that of memory, on the CPU; a
-        device's memory is so much faster that its published speeds leave room for it.
+        """Compute the seconds of a use: matrix products at the profile's FLOP/s, the rest, on the
+        CPU, at the speed of memory. On a device the rest is left out: memory there is so much
+        faster that the published speeds leave room for it.
         """
         flops_per_s = flops_of(machine, self.footprint.dtype)
         seconds = cost.flops / flops_per_s if flops_per_s else 0.0
@@ -93,7 +96,7 @@ class ModelCost:
 
     @cached_property
     def param_bytes(self) -> int:
-        """Of all blocks."""
+        """The bytes of all blocks."""
         return sum(unit.nbytes for unit in self.units)
 
     @cached_property
@@ -119,18 +122,22 @@ class ModelCost:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one: parameters in their own types, and all state."""
+        """The bytes of one checkpoint: parameters in their own dtypes, all optimizer state in fp32,
+        and the model's buffers.
+        """
         fields = sum(spec.numel * len(spec.fields) for spec in self.specs)
         return self.footprint.param_bytes + 4 * fields + self.footprint.buffer_bytes
 
     @property
     def passing_bytes(self) -> int:
-        """What activations and logits take where the model runs, at the largest moment."""
+        """The bytes of activations and logits where the model runs, at the largest moment."""
         return self.activations_here_bytes + self.footprint.logits_bytes
 
     @property
     def activations_here_bytes(self) -> int:
-        """Where the model runs."""
+        """The bytes of activations where the model runs. On a device from which they are
+        offloaded, only some layers' are there at once.
+        """
         footprint = self.footprint
         if footprint.activations == "offload" and self.on_device:
             return min(footprint.activation_bytes, _LAYERS_HERE * footprint.layer_bytes)
@@ -138,7 +145,7 @@ class ModelCost:
 
     @property
     def recompute_note(self) -> str | None:
-        """Why it does not help, where it is asked for in vain."""
+        """Why recompute has no effect, if it was requested and finds no layer; otherwise None."""
         footprint = self.footprint
         if footprint.activations != "recompute" or footprint.recomputed_layers:
             return None
@@ -149,7 +156,9 @@ class ModelCost:
 
     @property
     def plain_bytes(self) -> int:
-        """What torch alone would need in one place: all of it, with the same precision."""
+        """The bytes that torch alone would need in one place: for everything, with the same
+        precision.
+        """
         footprint = self.footprint
         kept = footprint.activation_bytes + footprint.logits_bytes + footprint.buffer_bytes
         return self.param_bytes + self.grad_bytes + self.state_bytes + kept
@@ -158,7 +167,7 @@ class ModelCost:
 
     @property
     def device_parts(self) -> dict[str, int]:
-        """The least that must be on a device at once."""
+        """The least bytes that must be on the device at once, by what they are for."""
         return {
             "one unit at a time": self._sizes.least_device_bytes,
             "buffers": on_device_bytes(self.footprint.buffer_bytes) + DEVICE_SPARE_BYTES,
@@ -167,7 +176,7 @@ class ModelCost:
         }
 
     def check_device(self, device_bytes: int) -> None:
-        """Raises `CapacityError` where not even one unit at a time works."""
+        """Raise `CapacityError` if not even one unit at a time works within the budget."""
         needed = sum(self.device_parts.values())
         if needed <= device_bytes:
             return
@@ -193,7 +202,7 @@ class ModelCost:
         return True
 
     def least_host_bytes(self, has_disk: bool) -> int:
-        """The smallest host memory that works."""
+        """Find the smallest host memory that works."""
         staging = staging_bytes(self._trained) if self.on_device else 0
         whole = self.param_bytes + self.grad_bytes + self._whole_state.arena_bytes + staging
         most = 2 * whole + _PAGE * (len(self.units) + len(self.specs) + 4)
@@ -227,13 +236,13 @@ class ModelCost:
 
     @cached_property
     def _least_state_bytes(self) -> int:
-        """Of chunks as small as they get."""
+        """The least host memory for optimizer state, in chunks as small as they get."""
         return least_arena_bytes(self.specs)
 
 
 def smallest(works: Callable[[int], bool], most: int) -> int:
-    """The least number of bytes that works, to a thousandth, if all larger ones do. most: one that
-    does.
+    """Find the least number of bytes that works, to a thousandth and in whole pages, provided that
+    all larger numbers work. most: a number that works.
     """
     low, high = 0, most
     while high - low > max(_PAGE, int(high * _EXACT)):

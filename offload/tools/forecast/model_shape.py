@@ -1,7 +1,7 @@
-"""The shape of a decoder from what people say of it: "7B", and as much more as they know.
+"""The shape of a decoder, derived from its size, such as "7B", and as much more as the user gives.
 
-What is not given is derived: from a published model of that size if there is one, else from the
-proportions that such models have. Pure arithmetic; needs no torch.
+Values that are not given come from a published model of that size if there is one, otherwise from
+the proportions that such models have. Pure arithmetic; needs no torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from offload.core.errors import ConfigError
 VOCABULARY = 32_000
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt])", re.IGNORECASE)
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_NEAR = 0.05  # a model of a size may have so much more or less
-_OFF = 0.15  # beyond this, size and shape contradict each other
+_NEAR = 0.05  # the share by which a model may be larger or smaller than its size says
+_OFF = 0.15  # beyond this share, size and shape contradict each other
 _MOST_LAYERS = 200
 _HEAD_WIDTH = 128
 _SMALL_HEAD_WIDTH = 64
 _SMALL_HIDDEN = 1024
-_SLENDER = 128.0  # features for each layer, of usual models
+_SLENDER = 128.0  # hidden features per layer in usual models
 _WIDENED = 256  # intermediate features are a multiple of this
 
 
 @dataclass(frozen=True)
 class Shape:
-    """None: to be derived. key_value_heads: None after deriving means as many as heads."""
+    """The shape of a decoder. None: to be derived. key_value_heads: None after deriving means as
+    many as heads.
+    """
 
     layers: int | None = None
     hidden: int | None = None
@@ -54,7 +56,7 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Parameters of a whole shape, with a head of its own."""
+        """The number of parameters of a whole shape whose output head is not tied."""
         assert self.layers and self.hidden and self.vocabulary and self.heads and self.intermediate
         shared = (self.key_value_heads or self.heads) * (self.hidden // self.heads)
         attention = 2 * self.hidden * (self.hidden + shared)
@@ -85,7 +87,9 @@ PUBLISHED = (
 
 
 def parse_count(text: str) -> float | None:
-    """Parameters of a size such as "7B", "350M" or "1.3b"; None where it is no size."""
+    """Return how many parameters a size such as "7B", "350M" or "1.3b" means; None if the text is
+    no size.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return None
@@ -96,8 +100,8 @@ def parse_count(text: str) -> float | None:
 
 
 def derive_shape(count: float, given: Shape | None = None) -> Shape:
-    """A whole shape of about `count` parameters. Raises `ConfigError` where what is given makes
-    another size.
+    """Derive a whole shape of about `count` parameters. Raises `ConfigError` if the values in
+    `given` make another size.
     """
     given = given or Shape()
     best = min(_candidates(count, given), key=lambda pair: pair[0], default=None)
@@ -112,10 +116,10 @@ def derive_shape(count: float, given: Shape | None = None) -> Shape:
 
 
 def _candidates(count: float, given: Shape) -> Iterator[tuple[float, Shape]]:
-    """Shapes with what is given, and how unusual each is."""
+    """Yield shapes with the given values, each with a number for how unusual it is."""
     for shape in PUBLISHED:
         if _agree(shape, given) and abs(shape.numel / count - 1) <= _NEAR:
-            yield abs(shape.numel / count - 1) - 1.0, shape  # before any that is derived
+            yield abs(shape.numel / count - 1) - 1.0, shape  # less than that of any derived shape
     for layers in [given.layers] if given.layers else range(1, _MOST_LAYERS + 1):
         for hidden in [given.hidden] if given.hidden else _hiddens(count, layers, given):
             whole = _fill(replace(given, layers=layers, hidden=hidden), count)
@@ -130,7 +134,7 @@ def _agree(shape: Shape, given: Shape) -> bool:
 
 
 def _hiddens(count: float, layers: int, given: Shape) -> Iterator[int]:
-    """The two nearest to the solution of 12 layers hidden^2 + 2 vocabulary hidden = count."""
+    """Yield the two nearest to the solution of 12 layers hidden^2 + 2 vocabulary hidden = count."""
     vocabulary = given.vocabulary or _vocabulary(count)
     root = (math.sqrt(vocabulary**2 + 12 * layers * count) - vocabulary) / (12 * layers)
     step = _HEAD_WIDTH if root >= _SMALL_HIDDEN else _SMALL_HEAD_WIDTH
@@ -164,5 +168,7 @@ def _fill(shape: Shape, count: float) -> Shape | None:
 
 
 def _vocabulary(count: float) -> int:
-    """The usual one; of models so small that it would be most of them, a smaller."""
+    """Return the usual vocabulary, or a smaller one for models so small that the usual one would be
+    most of their parameters.
+    """
     return VOCABULARY if count >= 2e7 else 512

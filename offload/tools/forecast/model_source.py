@@ -1,8 +1,9 @@
-"""A model that is named, not made: `module:function`, a Hugging Face `config.json`, or a size.
+"""The sources of models that are named, not made: `module:function`, a Hugging Face `config.json`,
+or a size.
 
-A source makes the model when it is asked to, also below `torch.device("meta")`, where nothing is
-allocated; and it knows what to feed it and what its loss is. Makes no connection to anywhere: what
-a `config.json` says to fetch is refused.
+A source makes the model on demand, also inside `with torch.device("meta")`, where nothing is
+allocated; and it knows the model's input and its loss. It opens no network connection: a
+`config.json` that asks for code to be fetched is refused.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ EXAMPLE_METHOD = "offload_example"
 _CONFIG_NAME = "config.json"
 _MOST_CONFIG_BYTES = 1 << 20
 _LONGEST = 1 << 20  # tokens of a text, for a stand-in
-_SOME_TOKENS = 256  # ids below this, where the model does not say how many it knows
+_SOME_TOKENS = 256  # ids are below this if the model has no embedding that tells how many it knows
 
 
 class ModelSource(ABC):
-    """Where a model comes from. Of one thread."""
+    """A source that makes a model, its input and its loss. For one thread."""
 
     name: str
 
     @property
     def remedy(self) -> str:
-        """What to do where it runs for real, but not on shapes alone."""
+        """What the user can do if the model runs for real, but not on shapes alone."""
         return "a size such as 7B is planned without the model itself"
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """A new one, on the device of `torch.device(...)` around the call."""
+        """Make a new model, on the device of the `torch.device(...)` around the call."""
 
     @abstractmethod
     def make_batch(
@@ -56,18 +57,19 @@ class ModelSource(ABC):
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Any:
-        """Random input of `batch` texts of `sequence` tokens that have a next one. device: None is
-        torch's default one, so that of a `torch.device(...)` around the call.
+        """Make random input of `batch` texts, of which the model reads `sequence` tokens each; if
+        `loss` itself compares tokens with the next ones, there is one token more. device: None is
+        torch's default device, so that of a `torch.device(...)` around the call.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """A scalar to call backward on."""
+        """Run the model on the batch and return a scalar to call `backward` on."""
 
 
 def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> ModelSource:
-    """The source that `text` names. shape: for a size, as much of it as is known. Raises
-    `ConfigError` where it names nothing.
+    """Return the source that `text` names. shape: for a size, as much of the shape as is known.
+    Raises `ConfigError` if it names nothing.
     """
     name = os.fspath(text)
     count = parse_count(name)
@@ -96,7 +98,7 @@ def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> Mod
 
 @dataclass(frozen=True)
 class SizeSource(ModelSource):
-    """A stand-in of that shape, in bfloat16, as models of such sizes are trained."""
+    """A source of a stand-in of that shape, in bfloat16, as models of such sizes are trained."""
 
     name: str
     shape: Shape
@@ -128,7 +130,7 @@ class SizeSource(ModelSource):
 
 @dataclass(frozen=True)
 class ConfigSource(ModelSource):
-    """A model of the `transformers` library, with values of its own making."""
+    """A source of a model of the `transformers` library, with new values that the library draws."""
 
     name: str
     config: Any
@@ -156,12 +158,12 @@ class ConfigSource(ModelSource):
             ) from error
         try:
             config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-        except Exception as error:  # somebody else's code, with errors of its own
+        except Exception as error:  # the library's code, with errors of its own
             raise ConfigError(
                 f"model: {printable(file)} is no configuration that transformers "
                 f"{transformers.__version__} knows: {error}"
             ) from error
-        config.use_cache = False  # keys and values of texts that are generated
+        config.use_cache = False  # the cache of keys and values, which only generation needs
         return cls(str(path), config, _auto_class(transformers, config, file))
 
     def make_model(self) -> nn.Module:
@@ -184,12 +186,14 @@ class ConfigSource(ModelSource):
         return loss
 
     def _check_length(self, model: nn.Module, length: int) -> None:
-        """Shapes alone do not show that a position has no embedding."""
+        """Refuse a text that is longer than the table of position embeddings; a run on shapes alone
+        would not notice.
+        """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         if most is None or not tables & {most, most + 2} - {text.vocab_size}:
-            return  # positions are computed
+            return  # positions are computed, there is no table
         if length > most:
             raise ConfigError(
                 f"sequence: {self.name} has embeddings for {most} positions, got {length}; "
@@ -212,7 +216,9 @@ def _check_config(file: Path) -> None:
 
 
 def _auto_class(transformers: Any, config: Any, file: Path) -> Callable[[Any], nn.Module]:
-    """For language models of the three kinds that have a loss of their own."""
+    """Return the function that makes the model. Refuses all but language models of the three kinds
+    that have a loss of their own.
+    """
     kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
     for name in kinds:
         auto = getattr(transformers, name)
@@ -230,9 +236,9 @@ def _auto_class(transformers: Any, config: Any, file: Path) -> Callable[[Any], n
 
 @dataclass
 class FunctionSource(ModelSource):
-    """A function without arguments that returns a model. What it takes is seen from the model: its
-    method `offload_example(batch, sequence)` gives the arguments of `forward`; without one it is
-    given token ids.
+    """A source of the model that a function without arguments returns. The input depends on the
+    model: its method `offload_example(batch, sequence)` returns the arguments of `forward`; a model
+    without this method gets token ids.
     """
 
     name: str
@@ -252,7 +258,7 @@ class FunctionSource(ModelSource):
     def make_model(self) -> nn.Module:
         try:
             model = self.function()
-        except Exception as error:  # somebody else's code
+        except Exception as error:  # the user's code may raise anything
             raise ConfigError(f"{self.name}: {type(error).__name__}: {error}") from error
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -289,7 +295,7 @@ def _find_function(module_name: str, name: str) -> Callable[[], Any]:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:  # somebody else's code
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"model: {module_name}:{name}: {type(error).__name__}: {error}; expected a module "
             "that can be imported from the current directory, and a function in it"
@@ -304,7 +310,9 @@ def _find_function(module_name: str, name: str) -> Callable[[], Any]:
 
 
 def _feed_of(model: nn.Module) -> Callable[[int, int, torch.Generator | None, Any], Any]:
-    """Does not hold the model, unless it has an example of its own."""
+    """Return a function that makes the model's input. It holds no reference to the model, unless
+    the model has an example method.
+    """
     example = getattr(model, EXAMPLE_METHOD, None)
     is_huggingface = hasattr(model, "get_input_embeddings") and hasattr(model, "config")
     vocabulary = _vocabulary_of(model)
@@ -321,7 +329,7 @@ def _feed_of(model: nn.Module) -> Callable[[int, int, torch.Generator | None, An
 
 
 def _example(given: Any, device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As arguments, on that device."""
+    """Convert what an example method returned to arguments of `forward`, on that device."""
     where = _device(device)
     moved = tree_map_only(Tensor, lambda tensor: tensor.to(where), given)
     if isinstance(moved, dict):
@@ -332,7 +340,9 @@ def _example(given: Any, device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _vocabulary_of(model: nn.Module) -> int:
-    """Of its first embedding, which is that of tokens in most models."""
+    """Return the number of ids of the model's first embedding, which is that of tokens in most
+    models.
+    """
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
     first = next(embeddings, None)
     return _SOME_TOKENS if first is None else first.num_embeddings
@@ -352,7 +362,7 @@ def _tokens(
     generator: torch.Generator | None,
     device: torch.device | str | None,
 ) -> Tensor:
-    """The same ones for a generator's state on every device that has values."""
+    """Make random token ids, for a generator's state the same ones on every device but meta."""
     where = _device(device)
     if where.type == "meta":
         return torch.empty(batch, length, dtype=torch.int64, device=where)
@@ -361,7 +371,9 @@ def _tokens(
 
 
 def _loss_of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of the next token where logits come out, else of whatever does."""
+    """Return the loss of the next token if the model returns logits, otherwise the loss that
+    `_loss_of_output` makes.
+    """
     output = model(tokens[:, :-1])
     if isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point():
         return F.cross_entropy(output.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -369,7 +381,9 @@ def _loss_of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _loss_of_output(output: Any) -> Tensor:
-    """The model's own loss, or the mean of squares of the first tensor that came out."""
+    """Return the model's own loss. Without one: the first tensor of the output if it is a scalar,
+    otherwise the mean of its squares.
+    """
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own

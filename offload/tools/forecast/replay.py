@@ -1,6 +1,6 @@
-"""A recorded run, once more on another machine: what would it want there?
+"""The replay of a recorded run on another machine, to find the settings that it needs there.
 
-Its order of units and its computing times are those of the file; the times are scaled by how fast
+The order of units and their computing times come from the file; the times are scaled by how fast
 the two machines multiply matrices. The engine's own decisions are made again, in virtual time. Some
 depths, budgets and numbers of drives are tried, and the least that is about as good as the best is
 recommended.
@@ -36,13 +36,13 @@ from offload.tools.forecast.workload import Budgets, Workload
 FORMAT = "offload replay"
 VERSION = 1
 _DEPTHS = (1, 2, 4, 8, 16)
-_PARTS = (2, 4, 8)  # of the budget for host memory
-_AS_GOOD = 1.02  # times the best step
+_PARTS = (2, 4, 8)  # the budget for host memory is divided by these
+_AS_GOOD = 1.02  # times the best step: a step that is about as good
 
 
 @dataclass(frozen=True)
 class ReplayTrial:
-    """depth: units ahead. step_s: None where it cannot work."""
+    """A trial of one setting. depth: the prefetch depth. step_s: None if the trial cannot work."""
 
     host_bytes: int | None
     drives: int
@@ -52,8 +52,10 @@ class ReplayTrial:
 
 @dataclass(frozen=True)
 class Replay:
-    """`str()` is a table. factor: of recorded computing times, on this machine. recorded_step_s: of
-    a whole iteration; None: the file does not tell. outcome: with the recommended settings.
+    """A replay of a run, with its trials and the recommended one. `str()` is a table.
+
+    factor: by which computing takes longer on this machine than recorded. recorded_step_s: of a
+    whole iteration; None: the file does not tell. outcome: with the recommended settings.
     """
 
     title: str
@@ -106,7 +108,7 @@ class Replay:
         yield "moved each step", f"disk {read} read, {written} written"
 
     def _host(self, host_bytes: int | None) -> str:
-        """A budget, and what is taken of it where that is less."""
+        """Format a budget, and the bytes that are taken of it if they are fewer."""
         taken_bytes, text = self.outcome.host_bytes_taken, f"host memory {_size(host_bytes)}"
         if host_bytes is None or taken_bytes >= host_bytes:
             return text
@@ -127,9 +129,12 @@ def replay(
     recorded_on: str | None = None,
     budgets: ForecastRequest | None = None,
 ) -> Replay:
-    """trace: what `save_trace` wrote. on, recorded_on: profiles; None: this machine's own. budgets:
-    those of it that are given; else those of the run, or of the other machine. Raises `ConfigError`
-    where speeds are not known, `CapacityError` where no budget that was tried works.
+    """Replay a recorded run on a machine, and recommend settings for it.
+
+    trace: a file that `save_trace` wrote. on, recorded_on: profiles; None: this machine's own.
+    budgets: of this request only the budgets count; one that is not given is that of the run, or of
+    the other machine. Raises `ConfigError` if speeds are not known, `CapacityError` if the run does
+    not work within the whole budgets.
     """
     if not Path(trace).exists():
         raise ConfigError(f"trace: {trace} is not there; offload.report(...).save_trace writes one")
@@ -154,7 +159,7 @@ def replay(
 
 
 def _origin(about: About, text: str | None) -> Profile | None:
-    """Of the machine that the run was recorded on."""
+    """Find the profile of the machine that the run was recorded on; None: there is none."""
     found = find_machine(text).profile
     if text is None and found is not None and (found.cpu, found.cores) != (about.cpu, about.cores):
         return None
@@ -177,7 +182,9 @@ def _factor(
 
 
 def _budgets(about: About, machine: Profile, given: ForecastRequest, keeps_budget: bool) -> Budgets:
-    """keeps_budget: it is the machine of the run."""
+    """Return the given budgets; one that is not given is that of the run if `keeps_budget`,
+    otherwise the usual one of the machine.
+    """
     host = given.host_bytes
     if host is None:
         host = about.host_bytes if keeps_budget else usual_host_bytes(machine)
@@ -225,7 +232,7 @@ def _tried(
 
 
 class _ReplayBench:
-    """Tries, and remembers what came out. refusal: why the last one did not work."""
+    """A bench that simulates settings and keeps the outcome of each one that works."""
 
     def __init__(self, work: Workload, machine: Profile, budgets: Budgets) -> None:
         self._work, self._machine = work, machine
@@ -233,7 +240,9 @@ class _ReplayBench:
         self._whole = budgets
 
     def run(self, budgets: Budgets, depth: int) -> ReplayTrial:
-        """With all that is allowed it must work."""
+        """Simulate a setting and return its trial, without `step_s` if it cannot work. Raises
+        `CapacityError` if it cannot work within the whole budgets.
+        """
         trial = ReplayTrial(budgets.host_bytes, budgets.directories, depth, None)
         machine = with_drives(self._machine, budgets.directories)
         try:
@@ -254,14 +263,16 @@ def _fewer(budgets: Budgets) -> Iterator[Budgets]:
 
 
 def _least_of(trials: Sequence[ReplayTrial]) -> ReplayTrial:
-    """Of those about as good as the best: the least memory, the fewest drives, the least depth."""
+    """Return, among the trials about as good as the best, the one with the least memory, the fewest
+    drives, the least depth, in this order.
+    """
     best_s = min(trial.step_s for trial in trials if trial.step_s is not None)
     good = [t for t in trials if t.step_s is not None and t.step_s <= _AS_GOOD * best_s]
     return min(good, key=lambda t: (t.host_bytes or 0, t.drives, t.depth))
 
 
 def _recorded_s(about: About) -> float | None:
-    """From one step to the next."""
+    """Return the median of the seconds from one step's end to the next one's; None: not known."""
     ends = [step.end_s for step in about.steps]
     gaps = [after - before for before, after in pairwise(ends)]
     return median(gaps[1:] or gaps) if gaps else None

@@ -1,22 +1,23 @@
-"""How long an iteration of training takes on a machine, and what it moves: the engine in virtual
-time.
+"""The simulator: how long an iteration of training takes on a machine, and what it moves, found by
+the engine in virtual time.
 
-What the engine decides is decided by its own code (`scheduler`, `trace`, `residency`, `workbench`,
-`optim/pipeline`, `shares`, `planner`), on memory without bytes. What machines do is a model:
+What the engine decides is decided by its own code (`params/trace`, `params/prefetch`,
+`params/residency`, `params/block_staging`, `optim/pipeline`, `planning/shares`,
+`planning/planner`), on memory without bytes. What machines do is a model:
 
 * The drives are one queue. Its speed is the profile's for reads, for writes, or for both mixed, by
-  what is under way; what somebody waits for goes first, then prefetches, then writes. A request
-  costs nothing beside its bytes.
+  what is in flight; requests that a thread waits for go first, then prefetches, then writes. A
+  request costs nothing beside its bytes.
 * The model computes as long as the workload says, slower by `compute_beside_disk` while the drives
   work; the update takes its bytes over `update_bytes_per_s`, slower by `update_beside_disk`.
-* To see that nobody has changed parameters, the engine reads those in memory, as fast as a copy
-  moves bytes (`memory_bytes_per_s`).
+* To find external edits, the engine reads the parameters in memory, as fast as a copy moves bytes
+  (`memory_bytes_per_s`).
 * Gradients that are spilled are written once and read once, among all else that goes through the
   store.
-* A device has a queue for copies each way. It computes when the copies of a unit have come.
+* A device has a queue for copies each way. It computes a unit when its uploads have ended.
 
-No number is fitted to a step's time: all come from the profile or the workload. Allocates nothing,
-reads no clock.
+No number is fitted to a step's time: all come from the profile or the workload. The simulation
+allocates no memory for tensors and reads no clock.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ from offload.tools.forecast.simulation.training import BETWEEN, COMPUTE, UPDATE,
 from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, UP, make_world
 from offload.tools.forecast.workload import Budgets, Workload
 
-STEP, MODEL = "step(): ", "model: "  # where somebody waits, as in a run's file
+STEP, MODEL = "step(): ", "model: "  # where the wait is, as in a run's file
 DEVICE_IDLE = f"{MODEL}the device waits"
-_LEARNING = 2  # first iterations: the order of units is not known, no state is there
+_LEARNING = 2  # first iterations: the trace is not recorded yet, and there is no state
 _ELSE = (BETWEEN, LOOKING, COPY, OTHER)  # causes that are neither computing nor waiting
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One steady iteration. step_s: of all of it. stalls: seconds waited, by where and why.
-    other_s: neither computed, updated nor waited. read_bytes, written_bytes: as a report counts
-    them; spilled_bytes of gradients are among both. limit: what would take
-    longest if all went on at once without waiting, in limit_s.
+    """The outcome of a simulation: one steady iteration.
+
+    step_s: the whole iteration. stalls: seconds waited, by where and why. other_s: neither
+    computed, updated nor waited. read_bytes, written_bytes: as a report counts them; both include
+    spilled_bytes of gradients. limit: the resource that would take longest if all worked at once
+    without waiting; it would take limit_s.
     """
 
     step_s: float
@@ -82,9 +85,10 @@ def simulate(
     tuning: Tuning = UNTUNED,
     iterations: int = 4,
 ) -> Outcome:
-    """One steady iteration of `work` within `budgets` on `machine`: the mean of those after the
-    first two. Raises `CapacityError` where the budgets cannot work, as the engine does, and
-    `ConfigError` where the profile lacks a speed that matters.
+    """Simulate training and return one steady iteration of `work` within `budgets` on `machine`:
+    the mean of the iterations after the first two, or the last one if there are no more. Raises
+    `CapacityError` if the budgets cannot work, as the engine does, and `ConfigError` if the profile
+    lacks a speed that matters.
     """
     if iterations < 1:
         raise ConfigError(f"iterations: expected 1 or more, got {iterations}")
@@ -96,7 +100,7 @@ def simulate(
 
 
 class _Mean:
-    """Of some iterations: seconds, and numbers by name."""
+    """The mean of some iterations: seconds, and numbers by name. depth: that of the last."""
 
     def __init__(self, spent: Sequence[Spent]) -> None:
         self._spent = spent
@@ -146,15 +150,16 @@ def _outcome(mean: _Mean, arrangement: Arrangement, directories: int, on_device:
 
 
 def _stalls(mean: _Mean, device_s: float | None) -> dict[str, float]:
-    """device_s: that a device computes. It does so while the thread that trains waits or goes on,
-    so outside of steps only its own waiting counts.
+    """Return the seconds waited, by where and why. device_s: seconds that a device computes. It
+    does so while the thread that trains waits or goes on, so outside of steps only the device's own
+    waiting counts.
     """
     work = {COMPUTE, UPDATE, *_ELSE}
     found = {f"{STEP}{cause}": s for cause, s in mean.step.items() if cause not in work}
     if device_s is None:
         found |= {f"{MODEL}{cause}": s for cause, s in mean.model.items() if cause not in work}
     else:
-        # It ends what it was given when the step begins.
+        # When the step begins, the thread waits until the device has ended the passes.
         passes_s = sum(s for cause, s in mean.model.items() if cause not in _ELSE)
         passes_s += found.pop(f"{STEP}{COMPUTING}", 0.0)
         found[DEVICE_IDLE] = max(0.0, passes_s - device_s)
@@ -162,7 +167,7 @@ def _stalls(mean: _Mean, device_s: float | None) -> dict[str, float]:
 
 
 def _limit(mean: _Mean, work_s: float) -> tuple[str, float]:
-    """What has the most to do, and how long that takes alone."""
+    """Return the resource that has the most to do, and how long that takes alone."""
     has_to_do = {"compute and update": work_s}
     has_to_do |= {name: mean.busy.get(name, 0.0) for name in (DISK, UP, DOWN)}
     limit = max(has_to_do, key=lambda name: has_to_do[name])

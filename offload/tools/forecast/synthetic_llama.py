@@ -1,8 +1,8 @@
-"""A model in the place of one that nobody has at hand: a Llama-like decoder of any shape.
+"""A stand-in for a model that is not available: a Llama-like decoder of any shape.
 
-Plain torch and plain modules, so that what is found out with it, by counting or by running, holds
-for a model of that shape. It has no buffers, so that it can be made on the meta device and filled
-later. Knows nothing of offload.
+It is plain torch with plain modules, so that what is counted or measured with it holds for a model
+of that shape. It has no buffers, so that it can be made on the meta device and filled later. It
+does not depend on offload.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_BASE = 10_000.0  # of the angles of positions
-_STD = 0.02
+_BASE = 10_000.0  # of the angles of rotary positions
+_STD = 0.02  # of the embedding's values
 
 
 class StandIn(nn.Module):
-    """Tokens in, logits of the next one out. hidden: features of a token. heads must divide it, and
-    key_value_heads (None: as many) must divide heads. intermediate: features inside of the gated
-    layer. length: the most tokens of a text. is_tied: the head has the embedding's values.
+    """A decoder from tokens to the logits of the next ones.
+
+    hidden: features of a token. heads must divide it, and key_value_heads (None: as many) must
+    divide heads. intermediate: features inside the gated MLP. length: the most tokens of a text.
+    is_tied: the output head shares the embedding's parameter.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class StandIn(nn.Module):
         self._init_weights(self.embedding)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Of one that was made on the meta device, too."""
+        """Draw the values of `module` if it is the embedding, also of a model that was made on the
+        meta device.
+        """
         if module is self.embedding:
             nn.init.normal_(self.embedding.weight, std=_STD)
 
@@ -61,13 +65,13 @@ class StandIn(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Of all tokens but the first of each text, in fp32."""
+        """Compute the mean loss of all tokens but the first of each text, in fp32."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a gated layer, each behind a norm and around a shortcut."""
+    """A decoder layer: attention and a gated MLP, each after a norm, with a residual connection."""
 
     def __init__(self, hidden: int, heads: int, key_value_heads: int, intermediate: int) -> None:
         super().__init__()
@@ -85,8 +89,8 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Each token to those before it, with rotary positions. Several heads of queries may share one
-    of keys and values.
+    """A causal self-attention with rotary positions. Several query heads may share one head of keys
+    and values.
     """
 
     def __init__(self, hidden: int, heads: int, key_value_heads: int) -> None:
@@ -114,7 +118,7 @@ class LlamaAttention(nn.Module):
 
 
 def _angles(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for each place and each pair of features."""
+    """Return cosine and sine for each position and each pair of features."""
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
     places = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(places, _BASE**-steps)

@@ -1,7 +1,8 @@
-"""One iteration of training as numbers: what is used in which order, and how long it computes.
+"""One iteration of training as numbers: the units in the order of their uses, and how long each use
+computes.
 
-Made from a recorded run, or drawn up for a model that has never run; what a machine's drives and
-copies do to it is the business of `simulator`. Knows no clock and no tensor. Needs no torch.
+A workload is made from a recorded run, or for a model that has never run; `simulator` adds the
+drives and copies of a machine. No clock is read and no tensor is used here. Needs no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from offload.telemetry.run_file import ParamFact, Run, UnitFact
 FORWARD, BACKWARD, EVALUATION = 0, 1, 2
 _PHASES = {"forward": FORWARD, "backward": BACKWARD, "evaluation": EVALUATION}
 _DEVICE_WAIT = "device copy"
-_WARM_UP = 2  # first steps, which make memory and learn the order
+_WARM_UP = 2  # first steps, which allocate memory and record the trace
 
 
 @dataclass(frozen=True)
 class WorkloadUse:
-    """A unit is used. phase: 0 forward, 1 backward, 2 evaluation. compute_s: until the next use of
-    any, waiting left out, while the drives are idle.
+    """A use of a unit. phase: 0 forward, 1 backward, 2 evaluation. compute_s: seconds until the
+    next use of any unit, without waiting, while the drives are idle.
     """
 
     phase: int
@@ -36,10 +37,12 @@ class WorkloadUse:
 
 @dataclass(frozen=True)
 class Workload:
-    """One iteration. units: none where the model is not prepared. uses: in order. between_s: of an
-    iteration outside of uses and `step()`: loading, clipping, all of a model that is not prepared.
-    activation_bytes: that autograd keeps until backward. logits_bytes: beside them, at the largest
-    moment. flops: of the whole iteration. tokens: of one. 0: not known.
+    """The workload of one iteration.
+
+    units: none if the model is not prepared. uses: in order. between_s: seconds outside of uses and
+    `step()`: loading, clipping, all of a model that is not prepared. activation_bytes: what
+    autograd keeps until backward. logits_bytes: beside them, at the largest moment. flops, tokens:
+    of the whole iteration. 0: not known.
     """
 
     title: str
@@ -56,7 +59,7 @@ class Workload:
 
     @property
     def compute_s(self) -> float:
-        """Of the model, with nothing to wait for."""
+        """The seconds that the model computes if it never waits."""
         return sum(use.compute_s for use in self.uses)
 
     @property
@@ -66,17 +69,19 @@ class Workload:
         return sum(param.numel * param.element_bytes for param in self.params)
 
     def scaled(self, factor: float) -> Workload:
-        """The same where all computing takes `factor` times as long."""
+        """Return the same workload with all computing taking `factor` times as long."""
         uses = tuple(replace(use, compute_s=use.compute_s * factor) for use in self.uses)
         return replace(self, uses=uses, between_s=self.between_s * factor)
 
     @classmethod
     def of_run(cls, run: Run, compute_beside_disk: float = 1.0) -> Workload:
-        """A recorded run's usual iteration: medians over those of its iterations that have the
-        usual uses. compute_beside_disk: how fast that machine computes while its drives work; it
-        is taken out of the times. What runs on a device is not seen by the thread that hands it
-        over: there the time of both passes is divided by the sizes of units, twice for backward.
-        Raises `FormatError` where the run has no two whole steps.
+        """Derive the usual iteration of a recorded run: medians over those of its iterations that
+        have the most frequent order of uses.
+
+        compute_beside_disk: the share of its speed with which that machine computes while its
+        drives work; the times are corrected for it. The thread that submits work to a device does
+        not see how long each use computes there: the time of both passes is divided by the sizes of
+        units, twice for backward. Raises `FormatError` if the run has no two whole steps.
         """
         about = run.about
         uses: tuple[WorkloadUse, ...] = ()
@@ -105,8 +110,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budgets:
-    """What training may take. None: no limit. directories: on drives; 0: there is no disk.
-    activations: keep, recompute or offload.
+    """The budgets of a training. None: no limit. directories: how many on drives; 0: there is no
+    disk. activations: keep, recompute or offload.
     """
 
     host_bytes: int | None = None
@@ -145,7 +150,7 @@ def _usual(
 
 
 def _iterations(events: Sequence[Event], beside_disk: float) -> list[_RecordedIteration]:
-    """From the end of each step to the begin of the next."""
+    """Divide the events into iterations, each from the end of a step to the begin of the next."""
     steps = sorted((e for e in events if e.row == STEP), key=lambda event: event.begin_s)
     computing = sorted((e for e in events if e.row == COMPUTE), key=lambda event: event.begin_s)
     waits = in_turn(event for event in events if event.row == WAITING)
@@ -182,12 +187,14 @@ def _iteration(
 
 
 def _without_device_waits(events: Sequence[Event]) -> list[Event]:
-    """Who waits for a device waits for what it computes."""
+    """Drop the waits for a device: they are the time that it computes."""
     return [e for e in events if e.row != WAITING or not e.name.startswith(_DEVICE_WAIT)]
 
 
 def _by_size(uses: Sequence[WorkloadUse], units: Sequence[UnitFact]) -> tuple[WorkloadUse, ...]:
-    """The same time in all, in proportion to what a unit has to compute with."""
+    """Divide the same total time in proportion to the parameters that each use computes with; a
+    backward use counts twice.
+    """
     sizes = [sum(units[n].nbytes for n in units[use.unit].needs) or 1 for use in uses]
     weights = [n * (2 if use.phase == BACKWARD else 1) for n, use in zip(sizes, uses, strict=True)]
     each_s = sum(use.compute_s for use in uses) / sum(weights)
@@ -199,14 +206,14 @@ def _with_last(events: Sequence[Event]) -> Iterable[tuple[Event, Event | None]]:
 
 
 def _is_new(event: Event, last: Event | None, waits: Sequence[Event]) -> bool:
-    """Whether a use begins here, and does not go on after a wait."""
+    """Return whether a use begins with this event, and does not go on after a wait."""
     if last is None or event.name != last.name or event.begin_s <= last.end_s:
         return True
     return not _overlap_s(waits, last.end_s, event.begin_s)
 
 
 def _parse(name: str) -> tuple[int, int]:
-    """`backward 3: blocks.2` -> 1, 3."""
+    """Parse phase and unit: `backward 3: blocks.2` -> 1, 3."""
     phase, _, rest = name.partition(" ")
     unit = rest.partition(":")[0]
     if phase not in _PHASES or not unit.isdecimal():
@@ -215,13 +222,13 @@ def _parse(name: str) -> tuple[int, int]:
 
 
 def _overlap_s(events: Iterable[Event], begin_s: float, end_s: float) -> float:
-    """events: without overlap among themselves."""
+    """Sum the seconds of `events` between two moments. events: without overlap among themselves."""
     each = (min(end_s, e.end_s) - max(begin_s, e.begin_s) for e in events)
     return sum(seconds for seconds in each if seconds > 0)
 
 
 def _between_steps(steps: Sequence[StepFact], title: str) -> float:
-    """Of a run whose uses are not known: all that is no step."""
+    """Return the seconds between steps, for a run whose uses are not known."""
     gaps = [b.begin_s - a.end_s for a, b in pairwise(steps)]
     if not gaps:
         raise FormatError(f"{title}: expected two steps, got {len(steps)}; train some steps longer")
@@ -229,6 +236,6 @@ def _between_steps(steps: Sequence[StepFact], title: str) -> float:
 
 
 def _sent_away(steps: Sequence[StepFact]) -> int:
-    """Bytes of activations that left memory in an iteration; 0 where they were kept."""
+    """Return the bytes of activations that were offloaded in an iteration; 0 if they were kept."""
     sent = [step.counts.get("activations_offloaded_bytes", 0) for step in steps]
     return int(median(sent[_WARM_UP:] or sent)) if sent else 0

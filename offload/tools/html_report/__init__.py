@@ -1,9 +1,9 @@
-"""The page of a run: one HTML file that needs nothing else, made from what `run_file` reads.
+"""The page of a run: one self-contained HTML file, made from what `run_file` reads.
 
-`summary`, `by_unit` and `memory` compute what is told, `drawing` what the script draws, `sections`
-and `comparison` write it as HTML, `document` puts it together with `page.css` and `page.js`.
-`picture` makes the same a PNG, `chrome` a timeline for Perfetto. Pure functions: who calls them
-writes the files. Needs no torch. Names in a file are anybody's: all text passes `markup`.
+`summary`, `by_unit` and `memory` compute the figures, `drawing` the data of the script, `sections`
+and `comparison` write HTML, `document` assembles it with `page.css` and the scripts. `picture` is
+the same as a PNG, `chrome` a timeline for Perfetto. Pure functions: the caller writes the files.
+Needs no torch. Names in a run file are untrusted: `markup` escapes all text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which unit an event belongs to, and what each unit cost in an iteration. Pure functions.
+"""The unit that an event belongs to, and the cost of each unit in an iteration. Pure functions.
 
-The timeline names what was done, not the unit: `forward 3: blocks.2`, `parameter read: blocks.2`,
+The timeline names acts, not units: `forward 3: blocks.2`, `parameter read: blocks.2`,
 `state chunk 7: group 0 param 4 (64, 64)[0:512] and 2 more`. A chunk belongs to the unit of its
 first parameter.
 """
@@ -31,7 +31,7 @@ _SLICE = re.compile(r"\[\d+:\d+\]$")
 
 
 class UnitFinder:
-    """Unit numbers by what events are called; None: of no unit."""
+    """A lookup of unit numbers by the names of events; None: the event belongs to no unit."""
 
     def __init__(self, about: About) -> None:
         self._units = [unit.name for unit in about.units]
@@ -56,13 +56,15 @@ class UnitFinder:
 
 
 def _is_number(text: str) -> bool:
-    """Of a unit; what is longer is none, and would take long to read."""
+    """Return whether `text` may be a unit's number. Longer digits are none, and slow to convert."""
     return text.isdecimal() and len(text) < 10
 
 
 @dataclass
 class UnitCost:
-    """Of one unit in an iteration: seconds and bytes, summed while events are walked over."""
+    """The cost of one unit in an iteration, by kind of event: seconds, bytes moved, and number of
+    acts, summed event by event.
+    """
 
     name: str
     nbytes: int
@@ -71,7 +73,7 @@ class UnitCost:
     acts: dict[str, float] = field(default_factory=dict)
 
     def add(self, kind: str, event: Event, share: float) -> None:
-        """share: one over the number of iterations."""
+        """Add an event. share: one over the number of iterations."""
         spent_s = (event.end_s - event.begin_s) * share
         self.seconds[kind] = self.seconds.get(kind, 0.0) + spent_s
         self.moved[kind] = self.moved.get(kind, 0.0) + event.nbytes * share
@@ -79,7 +81,7 @@ class UnitCost:
 
 
 def kind_of(event: Event) -> str:
-    """What is drawn in one colour: compute by its phase, all else by its row."""
+    """Return the kind of an event, which sets its colour: compute by phase, all else by row."""
     if event.row == COMPUTE:
         phase = event.name.partition(" ")[0]
         return phase if phase in ("forward", "backward") else "evaluation"
@@ -96,13 +98,15 @@ def kind_of(event: Event) -> str:
 
 
 def whole_iterations(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Begin and end of each iteration that the timeline has all of: between the ends of steps."""
+    """Return begin and end of each iteration that the timeline holds in full: from the end of one
+    step to the end of the next.
+    """
     ends_s = sorted(event.end_s for event in events if event.row == STEP)
     return [*pairwise(ends_s)]
 
 
 def typical_iteration(events: Sequence[Event]) -> tuple[float, float] | None:
-    """Begin and end of the one that took the median time, or of the nearest to it; of equals the
+    """Return begin and end of the iteration whose time is nearest to the median; of equals the
     last. None: the timeline has no whole iteration.
     """
     whole = whole_iterations(events)
@@ -113,7 +117,7 @@ def typical_iteration(events: Sequence[Event]) -> tuple[float, float] | None:
 
 
 def costs_of(run: Run) -> list[UnitCost]:
-    """Of each unit, means over the iterations of the timeline; none where there are no units."""
+    """Return each unit's cost, means over the iterations of the timeline; empty without units."""
     costs = [UnitCost(unit.name, unit.nbytes) for unit in run.about.units]
     finder, (begin_s, end_s, count) = UnitFinder(run.about), _window(run.events)
     for event in run.events:
@@ -124,7 +128,9 @@ def costs_of(run: Run) -> list[UnitCost]:
 
 
 def _window(events: Sequence[Event]) -> tuple[float, float, int]:
-    """From, to, and how many iterations that is. One step alone counts as one iteration."""
+    """Return begin, end and number of the whole iterations. Without one, all events count as one
+    iteration.
+    """
     whole = whole_iterations(events)
     if whole:
         return whole[0][0], whole[-1][1], len(whole)

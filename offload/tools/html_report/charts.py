@@ -1,4 +1,4 @@
-"""Bars that need no script: SVG whose sizes are attributes and whose colours are classes."""
+"""Bar charts without a script: SVG whose sizes are attributes and whose colours are classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH, _HEIGHT = 100, 10
 
 
 def bar(value: float, most: float, kind: str) -> Html:
-    """One horizontal bar, `value` of `most`. kind: its colour, a class of the style sheet."""
+    """Draw one horizontal bar, `value` of `most`. kind: its colour, a class of the style sheet."""
     share = min(1.0, max(0.0, value / most)) if most > 0 else 0.0
     wide = f"{share * _WIDTH:.2f}"
     inner = tag("rect", class_=f"fill-{kind}", width=wide, height=_HEIGHT)
@@ -33,8 +33,9 @@ def _drawing(inner: str, width: float, height: float, name: str) -> Html:
 
 
 def step_bars(iterations: Sequence[IterationSummary]) -> Html:
-    """A bar for each iteration, or for several in a row where there are many: what it computed
-    outside of `step()`, in it, and what it waited. Read out, it is the table beside it.
+    """Draw a bar for each iteration, or for several in a row where there are many: the seconds
+    computed outside of `step()`, those computed in it, and those waited. For a screen reader the
+    table beside it says the same.
     """
     groups = _groups(iterations)
     most_s = max((one.whole_s for one in iterations), default=0.0)

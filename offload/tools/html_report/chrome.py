@@ -1,5 +1,5 @@
-"""A timeline for chrome://tracing and ui.perfetto.dev, and for nobody else: without what `run_file`
-keeps beside it, with memory as counters, and with two runs as two processes.
+"""A timeline only for chrome://tracing and ui.perfetto.dev: without the facts that `run_file` keeps
+beside the events, with memory as counters, and with two runs as two processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from offload.tools.html_report.memory import tiers_of
 
 
 def to_perfetto(runs: Sequence[Run], paths: Sequence[str]) -> dict[str, Any]:
-    """Each run from its own 0 on. paths: what the runs are called."""
+    """Build the trace; each run starts at its own 0. paths: the names of the runs."""
     events: list[dict[str, Any]] = []
     for pid, (run, path) in enumerate(zip(runs, paths, strict=True), start=1):
         for event in to_chrome(run.events)["traceEvents"]:
@@ -26,7 +26,7 @@ def to_perfetto(runs: Sequence[Run], paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _counters(run: Run, pid: int) -> list[dict[str, Any]]:
-    """to_chrome counts from the first event on; so must these."""
+    """Build the memory counters. Times count from the first event, as in `to_chrome`."""
     start_s = min((event.begin_s for event in run.events), default=0.0)
     return [
         {

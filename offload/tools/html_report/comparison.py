@@ -1,4 +1,4 @@
-"""The sections that set two runs beside each other, as HTML."""
+"""The sections that compare two runs, as HTML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_UNITS = 40
 
 
 def verdict(a: Summary, b: Summary) -> Html:
-    """Which is faster, and by how much."""
+    """Say which run is faster, and by how much."""
     if not a.typical_s or not b.typical_s:
         return tag("p", "At least one of the runs has no steps to compare.", class_="verdict")
     times = [f"{show_seconds(a.typical_s)} in A", f"{show_seconds(b.typical_s)} in B"]
@@ -36,7 +36,7 @@ def _faster(a_s: float, b_s: float) -> str:
 
 
 def who(a: About, b: About, paths: Sequence[str]) -> Html:
-    """What each of them was: the rows that differ first."""
+    """Show the facts of both runs, the rows that differ first."""
     both = {
         "file": tuple(paths),
         "model": (a.title, b.title),
@@ -93,7 +93,7 @@ def _peak(found: Summary, name: str) -> int | None:
 
 
 def parts(a: Summary, b: Summary) -> Html:
-    """Where an iteration of each goes: two bars for each part."""
+    """Show the parts of an iteration of each run: two bars for each part."""
     least_s = SHOWN_SHARE * min(sum(a.parts.values()), sum(b.parts.values()))
     most = {n: max(a.parts.get(n, 0.0), b.parts.get(n, 0.0)) for n in {**a.parts, **b.parts}}
     names = [name for name, seconds in most.items() if seconds and seconds >= least_s]
@@ -108,7 +108,7 @@ def parts(a: Summary, b: Summary) -> Html:
 
 
 def waits_by_unit(a: Sequence[UnitCost], b: Sequence[UnitCost]) -> Html:
-    """Units of the same name beside each other."""
+    """Show the waits of units, those of the same name beside each other."""
     both = [{cost.name: cost.seconds.get("waiting", 0.0) for cost in costs} for costs in (a, b)]
     most_s = max([*both[0].values(), *both[1].values()], default=0.0)
     waited = {n: both[0].get(n, 0.0) + both[1].get(n, 0.0) for n in {**both[0], **both[1]}}

@@ -1,7 +1,7 @@
-"""The whole page: one file, with its style, its script and its data, that asks nobody for anything.
+"""The whole page: one file with its style, its script and its data, which makes no request.
 
-The Content-Security-Policy lets run the one script and the one style sheet whose hashes it names,
-and forbids every request. The data is JSON in an element that is never run.
+The Content-Security-Policy allows only the one script and the one style sheet whose hashes it
+names, and forbids every request. The data is JSON in an element that is never run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SECTIONS_OF_TWO: Final = {
 
 
 def make_page(runs: Sequence[Run], paths: Sequence[str]) -> str:
-    """The page of one run, or of two beside each other. paths: what the runs are called."""
+    """Make the page of one run, or of two beside each other. paths: the names of the runs."""
     if len(runs) not in (1, 2) or len(paths) != len(runs):
         raise ConfigError(f"report: expected one run or two with a name each, got {len(runs)}")
     found = [summarize(run) for run in runs]
@@ -134,7 +134,7 @@ def _document(title: str, body: Html, data: Any) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
-        tag("link", rel="icon", href="data:,"),  # else a browser asks for one
+        tag("link", rel="icon", href="data:,"),  # else a browser requests one
         tag("title", title),
         Html(f"<style>{style}</style>"),
     ]
@@ -146,7 +146,7 @@ def _document(title: str, body: Html, data: Any) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that can end no element: without the characters that HTML looks for."""
+    """Encode data as JSON without <, > and &, so that it cannot end its HTML element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

@@ -1,4 +1,4 @@
-"""What the script of the page draws, as plain lists: times in microseconds, names by number."""
+"""The data that the page's script draws, as plain lists: times in microseconds, names by number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = (
     "read",
     "write",
 )
-# Rows from top to bottom: what they are called, and the kinds in them.
+# Rows from top to bottom: their labels, and the kinds in them.
 ROWS = (
     ("compute", ("forward", "backward", "evaluation")),
     ("update", ("update",)),
@@ -36,7 +36,9 @@ ROWS = (
 
 
 def draw(run: Run, tiers: Sequence[MemoryBands]) -> dict[str, Any]:
-    """For `page.js`. Of each event: kind, lane, name, unit (-1: none), begin, duration, bytes."""
+    """Build the data for `page.js`. An event is kind, lane, name, unit (-1: none), begin, duration
+    and bytes.
+    """
     drawn = sorted((e for e in run.events if e.row != STEP), key=lambda event: event.begin_s)
     names: dict[str, int] = {}
     finder = UnitFinder(run.about)
@@ -78,7 +80,7 @@ def _memory(tier: MemoryBands) -> dict[str, Any]:
 
 
 def _first_view(events: Sequence[Event]) -> list[float]:
-    """Begin and end of what is shown at first: a typical iteration, or all there is."""
+    """Return begin and end of the first view: a typical iteration, or else all events."""
     typical = typical_iteration(events)
     if typical:
         return [_micros(typical[0]), _micros(typical[1])]
@@ -87,7 +89,7 @@ def _first_view(events: Sequence[Event]) -> list[float]:
 
 
 def _lanes(events: Sequence[Event]) -> list[int]:
-    """A lane for each, in its row: the lowest that is free. events: by their begin."""
+    """Give each event the lowest free lane of its row. events: sorted by begin."""
     row_of = {kind: row for row, kinds in ROWS for kind in kinds}
     free: dict[str, list[int]] = {row: [] for row, _ in ROWS}
     busy: dict[str, list[tuple[float, int]]] = {row: [] for row, _ in ROWS}

@@ -1,7 +1,7 @@
-"""HTML that is escaped because there is no other way to make it.
+"""HTML that cannot be made without escaping.
 
-Only `tag` and `join` make `Html`; any other text that goes into them is escaped. An f-string of
-`Html` is plain text again, and is escaped once more: wrong to look at, never dangerous.
+`tag` and `join` make `Html` and escape every other text that goes into them. An f-string of `Html`
+is plain text again and is escaped once more: it looks wrong, but is never dangerous.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _VOID = frozenset({"meta", "link", "rect", "input"})
 
 
 class Html(str):
-    """Markup that may stand in a page as it is."""
+    """A string of markup that goes into a page unescaped."""
 
     __slots__ = ()
 
 
 def escape(text: str) -> Html:
-    """Text of anybody. What cannot be seen (controls, marks that turn the direction of writing,
-    halves of characters) is spelled out.
+    """Escape untrusted text. Invisible characters (controls, marks that turn the direction of
+    writing, lone surrogates) are spelled out.
     """
     if isinstance(text, Html):
         return text
@@ -34,8 +34,8 @@ def join(parts: Iterable[str]) -> Html:
 
 
 def tag(name: str, /, *children: str, **attributes: str | float | bool | None) -> Html:
-    """An element. Underscores of attributes are hyphens, one at the end is dropped (`class_`). None
-    and False: no such attribute; True: one without a value.
+    """Make an element. Underscores in attribute names become hyphens, one at the end is dropped
+    (`class_`). None and False: no such attribute; True: one without a value.
     """
     written = "".join(
         _attribute(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items()

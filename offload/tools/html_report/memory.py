@@ -1,4 +1,4 @@
-"""Memory of each tier over time, beside its budget, from the samples of a run. Pure functions."""
+"""The memory of each tier over time, with its budget, from the samples of a run. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ORDER: Final = (DEVICE, HOST, "disk", "process")
 
 @dataclass(frozen=True)
 class Band:
-    """Bytes at each of the tier's times."""
+    """A kind of memory in a tier: its bytes at each of the tier's times."""
 
     label: str
     nbytes: tuple[int, ...]
@@ -22,7 +22,10 @@ class Band:
 
 @dataclass(frozen=True)
 class MemoryBands:
-    """Bands lie on each other. budget_bytes: that may be held here; None: no limit is known."""
+    """The memory of one tier over time, as bands stacked on each other.
+
+    budget_bytes: the tier's budget; None: none is known.
+    """
 
     name: str
     times_s: tuple[float, ...]
@@ -39,7 +42,7 @@ class MemoryBands:
 
 
 def tiers_of(run: Run) -> tuple[MemoryBands, ...]:
-    """In the order of their speed; none where no memory was sampled."""
+    """Return the tiers, the fastest first; empty where no memory was sampled."""
     samples = sorted(run.samples, key=lambda sample: sample[0])
     if not samples:
         return ()
@@ -59,8 +62,8 @@ def tiers_of(run: Run) -> tuple[MemoryBands, ...]:
 
 
 def _add_gradients(run: Run, bands: dict[str, list[Band]], count: int) -> None:
-    """On a CPU torch itself holds the gradients: they are set aside, but in no pool of ours whose
-    bytes are sampled.
+    """Add a constant band for gradients on a CPU: torch itself allocates them, within the share
+    that the plan sets aside, so no sampled pool holds them.
     """
     set_aside = run.about.shares.get("gradients", 0)
     if HOST in bands and set_aside and run.about.device == "cpu":

@@ -1,6 +1,6 @@
-"""The same as a picture for papers: one iteration, memory meanwhile, and what was waited for.
+"""The report as a picture for papers: one iteration, its memory, and where its seconds went.
 
-Needs matplotlib, which is asked for when it is needed. Two runs stand side by side, in one scale.
+Needs matplotlib, which is imported on use. Two runs are side by side, in one scale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.tools.html_report.summary import Summary, summarize
 from offload.tools.html_report.words import show_part, show_seconds
 
 DPI: Final = 300
-# Told apart by those who do not see all colours; those of page.css on white.
+# Safe for colour-blind readers; the colours of page.css on white.
 COLOURS: Final = {
     "forward": "#0072b2",
     "backward": "#3797d0",
@@ -40,7 +40,7 @@ _LINES: Final = {"forward": 0.4, "backward": 0.4}  # between units
 
 
 def make_picture(runs: Sequence[Run], paths: Sequence[str]) -> bytes:
-    """A PNG. Raises `ConfigError` where matplotlib is not installed."""
+    """Make a PNG. Raises `ConfigError` where matplotlib cannot be imported."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,7 +49,7 @@ def make_picture(runs: Sequence[Run], paths: Sequence[str]) -> bytes:
         raise ConfigError(
             f"--png: matplotlib cannot be imported ({error}); pip install 'offload[plots]'"
         ) from error
-    # Names are anybody's: no formulas in them, and letters that the font has not are boxes.
+    # Names are untrusted: no math in them, and letters that the font lacks are boxes.
     plain: dict[Any, Any] = {"text.parse_math": False, "font.size": 8, "hatch.linewidth": 0.4}
     with matplotlib.rc_context(plain), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
@@ -78,7 +78,7 @@ def _fill(figure: Any, runs: Sequence[Run], paths: Sequence[str]) -> None:
 
 
 def _view(events: Sequence[Event]) -> tuple[float, float]:
-    """A typical iteration, else all there is."""
+    """Return begin and end of a typical iteration, or else of all events."""
     typical = typical_iteration(events)
     if typical:
         return typical
@@ -106,7 +106,7 @@ def _draw_timeline(axis: Any, events: Sequence[Event], begin_s: float, span_s: f
 
 
 def _draw_memory(axis: Any, found: Summary, begin_s: float, span_s: float) -> None:
-    """The tier that has a budget, or the first."""
+    """Draw the first tier that has a budget, or else the first."""
     tiers = [tier for tier in found.tiers if tier.budget_bytes] or list(found.tiers)
     if not tiers:
         axis.text(0.5, 0.5, "no memory was sampled", ha="center", transform=axis.transAxes)

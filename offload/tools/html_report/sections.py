@@ -1,5 +1,5 @@
-"""The sections of the page of one run, as HTML. All numbers and tables are there without a script;
-only the timeline is drawn by one.
+"""The sections of the page of one run, as HTML. All numbers and tables show without a script; only
+the timeline needs one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from offload.tools.html_report.words import (
     show_wait,
 )
 
-_MOST_STEPS = 500  # lines of the table
-SHOWN_SHARE = 0.001  # of an iteration; less is not shown
+_MOST_STEPS = 500  # rows of the table
+SHOWN_SHARE = 0.001  # of an iteration; a smaller part is not shown
 _HELP = (
     "Drag or use the arrow keys to move. Pinch, hold Ctrl and turn the wheel, or press + and - to "
     "zoom; a double click zooms in. Comma and full stop go from event to event. Shaded: step()."
@@ -47,8 +47,8 @@ def section(title: str, name: str, *children: str) -> Html:
 
 
 def table(label: str, heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Html:
-    """In a box of its own that scrolls sideways. words: columns from the left that are no numbers;
-    the first is the head of its row.
+    """Make a table in a box that scrolls sideways. words: how many columns from the left are no
+    numbers; the first column is the head of its row.
     """
     top = [tag("th", text, scope="col", class_=_align(n, words)) for n, text in enumerate(heads)]
     lines = []
@@ -67,7 +67,7 @@ def _align(column: int, words: int) -> str | None:
 
 
 def verdict(run: Run, found: Summary) -> Html:
-    """What somebody should know who reads one sentence only."""
+    """Sum up the run in one sentence."""
     if found.typical_s is None:
         return tag("p", "No step was recorded: there is nothing to tell yet.", class_="verdict")
     what = "An iteration" if found.is_whole else "step()"
@@ -107,13 +107,13 @@ def _budget(nbytes: int | None) -> str:
 
 
 def contents(names: Mapping[str, str]) -> Html:
-    """Links to sections: what they are called, by their id."""
+    """Make the links to the sections. names: their titles, by id."""
     links = [tag("a", title, href=f"#{name}") for name, title in names.items()]
     return tag("nav", *links, aria_label="Sections")
 
 
 def cards(found: Summary) -> Html:
-    """The key numbers."""
+    """Show the key numbers as cards."""
     shown = [_card(*one) for one in key_numbers(found)]
     return tag("dl", *shown, class_="cards")
 
@@ -124,7 +124,7 @@ def _card(label: str, value: str, note: str) -> Html:
 
 
 def key_numbers(found: Summary) -> list[tuple[str, str, str]]:
-    """Label, number, and what it means."""
+    """List the key numbers: label, value and note of each."""
     part = "an iteration" if found.is_whole else "a step()"
     spread = [one.whole_s for one in found.iterations if one.total_s is not None]
     note = f"of {len(found.iterations)} steps"
@@ -176,7 +176,9 @@ def _tier_card(tier: MemoryBands) -> tuple[str, str, str]:
 
 
 def timeline(number: int, run: Run, title: str = "Timeline") -> Html:
-    """number: of the run among those of the page; the script finds its canvas by it."""
+    """Make the timeline's canvas, toolbar and legend. number: the run's number on the page, by
+    which the script finds the canvas.
+    """
     there = {kind_of(event) for event in run.events}
     legend = [
         tag("li", tag("span", class_=f"swatch back-{kind}"), text)
@@ -232,7 +234,7 @@ def _toolbar(number: int, run: Run) -> Html:
 
 
 def parts(found: Summary) -> Html:
-    """Where an iteration goes."""
+    """Show the parts of an iteration, in seconds and shares."""
     total_s = sum(found.parts.values())
     most_s = max(found.parts.values(), default=0.0)
     rows = [
@@ -352,7 +354,7 @@ def _step_row(one: IterationSummary) -> list[str]:
     return [str(one.number), *seconds, *moved, show_share(hit_rate(one.counts, "parameter"))]
 
 
-# --- what it was ----------------------------------------------------------------------------------
+# --- the run's facts ------------------------------------------------------------------------------
 
 
 def facts(about: About, name: str = "", title: str = "Plan and budgets") -> Html:

@@ -1,8 +1,9 @@
-"""What a run was like, in numbers: seconds and bytes of an iteration, and what it waited for.
+"""The summary of a run: seconds and bytes of an iteration, and the causes of its waits.
 
 An iteration goes from the end of one `step()` to the end of the next, so the first step of a run,
-which also records and fills, has none. Shares are those of all iterations together, less those that
-took more than three times the median: somebody evaluated or saved in them. Pure functions.
+in which the engine also records the trace and fills the tiers, has none. Shares are those of all
+iterations together, less those that took more than three times the median: the loop evaluated or
+saved in them. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from offload.core.step_fact import StepFact
 from offload.telemetry.run_file import Run
 from offload.tools.html_report.memory import MemoryBands, tiers_of
 
-# As the engine writes them: `optim/ledger.py` and `metrics.py`, which need torch.
+# Causes as the engine writes them: `optim/step_stats.py` and `core/metrics.py`, which need torch.
 IN_STEP: Final = "step(): "
 IN_MODEL: Final = "model: "
 OTHER: Final = "other"
@@ -28,8 +29,8 @@ _LONG: Final = 3  # times the median
 
 @dataclass(frozen=True)
 class IterationSummary:
-    """total_s: None for the first step of a run, before which there is no other. waits, computed:
-    seconds by place and cause, as in `StepFact`; computed are those in `step()`.
+    """An iteration in numbers. total_s: None for the first step of a run, which no other precedes.
+    waits, computed: seconds by place and cause, as in `StepFact`; computed are those in `step()`.
     """
 
     number: int
@@ -41,7 +42,7 @@ class IterationSummary:
 
     @property
     def whole_s(self) -> float:
-        """All that is known of it."""
+        """The seconds of the iteration, or those of `step()` where only these are known."""
         return self.step_s if self.total_s is None else self.total_s
 
     @property
@@ -50,8 +51,8 @@ class IterationSummary:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by place and cause that add up to `whole_s`. Outside of `step()` what is not
-        waiting is the model's, the loader's and the loop's own.
+        """The seconds by place and cause, which add up to `whole_s`. Outside of `step()` all that
+        is not waiting is the model's, the loader's and the loop's own.
         """
         told = {**self.computed, **self.waits}
         rest_s = max(0.0, self.whole_s - sum(told.values()))
@@ -60,22 +61,22 @@ class IterationSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Bytes, seconds and hits are those of an iteration, or of `step()` alone where
-    `is_whole` is False because there was one step only.
+    """The summary of a run. Bytes, seconds and hits are those of an iteration, or of `step()` alone
+    where `is_whole` is False because there was one step only.
 
-    least_s: no iteration can be shorter: it computes for that long, or the disk needs that long at
-    the best rate of this run. limit: which of the two.
+    least_s: the lower bound of an iteration: its seconds of computing, or those that the disk needs
+    for its bytes at the best rate of this run. limit: which of the two.
     """
 
     iterations: tuple[IterationSummary, ...]
     is_whole: bool
-    left_out: int  # iterations that were long
+    left_out: int  # number of iterations that took more than `_LONG` medians
     typical_s: float | None  # median
-    mean_s: float | None  # as parts and bytes are means
+    mean_s: float | None  # parts and bytes are means, too
     step_s: float | None  # median of step() alone
     stall_share: float | None
     parts: Mapping[str, float]  # mean seconds by place and cause: computing, then waits
-    stalls: Mapping[str, float]  # of these the waits, the largest first
+    stalls: Mapping[str, float]  # the waits of `parts`, the largest first
     least_s: float | None
     limit: str
     hit_rate: float | None
@@ -85,13 +86,13 @@ class Summary:
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """1 is as fast as it can be without faster parts."""
+        """The lower bound over the typical time; 1 is the most that this hardware allows."""
         if self.least_s is None or not self.typical_s:
             return None
         return min(1.0, self.least_s / self.typical_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines. What is not known is None."""
+        """Return the summary for JSON. Unknown values are None."""
         tiers = {
             tier.name: {"peak_bytes": tier.peak_bytes, "budget_bytes": tier.budget_bytes}
             for tier in self.tiers
@@ -165,22 +166,23 @@ def iterations_of(steps: Sequence[StepFact]) -> tuple[IterationSummary, ...]:
 
 
 def is_wait(cause: str) -> bool:
-    """cause: with its place."""
+    """Return whether `cause`, given with its place, is a wait."""
     return cause != OUTSIDE and cause.removeprefix(IN_STEP) not in COMPUTED | {OTHER}
 
 
 def _least(
     known: Sequence[IterationSummary], disk_bytes_per_s: float | None
 ) -> tuple[float | None, str]:
-    """Of a typical iteration: what it computes, or what the disk needs for its bytes. Medians, as
-    its time is one: each iteration takes no less than these, so the typical one does not.
+    """Return the lower bound of a typical iteration, and its cause: the seconds that it computes,
+    or those that the disk needs for its bytes. Both are medians, as the typical time is: each
+    iteration takes at least as long as its own, so the median one does.
     """
     if not known:
         return None, ""
     computed_s = median([one.whole_s - one.waited_s for one in known])
     moved = [_disk_bytes(one) for one in known]
     rates = [n / one.whole_s for n, one in zip(moved, known, strict=True) if one.whole_s]
-    best = max([disk_bytes_per_s or 0.0, *rates])  # an iteration may have beaten all of step()
+    best = max([disk_bytes_per_s or 0.0, *rates])  # an iteration may exceed the measured speed
     disk_s = median(moved) / best if best else 0.0
     return (computed_s, "computing") if computed_s >= disk_s else (disk_s, "the disk")
 
@@ -190,7 +192,9 @@ def _disk_bytes(one: IterationSummary) -> int:
 
 
 def hit_rate(counts: Mapping[str, float], kind: str) -> float | None:
-    """Of the blocks that had to come; None where none had to. kind: parameter or device."""
+    """Return the share of blocks that were resident when needed; None where none was needed. kind:
+    "parameter" or "device".
+    """
     hits, misses = (counts.get(f"{kind}_{what}", 0.0) for what in ("hits", "misses"))
     return hits / (hits + misses) if hits + misses else None
 

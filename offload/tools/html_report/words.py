@@ -1,4 +1,4 @@
-"""Numbers for people, the same in the page, the picture and the terminal."""
+"""Numbers as text, the same in the page, the picture and the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 UNKNOWN: Final = "–"  # noqa: RUF001 # a dash, as tables have it
 
-# Causes of waits, as the engine calls them. Others are shown by their own name.
+# Causes of waits, as the engine names them. Any other cause is shown by its own name.
 _CAUSES: Final = {
     "disk read": "reads of optimizer state",
     "disk write": "writes of optimizer state",
@@ -20,7 +20,7 @@ _CAUSES: Final = {
 
 
 def show_part(part: str) -> str:
-    """Of an iteration: `step(): disk read`, `model: parameter read`, `outside`."""
+    """Name a part of an iteration: `step(): disk read`, `model: parameter read`, `outside`."""
     if part == "outside":
         return "outside step(), not waiting"
     place, _, cause = part.partition(": ")
@@ -32,14 +32,14 @@ def show_part(part: str) -> str:
 
 
 def show_wait(part: str) -> str:
-    """Of an iteration's waits: "in step() for reads of optimizer state"."""
+    """Name a wait within a sentence: "in step() for reads of optimizer state"."""
     place, _, cause = part.partition(": ")
     where = "outside step()" if place == "model" else "in step()"
     return f"{where} for {_CAUSES.get(cause, cause)}"
 
 
 def show_seconds(seconds: float | None) -> str:
-    """Three digits, in the unit that suits: "1.44 s", "12.3 ms", "85 µs"."""
+    """Format seconds with three digits, in a fitting unit: "1.44 s", "12.3 ms", "85 µs"."""
     if seconds is None:
         return UNKNOWN
     size = abs(seconds)
@@ -50,7 +50,7 @@ def show_seconds(seconds: float | None) -> str:
 
 
 def show_share(share: float | None) -> str:
-    """ "12 %"; below 10 with one more digit."""
+    """Format a share as "12 %"; below 10 with one more digit."""
     if share is None:
         return UNKNOWN
     percent = 100 * share
@@ -64,7 +64,7 @@ def show_rate(bytes_per_s: float | None) -> str:
 
 
 def show_ratio(before: float | None, after: float | None) -> str:
-    """How many times `before` `after` is."""
+    """Format the ratio of `after` to `before`."""
     if before is None or after is None:
         return ""
     if before == after:

@@ -1,7 +1,9 @@
-"""`offload selftest`: the engine proved on the user's own machine, with what the package has.
+"""The checks of `offload selftest`, which prove the engine on the user's own machine; they need
+nothing that the package does not have.
 
-`registry` names the checks, `check` says what one is, and each other file has those of one group:
-kernels, wrap, prepare, copies, budgets, faults, checkpoints, leftovers. `supervisor` runs them in a
-process of their own (`worker`), so that one that crashes or hangs is a line in the table and not
-its end; `table` shows what came of them. registry, check, supervisor and table need no torch.
+`registry` names the checks, `check` defines what a check is, and each group has its checks in the
+file of its name: kernels, wrap, prepare, copies, budgets, faults, checkpoints, leftovers.
+`supervisor` runs them in another process (`worker`, which calls `runner`), so that a check that
+crashes or hangs is a line in the table and does not end the run; `table` formats the results.
+registry, check, supervisor and table need no torch.
 """

@@ -1,4 +1,4 @@
-"""What a bug report must say about the machine, in rows of a name and a text."""
+"""The facts about the machine that a bug report must have, as rows of a name and a text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from offload.core.torch_versions import describe
 from offload.storage.choose import open_engine
 from offload.tools.selftest.check import Setting
 
-_CHOICES = ("OFFLOAD_ISA", "OFFLOAD_IO")  # what can be forced from outside
+_CHOICES = ("OFFLOAD_ISA", "OFFLOAD_IO")  # environment variables that force a choice
 
 
 def about_machine(setting: Setting, directory: Path) -> dict[str, str]:
-    """The rows, in order. directory: where the checks' own one is."""
+    """Return the rows, in order. directory: the one in which the checks' directories are made."""
     machine = read_machine()
     cpu, memory = machine.cpu, machine.memory
     total, free = memory.total_bytes, free_memory_bytes(memory)
@@ -80,7 +80,7 @@ def _device(setting: Setting, machine: HostFacts) -> str:
 
 
 def _directory(path: Path) -> str:
-    """The file system and not the path, which is nobody's business."""
+    """Describe the directory's file system and drive. Leaves out the path, which may be private."""
     facts = read_directory(path)
     mount, drive, direct = facts.mount, facts.drive, facts.direct_io
     words = [mount.fs_type if mount else "unknown file system"]

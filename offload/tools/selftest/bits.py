@@ -1,4 +1,4 @@
-"""Exact comparison, awkward numbers, and guarded memory that starts anywhere."""
+"""Exact comparison of tensors, awkward numbers, and unaligned memory between guard bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.tools.selftest.check import CheckFailed, require
 
-GUARD = 0xA5  # the byte around every copy that `unaligned` makes
+GUARD = 0xA5  # the byte that surrounds every copy that `unaligned` makes
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _GUARD_NUMEL = 64
 
@@ -38,8 +38,8 @@ SPECIAL = tuple(
 
 
 def require_same_bits(got: Tensor, expected: Tensor, what: str) -> int:
-    """Raise `CheckFailed` unless they are equal bit by bit; any NaN matches any NaN. Returns how
-    many elements were compared.
+    """Raise `CheckFailed` unless the tensors are equal bit by bit; any NaN matches any NaN. Returns
+    the number of elements compared.
     """
     got, expected = got.detach().cpu(), expected.detach().cpu()
     require(
@@ -66,7 +66,9 @@ def require_same_bits(got: Tensor, expected: Tensor, what: str) -> int:
 
 
 def require_same(got: Iterable[Any], expected: Iterable[Any], what: str) -> int:
-    """The same for two lists of tensors, in which None may stand; returns how many tensors."""
+    """Compare two lists of tensors as `require_same_bits` does; other values, such as None, by type
+    and `==`. Returns the number of entries.
+    """
     pairs = list(itertools.zip_longest(got, expected, fillvalue="nothing"))
     for number, (ours, theirs) in enumerate(pairs):
         if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
@@ -78,7 +80,9 @@ def require_same(got: Iterable[Any], expected: Iterable[Any], what: str) -> int:
 
 
 def require_same_states(got: Mapping[int, Any], expected: Mapping[int, Any], what: str) -> int:
-    """The same for `state_dict()["state"]` of two optimizers; returns how many tensors."""
+    """Compare `state_dict()["state"]` of two optimizers as `require_same` does; return the number
+    of entries.
+    """
     require(got.keys() == expected.keys(), what, got=list(got), expected=list(expected))
     count = 0
     for number, state in expected.items():
@@ -98,8 +102,8 @@ def _shown(value: object) -> str:
 
 
 def awkward(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Ordinary numbers with a special one in every seventh place and in the last seven, which is
-    where torch's kernels run other code.
+    """Draw ordinary numbers, with a special one at every seventh place and at the last seven
+    places, where torch's kernels run other code.
     """
     values, special = (
         torch.randn(numel, dtype=torch.float32, device="cpu"),
@@ -115,8 +119,8 @@ def awkward(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def unaligned(tensor: Tensor, shift: int) -> Tensor:
-    """A copy that starts `shift` elements behind a 64-byte boundary, with guards on both sides that
-    `require_untouched_around` looks at.
+    """Copy a tensor to memory that starts `shift` elements after a 64-byte boundary, with guard
+    bytes on both sides that `require_untouched_around` checks.
     """
     memory = torch.empty(
         tensor.numel() + 2 * _GUARD_NUMEL + shift, dtype=tensor.dtype, device="cpu"
@@ -128,7 +132,7 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
 
 
 def require_untouched_around(copy: Tensor, what: str) -> None:
-    """Nobody has written before or behind `copy`, a tensor of `unaligned`."""
+    """Raise `CheckFailed` if a guard byte around `copy`, a tensor from `unaligned`, has changed."""
     memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy.untyped_storage())
     begin = copy.storage_offset() * copy.element_size()
     outside = torch.cat([memory[:begin], memory[begin + copy.nbytes :]])
@@ -142,6 +146,6 @@ def require_untouched_around(copy: Tensor, what: str) -> None:
 
 
 def cuts(numel: int, pieces: int) -> list[tuple[int, int]]:
-    """[0, numel) in at most `pieces` drawn slices."""
+    """Cut [0, numel) at random places into at most `pieces` slices."""
     inner = torch.randint(0, numel + 1, (pieces - 1,), device="cpu").tolist()
     return list(itertools.pairwise(sorted({0, numel, *inner})))

@@ -1,4 +1,4 @@
-"""Checks that a byte budget is one: refused beyond it, never exceeded, and seen by the system."""
+"""Checks of byte budgets: requests beyond one are refused, and the process stays within it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from offload.tools.selftest.model import make_model, make_optimizer
 
 _PAGE = 4096
 _MIB = 1 << 20
-_SLACK_BYTES = 24 * _MIB  # of an I/O engine's threads and buffers, of torch, and of Python
+_SLACK_BYTES = 24 * _MIB  # threads and buffers of an I/O engine, torch, and Python
 
 
 def pool(setting: Setting) -> Proved:
-    """Leases never overlap, come to no more than the arena, and all come back."""
+    """Check that leases never overlap, never exceed the arena, and all return to the pool."""
     pages, count = 64, 0
     budget = Budget(pages * _PAGE)
     with Pool(pages * _PAGE, budget=budget) as arena:
@@ -38,7 +38,9 @@ def pool(setting: Setting) -> Proved:
 
 
 def _fill_arena(arena: Pool, turn: int) -> int:
-    """Leases of odd sizes until one is refused; each keeps what was written to it."""
+    """Take leases of odd sizes until one is refused; check that each keeps the bytes written to it.
+    Returns the number of leases.
+    """
     held: list[tuple[Tensor, int]] = []
     while True:
         nbytes = 1 + (turn * 7919 + len(held) * 104_729) % (3 * _PAGE)
@@ -81,7 +83,9 @@ def _refused(what: str, act: Any) -> None:
 
 
 def refusals(setting: Setting) -> Proved:
-    """A budget that cannot work is refused before anything has changed, and one page more works."""
+    """Check that a budget that is too small is refused before anything changes, and that a budget
+    one page larger than the largest refused one works.
+    """
     model = make_model(setting.seed)
     optimizer = make_optimizer(model)
     before = [value.clone() for value in model.state_dict().values()]
@@ -111,7 +115,9 @@ def refusals(setting: Setting) -> Proved:
 
 
 def memory(setting: Setting) -> Proved:
-    """The process grows by the budget, not by the state: by the system's own count."""
+    """Check that the resident memory of the process, as the system counts it, grows by no more than
+    the budget and 24 MiB, not by the size of the state.
+    """
     if _resident_bytes() is None:
         raise NotRun("this system does not tell a process's memory in /proc/self/status")
     numel = (8 if setting.is_quick else 24) * _MIB
@@ -137,7 +143,7 @@ def memory(setting: Setting) -> Proved:
 
 
 def _resident_bytes() -> int | None:
-    """Of this process; None: the system does not tell."""
+    """Return this process's resident bytes (VmRSS); None if the system does not report them."""
     text = read_text(ROOT / "proc/self/status") or ""
     for line in text.splitlines():
         if line.startswith("VmRSS:"):

@@ -1,9 +1,9 @@
-"""What a check is given, what it returns or raises, and what is told of it.
+"""The interface of a check: its argument, its result, its exceptions, and its line in the table.
 
-A check is a function of a `Setting` that returns `Proved`: what was compared, and how often. It
-raises `CheckFailed` where something is not what it should be, and `NotRun` where this machine has
-nothing to try it on; any other exception is a failure, too. What it writes is in its own directory
-and is gone when it returns.
+A check is a function of a `Setting` that returns `Proved`: what it has compared, and how many. It
+raises `CheckFailed` if a value is not the expected one, and `NotRun` if this machine lacks what the
+check needs; any other exception is a failure, too. A check writes only in its own directory and has
+removed all files there when it returns.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 
 class CheckFailed(Exception):
-    """Something is not what it should be."""
+    """An exception for a value that is not the expected one; the message has both."""
 
     def __init__(self, what: str, *, got: object, expected: object) -> None:
         super().__init__(f"{what}: got {got}, expected {expected}")
 
 
 class NotRun(Exception):
-    """There is nothing here to try it on; the message says why."""
+    """An exception for a check that cannot run on this machine; the message says why."""
 
 
 class CheckStatus(Enum):
-    """What came of a check."""
+    """The outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -36,7 +36,9 @@ class CheckStatus(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """device: a torch device's name, never "auto". directory: this check's own, empty."""
+    """The argument of a check. device: a torch device's name, never "auto". directory: this check's
+    own, empty at the beginning.
+    """
 
     device: str
     directory: Path
@@ -50,7 +52,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Proved:
-    """count: how many of `compared` there were. 0 is a failure: nothing was proved then."""
+    """The result of a check that has passed. compared: the things that were compared, in words.
+    count: the number of them; 0 is a failure, since the check has then proved nothing.
+    """
 
     compared: str
     count: int
@@ -58,7 +62,7 @@ class Proved:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What is told of a check. text: what was compared, what went wrong, or why it did not run."""
+    """A check's line in the table. text: what was compared, the error, or why it did not run."""
 
     name: str
     status: CheckStatus
@@ -75,6 +79,6 @@ class CheckResult:
 
 
 def require(is_so: bool, what: str, *, got: object, expected: object) -> None:
-    """Raise `CheckFailed` unless it is so."""
+    """Raise `CheckFailed` unless `is_so`."""
     if not is_so:
         raise CheckFailed(what, got=got, expected=expected)

@@ -1,4 +1,4 @@
-"""Checks of checkpoints: saved and loaded to the bit, damage found, nothing lost by a kill."""
+"""Checks of checkpoints: a resume is exact to the bit, damage is found, a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from offload.tools.selftest.model import make_model, make_optimizer, train
 
 WAYS = ("wrap", "prepare")
 _HALF = 2  # steps before a save, and after it
-_LOOP_S = 200.0  # of the loop that is killed
+_LOOP_S = 200.0  # time limit of all loops that are killed, together
 
 
 @contextmanager
 def _folders(setting: Setting) -> Iterator[tuple[Path, Path]]:
-    """For checkpoints and for what is swapped; the second must be empty in the end."""
+    """Provide directories for checkpoints and for swap files while the block runs, then remove
+    them. Raises `CheckFailed` if the second one is not empty at the end.
+    """
     saves, swap = setting.directory / "saves", setting.directory / "swap"
     for folder in (saves, swap):
         folder.mkdir(mode=0o700)
@@ -44,7 +46,9 @@ def _folders(setting: Setting) -> Iterator[tuple[Path, Path]]:
 
 @contextmanager
 def _trained(setting: Setting, way: str, swap: Path) -> Iterator[tuple[Any, Any]]:
-    """A model on the device whose optimizer's state is on disk, or all of it."""
+    """Provide a model and its optimizer while the block runs, in the least host memory that works:
+    with way "wrap" most of the optimizer state is on disk, with "prepare" the parameters, too.
+    """
     model = make_model(setting.seed)
     options: dict[str, Any] = {"nvme": swap}
     if way == "wrap":
@@ -75,7 +79,9 @@ def _copied(value: Any) -> Any:
 
 
 def resume(setting: Setting) -> Proved:
-    """Save, check every byte, load into another model, go on: the bits of one that never ended."""
+    """Check that a resume is exact: save, verify every byte, load into another model and train on;
+    the bits must be those of the training that was not interrupted.
+    """
     count = 0
     for way in WAYS:
         with _folders(setting) as (saves, swap):
@@ -98,7 +104,9 @@ def resume(setting: Setting) -> Proved:
 
 
 def damage(setting: Setting) -> Proved:
-    """A byte changed or missing anywhere is found, and the checkpoint before it is loaded."""
+    """Check that a flipped bit and a missing byte in each file of a checkpoint are found, and that
+    the checkpoint before it is loaded instead.
+    """
     count = 0
     with _folders(setting) as (saves, swap), _trained(setting, "wrap", swap) as pair:
         for number in (1, 2):
@@ -124,7 +132,9 @@ def _spoil(path: Path, whole: bytes, how: str) -> None:
 
 
 def _require_found(saves: Path, pair: tuple[Any, Any], newest: Path, what: str) -> int:
-    """verify tells; load of that one refuses; load of the newest whole one takes the other."""
+    """Require that `verify` finds the damage, that `load` refuses the damaged checkpoint, and that
+    `load` of the directory takes the other one. Returns the number of these requirements.
+    """
     try:
         is_found = not verify(newest).is_whole
     except OffloadError:
@@ -142,13 +152,15 @@ def _require_found(saves: Path, pair: tuple[Any, Any], newest: Path, what: str) 
 
 
 def kill(setting: Setting) -> Proved:
-    """Loops that train and save, killed at every point of a save and in between: what was
-    acknowledged is there, whole, and the next loop goes on with the same bits. On the CPU.
+    """Check that kills lose nothing: loops that train and save are killed at points of a save and
+    between saves. The newest acknowledged checkpoint must be there, all must be whole, and the next
+    loop must resume with the same bits. A full run uses every point of a save, a quick one some. On
+    the CPU.
     """
     with _folders(setting) as (saves, _swap):
         command = [sys.executable, "-m", "offload.tools.selftest.kill_loop", str(saves)]
         command += ["quick" if setting.is_quick else "full", str(setting.seed)]
-        # Threads would not survive a fork.
+        # One thread, because threads would not survive a fork.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(

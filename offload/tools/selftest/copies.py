@@ -1,9 +1,9 @@
 """Checks of copies that are late: to and from the device, and to and from the disk.
 
-On an accelerator, matrix products keep the stream that computes busy, and large copies those that
-copy, so that whatever is not waited for comes too late or too early and shows in the bits. All
-numbers are small and whole: every device computes them exactly. On the CPU device and host are one
-memory and nothing is copied; the same programs run there.
+On an accelerator, matrix products keep the compute stream busy, and large copies the copy streams,
+so that a missing wait lets an operation read or write too early, which changes bits of the result.
+All numbers are small integers: every device computes them exactly. On the CPU, device and host are
+the same memory and there are no copies; the same programs run there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload.tools.selftest.bits import require_same, require_same_states
 from offload.tools.selftest.check import Proved, Setting
 from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
 
-SIDE = 64  # of a matrix
+SIDE = 64  # of a square matrix
 _BALLAST_BYTES = 64 << 20
 _BUSY_SIDE, _BUSY_TIMES = 2048, 8
 _WAIT_S = 60.0
@@ -36,7 +36,9 @@ _BUFFERS = 2
 
 @dataclass
 class CopyBench:
-    """A transfer, a pool, and work to be late with. is_late: on an accelerator."""
+    """A test bench: a transfer, a pool, and work that delays its streams. is_late: whether there is
+    such work, which is so on an accelerator.
+    """
 
     transfer: Any
     pool: Pool
@@ -50,30 +52,32 @@ class CopyBench:
         return found
 
     def host(self, value: float) -> Tensor:
-        """Host memory that the device knows, so that copies are under way while the CPU goes on."""
+        """Allocate a matrix in pinned host memory, so that copies are asynchronous to the CPU. On
+        the CPU: in memory of the pool.
+        """
         if not self.is_late:
             return self.leased(value)
         pinned: Tensor = self.transfer.pinned(SIDE * SIDE, torch.float32)
         return pinned.view(SIDE, SIDE).fill_(value)
 
     def leased(self, value: float) -> Tensor:
-        """Memory of the pool; it returns when the tensor is gone."""
+        """Lease a matrix from the pool; its memory returns when the tensor is freed."""
         with self.pool.lease(4 * SIDE * SIDE) as lease:
             return lease.tensor(torch.float32).view(SIDE, SIDE).fill_(value)
 
     def compute_late(self) -> None:
-        """Give the stream that computes much to do."""
+        """Queue long work on the compute stream."""
         if self.heavy is not None:
             for _ in range(_BUSY_TIMES):
                 self.heavy @ self.heavy
 
     def arrive_late(self) -> None:
-        """Give the stream to the device much to do."""
+        """Queue a large upload on the stream to the device."""
         if self.ballast is not None:
             self.transfer.fetch(self.ballast, "ballast").release()
 
     def leave_late(self) -> None:
-        """Give the stream to the host much to do."""
+        """Queue a large download on the stream to the host."""
         if self.ballast is not None:
             source = torch.zeros_like(self.ballast, device=self.device)
             self.transfer.read(source, self.ballast, "ballast")
@@ -99,7 +103,7 @@ def _bench(setting: Setting) -> Iterator[CopyBench]:
 
 
 def transfer(setting: Setting) -> Proved:
-    """Programs on the transfer layer, each of which shows a wait that is missing."""
+    """Check the transfer layer with programs, each of which would reveal a certain missing wait."""
     count = 0
     with _bench(setting) as bench:
         for program in PROGRAMS:
@@ -122,7 +126,7 @@ def _full(value: float) -> Tensor:
 
 
 def _used_at_once(bench: CopyBench) -> _Outcome:
-    """Bytes are used before they can have come."""
+    """Use a block before its upload can have ended."""
     got = []
     for number in range(4):
         bench.arrive_late()
@@ -133,7 +137,7 @@ def _used_at_once(bench: CopyBench) -> _Outcome:
 
 
 def _refilled_while_used(bench: CopyBench) -> _Outcome:
-    """A block's memory is given back and filled again while its last use is still to come."""
+    """Release a block's memory and refill it while its last use is still queued."""
     late = []
     for number in range(6):
         buffer = bench.transfer.fetch(bench.host(number))
@@ -144,7 +148,7 @@ def _refilled_while_used(bench: CopyBench) -> _Outcome:
 
 
 def _layers_through_two_buffers(bench: CopyBench) -> _Outcome:
-    """A chain of layers, each fetched while the one before it computes."""
+    """Compute a chain of layers, with prefetches while earlier layers compute, in two buffers."""
     weights = [bench.host(number % 3) for number in range(12)]
     expected, got = (
         torch.ones(SIDE, SIDE, dtype=torch.float32, device="cpu"),
@@ -163,7 +167,9 @@ def _layers_through_two_buffers(bench: CopyBench) -> _Outcome:
 
 
 def _read_while_made(bench: CopyBench) -> _Outcome:
-    """Gradients go to the host before they are made, and their memory to others at once."""
+    """Download gradients before they are computed, and let other tensors reuse their memory at
+    once.
+    """
     tickets = []
     for number in range(4):
         bench.compute_late()
@@ -183,29 +189,31 @@ def _read_while_made(bench: CopyBench) -> _Outcome:
 
 
 def _written_while_read(bench: CopyBench) -> _Outcome:
-    """New values come for a parameter whose old ones are still to be read."""
+    """Upload new values of a parameter while computations on its old ones are still queued."""
     target = torch.zeros(SIDE, SIDE, dtype=torch.float32, device=bench.device)
     got = []
     for number in range(1, 5):
         bench.compute_late()
-        got.append(target + 0.5)  # the old ones
+        got.append(target + 0.5)  # the old values
         bench.arrive_late()
         bench.transfer.write(bench.host(number), target, bench.transfer.mark())
         bench.transfer.join()
-        got.append(target * 2)  # the new ones
+        got.append(target * 2)  # the new values
     expected = [each for number in range(1, 5) for each in (_full(number - 0.5), _full(2 * number))]
     return [each.cpu() for each in got], expected
 
 
 def _leases_of_forgotten_copies(bench: CopyBench) -> _Outcome:
-    """Nobody holds the host memory of a copy any more: the pool may not reuse it yet."""
+    """Drop the last reference to the host memory of an upload in flight: the pool may not lease
+    that memory again before the upload has ended.
+    """
     got = []
     for number in range(6):
         bench.arrive_late()
         staged = bench.leased(number)
         buffer = bench.transfer.fetch(staged)
         del staged
-        spoilers = [bench.leased(-1) for _ in range(4)]  # in the same piece, if it came back
+        spoilers = [bench.leased(-1) for _ in range(4)]  # get its memory if it was returned
         got.append((_matrix(buffer) + 1).cpu())
         del spoilers
         buffer.release()
@@ -223,7 +231,9 @@ PROGRAMS: tuple[Callable[[CopyBench], _Outcome], ...] = (
 
 
 def slow_disk(setting: Setting) -> Proved:
-    """Every read and write of state takes longer than its turn: the update waits, or is wrong."""
+    """Check that the update waits for the drives: each read and write of state is delayed, so that
+    an update that does not wait computes wrong values.
+    """
     start = tensors(setting.seed)
     plain = parameters(start, "cpu")
     judge = wrap(NATIVE["AdamW"](plain))

@@ -1,7 +1,8 @@
-"""Checks of a disk that goes wrong: right bytes or a typed error, and the old bytes still there.
+"""Checks of disk faults: the result is the right bytes or a typed error, and old bytes survive.
 
-The faults are the I/O engines' own (`Engine.inject`), so that everything above them is the real
-thing. What never ends keeps its memory and file until the process ends; so it should.
+The I/O engines inject the faults themselves (`IOEngine.inject`), so that all code above them runs
+as in production. An operation that never completes keeps its memory and its file until the process
+ends, by design.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ _DEADLINE_S, _SHORT_DEADLINE_S, _HANG_S = 20.0, 0.5, 60.0
 
 @dataclass(frozen=True)
 class Kind:
-    """fails: at once with this error, where only one operation goes wrong; None: it is mended."""
+    """A kind of fault. fails: the error to which a single faulty operation leads; None: the store
+    recovers, or a silent fault is found when the bytes are read.
+    """
 
     name: str
     fault: FaultKind
     code: int = 0
     fails: type[StoreError] | None = None
-    is_silent: bool = False  # in a write: nobody knows until the bytes are read
-    may_last: bool = True  # else it takes too long before it is given up
+    is_silent: bool = False  # in a write: not noticed before the bytes are read
+    may_last: bool = True  # False: takes too long until the retries are exhausted
 
     def at(self, nth: int, forever: bool) -> Fault:
         return Fault(self.fault, nth, forever, self.code, seed=977 * nth)
@@ -112,7 +115,9 @@ def _engine(setting: Setting, engine: str) -> Proved:
 
 
 class _FaultTrial:
-    """One store, with one fault after the other. right: what each chunk must read as."""
+    """A store in which one fault after the other is injected. right: the bytes that each chunk must
+    have, by name.
+    """
 
     def __init__(self, setting: Setting, engine: str, deadline_s: float) -> None:
         try:
@@ -124,7 +129,7 @@ class _FaultTrial:
                 depth=4,
                 piece_bytes=_PIECE_BYTES,
             )
-        except ConfigError as error:  # it is forced, and not to be had
+        except ConfigError as error:  # the engine was asked for and is not available
             raise NotRun(str(error)) from error
         self.engine = engine
         self.numbers = np.random.default_rng(setting.seed)
@@ -148,7 +153,9 @@ class _FaultTrial:
         self._look(kind, is_write, what)
 
     def _operate(self, fault: Fault, is_write: bool, what: str) -> list[OffloadError]:
-        """Write or read all chunks at once. What was acknowledged is right."""
+        """Write or read all chunks at once while the fault is injected; return the errors. Requires
+        the right bytes from each read that succeeds; each write that succeeds sets them.
+        """
         data = {n: self.fresh(n) if is_write else np.empty_like(self.right[n]) for n in _SIZES}
         start: Callable[..., Any] = self.store.write if is_write else self.store.read
         self.store.engine.inject(fault)
@@ -173,7 +180,7 @@ class _FaultTrial:
     def _judge(
         self, kind: Kind, is_write: bool, forever: bool, errors: list[OffloadError], what: str
     ) -> None:
-        """As many errors as must be, each of its type."""
+        """Require the right number of errors, each of the right type."""
         expected = kind.fails or StoreError
         for error in errors:
             is_typed = isinstance(error, expected) and isinstance(error, StoreError)
@@ -185,11 +192,13 @@ class _FaultTrial:
             wanted = "some" if forever or kind is LOST_COMPLETION else "one"
             require(is_so, f"{what}: errors", got=len(errors), expected=wanted)
         elif not (kind.fault is FaultKind.LOST_WRITE and not is_write):
-            # A read that does nothing may find the right bytes in its buffer.
+            # A read that moves no bytes may find the right ones in its buffer.
             require(not errors, f"{what}: errors", got=errors[:1], expected="none: it is mended")
 
     def _look(self, kind: Kind, is_write: bool, what: str) -> None:
-        """All chunks are right, the old ones after a failed write; what was spoilt is found."""
+        """Require the right bytes in all chunks, after a failed write the old ones, and that
+        checksums find the chunks that a silent fault has damaged. These are written anew.
+        """
         spoilt = 0
         for name in _SIZES:
             target = np.empty(_SIZES[name], dtype=np.uint8)
@@ -211,7 +220,9 @@ class _FaultTrial:
 
 
 def training(setting: Setting) -> Proved:
-    """A fault in a step comes out of it as a typed error, and no mixed state can be used."""
+    """Check that a fault in a step raises a typed error, and that the state, which may be a mixture
+    of two steps, cannot be used afterwards.
+    """
     count = 0
     kinds = {FaultKind.ERROR: StoreError, FaultKind.FLIP: CorruptionError}
     for kind, expected in kinds.items():
@@ -228,7 +239,7 @@ def _train_with_fault(setting: Setting, fault: Fault, expected: type[StoreError]
     optimizer._offload_session.store.engine.inject(fault)
     what = f"{fault.kind.name} in operation {fault.nth} of a step"
     try:
-        for turn in range(3):  # a write that is wrong shows at the next read
+        for turn in range(3):  # a bad write is found by the next read
             take_step(params, optimizer, tensors(setting.seed + 2 + turn))
     except StoreError as error:
         kind = type(error).__name__

@@ -1,4 +1,4 @@
-"""Checks of the native core: the same bits on every instruction set, and those of torch."""
+"""Checks of the native core: each instruction set gives the same bits, and those of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALVES = (torch.bfloat16, torch.float16)
 GRADS = (torch.float32, *HALVES)
 OUTS = (None, *HALVES)
 STEPS = 3
-_THIN = 7  # of many combinations a quick run takes every so many; no divisor of their numbers
+_THIN = 7  # a quick run takes every 7th combination; 7 divides no number of combinations
 _T = TypeVar("_T")
 
 
@@ -45,7 +45,9 @@ def _thinned(combinations: Sequence[_T], setting: Setting) -> Sequence[_T]:
 
 
 def reference(setting: Setting) -> Proved:
-    """Every instruction set beside plain torch: awkward sizes, numbers and addresses, 16 bits."""
+    """Compare every instruction set with plain torch: awkward sizes, numbers and addresses, and
+    16-bit gradients and outputs.
+    """
     isas, count = _native_isas(), 0
     combinations = list(itertools.product(CASES, SIZES, GRADS, OUTS))
     for number, (case, numel, grad_dtype, out_dtype) in enumerate(_thinned(combinations, setting)):
@@ -72,7 +74,9 @@ def _updated(
     threads: int,
     what: str,
 ) -> list[Tensor]:
-    """Parameter, states and 16-bit output after some steps; nothing outside of them is written."""
+    """Return the parameter, the states and the 16-bit output after one step for each gradient.
+    Raises `CheckFailed` if a byte outside of them was written.
+    """
     states = [torch.zeros(start.numel(), dtype=torch.float32, device="cpu") for _ in case.states]
     written = [unaligned(tensor, shift) for tensor in (start, *states)]
     out = None
@@ -97,7 +101,7 @@ def _updated(
 
 
 def torch_fused(setting: Setting) -> Proved:
-    """Every instruction set, and plain torch, beside torch.optim with fused=True."""
+    """Compare every instruction set, and plain torch, with torch.optim with fused=True."""
     require_promise()
     count, isas = 0, kernels.available_isas()
     combinations = list(itertools.product(CASES, SIZES, (True, False)))
@@ -116,7 +120,9 @@ def torch_fused(setting: Setting) -> Proved:
 
 
 def slices(setting: Setting) -> Proved:
-    """However a parameter is cut, and by however many threads it is updated."""
+    """Check that the bits depend neither on how a parameter is cut into slices nor on the number of
+    threads.
+    """
     count, numel = 0, 20_011
     for case in CASES[:: 3 if setting.is_quick else 1]:
         start, grads = (
@@ -142,7 +148,9 @@ def slices(setting: Setting) -> Proved:
 
 
 def statistics(setting: Setting) -> Proved:
-    """Sums of squares: right, the same everywhere; one broken element is found anywhere."""
+    """Check sums of squares: near the exact sum, and the same bits with every instruction set and
+    number of threads; and that one non-finite element is found at any place.
+    """
     count = 0
     sizes = (0, 5, 4097, 100_003)[: 3 if setting.is_quick else 4]
     for dtype, numel in itertools.product(GRADS, sizes):
@@ -154,7 +162,7 @@ def statistics(setting: Setting) -> Proved:
                 stats = kernels.grad_stats(grad, threads=threads)
             seen.add(stats.block_sums)
             count += 1
-            # A block adds fewer than 520 numbers in a row, each sum rounded by 2**-53 at most.
+            # A block adds fewer than 520 numbers in a row; each addition rounds by 2**-53 at most.
             is_near = abs(stats.sum_squares - exact) <= 520 * 2**-53 * exact
             what = f"sum of squares of {numel} elements of {dtype} on {isa}"
             require(is_near and stats.finite, what, got=stats.sum_squares, expected=exact)
@@ -171,7 +179,7 @@ def _find_broken_elements(setting: Setting) -> int:
     for isa, dtype in itertools.product(kernels.available_isas(), GRADS):
         for place, value in itertools.product(places, (math.inf, -math.inf, math.nan)):
             if isa == "reference" and place % 9:
-                continue  # slow, and one loop for all elements
+                continue  # slow, and all elements run the same code
             grad = torch.ones(numel, dtype=dtype, device="cpu")
             grad[place] = value
             with kernels.forced_isa(isa):
@@ -183,7 +191,9 @@ def _find_broken_elements(setting: Setting) -> int:
 
 
 def casts(setting: Setting) -> Proved:
-    """Every 16-bit number, their neighbours in fp32, and special ones, as torch casts them."""
+    """Compare casts with torch's: of every 16-bit number, its neighbours in fp32, the midpoints
+    between 16-bit numbers with their neighbours, and special numbers.
+    """
     count = 0
     for half, isa in itertools.product(HALVES, kernels.available_isas()):
         every = (

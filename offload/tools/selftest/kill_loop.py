@@ -1,12 +1,12 @@
 """Loops that train, save and are killed: `python -m offload.tools.selftest.kill_loop FOLDER
 quick|full SEED`.
 
-Everything is imported once. Each loop is forked from here, so it starts at once; this process
-trains nothing and has no threads. A loop resumes from the newest checkpoint, tells by lines on a
-pipe what it has loaded, what it is about to save and what it has saved, and is killed with SIGKILL:
-by itself at a named point of a save, or from here after a drawn time. What the next one finds must
-be the newest that was acknowledged, or a newer whole one, with the bits of plain training at that
-step. Prints what it has seen as JSON; the last line of stderr says what is wrong.
+The modules are imported once. Each loop is forked from this process, so that it starts at once; the
+parent trains nothing and has no threads. A loop resumes from the newest checkpoint and reports by
+lines on a pipe what it has loaded, what it is about to save and what it has saved. It is killed
+with SIGKILL: by itself at a named point of a save, or by the parent after a random time. The next
+loop must find the newest acknowledged checkpoint, or a newer whole one, with the bits of plain
+training at that step. Prints the totals as JSON; the last line of stderr is the error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which the first optimizer imports, in seconds
+import torch._dynamo  # otherwise the first optimizer imports it, which takes seconds
 
 from offload import api
 from offload.checkpoint import writer
@@ -37,30 +37,32 @@ from offload.tools.selftest.check import CheckFailed, Setting, require
 from offload.tools.selftest.model import loss_of, make_batch, make_model, make_optimizer
 from offload.tools.selftest.torch_bits import without_promise
 
-IMPORTED = (torch._dynamo,)  # before anything is forked
+IMPORTED = (torch._dynamo,)  # before the first fork
 
 WAYS = ("wrap", "prepare")
 KEEP = 2
 _QUICK_POINTS = ("data written", "manifest synced", "renamed", "parent synced")
 _WAIT_S = 60.0
-_MOST_DELAY_S = 0.3  # of a random kill, from when the loop has loaded
+_MOST_DELAY_S = 0.3  # of a kill at a random time, after the loop has loaded
 _BUDGET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Kill:
-    """point: of a save; "": after delay_s. count: when it comes to it so many times."""
+    """A kill of one loop. point: the point of a save at which it happens; "": it happens after
+    `delay_s`. count: how many arrivals at the point it takes.
+    """
 
     point: str
     count: int
     delay_s: float
 
 
-# --- the loop, in a process of its own ------------------------------------------------------------
+# --- the loop, in a child process -----------------------------------------------------------------
 
 
 def _killer(kill: Kill) -> type[CheckpointDisk]:
-    """A disk that ends the process at a point of a save."""
+    """Make a disk class that kills its own process at the point of a save that `kill` names."""
     left = [kill.count]
 
     class Killer(CheckpointDisk):
@@ -73,7 +75,7 @@ def _killer(kill: Kill) -> type[CheckpointDisk]:
 
 
 def run_loop(way: str, folder: Path, seed: int, kill: Kill, tell: Callable[..., None]) -> None:
-    """Until it is killed."""
+    """Resume, then train and save after each step, until the process is killed."""
     writer.CheckpointDisk = _killer(kill)  # type: ignore[attr-defined]
     model = make_model(seed)
     optimizer = make_optimizer(model)
@@ -100,7 +102,9 @@ def train_step(model: Any, optimizer: Any, step: int) -> None:
 
 
 def digest(model: Any, optimizer: Any) -> str:
-    """Of all that a checkpoint brings back."""
+    """Return a hash of everything that a checkpoint restores: values, optimizer state, random
+    state.
+    """
     found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for name, value in sorted(model.state_dict().items()):
         found.update(name.encode() + value.contiguous().numpy().tobytes())
@@ -111,7 +115,9 @@ def digest(model: Any, optimizer: Any) -> str:
 
 
 def run_plain(seed: int, steps: int, tell: Callable[..., None]) -> None:
-    """In memory, never killed; torch's own update where it has our bits."""
+    """Train in memory, without kills, for the reference digests. The update is torch's own where it
+    has the bits of ours.
+    """
     model = make_model(seed)
     optimizer: Any = make_optimizer(model)
     if without_promise() is not None:
@@ -125,7 +131,7 @@ def run_plain(seed: int, steps: int, tell: Callable[..., None]) -> None:
 
 
 class Child:
-    """A forked process that tells lines: a word, a step, a digest."""
+    """A forked process that reports lines to its parent: a word, a step, a digest."""
 
     def __init__(self, work: Callable[[Callable[..., None]], None]) -> None:
         self._rest = b""
@@ -147,7 +153,7 @@ class Child:
             os._exit(code)
 
     def lines(self, until_s: float) -> Iterator[list[str]]:
-        """Until its end or the time."""
+        """Yield the words of each line until the process ends or the deadline has passed."""
         while True:
             left_s = max(0.0, until_s - time.monotonic())
             ready, _, _ = select.select([self._fd], [], [], left_s)
@@ -158,7 +164,7 @@ class Child:
             yield from (line.decode().split("\t") for line in whole)
 
     def end(self) -> int:
-        """Kill it; returns the signal that ended it, or minus its exit code."""
+        """Kill the process; return the signal that ended it, or minus its exit code. Blocks."""
         os.kill(self._pid, signal.SIGKILL)
         _, status = os.waitpid(self._pid, 0)
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
@@ -172,7 +178,9 @@ def _tell(out: int, words: tuple[Any, ...]) -> None:
 
 
 class Contest:
-    """All kills of one way, in one folder. digests: of every step that a training has come to."""
+    """A series of kills of one way, in one folder. digests: the digest of each step that a training
+    has reached, shared by all ways.
+    """
 
     def __init__(self, way: str, folder: Path, seed: int, digests: dict[int, str]) -> None:
         self.way, self.folder, self.seed, self.digests = way, folder, seed, digests
@@ -191,7 +199,7 @@ class Contest:
             if not kill.point:
                 time.sleep(kill.delay_s)
             ended = child.end()
-            for line in child.lines(time.monotonic() + _WAIT_S):  # told before it ended
+            for line in child.lines(time.monotonic() + _WAIT_S):  # written before it ended
                 self._hear(line)
         finally:
             child.close()
@@ -218,7 +226,9 @@ class Contest:
         require(known == found, what, got=found[:8], expected=known[:8])
 
     def _look(self, what: str) -> None:
-        """At what a kill has left: no swap file, what was acknowledged, and only whole ones."""
+        """Check what a kill has left: no swap file, a newest checkpoint at least as new as the last
+        acknowledged one, and whole checkpoints only.
+        """
         left = os.listdir(self.folder / "swap")
         require(not left, f"{what}: swap files", got=left, expected="none")
         saves = self.folder / "saves"
@@ -237,7 +247,7 @@ class Contest:
 
 
 def plan_kills(is_quick: bool, numbers: random.Random) -> dict[str, list[Kill]]:
-    """For each way named points of a save, which they share out, and moments."""
+    """Draw the kills of each way: points of a save, divided among the ways, and random times."""
     points = list(_QUICK_POINTS if is_quick else POINTS)
     numbers.shuffle(points)
     found: dict[str, list[Kill]] = {}
@@ -251,7 +261,7 @@ def plan_kills(is_quick: bool, numbers: random.Random) -> dict[str, list[Kill]]:
 
 
 def contest(folder: Path, setting: Setting) -> dict[str, int]:
-    """All ways, all kills; raises `CheckFailed` for what is wrong."""
+    """Run all kills of all ways and return the totals. Raises `CheckFailed` for the first error."""
     numbers = random.Random(setting.seed)
     digests: dict[int, str] = {}
     plain = Contest("plain", folder, setting.seed, digests)

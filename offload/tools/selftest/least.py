@@ -1,4 +1,4 @@
-"""The least budget that works: found by asking for plans, which allocate nothing."""
+"""A search for the least budget that works. It asks for plans, which allocate nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MOST_BYTES = 1 << 34
 
 
 def least_bytes(plan: Callable[[int], object]) -> int:
-    """The least bytes for which `plan` does not raise `CapacityError`, to a page."""
+    """Return the least bytes, in whole pages, for which `plan` does not raise `CapacityError`."""
     low, high = 0, _MOST_BYTES // _STEP_BYTES
-    plan(high * _STEP_BYTES)  # whatever else is wrong is told here
+    plan(high * _STEP_BYTES)  # raises errors that do not depend on the budget
     while high - low > 1:
         middle = (low + high) // 2
         try:

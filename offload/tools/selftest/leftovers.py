@@ -1,4 +1,4 @@
-"""Check that nothing is left: no file, no open swap file, no host memory, no thread."""
+"""Check of leftovers after close: no file, no open swap file, no host memory, no thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from offload.tools.selftest.check import Proved, Setting, require
 from offload.tools.selftest.model import make_model, make_optimizer, train
 from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
 
-_SOON_S = 20.0  # threads that have been told to end need a moment
+_SOON_S = 20.0  # threads that were told to end may take a moment
 
 
 def disk(setting: Setting) -> Proved:
-    """After wrap and prepare were used and closed."""
+    """Check that wrap and prepare leave nothing after they were used and closed: no open file, no
+    host memory, no thread. A file with a name must not exist even while they run.
+    """
     gc.collect()
     held, threads = HOST.used_bytes, threading.active_count()
     params = parameters(tensors(setting.seed), setting.device)
@@ -52,7 +54,9 @@ def _soon_none(look: Callable[[], list[str]]) -> list[str]:
 
 
 def _open_below(directory: str) -> list[str]:
-    """Open files of this process there, named or not; none where the system does not tell."""
+    """Return the open files of this process in `directory`, named or not; [] if the system does not
+    list them.
+    """
     found = []
     try:
         numbers = os.listdir("/proc/self/fd")
@@ -62,7 +66,7 @@ def _open_below(directory: str) -> list[str]:
         try:
             path = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
-            continue  # it was the listing's own
+            continue  # the descriptor of the listing itself
         if path.startswith(directory):
             found.append(path)
     return found

@@ -1,4 +1,4 @@
-"""A small GPT, its batches, and a loop as users write it: what is seen on the way is compared."""
+"""A small GPT, its batches, and a training loop as users write it, which records its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ DROPOUT = 0.1
 
 
 class GPTLayer(nn.Module):
-    """Attention and a small network. again: how attention is run again in backward; None: not."""
+    """A transformer layer. again: `use_reentrant` of the checkpoint that recomputes attention;
+    None: attention is not recomputed.
+    """
 
     def __init__(self, again: bool | None = None) -> None:
         super().__init__()
@@ -44,8 +46,8 @@ class GPTLayer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embeddings. inside, around: checkpointing within layers, or of whole layers; reentrant
-    or not.
+    """A GPT with tied embeddings. inside, around: `use_reentrant` of the checkpoints within layers
+    and of whole layers; None: no such checkpoints.
     """
 
     def __init__(self, inside: bool | None = None, around: bool | None = None) -> None:
@@ -74,7 +76,7 @@ def make_model(
     inside: bool | None = None,
     around: bool | None = None,
 ) -> Gpt:
-    """Always the same one; on the CPU."""
+    """Make a model on the CPU, the same for the same seed. Seeds torch's default generators."""
     torch.manual_seed(seed)
     return Gpt(inside, around).to(dtype)
 
@@ -103,19 +105,19 @@ def train(
     steps: int,
     look: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """Losses, norms, gradients and evaluations of some steps, of one or two batches each. look: is
-    called between forward and backward, and after it.
+    """Train for some steps of one or two batches each; return the losses, norms, gradients and
+    evaluations. look: is called between forward and backward, and after backward.
     """
     seen: list[Any] = []
     for step in range(steps):
-        torch.manual_seed(setting.seed + step)  # of dropout
+        torch.manual_seed(setting.seed + step)  # for dropout
         for micro in range(1 + step % 2):
             loss = loss_of(model, make_batch(10 * step + micro, setting.device))
             look()
             loss.backward()  # type: ignore[no-untyped-call]
             look()
             seen.append(loss.detach().cpu())
-        if setting.is_on_cpu:  # else the host sums up in another order than the device
+        if setting.is_on_cpu:  # elsewhere host and device add in different orders
             seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False))
         seen += [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
         optimizer.step()
@@ -128,10 +130,10 @@ def train(
 
 
 def train_plain(model: nn.Module, setting: Setting, steps: int) -> tuple[list[Any], list[Tensor]]:
-    """What is seen of the plain model on the device, and its values in the end.
+    """Train the plain model on the device; return what `train` returns, and the final values.
 
-    Its update is torch's own on the CPU, where that has our bits. Elsewhere, and for parameters of
-    16 bits, whose exact master torch does not keep, it is ours with all of its state in memory.
+    The update is torch's own on the CPU, where it has the bits of ours. Elsewhere, and for 16-bit
+    parameters, whose exact master weights torch does not keep, it is ours with all state in memory.
     """
     model = model.to(setting.device)
     optimizer: Any = make_optimizer(model)

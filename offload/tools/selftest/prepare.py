@@ -1,4 +1,4 @@
-"""Checks of `offload.prepare`: whatever the budgets, the bits of the plain model on the device."""
+"""Checks of `offload.prepare`: with any budgets, the bits of the plain model on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _Plain = tuple[list[Any], list[Tensor]]
 
 
 def budgets(setting: Setting) -> Proved:
-    """From all in memory down to one unit at a time, with several prefetch depths."""
+    """Check budgets of host memory, from enough for everything down to the least that works, with
+    several prefetch depths.
+    """
     plain = _plain(setting)
     least, most = _bounds(setting)
     middle = (least + most) // 2
@@ -44,7 +46,9 @@ def budgets(setting: Setting) -> Proved:
 
 
 def device(setting: Setting) -> Proved:
-    """Less device memory than the parameters take: they come and go while it computes."""
+    """Check a budget of device memory below the size of the parameters, so that their blocks are
+    fetched and evicted while the model computes.
+    """
     if setting.is_on_cpu:
         raise NotRun("the CPU has no device memory of its own")
     plain = _plain(setting)
@@ -52,7 +56,7 @@ def device(setting: Setting) -> Proved:
     needs = _device_needs(setting)
     count = 0
     for share, options in ((0.0, {"host_memory": least}), (0.5, {})):
-        for margin in _MARGINS:  # how much else the device's libraries take is theirs to know
+        for margin in _MARGINS:  # how much the device's libraries take is not known
             blocks = max(needs.least_bytes, int(share * needs.all_bytes))
             limit = int(margin * needs.others_bytes) + blocks
             try:
@@ -70,7 +74,7 @@ def device(setting: Setting) -> Proved:
 
 
 def half(setting: Setting) -> Proved:
-    """A model of bf16 parameters; the update keeps an exact master."""
+    """Check a model of bf16 parameters, for which the update keeps exact master weights."""
     kind: dict[str, Any] = {"dtype": torch.bfloat16}
     plain = _plain(setting, **kind)
     tries: list[dict[str, Any]] = [{}, {"host_memory": _bounds(setting, **kind)[0]}]
@@ -79,7 +83,7 @@ def half(setting: Setting) -> Proved:
 
 
 def activations(setting: Setting) -> Proved:
-    """Kept, run again in backward, or moved away, on little memory."""
+    """Check activations that are recomputed in backward or offloaded, on little host memory."""
     plain, count = _plain(setting), 0
     policies = ("recompute", "offload")
     for policy in policies:
@@ -91,7 +95,7 @@ def activations(setting: Setting) -> Proved:
 
 
 def checkpointing(setting: Setting) -> Proved:
-    """torch.utils.checkpoint inside and around units, reentrant and not."""
+    """Check torch.utils.checkpoint inside and around units, reentrant and not."""
     count, ways = 0, [{place: how} for place in ("around", "inside") for how in (False, True)]
     for kind in ways[:: 3 if setting.is_quick else 1]:
         plain = _plain(setting, **kind)
@@ -100,7 +104,7 @@ def checkpointing(setting: Setting) -> Proved:
     return Proved("losses, gradients, values with torch.utils.checkpoint", count)
 
 
-# --- one of them beside the other -----------------------------------------------------------------
+# --- comparison of plain and prepared training ----------------------------------------------------
 
 
 def _steps(setting: Setting) -> int:
@@ -108,7 +112,9 @@ def _steps(setting: Setting) -> int:
 
 
 def _plain(setting: Setting, **kind: Any) -> _Plain:
-    """What must be seen. On a device that does not repeat itself nothing can be compared."""
+    """Train the plain model and return the expected results. Raises `NotRun` if torch cannot train
+    it on the device, or if the device gives other bits from run to run.
+    """
     try:
         first = train_plain(make_model(setting.seed, **kind), setting, _steps(setting))
     except OffloadError:
@@ -127,7 +133,9 @@ def _plain(setting: Setting, **kind: Any) -> _Plain:
 
 
 def _bounds(setting: Setting, activations: str = "keep", **kind: Any) -> tuple[int, int]:
-    """The least host memory that works, and what all of it needs."""
+    """Return the least host memory that works with a drive, and the least that works without one,
+    with activations kept.
+    """
     model = make_model(setting.seed, **kind)
     optimizer = make_optimizer(model)
     options: dict[str, Any] = {"device": setting.device, "activations": activations}
@@ -141,7 +149,9 @@ def _bounds(setting: Setting, activations: str = "keep", **kind: Any) -> tuple[i
 
 @dataclass(frozen=True)
 class _Needs:
-    """Bytes of a device: for one unit at a time, for all of them, and for everything else."""
+    """The device memory that a run needs. least_bytes: for the blocks of one unit at a time.
+    all_bytes: for the blocks of all units. others_bytes: the peak of everything else.
+    """
 
     least_bytes: int
     all_bytes: int
@@ -149,7 +159,7 @@ class _Needs:
 
 
 def _device_needs(setting: Setting) -> _Needs:
-    """Seen in a run without a limit."""
+    """Measure the needs in a run without a limit."""
     model = make_model(setting.seed)
     optimizer: Any = make_optimizer(model)
     prepare(model, optimizer, device=setting.device)
@@ -163,8 +173,9 @@ def _device_needs(setting: Setting) -> _Needs:
 
 
 def _compare(setting: Setting, plain: _Plain, options: dict[str, Any], kind: dict[str, Any]) -> int:
-    """Train a prepared model and compare all that is seen of it. It must have come from disk where
-    there is less host memory than it needs, and stayed within it.
+    """Train a prepared model, compare its results and final values with `plain`, and return how
+    many were compared. With a budget of host memory the run must have read from disk and stayed
+    within the budget; with one of device memory it must have evicted blocks from the device.
     """
     shown = ", ".join(f"{name}={value}" for name, value in options.items()) or "no limit"
     model = make_model(setting.seed, **kind)
@@ -191,7 +202,9 @@ def _compare(setting: Setting, plain: _Plain, options: dict[str, Any], kind: dic
 
 
 def _look(setting: Setting, options: dict[str, Any]) -> None:
-    """In the middle of a step: the device's own count is within what was allowed."""
+    """Require, in the middle of a step, that the bytes in use by the device's own count are within
+    the budget of device memory.
+    """
     limit = options.get("device_memory")
     if limit is not None:
         used = used_bytes(find_device(setting.device))

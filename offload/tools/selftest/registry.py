@@ -1,6 +1,6 @@
-"""The names of all checks, in the order in which they run. Imports no check, so it needs no torch.
+"""The names of all checks, in the order of execution. Imports no check, so it needs no torch.
 
-`group.name` is the function `name` of the file of that group.
+`group.name` is the function `name` in the file of that group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ GROUPS: Final = tuple(dict.fromkeys(map(group_of, CHECKS)))
 
 
 def choose(only: str | None) -> tuple[str, ...]:
-    """The checks that a list such as "kernels,faults.threads" means, in their order; None: all."""
+    """Return the checks that a list such as "kernels,faults.threads" names, in the order of
+    execution; None: all. Raises `ConfigError` for an unknown name or an empty list.
+    """
     if only is None:
         return CHECKS
     wanted = [word.strip() for word in only.split(",") if word.strip()]
@@ -70,7 +72,7 @@ def choose(only: str | None) -> tuple[str, ...]:
 
 
 def find(name: str) -> Callable[[Setting], Proved]:
-    """The function of a check. Imports torch."""
+    """Return the function of a check. Imports torch."""
     group, own = name.split(".")
     found: Any = getattr(importlib.import_module(f"offload.tools.selftest.{group}"), own)
     check: Callable[[Setting], Proved] = found

@@ -1,4 +1,4 @@
-"""One check, run in this process: what it returns or raises becomes a `CheckResult`."""
+"""Runs one check in this process and turns its result or exception into a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from offload.tools.selftest.check import (
 )
 from offload.tools.selftest.registry import find
 
-_MOST_CHARACTERS = 2000  # of an error in the table
+_MOST_CHARACTERS = 2000  # of a text in the table
 _FRAMES = 4
 
 
 def run_check(name: str, setting: Setting) -> CheckResult:
-    """Run one check in a new directory below `setting.directory`, which is gone afterwards. Never
-    raises but for what ends the process.
+    """Run one check in a new directory below `setting.directory`, and remove that directory. Raises
+    only exceptions that end the process, such as KeyboardInterrupt.
     """
     begin_s = time.perf_counter()
     status, text, count = CheckStatus.FAILED, "", 0
@@ -44,7 +44,7 @@ def run_check(name: str, setting: Setting) -> CheckResult:
         status, text = CheckStatus.NOT_RUN, str(reason)
     except CheckFailed as failure:
         text = str(failure)
-    except Exception as error:  # whatever it is, this check has failed and the others go on
+    except Exception as error:  # any exception: this check has failed, the others still run
         text = f"{_shown(error)} ({_where(error)})"
     finally:
         shutil.rmtree(setting.directory / name, ignore_errors=True)
@@ -67,12 +67,15 @@ def _make_directory(setting: Setting, name: str) -> Path:
 
 
 def _run(check: Callable[[Setting], Proved], setting: Setting) -> Proved:
-    """With the same random numbers whatever ran before, and nothing left in the directory."""
+    """Call a check with freshly seeded generators, so that its random numbers do not depend on
+    earlier checks. Raises `CheckFailed` if it leaves files in its directory or has compared
+    nothing.
+    """
     random.seed(setting.seed)
     np.random.seed(setting.seed % 2**32)
     torch.manual_seed(setting.seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong is a failure; all else is no result
+        warnings.simplefilter("ignore")  # errors are exceptions; a warning is not a result
         facts = check(setting)
     gc.collect()
     left = sorted(os.listdir(setting.directory))

@@ -1,8 +1,8 @@
-"""Runs checks in a process of their own, and survives it.
+"""Runs checks in a worker process, and survives its crashes.
 
-A check that ends that process (a signal, an exit) or does not end in time is a failure; the others
-then run in a new one. Whatever happens here, Ctrl-C included, that process and all that it has
-started are killed, and the directory is removed. Needs no torch.
+A check that ends the worker (by a signal or an exit) or does not end in time is a failure; the
+other checks then run in a new worker. In the end, after errors and Ctrl-C too, the worker and all
+processes that it has started are killed, and the directory is removed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from offload.tools.selftest.check import CheckResult, CheckStatus
 
 LIMIT_S = 240.0  # of one check
 START_LIMIT_S = 240.0  # until the first begins: torch is imported
-_LAST_BYTES = 2000  # of what a process has said before it died
+_LAST_BYTES = 2000  # of the output of a worker that has died
 
-# Name of the check that begins, its number, how many there are.
+# Called with the name of the check that begins, its number, and the number of all checks.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class SelftestRequest:
-    """What is to be done. parent: a directory in which one is made for the checks."""
+    """A request for checks. parent: the directory in which the checks' directory is made."""
 
     names: Sequence[str]
     device: str
@@ -47,7 +47,9 @@ class SelftestRequest:
 
 @dataclass
 class CheckResults:
-    """about: of the machine, by name. results: in the order of the request."""
+    """The results of all checks. about: the facts about the machine, by name. results: in the order
+    of the request.
+    """
 
     about: dict[str, str] = field(default_factory=dict)
     results: list[CheckResult] = field(default_factory=list)
@@ -60,8 +62,11 @@ class CheckResults:
 def supervise(
     request: SelftestRequest, progress: Progress, limit_s: float = LIMIT_S
 ) -> CheckResults:
-    """Run all checks. Raises `ConfigError` where the device or the directory cannot be used, and
-    `StateError` where no process can be started that does it.
+    """Run all checks. limit_s: the most seconds of one check. Blocks.
+
+    Raises `ConfigError` if the device cannot be used or `parent` is no directory, `StoreError` if
+    `parent` cannot be written to, and `StateError` if the worker ends, or is late, while no check
+    runs.
     """
     findings = CheckResults()
     with _ended_by_signals(), _scratch(request.parent) as directory:
@@ -82,8 +87,8 @@ def _follow(
     progress: Progress,
     limit_s: float,
 ) -> str | None:
-    """Hear what it tells until it ends. Returns what went wrong with the check that had begun;
-    None: nothing.
+    """Collect the worker's messages until it ends. Returns the error of the check that was running
+    then; None: all checks have results.
     """
     begun = ""
     for message in worker.messages(limit_s):
@@ -106,7 +111,7 @@ def _follow(
 
 
 class _CheckProcess:
-    """The process, in a group of its own. Leaving the block kills the whole group."""
+    """A worker process in its own process group. The end of the block kills the whole group."""
 
     def __init__(self, request: SelftestRequest, names: Sequence[str], directory: Path) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
@@ -145,15 +150,17 @@ class _CheckProcess:
             self._process.stdin.write((json.dumps(asked) + "\n").encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has died already; `fate` says of what
+            pass  # it has died already; `fate` tells how
 
     @property
     def since_s(self) -> float:
-        """Since the last that it has told."""
+        """The seconds since the worker's last message."""
         return time.monotonic() - self._begin_s
 
     def messages(self, limit_s: float) -> Iterator[dict[str, Any]]:
-        """Until its end, or until nothing has come for `limit_s`, from the first check on."""
+        """Yield the worker's messages until it ends, or until it has sent nothing for `limit_s`;
+        before the first check for START_LIMIT_S, since it imports torch.
+        """
         has_begun = False
         while True:
             self._begin_s = time.monotonic()
@@ -169,7 +176,7 @@ class _CheckProcess:
                 yield message
 
     def fate(self) -> str:
-        """What became of it, and what it said last."""
+        """Tell how the worker ended, or that it was late, with its last line of output."""
         if self._is_late:
             text = f"had not ended after {self.since_s:.0f} s"
         else:
@@ -180,7 +187,9 @@ class _CheckProcess:
         return text + (f"; it said: {lines[-1]}" if lines else "")
 
     def _end(self) -> str:
-        """How it ended. It stays a zombie, so that its group's number is nobody else's."""
+        """Wait for the worker's end and describe it. The worker stays a zombie, so that no other
+        process gets the ID of its process group.
+        """
         end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         assert end is not None
         if end.si_code == os.CLD_EXITED:
@@ -191,20 +200,20 @@ class _CheckProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(ProcessLookupError):  # all have ended
+        with suppress(ProcessLookupError):  # all processes of the group have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # what it had not read
+        with suppress(BrokenPipeError):  # input that it has not read
             self._process.stdin.close()
         os.close(self._fd)
         self._said.close()
 
 
 def _environment() -> dict[str, str]:
-    """Matrix products that repeat themselves on CUDA; and threads that do not spin while others
-    compute, where small steps would take ten times as long on a busy machine. The user's own
-    settings stay.
+    """Return the worker's environment: deterministic matrix products on CUDA, and OpenMP threads
+    that wait without spinning, since with spinning small steps take ten times as long on a busy
+    machine. The user's own settings take precedence.
     """
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_WAIT_POLICY": "PASSIVE"}
     return {**ours, **os.environ}
@@ -212,7 +221,9 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A directory of our own, removed in the end."""
+    """Provide a new directory below `parent` while the block runs, then remove it. Raises
+    `ConfigError` or `StoreError` if it cannot be made.
+    """
     if not parent.is_dir():
         raise ConfigError(f"--nvme: {parent} is not a directory; make it, or give another")
     try:
@@ -232,7 +243,9 @@ def _scratch(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that it is left in order."""
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, so that it is cleaned
+    up as after Ctrl-C. A signal that is ignored stays so.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -241,10 +254,10 @@ def _ended_by_signals() -> Iterator[None]:
     before = {}
     try:
         for number in numbers:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                 before[number] = signal.signal(number, interrupt)
     except ValueError:
-        pass  # in a thread other than the first, where signals do not come either
+        pass  # not in the main thread, where alone Python handles signals
     try:
         yield
     finally:

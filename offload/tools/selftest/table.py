@@ -1,4 +1,4 @@
-"""The table that ends a selftest, to be pasted into a bug report. Needs no torch."""
+"""The table at the end of a self test, to paste into a bug report. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ WIDTH: Final = 100
 
 
 def format_table(about: Mapping[str, str], results: Sequence[CheckResult]) -> str:
-    """The machine, each check with what came of it, and the verdict; plain text."""
+    """Format the facts about the machine, each check with its result, and the verdict as plain
+    text.
+    """
     lines = ["offload selftest", ""]
     name_width = max(map(len, about), default=0)
     for name, text in about.items():
@@ -41,13 +43,13 @@ def _row(head: str, text: str) -> list[str]:
 
 
 def count_statuses(results: Sequence[CheckResult]) -> dict[str, int]:
-    """How many checks have each status, zeros included."""
+    """Count the checks of each status, zeros included."""
     counts = Counter(result.status for result in results)
     return {status.value: counts[status] for status in CheckStatus}
 
 
 def summarize(results: Sequence[CheckResult]) -> str:
-    """The last line."""
+    """Return the last line: the counts, the seconds and the verdict."""
     numbers = ", ".join(f"{count} {status}" for status, count in count_statuses(results).items())
     seconds = sum(result.seconds for result in results)
     text = f"{numbers}, in {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Torch's own fused optimizers on the CPU, whose bits ours have, and the rules that match them."""
+"""Torch's fused optimizers on the CPU, whose bits ours must have, and the rules that match them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _WIDE = ("AVX2", "AVX512")
 
 
 def without_promise() -> str | None:
-    """Why torch's fused kernels may have other last bits here than ours; None: they do not."""
+    """Return why torch's fused kernels may differ from ours in the last bits on this CPU; None:
+    they do not.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"torch's fused kernels have other last bits on {platform.machine()}"
     capability = torch.backends.cpu.get_cpu_capability()
@@ -27,7 +29,7 @@ def without_promise() -> str | None:
 
 
 def require_promise() -> None:
-    """Raise `NotRun` where torch has other bits."""
+    """Raise `NotRun` if torch's fused kernels may differ from ours in the last bits."""
     why = without_promise()
     if why is not None:
         raise NotRun(why)
@@ -35,7 +37,9 @@ def require_promise() -> None:
 
 @dataclass(frozen=True)
 class OptimizerCase:
-    """One optimizer with settings. optimizer: None where torch has none like it."""
+    """An optimizer with settings. optimizer: makes torch's own; None: torch has none like it. rule:
+    makes our rule of a step. states: the names of its state tensors.
+    """
 
     name: str
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None
@@ -45,7 +49,7 @@ class OptimizerCase:
 
 
 def adam_case(name: str, decoupled: bool, maximize: bool = False, **options: Any) -> OptimizerCase:
-    """AdamW if the decay is decoupled, else Adam."""
+    """Make a case of AdamW if the decay is decoupled, else of Adam."""
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     values = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **options}
     beta1, beta2 = values["betas"]
@@ -108,7 +112,7 @@ CASES = (
 
 
 def train_torch(case: OptimizerCase, start: Tensor, grads: list[Tensor]) -> list[Tensor]:
-    """Parameter and states after torch's own fused optimizer."""
+    """Train with torch's own fused optimizer; return the parameter and the states."""
     assert case.optimizer is not None
     param = torch.nn.Parameter(start.clone())
     optimizer = case.optimizer([param])
@@ -116,5 +120,5 @@ def train_torch(case: OptimizerCase, start: Tensor, grads: list[Tensor]) -> list
         param.grad = grad.clone()
         optimizer.step()
     state = optimizer.state[param]
-    # torch keeps no momentum for an empty parameter; ours is empty, too.
+    # torch has no momentum buffer for an empty parameter; ours is empty, as `start` is.
     return [param.detach(), *(state.get(name, start.clone()) for name in case.states)]

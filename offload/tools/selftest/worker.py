@@ -1,9 +1,9 @@
 """The process in which checks run: `python -m offload.tools.selftest.worker FD`.
 
-Gets a request as a line of JSON on stdin: the setting, and the names of the checks. Tells on file
-descriptor FD, a line of JSON each: "about" the machine, or "refused" with why; then for each check
-"begin" and "result". When stdin ends, whoever started it is gone: then it ends at once, with all
-that it has started.
+It reads a request as a line of JSON from stdin: the setting, and the names of the checks. It writes
+messages to file descriptor FD, a line of JSON each: "about" the machine, or "refused" with the
+reason; then "begin" and "result" for each check. When stdin ends, the supervisor is gone: then the
+worker ends at once, with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.tools.selftest.runner import run_check
 
 
 def main(fd: int) -> int:
-    """Run what is asked for."""
+    """Read the request, run its checks, and return the exit code."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
 
@@ -46,9 +46,9 @@ def main(fd: int) -> int:
 
 
 def work(setting: Setting, names: list[str], tell: Callable[..., None]) -> None:
-    """One check after the other."""
+    """Run one check after the other, and report each."""
     gc.collect()
-    gc.freeze()  # what was imported: every check looks for what is left, and would walk over it
+    gc.freeze()  # garbage collections, which every check makes, skip the imported modules
     for name in names:
         tell(begin=name)
         tell(result=run_check(name, setting).to_dict())
@@ -57,12 +57,12 @@ def work(setting: Setting, names: list[str], tell: Callable[..., None]) -> None:
 def _end_with_stdin() -> None:
     while os.read(0, 1 << 12):
         pass
-    if os.getpgrp() == os.getpid():  # as the supervisor starts it
+    if os.getpgrp() == os.getpid():  # the supervisor starts it in its own process group
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
-    # What a fault has left stuck, as it should, would be waited for.
+    # Not sys.exit, which would wait for operations that an injected fault has left stuck by design.
     os._exit(code)

@@ -1,7 +1,7 @@
-"""Checks of `offload.wrap`: wherever the state is, the bits of plain torch.
+"""Checks of `offload.wrap`: the bits of plain torch, with the state in any tier.
 
-On another device than the CPU parameters and gradients are there; the update is the host's, so
-that it is compared with torch's own on the CPU, from the same gradients.
+With an accelerator, parameters and gradients are on it; the update runs on the host, so it is
+compared with torch's own update on the CPU, from the same gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SIZES = ((300, 130), (5,), (257, 64), (3, 7), (1,), (70_001,), (40, 1000))
 
 
 def _fused(params: Sequence[Tensor]) -> bool | None:
-    """On the CPU, where it is the judge; elsewhere torch may have none, and ours needs none."""
+    """Return True on the CPU, where torch's fused update is the reference; elsewhere None, since
+    torch may have no fused one there and ours needs none.
+    """
     return True if all(param.is_cpu for param in params) else None
 
 
@@ -54,16 +56,17 @@ GENERIC: dict[str, _Make] = {
 
 
 def memory(setting: Setting) -> Proved:
-    """All state in host memory."""
+    """Compare updates with all state in host memory with torch's fused ones."""
     require_promise()
     count = sum(_compare(setting, name, make, on_disk=False) for name, make in NATIVE.items())
     return Proved(f"tensors beside torch, fused: {', '.join(NATIVE)}", count)
 
 
 def disk(setting: Setting) -> Proved:
-    """In the least host memory that works, so that most of the state is on disk.
+    """Compare updates in the least host memory that works, so that most of the state is on disk.
 
-    The judge is torch's own update where it has our bits, else ours with all state in memory.
+    The reference is torch's own update where it has the bits of ours, else ours with all state in
+    memory.
     """
     has_promise, count = without_promise() is None, 0
     for name, make in NATIVE.items():
@@ -78,9 +81,10 @@ def _wrapped_in_memory(make: _Make, params: list[Any]) -> Any:
 
 
 def optimizers(setting: Setting) -> Proved:
-    """Torch's other optimizers, block by block, and Lion: on disk as in memory.
+    """Compare torch's other optimizers, whose own code runs slice by slice, and Lion, with state on
+    disk.
 
-    The judge is torch's own class on the CPU; for Lion, ours with all state in memory.
+    The reference is torch's own class on the CPU; for Lion, ours with all state in memory.
     """
     chosen = dict(list(GENERIC.items())[:2]) if setting.is_quick else GENERIC
     count = sum(_compare(setting, name, make, on_disk=True) for name, make in chosen.items())
@@ -95,7 +99,9 @@ def optimizers(setting: Setting) -> Proved:
 
 
 def half(setting: Setting) -> Proved:
-    """16-bit parameters follow an exact fp32 master, which torch updates beside ours."""
+    """Check that 16-bit parameters are rounded from exact fp32 master weights: torch trains the
+    same masters in fp32 for comparison.
+    """
     require_promise()
     count = 0
     for dtype in (torch.bfloat16, torch.float16):
@@ -120,7 +126,7 @@ def half(setting: Setting) -> Proved:
     return Proved("16-bit parameters, fp32 masters and moments", count)
 
 
-# --- one of them beside the other -----------------------------------------------------------------
+# --- comparison of plain and wrapped training -----------------------------------------------------
 
 
 def _compare(
@@ -130,7 +136,9 @@ def _compare(
     on_disk: bool,
     judge: Callable[[list[Any]], Any] | None = None,
 ) -> int:
-    """A plain loop on the CPU, then a wrapped one on the device, from the same gradients."""
+    """Compare a plain loop on the CPU with a wrapped one on the device, from the same gradients;
+    return how many tensors were compared. judge: makes the reference optimizer; None: `make` does.
+    """
     start = tensors(setting.seed)
     plain = parameters(start, "cpu")
     theirs: Any = (judge or make)(plain)
@@ -151,7 +159,7 @@ def _compare(
 def train_steps(
     params: list[nn.Parameter], optimizer: Any, setting: Setting
 ) -> tuple[list[Tensor], dict[int, Any]]:
-    """All parameters after each step, and the state in the end."""
+    """Take several steps; return all parameters after each step, and the state in the end."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     seen: list[Tensor] = []
     for step in range(_steps(setting)):
@@ -167,13 +175,15 @@ def _wrapped(
     params: list[nn.Parameter],
     on_disk: bool,
 ) -> Any:
-    """The optimizer of parameters that may be on a device, where torch may have no fused one."""
+    """Make an optimizer and wrap it, with its state in memory or mostly on disk. The parameters may
+    be on a device.
+    """
     optimizer = make(params)
     return tight(setting, optimizer) if on_disk else wrap(optimizer)
 
 
 def tight(setting: Setting, optimizer: torch.optim.Optimizer) -> Any:
-    """Wrapped, in the least host memory that works: most of its state is on disk."""
+    """Wrap the optimizer in the least host memory that works: most of its state is on disk."""
     folder = setting.directory
     least = least_bytes(lambda nbytes: plan(optimizer, host_memory=nbytes, nvme=folder))
     return wrap(optimizer, host_memory=least, nvme=folder)
@@ -197,6 +207,6 @@ def parameters(values: Sequence[Tensor], device: str) -> list[nn.Parameter]:
 
 def take_step(params: Sequence[Tensor], optimizer: Any, grads: Sequence[Tensor]) -> None:
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.to(param.device) * 1  # the last thing that the device does before it
+        param.grad = grad.to(param.device) * 1  # still in flight on the device when step() begins
     optimizer.step()
     optimizer.zero_grad()

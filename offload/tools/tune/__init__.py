@@ -1,1 +1,1 @@
-"""`offload tune`: a program is run with one tuning after the other, and the best one is kept."""
+"""`offload tune`: run a program with one tuning after the other, and keep the best."""

@@ -1,6 +1,6 @@
 """A training loop as a program: `python -m offload.tools.tune.loop MODEL ...`, which is what
-`offload tune MODEL` runs. It does what any loop does, and knows nothing of trials: they end it from
-within `optimizer.step()`. Run by hand, with --steps, it prints the report of that many.
+`offload tune MODEL` runs. It is an ordinary loop that knows nothing of trials: a trial ends it from
+within `optimizer.step()`. Run by hand, with --steps, it prints the report of that many steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, until a trial has seen enough or the steps are done."""
+    """Train until a trial has its measurements or the steps are done."""
     if options.steps is None and current() is None:
         raise ConfigError("--steps: expected a number of them, since no tuner runs this loop")
     source = find_source(options.model, Shape(**{name: getattr(options, name) for name in SHAPE}))
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def make_model(source: ModelSource, dtype: str | None) -> nn.Module:
-    """With values where they fit in half of what is free; else without, and `prepare` fills it
-    block by block, which some models' buffers do not allow.
+    """Make the model, with values if they fit in half of the free host memory; else on the meta
+    device, where `prepare` fills it block by block, which some models' buffers do not allow.
     """
     with torch.device("meta"):
         model = _cast(source.make_model(), dtype)
@@ -91,7 +91,7 @@ def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    """For `prepare`: what was given."""
+    """Return the given options as keyword arguments of `prepare`."""
     names = ("device", "device_memory", "host_memory", "nvme", "profile")
     given = {name: getattr(options, name) for name in names}
     return {n: v for n, v in given.items() if v is not None} | {"activations": "auto"}

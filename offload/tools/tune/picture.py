@@ -1,4 +1,4 @@
-"""The tuner's picture: seconds of an iteration and the share of it that waits, over the prefetch
+"""The tuner's picture: seconds of an iteration and the share of it spent waiting, over the prefetch
 depth, with the physical limit as a line.
 """
 
@@ -23,7 +23,7 @@ _DERIVED = "derived"
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The best trial with one value of the knob that is drawn."""
+    """The best trial with one value of the drawn knob."""
 
     label: str
     step_s: float
@@ -33,7 +33,9 @@ class CurvePoint:
 
 
 def drawn_field(trials: Sequence[TunedTrial]) -> str:
-    """The depth, or where that was not tried, what has the most values."""
+    """Return the field to draw: the prefetch depth, or where only one was tried, the field with the
+    most values.
+    """
     counts = {
         field.name: len({getattr(t.tuning, field.name) for t in trials}) for field in fields(Tuning)
     }
@@ -43,7 +45,9 @@ def drawn_field(trials: Sequence[TunedTrial]) -> str:
 
 
 def make_points(trials: Sequence[TunedTrial], best: Tuning, field: str) -> list[CurvePoint]:
-    """One for each value, derived first; with the best of what was tried beside it."""
+    """Make a point for each value of `field`, derived first: the best trial that has the value,
+    among all values of the other fields.
+    """
     found: dict[Any, tuple[Tuning, Measured]] = {}
     for trial in trials:
         value, measured = getattr(trial.tuning, field), trial.measured
@@ -67,7 +71,7 @@ def make_points(trials: Sequence[TunedTrial], best: Tuning, field: str) -> list[
 def draw(
     trials: Sequence[TunedTrial], best: Tuning, limit_s: float, title: str, path: Path
 ) -> str | None:
-    """Write the picture, for its owner only. Returns a line where it cannot be made."""
+    """Write the picture, readable by its owner only. Return a message if matplotlib is missing."""
     try:
         import matplotlib
 
@@ -111,20 +115,20 @@ def _draw_points(left: Any, points: Sequence[CurvePoint], field: str, limit_s: f
     left.axhline(limit_s, linestyle="--", color="black", label="physical limit")
     left.set(xlabel=field.replace("_", " "), ylabel="seconds", ylim=(0, None))
     left.set_xticks(at, labels=[p.label for p in points])
-    left.set_zorder(right.get_zorder() + 1)  # lines over bars
+    left.set_zorder(right.get_zorder() + 1)  # lines above bars
     left.patch.set_visible(False)
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
 
 
 def _save(figure: Any, path: Path) -> None:
-    """All of it or nothing."""
+    """Write the file whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120, format="png")
     write_private(path, drawn.getvalue())
 
 
 def check_place(path: Path) -> None:
-    """Before any trial: is there a directory for it?"""
+    """Raise `ConfigError`, before any trial, if `path` is a directory or is in none that exists."""
     if not path.parent.is_dir() or path.is_dir():
         raise ConfigError(
             f"--picture: expected a file in a directory that is there, got {printable(path)}"

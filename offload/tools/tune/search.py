@@ -1,15 +1,15 @@
 """The search of `offload tune`: which tuning to try next, and which one is best. Pure.
 
-It asks a function for measurements and decides by them and by the seconds that they took: given the
-same measurements it does the same. No clock, no files, no torch.
+It calls a function for measurements and decides by them and by the seconds that they took: the same
+measurements yield the same decisions. No clock, no files, no torch.
 
-One knob after the other, the most telling first: coarse values, then the neighbours of the best.
-What is not worse than the best so far is measured again beside it, the better half of that once
-more, until one is left and the matter is clear (successive halving); it takes the place of the best
-only if it is better by more than the noise, which is what repeats of the same tuning differ by.
-When all knobs were turned, neighbours are tried again from where the search has come to, until
-nothing helps or time is up. At the end the winner and the base are measured again by turns, and
-only those runs count: who was best of many was also lucky.
+It is a coordinate search over the knobs, the one with the largest effect first: coarse values, then
+the neighbours of the best. Candidates that are not worse than the best so far are measured again
+beside it, then the better half of them, until one is left and its lead is clear (successive
+halving). It replaces the best only if it is better by more than the noise, which is the deviation
+of repeats of the same tuning. After all knobs, neighbours are tried again around the best until
+none helps or time is up. At the end the winner and the base are measured again by turns, and only
+those runs decide: the best of many trials was also lucky (selection bias).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 
 from offload.planning.profile import Tuning
 
-_LEAST_NOISE = 0.01  # of a step, before repeats have shown another one
-_NOISE_WEIGHT = 2  # as many repeats does that count for
+_LEAST_NOISE = 0.01  # of a step: the prior of the noise, before there are repeats
+_NOISE_WEIGHT = 2  # the weight of that prior, in repeats
 _MOST_REPEATS = 4  # of a rival
-_WORTH = 0.01  # of a step; what cannot be better by more is not measured further
+_WORTH = 0.01  # of a step; a rival that cannot be better by more is not measured further
 _LEAST_FINAL_ROUNDS, _MOST_FINAL_ROUNDS = 2, 6
-_BEATEN = 2.0  # the lead over the base, in units of the doubt, that is no luck any more
-_EVIDENT = 6.0  # one that two rounds are enough for
-_RESERVED, _LEAST_RESERVED = 6, 2  # trials for the end: rounds of two
+_BEATEN = 2.0  # the significant lead over the base, in standard errors
+_EVIDENT = 6.0  # the lead for which the least number of final rounds is enough
+_RESERVED, _LEAST_RESERVED = 6, 2  # trials reserved for the final rounds of two each
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One field of `Tuning`. values: in order, without None, which means that the engine derives
-    it. coarse: those to try first. derived: what None comes to, if that is known.
+    """A field of `Tuning` to search. values: sorted, without None, which means that the engine
+    derives the value. coarse: those to try first. derived: the value that None yields, if known.
     """
 
     field: str
@@ -45,11 +45,11 @@ class Knob:
     derived: Any = None
 
     def turned(self, tuning: Tuning, value: Any) -> Tuning:
-        """With that value; what would be derived anyway is left to be derived."""
+        """Return `tuning` with this value, or with None if the engine would derive the same."""
         return replace(tuning, **{self.field: None if value == self.derived else value})
 
     def neighbours(self, tuning: Tuning) -> list[Tuning]:
-        """The next lower and the next higher value."""
+        """Return `tuning` with the next lower and with the next higher value."""
         value = getattr(tuning, self.field)
         value = self.derived if value is None else value
         if value not in self.values:
@@ -61,13 +61,15 @@ class Knob:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """base: what every other is compared with; all derived, but for what must be given."""
+    """A base and the knobs to turn from there. base: the tuning that all others are compared with;
+    all derived, but for the values that must be given.
+    """
 
     base: Tuning
     knobs: tuple[Knob, ...]
 
     def every(self) -> Iterator[Tuning]:
-        """All of it, the base among them: for an exhaustive sweep."""
+        """Yield every tuning of the space, the base included: for an exhaustive sweep."""
         choices = [
             dict.fromkeys([getattr(self.base, knob.field), *knob.values]) for knob in self.knobs
         ]
@@ -83,8 +85,8 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one trial. seconds: of each whole iteration; none where it failed. took_s: all of it, with
-    its start.
+    """The measurement of one trial. seconds: of each whole iteration; empty if the trial failed.
+    took_s: of the whole trial, its start included.
     """
 
     seconds: tuple[float, ...]
@@ -106,8 +108,9 @@ class TunedTrial:
 
 @dataclass(frozen=True)
 class Finding:
-    """best: the base, unless another one has really beaten it. noise: of a trial's median, as a
-    share. step_s, spread_s: of the best; base_s: of the base.
+    """The result of a search. best: the base, unless another tuning has beaten it by more than the
+    noise. noise: of a trial's median, as a share. step_s, spread_s, stall_share: of the best;
+    base_s: of the base.
     """
 
     best: Tuning
@@ -120,9 +123,9 @@ class Finding:
 
 
 class Search:
-    """One search. limit_s: seconds that all trials may take together. tell: hears of each trial
-    when it has ended. Whoever breaks it off by an exception from `measure` finds what was best so
-    far in `finding()`.
+    """A search for the best tuning of a space. limit_s: seconds that all trials may take together.
+    tell: called with each trial when it has ended. After an exception from `measure` the best so
+    far is in `finding()`.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Search:
         self.space = space
         self.best = space.base
         self.trials: list[TunedTrial] = []
-        self.was_cut = False  # there was something left to try, and no time
+        self.was_cut = False  # whether time was up before all was tried
         self._measure = measure
         self._limit_s = limit_s
         self._tell = tell
@@ -150,7 +153,7 @@ class Search:
         return max(0.0, self._limit_s - self.spent_s)
 
     def take(self, tuning: Tuning, measured: Measured) -> None:
-        """One that was measured already."""
+        """Add a trial that was measured already."""
         self._runs.setdefault(tuning, []).append(measured)
         self.trials.append(TunedTrial(len(self.trials) + 1, tuning, measured))
         self._tell(self.trials[-1])
@@ -171,7 +174,7 @@ class Search:
         return self.finding()
 
     def finding(self) -> Finding:
-        """As far as it has come."""
+        """Return the result so far."""
         base, best = self.space.base, self.best
         runs = self._good(best)
         return Finding(
@@ -185,13 +188,15 @@ class Search:
         )
 
     def step_s(self, tuning: Tuning) -> float:
-        """Of a whole iteration, over all trials of it; infinite where none went well."""
+        """Return the median seconds of an iteration over all trials; infinite if none succeeded."""
         runs = self._good(tuning)
         return statistics.median(run.step_s for run in runs) if runs else math.inf
 
     @property
     def noise(self) -> float:
-        """Of a trial's median, as a share: the deviation of repeats, pooled over all tunings."""
+        """The noise of a trial's median, as a share: the standard deviation of repeats, pooled over
+        all tunings.
+        """
         squares = _NOISE_WEIGHT * _LEAST_NOISE**2
         degrees = _NOISE_WEIGHT
         for tuning in self._runs:
@@ -205,15 +210,15 @@ class Search:
     # --- one knob ---------------------------------------------------------------------------------
 
     def _refine(self, knob: Knob) -> None:
-        """Go to better neighbours until there are none."""
+        """Move to a better neighbour until there is none."""
         before: Tuning | None = None
         while before != self.best:
             before = self.best
             self._contest(knob.neighbours(self._located(knob)))
 
     def _located(self, knob: Knob) -> Tuning:
-        """The best, or where nobody knows what its value of the knob comes to, the best of those
-        that have one and are like it otherwise.
+        """Return the best, or if it leaves the knob to the engine and the derived value is not
+        known, the best tuning that differs from it in this knob only and has a value there.
         """
         given = [knob.turned(self.best, value) for value in knob.values]
         if self.best in given or not knob.values:
@@ -221,8 +226,8 @@ class Search:
         return min(given, key=self.step_s)
 
     def _contest(self, rivals: Sequence[Tuning]) -> None:
-        """Measure those that are new; those that are not worse again beside the best, and the
-        better half of them, until it is clear whether the last one is better. Then it is the best.
+        """Measure the new rivals; repeat the better half of those that are not worse than the best,
+        beside it, until one is left and it is clear whether it is better. Then it is the best.
         """
         new = [rival for rival in dict.fromkeys(rivals) if rival not in self._runs]
         for rival in new:
@@ -240,26 +245,30 @@ class Search:
             self.best = standing[0]
 
     def _standing(self, tunings: Sequence[Tuning]) -> list[Tuning]:
-        """Of those that are not worse than the best by more than the noise, the better half."""
+        """Return the better half of those tunings that are not worse than the best by more than the
+        noise.
+        """
         left = sorted((t for t in tunings if self._lead(t) > -1), key=self.step_s)
         return left[: -(-len(left) // 2)]
 
     def _is_clear(self, tuning: Tuning) -> bool:
-        """Whether it was measured twice and is better without much doubt, or not worth more
-        trials.
+        """Return whether the tuning was measured twice and is either significantly better, or not
+        worth more trials.
         """
         unit = _doubt(self._good(tuning), self._good(self.best), self.noise)
         lead = self._lead(tuning)
         return len(self._good(tuning)) > 1 and (lead > 2 or (lead + 2) * unit < _WORTH)
 
     def _lead(self, tuning: Tuning) -> float:
-        """By how much it is better than the best, in units of the doubt about both."""
+        """Return by how much the tuning is faster than the best, in standard errors."""
         return _lead(self._good(tuning), self._good(self.best), self.noise)
 
     # --- the end ----------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Is the winner really better than the base? Both are measured again, by turns."""
+        """Measure winner and base again, by turns, and return to the base unless the winner's lead
+        is significant.
+        """
         base, best = self.space.base, self.best
         if best == base:
             return
@@ -275,7 +284,9 @@ class Search:
             self.best = base
 
     def _fresh_lead(self, fresh: dict[Tuning, list[Measured]]) -> float:
-        """Of the first over the second; by all trials where there are no fresh ones."""
+        """Return the lead of the first tuning over the second, by its fresh trials, or by all
+        trials where there are no fresh ones.
+        """
         seen = [[run for run in runs if run.failure is None] for runs in fresh.values()]
         if not any(fresh.values()):
             seen = [self._good(tuning) for tuning in fresh]
@@ -291,7 +302,7 @@ class Search:
         return [run for run in self._runs.get(tuning, ()) if run.failure is None]
 
     def _has_time(self, trials: int, reserved: int | None = None) -> bool:
-        """For so many, and for the end."""
+        """Return whether there is time for so many trials and the reserved ones of the end."""
         if reserved is None:
             reserved = _LEAST_RESERVED if self.best == self.space.base else _RESERVED
         usual_s = statistics.median(t.measured.took_s for t in self.trials) if self.trials else 0.0
@@ -301,7 +312,7 @@ class Search:
 
 
 def spread_s(seconds: Sequence[float]) -> float:
-    """Half of the middle half's width."""
+    """Return half of the interquartile range."""
     if len(seconds) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -309,12 +320,12 @@ def spread_s(seconds: Sequence[float]) -> float:
 
 
 def _doubt(one: Sequence[Measured], other: Sequence[Measured], noise: float) -> float:
-    """The noise of how the medians of some trials compare, as a share."""
+    """Return the standard error of the ratio of two tunings' medians, as a share."""
     return noise * math.sqrt(1 / max(1, len(one)) + 1 / max(1, len(other)))
 
 
 def _lead(one: Sequence[Measured], other: Sequence[Measured], noise: float) -> float:
-    """By how much the first is faster, in units of the doubt."""
+    """Return by how much the first is faster, in standard errors of the ratio."""
     if not one or not other:
         return math.inf if one else -math.inf
     first, second = (statistics.median(run.step_s for run in runs) for runs in (one, other))

@@ -1,4 +1,4 @@
-"""One call of `offload tune`: trials, the search over them, and the profile that comes of it."""
+"""One call of `offload tune`: trials, the search over them, and the profile it writes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from offload.tools.tune.table import TrialTable
 from offload.tools.tune.trials import Program, TrialFailed
 from offload.tools.tune.wish import Wish
 
-_SLACK, _SLACK_S = 5.0, 30.0  # what a trial may take, beside the longest before it
+_SLACK, _SLACK_S = 5.0, 30.0  # a trial's time limit: as many times the longest so far, plus seconds
 
 
 @dataclass
 class TuneSession:
-    """One call of the command. Of the main thread."""
+    """A call of the command. Main thread only."""
 
     program: Program
     wish: Wish
@@ -36,7 +36,7 @@ class TuneSession:
     def run(self) -> Finding:
         wish, base = self.wish, make_base(self.wish.activations)
         self.table.head()
-        first, took_s = self._trial(base, wish.limit_s)  # if it fails, nothing can be tuned
+        first, took_s = self._trial(base, wish.limit_s)  # if it raises, nothing can be tuned
         space, notes = make_space(
             first, base, wish.tries, wish.activations, profile.this_machine()[1]
         )
@@ -54,11 +54,11 @@ class TuneSession:
         begin_s = time.monotonic()
         try:
             return _measured(*self._trial(tuning, limit_s))
-        except TrialFailed as error:  # no room, say: others go on
+        except TrialFailed as error:  # no room, for example: the search goes on
             return Measured((), time.monotonic() - begin_s, failure=error.reason)
 
     def _trial(self, tuning: Tuning, limit_s: float) -> tuple[TrialResult, float]:
-        """What it found, and the seconds that it took."""
+        """Run a trial; return its result and the seconds that it took."""
         self._started += 1
         begin_s = time.monotonic()
         result = self.program.run(
@@ -74,7 +74,7 @@ class TuneSession:
 
     @property
     def has_found(self) -> bool:
-        """Whether there is something better than what is derived."""
+        """Whether the search has found a tuning better than the base."""
         return hasattr(self, "search") and self.search.best != self.search.space.base
 
     @property
@@ -92,7 +92,7 @@ class TuneSession:
         return list(dict.fromkeys(found))
 
     def write(self) -> Path:
-        """The best so far to the profile, for every model that the loop has opened."""
+        """Write the best so far to the profile, for every model that the loop has opened."""
         path, finding = self.wish.profile, self.search.finding()
         if self.wish.is_own:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def _tuned(target: TrialTarget, name: str, finding: Finding, limit_s: float) -> 
 
 
 def new_profile() -> Profile:
-    """Of this machine, as far as it is known without measuring it."""
+    """Make a profile of this machine, as far as it is known without measuring it."""
     cpu, cores = profile.this_machine()
     return Profile(
         name=cpu,

@@ -1,5 +1,5 @@
-"""What a first trial, with everything derived, says about what is worth trying, and about the least
-that an iteration can take.
+"""The search space, from a first trial with everything derived: which knobs are worth trying, and
+the lower bound of an iteration's time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KI, MI = 1 << 10, 1 << 20
 DEPTHS, COARSE_DEPTHS = tuple(range(9)), (0, 1, 2, 4, 8)
 CHUNKS = (256 * KI, 512 * KI, MI, 2 * MI, 4 * MI)
 QUEUES = (4, 8, 16, 32, 64)
-UNITS = (1, 2, 4)  # layers in one
-DERIVED_CHUNK, DERIVED_QUEUE = MI, 16  # as planner and store have them; a test compares
+UNITS = (1, 2, 4)  # layers in one unit
+DERIVED_CHUNK, DERIVED_QUEUE = MI, 16  # the defaults of planner and store; a test compares them
 # By the name on the command line, in the order in which they are turned.
 FIELDS = {
     "depth": "prefetch_depth",
@@ -30,11 +30,11 @@ FIELDS = {
     "threads": "threads",
 }
 _NUMBER = re.compile(r"(\d{1,12})(Ki|Mi)?")
-_FEW = 4  # values that are all tried at once
+_FEW = 4  # so many values are all tried at once
 
 
 def parse_try(text: str) -> tuple[str, tuple[int, ...]]:
-    """`depth=0,1,2` as the knob and its values; none of them where it is to stay derived."""
+    """Parse `depth=0,1,2` into the knob and its values; no values: the knob stays derived."""
     name, equals, values = text.partition("=")
     if not equals or name not in FIELDS:
         raise ConfigError(
@@ -54,7 +54,7 @@ def _parse_number(name: str, text: str) -> int:
 
 
 def parse_activations(text: str | None) -> tuple[str, ...]:
-    """Policies to try; none: what the loop asks for stays."""
+    """Parse the activation policies to try; none: the loop's own policy stays."""
     if text is None:
         return ()
     names = ACTIVATIONS if text == "auto" else tuple(dict.fromkeys(text.split(",")))
@@ -67,7 +67,9 @@ def parse_activations(text: str | None) -> tuple[str, ...]:
 
 
 def make_base(activations: Sequence[str]) -> Tuning:
-    """What the first trial runs with: all derived, but for a policy that was not asked for."""
+    """Return the tuning of the first trial: all derived, but for the activation policy if "keep" is
+    not among those to try.
+    """
     return Tuning(activations=None if not activations or "keep" in activations else activations[0])
 
 
@@ -78,7 +80,9 @@ def make_space(
     activations: Sequence[str],
     cores: int,
 ) -> tuple[SearchSpace, list[str]]:
-    """What to try after the first trial, and lines about what is not tried, and why."""
+    """Return what to try after the first trial, and a line for each knob that is not tried, with
+    the reason.
+    """
     if activations and not first.tunes_activations:
         raise ConfigError(
             '--activations: the loop does not leave them open; give activations="auto" to '
@@ -105,7 +109,7 @@ def make_space(
 
 
 def _reasons(first: TrialResult) -> dict[str, str]:
-    """Why a knob would change nothing."""
+    """Return the knobs that would change nothing, each with the reason."""
     moves = bool(first.disk_bytes or first.to_device_bytes)
     found: dict[str, str] = {}
     if not first.is_prepared:
@@ -136,12 +140,12 @@ def _knobs(first: TrialResult, tries: Mapping[str, tuple[int, ...]], cores: int)
 
 
 def _powers(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the number itself."""
+    """Return the powers of two up to `most`, and `most` itself."""
     return tuple(sorted({1 << n for n in range(most.bit_length()) if 1 << n <= most} | {most}))
 
 
 def coarse(values: Sequence[Any]) -> tuple[Any, ...]:
-    """All where there are few, else every other, the last among them."""
+    """Return all values if they are few, else every other one and the last."""
     if len(values) <= _FEW:
         return tuple(values)
     return tuple(dict.fromkeys([*values[::2], values[-1]]))
@@ -149,9 +153,9 @@ def coarse(values: Sequence[Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Limit:
-    """Seconds that an iteration takes at least: what the drive needs for its bytes at the best rate
-    of all trials, what the model computes, and the update. On the CPU the last two are one after
-    the other on the same cores; on a device they could run together.
+    """A lower bound of an iteration's seconds: what the drive needs for its bytes at the best rate
+    of all trials, what the model computes, and the update. On the CPU the last two run one after
+    the other on the same cores; on a device they could overlap.
     """
 
     disk_s: float
@@ -161,7 +165,7 @@ class Limit:
 
     @classmethod
     def of(cls, best: Sequence[TrialResult], every: Sequence[TrialResult]) -> Limit:
-        """best: the trials of the tuning that won. every: all that went well."""
+        """Compute the bound. best: the trials of the best tuning. every: all that succeeded."""
         rate = max((r.disk_bytes_per_s or 0.0 for r in every), default=0.0)
         nbytes = min((result.disk_bytes for result in best), default=0)
         return cls(

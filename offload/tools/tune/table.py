@@ -1,5 +1,5 @@
 """The tuner's live table on stderr: a line for each trial, and on a terminal one more below them
-that is written over while a trial runs.
+that is overwritten while a trial runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KNOBS_WIDTH = 46
 
 
 def describe(tuning: Tuning, layer_bytes: int | None) -> str:
-    """For people: `depth 4, chunk 512Ki, units x2`."""
+    """Format a tuning as in `depth 4, chunk 512Ki, units x2`."""
     parts = []
     if tuning.prefetch_depth is not None:
         parts.append(f"depth {tuning.prefetch_depth}")
@@ -44,7 +44,9 @@ def clock(seconds: float) -> str:
 
 
 class TrialTable:
-    """stream: None where there is nobody to tell. It may go away; tuning goes on."""
+    """A table of trials, printed as they end. stream: None prints nothing; when its reader closes
+    it, tuning goes on.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -62,7 +64,7 @@ class TrialTable:
         self._line(text)
 
     def add(self, trial: TunedTrial) -> None:
-        """One has ended."""
+        """Print the line of a trial that has ended."""
         knobs = f"{trial.number:>5}  {describe(trial.tuning, self.layer_bytes):<{_KNOBS_WIDTH}} "
         measured = trial.measured
         if measured.failure is not None:
@@ -72,7 +74,7 @@ class TrialTable:
         self._line(f"{knobs}{time:>16}  {measured.stall_share:>5.0%}   {self._state()}")
 
     def tick(self, tuning: Tuning, spent_s: float) -> None:
-        """One is under way."""
+        """Update the line of the trial that runs, at most every `_TICK_S` seconds."""
         if not self._is_live or abs(spent_s - self._told_s) < _TICK_S:
             return
         self._told_s = spent_s
@@ -83,7 +85,7 @@ class TrialTable:
         self._write(f"\r{text[:_WIDTH]:<{_WIDTH}}")
 
     def end(self) -> None:
-        """Leave no half line behind."""
+        """Clear the line of the running trial."""
         if self._is_live:
             self._write("\r" + " " * _WIDTH + "\r")
 
@@ -103,5 +105,5 @@ class TrialTable:
             encoding = self._stream.encoding or "utf-8"
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more
+        except (OSError, ValueError):  # its reader has closed it
             self._stream = None

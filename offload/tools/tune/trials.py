@@ -1,7 +1,7 @@
-"""Trials as processes: the user's own program, run once for each tuning, with the order in a file.
+"""Trials as processes: the user's own program, run once for each tuning, with its order in a file.
 
-Each is a process group of its own, which is ended as a whole, however the trial goes. Everything
-that is written lies in one directory that the caller removes.
+Each is a process group of its own, which is killed as a whole, however the trial ends. All files
+are in one directory that the caller removes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from offload.core.strict_json import printable
 from offload.planning.profile import Tuning
 from offload.planning.trial import ENVIRONMENT, Order, TrialResult, load_result
 
-_EVERY_S = 0.05  # a look at the process
-_GRACE_S = 5.0  # to end by itself when all was measured
-_STOP_S = 3.0  # to end when it is told to
+_EVERY_S = 0.05  # between two polls of the process
+_GRACE_S = 5.0  # for the process to end by itself when all is measured
+_STOP_S = 3.0  # for the process to end after SIGTERM
 _TAIL_BYTES, _TAIL_LINES = 1 << 14, 15
 
 
 class TrialFailed(OffloadError):
-    """A trial without a result. The message says why, with the end of what the program wrote to
-    stderr; `reason` is one line of it.
+    """A trial without a result. The message gives the cause, with the end of the program's stderr;
+    `reason` is the cause in one line.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -39,7 +39,7 @@ class TrialFailed(OffloadError):
 
 @dataclass(frozen=True)
 class Program:
-    """What is run. warm_up, steps: of each trial."""
+    """A program to run in trials. directory: of all trials' files. warm_up, steps: of each."""
 
     command: tuple[str, ...]
     directory: Path
@@ -49,8 +49,8 @@ class Program:
     def run(
         self, number: int, tuning: Tuning, limit_s: float, tick: Callable[[float], None]
     ) -> TrialResult:
-        """One trial. Blocks until it has ended; tick: called meanwhile, with the seconds since its
-        start. Raises `TrialFailed`, or `ConfigError` where the program cannot be started.
+        """Run one trial. Blocks until it has ended; tick: called meanwhile with the seconds since
+        its start. Raises `TrialFailed`, or `ConfigError` if the program cannot be started.
         """
         names = (f"{number}.{what}" for what in ("order.json", "result.json", "stderr"))
         order_path, result_path, stderr_path = (self.directory / name for name in names)
@@ -70,7 +70,7 @@ class Program:
         limit_s: float,
         tick: Callable[[float], None],
     ) -> tuple[int | None, float]:
-        """The program's exit code, None where it had to be ended, and its seconds."""
+        """Run the program; return its exit code, None if it had to be killed, and its seconds."""
         with open(stderr_path, "wb") as stderr:
             process = _start(self.command, {**os.environ, ENVIRONMENT: str(order_path)}, stderr)
         try:
@@ -110,7 +110,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it has started."""
+    """Kill the process group: SIGTERM first if the process still runs, SIGKILL in any case."""
     if process.poll() is None:
         _signal(process, signal.SIGTERM)
         try:
@@ -124,7 +124,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS refuses it for what has ended
+    with suppress(ProcessLookupError, PermissionError):  # macOS: the latter for an ended group
         os.killpg(process.pid, number)
 
 

@@ -1,4 +1,4 @@
-"""What `offload tune` is asked for, checked as far as that can be done before a trial."""
+"""The arguments of `offload tune`, checked as far as that can be done before a trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.planning import profile
 from offload.tools.tune.picture import check_place
 from offload.tools.tune.space import parse_activations, parse_try
 
-# For MODEL only; as the options of offload.tools.tune.loop.
+# Valid with MODEL only: the options of offload.tools.tune.loop.
 LOOP_OPTIONS: Final = (
     *("layers", "hidden", "vocabulary", "heads", "intermediate", "batch", "sequence"),
     *("dtype", "device", "device_memory", "host_memory"),
@@ -25,7 +25,9 @@ LOOP_OPTIONS: Final = (
 
 @dataclass(frozen=True)
 class Wish:
-    """The arguments, checked as far as that can be done before a trial."""
+    """The arguments of the command, checked. limit_s: of all trials together. tries: the values to
+    try, by knob.
+    """
 
     command: tuple[str, ...]
     name: str
@@ -63,7 +65,7 @@ class Wish:
 
 
 def _command(args: argparse.Namespace) -> tuple[tuple[str, ...], str]:
-    """What to run, and a name for it."""
+    """Return the command to run and a name for it."""
     what: list[str] = args.what
     if not what:
         raise ConfigError(
@@ -91,7 +93,9 @@ def _command(args: argparse.Namespace) -> tuple[tuple[str, ...], str]:
 
 
 def _check_profile(path: Path, is_own: bool) -> None:
-    """Refuse, before any trial, what could not be written to at the end."""
+    """Raise `ConfigError`, before any trial, if the profile at `path` is another machine's, or if
+    its directory does not exist.
+    """
     if path.exists():
         if not profile.load(path).is_of_this_machine:
             raise ConfigError(

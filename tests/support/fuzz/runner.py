@@ -196,7 +196,7 @@ class _Runner:
         try:
             got = self.seen(ours)
         except StateError as error:
-            if "ended with an error in its middle" not in str(error):
+            if "failed halfway" not in str(error):
                 raise
             return False
         try:

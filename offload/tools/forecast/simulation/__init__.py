@@ -1,6 +1,8 @@
 """The engine in virtual time: its own decisions, on memory without bytes and drives without files.
 
-`drives` and `clock` are the world; `memory` gives the engine's own classes pools, stores and units
-in it; `residency`, `device` and `update` are those classes, with what touches real tensors or a
-real clock taken out. So what the engine decides is decided here by the same code.
+`clock`, `drives` and `device` model the machine; `memory` has the pools, stores and units that the
+engine's own classes work with; `residency` and `device_residency` are subclasses of those classes
+that touch no real tensor and no real clock; `staging`, `gradients` and `activations` take the place
+of the others. So what the engine decides is decided here by the same code. `arrangement` plans the
+memory, `world` puts all this together, and `training` runs iterations.
 """

@@ -1,7 +1,8 @@
-"""Activations that leave memory in forward and come back in backward: by uses, not by tensors.
+"""Offloaded activations in virtual time: written in forward and read in backward, by uses and not
+by tensors.
 
-The oldest go first when there are too many, as in the engine; backward wants them in reverse, and
-the next ones are fetched ahead.
+If there are too many in memory, the oldest are written first, as in the engine; backward needs them
+in reverse order, and the next ones are prefetched.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from offload.storage.engine import Priority
 from offload.tools.forecast.simulation.clock import Clock
 from offload.tools.forecast.simulation.memory import VirtualStore, VirtualTicket
 
-_STAYS = 3 / 4  # of the limit; the rest is for what is on its way out
+_STAYS = 3 / 4  # of the limit; the rest is for writes in flight
 
 
 @dataclass(eq=False)
 class _KeptActivation:
-    """What one use keeps. ticket: of its way back; None: it is not under way."""
+    """The activations of one use of a unit. is_away: written, or being written. ticket: of the read
+    that fetches them; None: it has not begun.
+    """
 
     nbytes: int
     is_away: bool = False
@@ -26,7 +29,7 @@ class _KeptActivation:
 
 
 class VirtualActivations:
-    """limit_bytes: of what stays in memory."""
+    """The activations of one iteration. limit_bytes: of those in memory."""
 
     def __init__(self, clock: Clock, store: VirtualStore, limit_bytes: int) -> None:
         self._clock, self._store = clock, store
@@ -36,7 +39,9 @@ class VirtualActivations:
         self._going: deque[tuple[_KeptActivation, VirtualTicket]] = deque()
 
     def keep(self, unit: int, nbytes: int) -> None:
-        """A use has made so many."""
+        """Note that a use has made so many bytes. Begins to write the oldest if there are too many,
+        and waits for writes while memory is above its limit.
+        """
         kept = _KeptActivation(nbytes)
         self._of_unit.setdefault(unit, []).append(kept)
         self._all.append(kept)
@@ -60,7 +65,9 @@ class VirtualActivations:
         return here + sum(one.nbytes for one, _ in self._going)
 
     def want(self, unit: int) -> None:
-        """Backward needs what the last use of a unit has kept."""
+        """Fetch for backward the activations of the last use of a unit, and wait for them. Prefetch
+        those that were made before them.
+        """
         kept = self._of_unit.get(unit)
         if not kept:
             return
@@ -76,7 +83,7 @@ class VirtualActivations:
             before.ticket = self._move("activations", before, is_write=False)
 
     def forget(self) -> None:
-        """The iteration is over."""
+        """Drop all activations: the iteration has ended."""
         self._of_unit.clear()
         self._all.clear()
 

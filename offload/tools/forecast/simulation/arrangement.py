@@ -1,4 +1,6 @@
-"""Who has which memory: what `outline` draws up for a model, from facts alone."""
+"""The division of memory in a simulation: the plans that `prepare` and `wrap` make for a model,
+made from facts alone.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Arrangement:
-    """shares: None where the model is not prepared. spilled: parameters whose gradients are on
-    disk. specs: in the order of the workload's parameters. budget_bytes: of host memory.
+    """A division of memory, and what is on drives. specs: in the order of the workload's
+    parameters. shares: None if the model is not prepared. spilled: numbers of the parameters whose
+    gradients are spilled.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -41,24 +44,24 @@ class Arrangement:
     shares: Shares | None
     plan: Plan
     spilled: frozenset[int]
-    stored_bytes: int  # of blocks that may have to go to the store
-    has_weight_blocks: bool  # blocks that are read from the files that they came from
+    stored_bytes: int  # of blocks that may have to be written to the store
+    has_weight_blocks: bool  # there are blocks that are read from the user's weight files
 
     @property
     def host_bytes(self) -> int:
-        """That are taken."""
+        """The bytes of host memory that the engine takes."""
         return self.plan.arena_bytes if self.shares is None else self.shares.total
 
     @property
     def params_on_host_bytes(self) -> int:
-        """Of parameters that may go, those that host memory has room for."""
+        """The bytes of parameters that host memory has room for; 0 if the model is not prepared."""
         if self.shares is None:
             return 0
         return min(self.shares.params, sum(self.sizes.nbytes))
 
     @property
     def staged_chunks(self) -> int:
-        """How many chunks' gradients there is memory for on their way from disk."""
+        """The number of chunks whose spilled gradients can be staged at once."""
         if self.shares is None or not self.spilled:
             return 0
         itemsize = {n: ELEMENT_BYTES for n in self.spilled}
@@ -66,7 +69,7 @@ class Arrangement:
 
     @property
     def moves(self) -> bool:
-        """Whether anything comes from drives, or goes there."""
+        """Whether anything is read from drives, or written there."""
         if self.plan.disk_bytes or self.has_weight_blocks:
             return True
         shares = self.shares
@@ -75,7 +78,7 @@ class Arrangement:
         )
 
     def disk_bytes(self, directories: int) -> int:
-        """Reserved there."""
+        """Return the bytes that are reserved on the drives."""
         if not directories:
             return 0
         nbytes = self.plan.disk_capacity_bytes
@@ -87,8 +90,8 @@ class Arrangement:
 
 
 def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrangement:
-    """Raises `CapacityError` with the arithmetic where the budgets cannot work, as `prepare` and
-    `wrap` do. chunk_numel: of state that goes to disk; None: derived.
+    """Divide memory within the budgets. Raises `CapacityError` with the arithmetic if they cannot
+    work, as `prepare` and `wrap` do. chunk_numel: of state that goes to disk; None: derived.
     """
     specs = tuple(map(_spec, work.params))
     sizes = UnitSizes(
@@ -102,7 +105,7 @@ def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrang
         plan = make_plan(specs, budgets.host_bytes, has_disk, disk_chunk_numel=chunk_numel)
         return Arrangement(specs, sizes, None, plan, frozenset(), 0, False)
     if budgets.device_bytes is not None:
-        # The engine learns of these while it runs; here they are known.
+        # The engine measures these while it runs; here they are known.
         others = work.logits_bytes
         others += work.activation_bytes if budgets.activations != "offload" else 0
         check_device_bytes(sizes.least_device_bytes, 0, others, budgets.device_bytes)
@@ -132,9 +135,11 @@ def arrange(work: Workload, budgets: Budgets, chunk_numel: int | None) -> Arrang
     return Arrangement(specs, sizes, shares, plan, spilled, stored, weight_blocks)
 
 
-@lru_cache(maxsize=8)  # one model is asked for with many budgets
+@lru_cache(maxsize=8)  # one model is arranged within many budgets
 def _state_bytes(specs: tuple[ParamSpec, ...]) -> tuple[int, int]:
-    """Host memory for all optimizer state, and the least with which it can pass through."""
+    """Return the host memory for all optimizer state, and the least with which the state can pass
+    through it.
+    """
     return make_plan(specs, None, has_disk=False).arena_bytes, least_arena_bytes(specs)
 
 

@@ -1,4 +1,4 @@
-"""Virtual time of the thread that trains: where it goes, and what the drives do meanwhile."""
+"""The virtual time of the thread that trains, by cause, and what the drives do meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from offload.tools.forecast.simulation.drives import DriveRequest, Drives
 
 
 class Clock:
-    """drives: None where there are none. seconds: that were spent, by cause."""
+    """A virtual clock that advances the drives with it. drives: None if there are none. seconds:
+    those spent so far, by cause.
+    """
 
     def __init__(self, drives: Drives | None) -> None:
         self.now_s = 0.0
@@ -23,7 +25,7 @@ class Clock:
 
     @contextmanager
     def cause(self, name: str) -> Iterator[None]:
-        """Time inside is spent for it, less what causes inside spend."""
+        """Count the time that the block spends for this cause, less that of causes inside it."""
         self._within.append(name)
         try:
             yield
@@ -31,8 +33,8 @@ class Clock:
             self._within.pop()
 
     def spend(self, seconds: float, beside_disk: float = 1.0) -> None:
-        """Work of so many seconds where nothing else is going on. beside_disk: its speed while the
-        drives work.
+        """Advance by work that takes so many seconds while the drives are idle. beside_disk: its
+        speed while the drives work, as a share.
         """
         left_s = seconds
         while True:
@@ -68,7 +70,7 @@ class Clock:
 
 
 class VirtualMetrics(Metrics):
-    """Counters as ever; seconds are the clock's."""
+    """The engine's metrics with the seconds of a virtual clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -78,10 +80,10 @@ class VirtualMetrics(Metrics):
         return self._clock.cause(cause)
 
     def event(self, event: Event) -> None:
-        """Nobody draws them."""
+        """Drop the event: no timeline is drawn."""
 
     def events_since(self, begin_s: float) -> list[Event]:
-        """What the drives have done, the latest first."""
+        """Return what the drives have completed since that moment, the latest first."""
         drives = self._clock.drives
         latest = reversed(drives.done if drives is not None else [])
         return [_event(one) for one in takewhile(lambda one: _end_s(one) >= begin_s, latest)]

@@ -1,8 +1,8 @@
-"""A device in virtual time: it computes in order, and a queue of copies goes each way.
+"""A device in virtual time: it computes in order, and has a queue of copies each way.
 
-The thread that trains hands work over and goes on; it waits only for what it needs in host memory.
-Memory is given and taken back in the order of that thread, as torch's allocator does; what is to
-fill it waits until the device is past those that had it before.
+The thread that trains submits work and goes on; it waits only for what it needs in host memory.
+Memory is allocated and freed in the order of that thread, as torch's allocator does; an upload into
+it waits until the device has ended the work that used it before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ADDRESSES = count(1)
 
 
 class Moment:
-    """A copy's ticket, whose end is known."""
+    """A ticket of a copy, whose end is known."""
 
     def __init__(self, clock: Clock, end_s: float) -> None:
         self._clock = clock
@@ -45,7 +45,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Bytes a second."""
+    """The rates of copies to the device and back, bytes a second."""
 
     up: float
     down: float
@@ -63,7 +63,9 @@ class CopyRates:
 
 
 class VirtualDevice:
-    """waiting_bytes: of gradients that may wait on the device for their copy."""
+    """A device in virtual time. waiting_bytes: if downloads of more bytes are in flight, the next
+    computation waits for the oldest of them.
+    """
 
     def __init__(
         self, clock: Clock, rates: CopyRates, metrics: Metrics, waiting_bytes: int = 0
@@ -75,20 +77,22 @@ class VirtualDevice:
         self._waiting_bytes = waiting_bytes
         self._up_until_s = self._down_until_s = 0.0
         self._next_s = 0.0  # what the next computation waits for
-        self._lowering: deque[tuple[float, int]] = deque()  # ends and bytes
+        self._lowering: deque[tuple[float, int]] = deque()  # ends and bytes of downloads
 
     def compute(self, seconds: float) -> None:
-        """After all that was handed over, and what it needs."""
+        """Submit a computation, which begins after those before it and after the copies that it
+        needs.
+        """
         begin_s = max(self.clock.now_s, self.computed_until_s, self._next_s)
         self.computed_until_s = begin_s + seconds
         self.busy_s += seconds
 
     def need(self, moment_s: float) -> None:
-        """What is computed next begins after that."""
+        """Make the next computation begin no earlier than at this moment."""
         self._next_s = max(self._next_s, moment_s)
 
     def upload(self, nbytes: int) -> Moment:
-        """A copy to the device, after those before it."""
+        """Submit a copy to the device, after those before it."""
         self._metrics.count("host_to_device_bytes", nbytes)
         seconds = nbytes / self._rates.up
         self.up_s += seconds
@@ -96,11 +100,13 @@ class VirtualDevice:
         return Moment(self.clock, self._up_until_s)
 
     def hold_copies(self) -> None:
-        """Memory of what is computed now is free: copies to the device come after that."""
+        """Make later uploads wait for the computations submitted so far: these still use memory
+        that is free now.
+        """
         self._up_until_s = max(self._up_until_s, self.computed_until_s)
 
     def download(self, nbytes: int) -> Moment:
-        """A copy of what is computed now to the host."""
+        """Submit a copy to the host of what is computed now."""
         self._metrics.count("device_to_host_bytes", nbytes)
         seconds = nbytes / self._rates.down
         self.down_s += seconds
@@ -112,7 +118,7 @@ class VirtualDevice:
         return Moment(self.clock, self._down_until_s)
 
     def settle(self) -> None:
-        """Wait until everything is in host memory that was to come."""
+        """Wait until everything is computed and all downloads have ended."""
         self._lowering.clear()
         with self.clock.cause(COMPUTING):
             self.clock.wait_until(self.computed_until_s)
@@ -121,7 +127,9 @@ class VirtualDevice:
 
 
 class VirtualTransfer:
-    """What a residency has of a device: memory, and copies to it. name: for messages."""
+    """The transfer of a virtual device, as a residency uses it: memory, and copies to it. name: the
+    device's, for messages.
+    """
 
     def __init__(self, device: VirtualDevice, name: str) -> None:
         self._device = device
@@ -129,21 +137,21 @@ class VirtualTransfer:
         self.memory = VirtualDeviceMemory()
 
     def poll(self) -> None:
-        """Nothing is left to others here."""
+        """Do nothing: tickets end by themselves here."""
 
     def allocate(self, nbytes: int, what: str = "a block", is_urgent: bool = True) -> VirtualBuffer:
         return VirtualBuffer(self._device, self.memory, nbytes)
 
 
 class VirtualDeviceMemory:
-    """How much of it is in use: by blocks, and by activations and gradients."""
+    """The memory of a virtual device: the bytes in use by blocks, and by activations and logits."""
 
     device = torch.device("meta", 0)
 
     def __init__(self) -> None:
         self.used_bytes = 0  # by blocks
-        self.peak_bytes = self.ever_bytes = 0  # of all
-        self.others_bytes = 0
+        self.peak_bytes = self.ever_bytes = 0  # of both
+        self.others_bytes = 0  # by activations and logits
 
     def take(self, nbytes: int, by_others: bool = False) -> None:
         if by_others:
@@ -161,7 +169,7 @@ class VirtualDeviceMemory:
 
 
 class VirtualGauge:
-    """Reads such memory as a device's gauge reads the allocator."""
+    """A gauge that reads such memory as a device's gauge reads the allocator."""
 
     def __init__(self, memory: VirtualDeviceMemory) -> None:
         self._memory = memory
@@ -176,9 +184,9 @@ class VirtualGauge:
 
 
 class VirtualBuffer:
-    """Device memory of one block."""
+    """The device memory of one block."""
 
-    views = 0  # that somebody else has
+    views = 0  # that other code holds
 
     def __init__(self, device: VirtualDevice, memory: VirtualDeviceMemory, nbytes: int) -> None:
         self.address = next(_ADDRESSES)

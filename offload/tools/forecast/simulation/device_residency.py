@@ -16,7 +16,7 @@ from offload.tools.forecast.simulation.residency import Weightless
 
 
 class VirtualTier(DeviceTier):
-    """Blocks on a virtual device, which no other model is on."""
+    """The device copies of one model's blocks on a virtual device, which no other model uses."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class VirtualTier(DeviceTier):
 
 
 class VirtualDeviceResidency(Weightless, DeviceResidency):
-    """Of a model on a device. depth: units ahead; None: derived for host memory."""
+    """The residency of a model on a virtual device. The prefetch depth of `parts` is how many units
+    ahead are uploaded; None: the engine's default. limit_bytes: for everything on the device.
+    """
 
     def __init__(
         self, parts: Parts, transfer: VirtualTransfer, limit_bytes: int, sizes: UnitSizes

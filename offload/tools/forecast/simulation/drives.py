@@ -1,9 +1,9 @@
-"""Drives as a queue with a speed: who is served when.
+"""Drives as a queue with a speed: when each request is served.
 
-Requests are cut into pieces, as the real engines cut them. Some bytes are with the drives at a
-time, in the order in which they were handed over; the rest waits, the most urgent first. The speed
-is that of reads, of writes, or of both mixed, by what is with the drives. Knows no clock: whoever
-has one says how far to go on.
+Requests are cut into pieces, as the real I/O engines cut them. A limited number of bytes is in
+flight at a time, served in the order in which they were submitted; the rest waits, the most urgent
+first. The speed is that of reads, of writes, or of both mixed, by what is in flight. The drives
+have no clock: the caller says how far to advance.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from offload.core.errors import ConfigError
 from offload.planning.profile import Profile
 from offload.storage.engine import DEPTH, PIECE_BYTES, Priority
 
-_PIECES = 4  # of a large request: more only cost time
+_PIECES = 4  # of a large request: more would only make the simulation slower
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second."""
+    """The rates of all drives together, bytes a second."""
 
     read: float
     write: float
@@ -30,7 +30,9 @@ class Rates:
 
     @classmethod
     def of(cls, machine: Profile, directories: int) -> Rates:
-        """Of so many of a machine's drives. Raises `ConfigError` where the profile does not say."""
+        """Compute the rates of so many of a machine's drives. Raises `ConfigError` if the profile
+        does not tell them.
+        """
         known = machine.disks
         whole = (
             machine.disk_read_bytes_per_s,
@@ -39,7 +41,7 @@ class Rates:
         )
         some = known[:directories] if directories < len(known) or None in whole else ()
         if some:
-            each = len(some) / directories  # those that are not known are like the others
+            each = len(some) / directories  # drives that are not known are like the others
             return cls(
                 sum(disk.read_bytes_per_s for disk in some) / each,
                 sum(disk.write_bytes_per_s for disk in some) / each,
@@ -56,7 +58,7 @@ class Rates:
 
 @dataclass(eq=False)
 class DriveRequest:
-    """A read or a write. end_s: when it is done; None: not yet."""
+    """A read or a write. end_s: when it ends; None: not known yet."""
 
     name: str
     nbytes: int
@@ -65,15 +67,15 @@ class DriveRequest:
     begin_s: float
     end_s: float | None = None
     unserved: int = field(init=False)  # bytes
-    waiting: int = field(init=False)  # of them, those that are not with the drives yet
+    waiting: int = field(init=False)  # of them, those that are not in flight yet
 
     def __post_init__(self) -> None:
         self.unserved = self.waiting = self.nbytes
 
 
 class Drives:
-    """All drives of a machine as one. depth: pieces that are with them at a time. Time goes on in
-    `advance` and `finish` only, and never back.
+    """The drives of a machine, all as one. depth: pieces in flight at a time; None: the engine's.
+    Time goes on in `advance` and `finish` only, and never back.
     """
 
     def __init__(self, rates: Rates, depth: int | None = None) -> None:
@@ -84,12 +86,12 @@ class Drives:
         self._at_s = 0.0  # until here everything is known
         self._order = count()
         self._queue: list[tuple[int, int, DriveRequest]] = []
-        self._with: deque[tuple[DriveRequest, int]] = deque()  # pieces
+        self._with: deque[tuple[DriveRequest, int]] = deque()  # pieces in flight
         self._reads_bytes = self._writes_bytes = 0  # of them
-        self._head_end_s: float | None = None  # of the piece that is served; None: nothing is
+        self._head_end_s: float | None = None  # of the piece that is served; None: none is
 
     def submit(self, request: DriveRequest) -> DriveRequest:
-        """It begins at a moment that `advance` has reached."""
+        """Submit a request, which begins at a moment that `advance` has reached."""
         if not request.nbytes:
             request.end_s = request.begin_s
             return request
@@ -99,15 +101,15 @@ class Drives:
         return request
 
     def urge(self, request: DriveRequest) -> None:
-        """Somebody waits for it now."""
+        """Serve the request before others that wait: the thread that trains waits for it now."""
         if request.waiting and request.priority > Priority.WAITED_FOR:
             request.priority = Priority.WAITED_FOR
-            # The entry of before is passed over when its turn comes.
+            # The earlier entry is skipped when its turn comes.
             heapq.heappush(self._queue, (request.priority, next(self._order), request))
 
     @property
     def next_end_s(self) -> float | None:
-        """When the piece that is served now has come; None: they are idle."""
+        """The moment at which the piece that is served now ends; None: the drives are idle."""
         return self._head_end_s
 
     def advance(self, to_s: float) -> None:
@@ -116,9 +118,9 @@ class Drives:
         self._at_s = max(self._at_s, to_s)
 
     def finish(self, request: DriveRequest) -> float:
-        """Go on until it is done."""
+        """Advance until the request has ended, and return that moment."""
         while request.end_s is None:
-            assert self._head_end_s is not None, f"{request.name}: nobody serves it"
+            assert self._head_end_s is not None, f"{request.name}: no drive serves it"
             self._end_piece(self._head_end_s)
         return request.end_s
 

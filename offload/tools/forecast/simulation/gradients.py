@@ -1,5 +1,5 @@
-"""Gradients in virtual time: on their way from a device, and to the store and back where memory has
-no room for them.
+"""Gradients in virtual time: downloaded from a device, and spilled to the store and read again if
+host memory has no room for them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ COPY = "gradient copy"
 
 
 class VirtualGradients:
-    """spilled: numbers of the parameters whose gradients are on disk. slots: chunks whose gradients
-    staging memory has room for. memory_bytes_per_s: None where a copy in memory is not counted.
+    """The gradients of one model.
+
+    spilled: numbers of the parameters whose gradients are spilled. slots: how many chunks'
+    gradients staging memory has room for. memory_bytes_per_s: None: copies in memory take no time.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class VirtualGradients:
         self._whole_after = _last_uses(work)
 
     def follow(self, number: int) -> None:
-        """The use of this number has been computed: gradients that nothing is added to any more in
-        this pass are whole.
+        """Note that the use of this number has been computed: gradients to which this pass adds
+        nothing any more are downloaded, and those that are spilled are written.
         """
         for unit in self._whole_after.get(number, ()):
             if self._device is not None and self._bytes[unit]:
@@ -79,7 +81,7 @@ class VirtualGradients:
         return len(self._taken) < self._slots or not self._bytes_of(chunk)
 
     def take(self, chunk: Chunk) -> Mapping[Slice, _VirtualArrival]:
-        """Start to read those of a chunk."""
+        """Start to read the spilled gradients of a chunk."""
         nbytes, drives = self._bytes_of(chunk), self._clock.drives
         if not nbytes or drives is None:
             return {}
@@ -104,7 +106,7 @@ class VirtualGradients:
 
 
 class _VirtualArrival:
-    """Gradients of one chunk on their way; they have no bytes."""
+    """A read of one chunk's gradients in flight; the values have no bytes."""
 
     values = torch.empty(0, device="meta")
 
@@ -121,9 +123,9 @@ class _VirtualArrival:
 
 
 def _last_uses(work: Workload) -> dict[int, list[int]]:
-    """Units by the number of the use that is the last of them in a backward pass."""
+    """Return, by the number of a use, the units for which it is the last in a backward pass."""
     found: dict[int, list[int]] = {}
-    last: dict[int, int] = {}  # of the pass under way
+    last: dict[int, int] = {}  # of the present pass, by unit
     for number, use in [*enumerate(work.uses), (len(work.uses), None)]:
         if use is not None and use.phase == BACKWARD:
             last |= dict.fromkeys(work.units[use.unit].needs, number)

@@ -1,5 +1,5 @@
-"""Memory without bytes, stores without files, units without modules: what the engine works with
-when nothing is to happen. Tensors are on the meta device, which has none of their bytes.
+"""Pools without bytes, stores without files and units without modules: the engine's classes work
+with these in a simulation. Tensors are on the meta device, which has none of their bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def units_of(facts: Iterable[UnitFact]) -> list[FactUnit]:
 
 
 class VirtualTicket:
-    """What a store's ticket is, in virtual time."""
+    """The ticket of a store's transfer, in virtual time."""
 
     def __init__(self, clock: Clock, request: DriveRequest) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class VirtualTicket:
 
 
 class VirtualStore:
-    """Takes as long as the clock's drives."""
+    """A store without files, whose transfers take as long as the clock's drives need."""
 
     def __init__(self, clock: Clock, metrics: Metrics) -> None:
         self._clock = clock
@@ -79,7 +79,7 @@ class VirtualStore:
         return self.start(name, source.nbytes, True, priority)
 
     def start(self, name: str, nbytes: int, is_write: bool, priority: Priority) -> VirtualTicket:
-        """A transfer of so many bytes."""
+        """Start a transfer of so many bytes."""
         assert self._clock.drives is not None, "there is a store only where there are drives"
         self._metrics.count("disk_written_bytes" if is_write else "disk_read_bytes", nbytes)
         request = DriveRequest(name, nbytes, is_write, priority, self._clock.now_s)
@@ -87,7 +87,7 @@ class VirtualStore:
 
 
 class VirtualWeightBlock:
-    """A block in the files that it came from."""
+    """A block that is read from the user's weight files."""
 
     def __init__(self, store: VirtualStore, name: str) -> None:
         self._store = store
@@ -98,7 +98,9 @@ class VirtualWeightBlock:
 
 
 class VirtualPool:
-    """Cut into pieces as the real one is, so that there is room here where there is room there."""
+    """A pool without bytes, divided into extents as the real one is, so that a lease fits here if
+    it fits there.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.capacity_bytes = nbytes - nbytes % PIECE_ALIGN
@@ -129,7 +131,7 @@ class VirtualPool:
 
 
 class VirtualLease:
-    """Returns its piece with the one tensor that is made on it."""
+    """A lease that returns its extent to the pool when the one tensor made on it is freed."""
 
     def __init__(self, extents: Extents, begin: int, nbytes: int) -> None:
         self._extents, self._begin, self._nbytes = extents, begin, nbytes
@@ -143,4 +145,4 @@ class VirtualLease:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """The tensor keeps the memory."""
+        """Keep the lease: it ends with its tensor."""

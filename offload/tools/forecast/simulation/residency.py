@@ -1,8 +1,8 @@
 """The engine's residency of blocks, in virtual time.
 
-Which blocks come and go, when, and to which piece of memory is the engine's own code. Taken out is
-what would touch a parameter: nobody sees one here, holds a view of one or changes one. The search
-for such changes costs time all the same, which is spent.
+The engine's own code decides which blocks are fetched and evicted, when, and to which place in
+memory. Left out is all that would touch a parameter: no code sees one here, holds a view of one or
+changes one. The search for external edits takes time all the same, which the clock counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOKING = "looking for edits"
 
 
 class VirtualPrefetchDepth(PrefetchDepth):
-    """How far ahead to fetch, by the clock of the simulation."""
+    """The prefetch depth, derived by the clock of the simulation."""
 
     def __init__(
         self, clock: Clock, metrics: Metrics, trace: Trace, sizes: Sequence[int], depth: int | None
@@ -46,7 +46,7 @@ class VirtualPrefetchDepth(PrefetchDepth):
             self._uses, self.depth = 0, self.derive()
 
     def pause(self, now_s: float | None = None) -> None:
-        """Nobody draws what is computed."""
+        """Do nothing: no timeline of what is computed is drawn."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -62,8 +62,8 @@ class VirtualPrefetchDepth(PrefetchDepth):
 
 
 class VirtualExternalEdits(ExternalEdits):
-    """Nobody edits anything; to know that takes a look at all bytes. look_bytes_per_s: None where
-    that costs nothing worth speaking of.
+    """The search for external edits. There are none; to find that reads all bytes.
+    look_bytes_per_s: None: the time that it takes is not counted.
     """
 
     def __init__(self, clock: Clock, look_bytes_per_s: float | None) -> None:
@@ -92,7 +92,7 @@ class VirtualExternalEdits(ExternalEdits):
 
 
 class Nobody:
-    """Answers for parameters that nobody asks for."""
+    """An owner of placeholders whose values no code asks for."""
 
     device = torch.device("cpu")
 
@@ -111,16 +111,16 @@ def parts_of(
     metrics: Metrics,
     depth: int | None,
 ) -> Parts:
-    """What a residency works with, where the pool and the store are virtual ones."""
+    """Make the parts of a residency whose pool and store are virtual."""
     owner = cast("Owner", Nobody())
     return Parts(units, cast("Pool", pool), cast("DiskStore", store), trace, owner, metrics, depth)
 
 
 class Weightless(Residency):
-    """A residency whose blocks have no bytes, and so no address; nobody else holds them."""
+    """A residency whose blocks have no bytes, and so no address; no other code holds them."""
 
     def take_over(self, clock: Clock, look_bytes_per_s: float | None, depth: int | None) -> None:
-        """Go by this clock from now on."""
+        """Use this clock from now on, for the prefetch depth and the search for external edits."""
         self.prefetch = VirtualPrefetchDepth(clock, self._metrics, self.trace, self._sizes, depth)
         self._edits = VirtualExternalEdits(clock, look_bytes_per_s)
 
@@ -136,4 +136,4 @@ class Weightless(Residency):
 
 
 class HostResidency(Weightless):
-    """Of a model on the CPU."""
+    """The residency of a model on the CPU."""

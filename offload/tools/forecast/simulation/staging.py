@@ -1,4 +1,4 @@
-"""Parameters of a device on their way through the update, in virtual time: staging buffers."""
+"""The staging of device parameters and gradients for the update, in virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from offload.tools.forecast.simulation.device import Moment, VirtualDevice
 
 
 class VirtualStaging:
-    """Of a wrapped optimizer. has_homes: gradients have come to the host before the step."""
+    """The staging buffers of a wrapped optimizer. has_grad_buffers: gradients are downloaded before
+    the step.
+    """
 
     def __init__(
         self,
@@ -27,16 +29,16 @@ class VirtualStaging:
     ) -> None:
         self._device, self._specs, self._free = device, specs, staging_buffers
         self._has_grad_buffers = has_grad_buffers
-        self._away: deque[Moment] = deque()  # staging buffers whose parameters go back
+        self._away: deque[Moment] = deque()  # uploads in flight, each of one staging buffer
         self._nbytes: dict[int, int] = {}  # of parameters, by staging buffer
 
     def begin_step(
         self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
     ) -> None:
-        """Gradients are there."""
+        """Do nothing: the gradients are computed."""
 
     def end_step(self) -> None:
-        """What is computed next comes after the new parameters."""
+        """Make the next computation wait for the new parameters."""
         while self._away:
             self._device.need(self._away[-1].end_s)
             self._clear_oldest()
@@ -63,7 +65,7 @@ class VirtualStaging:
         return staging_buffer
 
     def values(self, part: Slice) -> Tensor:
-        raise AssertionError("nobody loads state here")
+        raise AssertionError("no state is loaded here")
 
     def send_back(self, staging_buffer: StagingBuffer) -> None:
         self._away.append(self._device.upload(self._nbytes.pop(id(staging_buffer))))
@@ -73,16 +75,16 @@ class VirtualStaging:
         self._free += 1
 
     def break_off(self) -> None:
-        """Staging buffers come back by themselves."""
+        """Do nothing: staging buffers free themselves."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def _clear_oldest(self) -> None:
         self._away.popleft().wait()
         self._free += 1
 
     def _bytes_of(self, chunk: Chunk) -> int:
-        """Of parameters on the device."""
+        """Return the bytes of the chunk's parameters on the device."""
         widths = ((p.end - p.begin) * self._specs[p.param].device_bytes for p in chunk.slices)
         return sum(widths)

@@ -33,8 +33,8 @@ _PHASES = list(Phase)
 
 @dataclass(frozen=True)
 class Spent:
-    """What one iteration was. model, step: seconds by cause, outside of `step()` and in it. busy:
-    seconds in which each resource had something to do.
+    """The seconds and counts of one iteration. model, step: seconds by cause, outside of `step()`
+    and in it. busy: seconds in which each resource had work.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Spent:
 
 
 class Training:
-    """Of one workload, arranged within budgets, in a world of its own."""
+    """The training of one workload, arranged within budgets, in a world of its own."""
 
     def __init__(self, work: Workload, arrangement: Arrangement, world: World) -> None:
         self._work, self._arrangement, self._world = work, arrangement, world
@@ -74,7 +74,7 @@ class Training:
         self._take_in()
 
     def _take_in(self) -> None:
-        """As the engine begins: what stays comes first."""
+        """Give the residency all blocks, as the engine begins: those that stay resident first."""
         residency, facts = self._world.residency, self._work.units
         shares, store = self._arrangement.shares, self._world.store
         if residency is None or shares is None:
@@ -135,14 +135,14 @@ class Training:
 
     @contextmanager
     def _counted(self) -> Iterator[dict[str, float]]:
-        """What is spent inside, by cause."""
+        """Count the seconds that are spent while the block runs, by cause."""
         before, found = dict(self._clock.seconds), dict[str, float]()
         yield found
         found |= _since(before, self._clock.seconds)
 
     def _between(self) -> None:
         device, plan = self._world.device, self._arrangement.plan
-        if device is not None and plan.has_grad_buffers:  # gradients come while backward runs
+        if device is not None and plan.has_grad_buffers:  # downloaded while backward runs
             device.download(sum(spec.numel * spec.device_bytes for spec in plan.params))
         beside = self._speeds.compute_beside_disk if device is None else 1.0
         with self._clock.cause(BETWEEN):
@@ -186,7 +186,7 @@ class Training:
     # --- activations ------------------------------------------------------------------------------
 
     def _made_by_uses(self) -> list[int]:
-        """Bytes of each use, in proportion to what it computes."""
+        """Divide the activations among the forward uses, in proportion to their computing time."""
         uses = self._work.uses
         forward_s = sum(use.compute_s for use in uses if use.phase == FORWARD)
         share = self._work.activation_bytes / forward_s if forward_s else 0.0
@@ -202,7 +202,9 @@ class Training:
             self._activations.keep(unit, nbytes)
 
     def _bring_activations(self, unit: int) -> None:
-        """Those of its latest use, unless they have been wanted before."""
+        """Fetch the activations of the unit's latest forward use, unless an earlier backward use
+        has taken them. On a device that keeps its activations they are freed.
+        """
         kept = self._kept.get(unit)
         nbytes = kept.pop() if kept else 0
         if self._activations is not None:
@@ -213,7 +215,9 @@ class Training:
             self._world.memory.give_back(nbytes, by_others=True)
 
     def _keep_logits(self, number: int) -> None:
-        """From the end of forward until backward is past the last unit."""
+        """Count the logits as device memory from the end of forward until backward is past the last
+        unit.
+        """
         memory, logits = self._world.memory, self._work.logits_bytes
         if memory is not None and number in self._turns:
             memory.take(logits, by_others=True)
@@ -242,7 +246,7 @@ class Training:
         return True
 
     def _seconds_of(self, chunk: Chunk, speeds: VirtualSpeeds) -> float:
-        """Of a chunk's update, over all memory that it reads and writes."""
+        """Compute the seconds of a chunk's update from the bytes that it reads and writes."""
         specs = self._arrangement.specs
         touched = (
             specs[part.param].touched_bytes() * (part.end - part.begin) / specs[part.param].numel

@@ -1,4 +1,4 @@
-"""What a simulated training runs on: clock, drives, memory, and a device if there is one."""
+"""The world of a simulated training: clock, drives, memory, and a device if there is one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from offload.tools.forecast.simulation.residency import HostResidency, Weightles
 from offload.tools.forecast.workload import Budgets, Workload
 
 DISK, DEVICE, UP, DOWN = "disk", "device", "copies to the device", "copies to the host"
-_USABLE = 0.9  # of a device's memory, where nobody says how much is to be used
+_USABLE = 0.9  # of a device's memory: the limit if the budgets have none
 _ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
 class VirtualSpeeds:
-    """Of a machine. beside: shares of a speed that are left while the drives work. None: what it
-    takes is not counted.
+    """The speeds of a machine. compute_beside_disk, update_beside_disk: the share of a speed that
+    is left while the drives work. memory_bytes_per_s: None: copies and reads in memory take no
+    time.
     """
 
     update_bytes_per_s: float
@@ -56,7 +57,9 @@ class VirtualSpeeds:
 
 @dataclass
 class World:
-    """residency: None where the model is not prepared. memory: of the device."""
+    """The world of a simulated training: the machine and the engine's parts on it. residency: None
+    if the model is not prepared. memory: of the device.
+    """
 
     clock: Clock
     metrics: VirtualMetrics
@@ -67,7 +70,7 @@ class World:
     memory: VirtualDeviceMemory | None
 
     def busy_s(self) -> dict[str, float]:
-        """Of each resource so far."""
+        """Return the seconds for which each resource has been busy so far."""
         found = {}
         if self.clock.drives is not None:
             found[DISK] = self.clock.drives.busy_s
@@ -120,7 +123,7 @@ def _residency(
         residency.take_over(world.clock, look, depth)
     else:
         residency = VirtualDeviceResidency(parts, transfer, limit_bytes, arrangement.sizes)
-        # Host memory is looked ahead in twice as far.
+        # Blocks are prefetched to host memory twice as far ahead as to the device.
         residency.take_over(world.clock, look, None if depth is None else 2 * depth)
     return residency
 
