@@ -22,7 +22,7 @@ class Partition:
         assert self.nbytes >= 0 and self.count >= 1, self
 
     @property
-    def slice_bytes(self) -> int:
+    def shard_bytes(self) -> int:
         """The bytes of each rank's shard, padding included."""
         each = -(-self.nbytes // self.count)
         return -(-each // ALIGN_BYTES) * ALIGN_BYTES
@@ -30,15 +30,15 @@ class Partition:
     @property
     def padded_bytes(self) -> int:
         """The bytes of all shards together."""
-        return self.slice_bytes * self.count
+        return self.shard_bytes * self.count
 
     def span(self, rank: int) -> tuple[int, int]:
         """Return the bytes [begin, end) of the block in a rank's shard; an empty range at the end
         of the block if the shard is all padding.
         """
         assert 0 <= rank < self.count, (rank, self)
-        begin = min(rank * self.slice_bytes, self.nbytes)
-        return begin, min(begin + self.slice_bytes, self.nbytes)
+        begin = min(rank * self.shard_bytes, self.nbytes)
+        return begin, min(begin + self.shard_bytes, self.nbytes)
 
     def own(self, rank: int, begin: int, numel: int, itemsize: int) -> tuple[int, int]:
         """Return the elements [first, end) in a rank's shard, of a parameter of `numel` elements

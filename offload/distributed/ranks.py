@@ -468,7 +468,7 @@ def _check_bytes(whole: Tensor, own: Tensor, count: int, what: str) -> None:
             raise ConfigError(f"{what}: expected contiguous host memory, got {tensor.device}")
     if whole.nbytes != count * own.nbytes:
         raise ConfigError(
-            f"{what}: expected {count} slices of {own.nbytes} bytes, got {whole.nbytes} bytes"
+            f"{what}: expected {count} shards of {own.nbytes} bytes, got {whole.nbytes} bytes"
         )
 
 

@@ -116,9 +116,9 @@ class Bucket:
         return Partition((last.begin + last.numel) * self.dtype.itemsize, self.count)
 
     @property
-    def slice_numel(self) -> int:
+    def shard_numel(self) -> int:
         """The elements of each rank's shard, padding included."""
-        return self.partition.slice_bytes // self.dtype.itemsize
+        return self.partition.shard_bytes // self.dtype.itemsize
 
     @property
     def name(self) -> str:
@@ -136,13 +136,13 @@ class Bucket:
         most = buffer_bytes // (self.count * itemsize) // _ROUND_ALIGN * _ROUND_ALIGN
         assert most, "a buffer holds some elements of each rank"
         return [
-            (begin, min(begin + most, self.slice_numel))
-            for begin in range(0, self.slice_numel, most)
+            (begin, min(begin + most, self.shard_numel))
+            for begin in range(0, self.shard_numel, most)
         ]
 
     def spans(self, rank: int, begin: int, end: int) -> Iterator[RoundSpan]:
         """Yield the parts of parameters that lie in elements [begin, end) of a rank's shard."""
-        low, high = rank * self.slice_numel + begin, rank * self.slice_numel + end
+        low, high = rank * self.shard_numel + begin, rank * self.shard_numel + end
         for place in self.places:
             first, last = max(low, place.begin), min(high, place.begin + place.numel)
             if first < last and place.number is not None:
@@ -238,9 +238,9 @@ class Buckets:
         return _up(-(-self.whole_bytes // self.count), ALIGN_BYTES)
 
     @property
-    def slices_bytes(self) -> int:
+    def shards_bytes(self) -> int:
         """The bytes of this rank's shards of all buckets."""
-        return sum(bucket.partition.slice_bytes for bucket in self.each)
+        return sum(bucket.partition.shard_bytes for bucket in self.each)
 
     def share(self, stage: int, place: torch.device = HOST) -> RankShare:
         """Compute what this rank holds and sends. A buffer holds one round, on the parameters'
@@ -256,7 +256,7 @@ class Buckets:
             count=self.count,
             buffers=BUFFERS if self.each else 0,
             buffer_bytes=_up(buffer_bytes, _PAGE),
-            grad_bytes=_up(self.slices_bytes, _PAGE) if is_reduced else 0,
+            grad_bytes=_up(self.shards_bytes, _PAGE) if is_reduced else 0,
             param_bytes=sum(bucket.partition.padded_bytes for bucket in self.each),
             device_buffer_bytes=0 if is_in_host else whole_bytes,
         )

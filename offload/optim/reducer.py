@@ -79,7 +79,7 @@ class Reducer:
         self._slices: dict[int, Tensor] = {}
         begin = 0
         for bucket in self._buckets.each:
-            end = begin + bucket.partition.slice_bytes
+            end = begin + bucket.partition.shard_bytes
             self._slices[bucket.number] = memory[begin:end].view(bucket.dtype)
             begin = end
         # A parameter without elements is in no bucket, and steps all the same.
@@ -268,7 +268,7 @@ class Reducer:
         if first == end:
             return torch.empty(0, dtype=self._records[number].dtype, device="cpu")
         bucket, place = self._buckets.place_of(number)
-        begin = place.begin + first - self._buckets.rank * bucket.slice_numel
+        begin = place.begin + first - self._buckets.rank * bucket.shard_numel
         return self._slices[bucket.number][begin : begin + end - first]
 
     def used(self) -> None:

@@ -60,7 +60,7 @@ class Block:
     seen: int | None = None  # checksum of what is attached, when user code could last change it
     on_device: Presence = Presence.AWAY
     device_pins: int = 0  # users that rely on its being on the device
-    slices: Partition | None = None  # None: this rank has the whole block
+    partition: Partition | None = None  # None: this rank has the whole block
     rank: int = 0  # whose shard it is
 
     @property
@@ -70,17 +70,17 @@ class Block:
     @property
     def nbytes(self) -> int:
         """The bytes that host memory and the store have of it."""
-        return self.unit.nbytes if self.slices is None else self.slices.slice_bytes
+        return self.unit.nbytes if self.partition is None else self.partition.shard_bytes
 
     @property
     def whole_bytes(self) -> int:
         """The bytes of the copy to compute with, padding included."""
-        return self.unit.nbytes if self.slices is None else self.slices.padded_bytes
+        return self.unit.nbytes if self.partition is None else self.partition.padded_bytes
 
     @property
     def span(self) -> tuple[int, int]:
         """The byte range of the unit, `[begin, end)`, that host memory and the store have."""
-        return (0, self.unit.nbytes) if self.slices is None else self.slices.span(self.rank)
+        return (0, self.unit.nbytes) if self.partition is None else self.partition.span(self.rank)
 
     @property
     def name(self) -> str:

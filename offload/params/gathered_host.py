@@ -24,17 +24,17 @@ from offload.params.placeholder import restore
 def whole_in_host(
     blocks: Sequence[Block],
     ranks: Ranks,
-    slice_of: Callable[[Block], Tensor],
+    shard_of: Callable[[Block], Tensor],
     hide: Callable[[Block], None],
 ) -> Iterator[None]:
     """Keep the parameters of `blocks` gathered in host memory, outside of the budget, while the
     block runs.
 
     What the caller does to them must be the same on all ranks (`StateError` if it is not); each
-    rank then copies its shard of the result. slice_of: a block's shard, which no other code reads
+    rank then copies its shard of the result. shard_of: a block's shard, which no other code reads
     meanwhile. hide: makes the parameters of a block placeholders again.
     """
-    gather_memory = [_gather(block, ranks, slice_of(block)) for block in blocks]
+    gather_memory = [_gather(block, ranks, shard_of(block)) for block in blocks]
     places = list(zip(blocks, gather_memory, strict=True))
     try:
         for block, whole in places:
@@ -47,7 +47,7 @@ def whole_in_host(
         _check_same(places, ranks)
         for block, whole in places:
             begin, end = block.span
-            slice_of(block)[: end - begin].copy_(whole[begin:end])
+            shard_of(block)[: end - begin].copy_(whole[begin:end])
     finally:
         for block in blocks:
             hide(block)

@@ -72,7 +72,7 @@ class GatheredTier(Copies):
         they cannot.
         """
         self._current = frozenset(block.number for block in needed)
-        self._let_go_of_slices()
+        self._end_uploads()
         absent = [block.number for block in needed if block.on_device is Presence.AWAY]
         nbytes = sum(self._sizes[number] for number in absent)
         chosen = make_room(self._tier(), uses, nbytes)
@@ -110,7 +110,7 @@ class GatheredTier(Copies):
                 for number in make_room(self._tier(), {}, 0) or ():
                     self.evict(self._blocks[number])
 
-    def _let_go_of_slices(self) -> None:
+    def _end_uploads(self) -> None:
         """Collect the tickets of uploads that have ended: until then they hold host memory."""
         self._place.poll()
         for number in [n for n, upload in self._uploads.items() if upload.done]:

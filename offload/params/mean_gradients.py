@@ -55,7 +55,7 @@ def staging_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
 
 
 def _place_bytes(sharding: Sharding, units: Sequence[Unit]) -> int:
-    return max(map(sharding.slice_bytes, units), default=0) if sharding.on_device else 0
+    return max(map(sharding.shard_bytes, units), default=0) if sharding.on_device else 0
 
 
 @dataclass(frozen=True)
@@ -137,23 +137,23 @@ class MeanGradients:
         self._metrics = metrics
         self._left = left
         trained = set(params.values())
-        slices = {
-            unit.number: _slice_like(unit, sharding)
+        shards = {
+            unit.number: _shard_like(unit, sharding)
             for unit in units
             if any(member.param in trained for member in unit.members)
         }
         places = GradMemory(
-            {n: one for n, one in slices.items() if n not in shard_context.spill}, pool
+            {n: one for n, one in shards.items() if n not in shard_context.spill}, pool
         )
         self.area = area
         self._sums = {
             number: UnitSum(
                 units[number],
                 {m.param: m for m in units[number].members if m.param in trained},
-                slices[number],
+                shards[number],
                 places.by_number.get(number),
             )
-            for number in slices
+            for number in shards
         }
         self._sum_of = {param: one for one in self._sums.values() for param in one.members}
         self._touched: dict[int, None] = {}  # units that backward has reached, in order
@@ -169,9 +169,9 @@ class MeanGradients:
         self._local_shares: list[Claim] = []  # claims on the budget, for these gradients
         self._lock = threading.RLock()
         self._slots: list[Tensor] = []  # free staging buffers
-        size = _place_bytes(sharding, [units[number] for number in slices])
+        size = _place_bytes(sharding, [units[number] for number in shards])
         for _ in range(STAGING_PLACES if size else 0):
-            with pool.lease(size, what="slices of gradients on their way") as lease:
+            with pool.lease(size, what="shards of gradients on their way") as lease:
                 self._slots.append(lease.tensor())
 
     # --- during backward --------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class MeanGradients:
         """
         parts = [(m.begin, m.begin + m.nbytes) for m in one.unit.members]
         return self._gather_memory.make(
-            self._sharding.slices(one.unit).padded_bytes, one.name, parts
+            self._sharding.partition_of(one.unit).padded_bytes, one.name, parts
         )
 
     @property
@@ -304,7 +304,7 @@ class MeanGradients:
         ticket = self._gather_memory.reduce(whole, target, one.name)
         self._flights.append(_InFlightReduce(one, whole, target, slot, ticket, one.is_empty))
         one.is_empty = False
-        self._metrics.count("reduced_bytes", self._sharding.slices(one.unit).padded_bytes)
+        self._metrics.count("reduced_bytes", self._sharding.partition_of(one.unit).padded_bytes)
 
     def _take_slot(self) -> Tensor | None:
         """Take a staging buffer; if none is free, wait for the oldest reduction. Return None if the
@@ -438,14 +438,14 @@ class MeanGradients:
         """Return the index that a parameter's first element has, or would have, in the unit's
         shard.
         """
-        slices = self._sharding.slices(one.unit)
-        begin = member.begin - slices.span(self._sharding.rank)[0]
+        partition = self._sharding.partition_of(one.unit)
+        begin = member.begin - partition.span(self._sharding.rank)[0]
         return begin // member.dtype.itemsize
 
     def _span(self, one: UnitSum, member: Member) -> tuple[int, int]:
         """Return this rank's elements of a gradient, as a range of the unit's shard."""
-        slices, size = self._sharding.slices(one.unit), member.dtype.itemsize
-        first, end = slices.own(self._sharding.rank, member.begin, member.shape.numel(), size)
+        partition, size = self._sharding.partition_of(one.unit), member.dtype.itemsize
+        first, end = partition.own(self._sharding.rank, member.begin, member.shape.numel(), size)
         begin = self._begin_of(one, member)
         return (begin + first, begin + end) if first < end else (0, 0)
 
@@ -483,10 +483,10 @@ class MeanGradients:
             self._spilled(one).take(torch.zeros_like(one.like, device="cpu"))
 
 
-def _slice_like(unit: Unit, sharding: Sharding) -> Tensor:
+def _shard_like(unit: Unit, sharding: Sharding) -> Tensor:
     """Make a meta tensor of the type and size of a rank's shard."""
     dtype = unit.members[0].dtype
-    return torch.empty(sharding.slice_bytes(unit) // dtype.itemsize, dtype=dtype, device="meta")
+    return torch.empty(sharding.shard_bytes(unit) // dtype.itemsize, dtype=dtype, device="meta")
 
 
 def _like(place: Tensor, slot: Tensor | None) -> Tensor:
@@ -505,7 +505,7 @@ def _check(name: str, grad: Tensor) -> None:
     if grad.requires_grad:
         raise StateError(
             f"{name}: backward(create_graph=True) cannot be used with ranks: gradients become "
-            "slices and have no graph there; leave create_graph out"
+            "shards and have no graph there; leave create_graph out"
         )
     if grad.layout != torch.strided:
         raise ConfigError(

@@ -21,7 +21,7 @@ from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.params.device_gradients import staging_bytes
 from offload.params.gradients import Spill, place_bytes
-from offload.params.mean_gradients import staging_bytes as slices_staging_bytes
+from offload.params.mean_gradients import staging_bytes as shard_staging_bytes
 from offload.params.model_buffers import buffer_bytes
 from offload.params.model_methods import refuse_data_parallel
 from offload.params.start import Start
@@ -170,7 +170,7 @@ class PreparePlan:
 
     def host_bytes_of(self, unit: Unit) -> int:
         """Return the bytes of a unit's parameters that this rank has in host memory or on disk."""
-        return unit.nbytes if self.sharding is None else self.sharding.slice_bytes(unit)
+        return unit.nbytes if self.sharding is None else self.sharding.shard_bytes(unit)
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
         """Return the elements of a parameter that belong to this rank; None: all."""
@@ -253,8 +253,8 @@ class PreparePlan:
         trained = self._trained(has_optimizer)
         if self.sharding is not None:
             units = [self.units[number] for number in self._trained_units(has_optimizer)]
-            gradients = [self.sharding.slice_bytes(unit) for unit in units]
-            staging = slices_staging_bytes(self.sharding, units)
+            gradients = [self.sharding.shard_bytes(unit) for unit in units]
+            staging = shard_staging_bytes(self.sharding, units)
         else:
             gradients = [place_bytes(param) for param in trained]
             staging = 0 if self.is_on_cpu else staging_bytes(trained)

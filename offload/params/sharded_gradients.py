@@ -251,7 +251,7 @@ class ShardedGradients(MeanGradients):
             if not one.has:
                 continue
             mine = self._spilled(one).load() if one.place is None else one.place
-            padded = self._sharding.slices(one.unit).padded_bytes // mine.element_size()
+            padded = self._sharding.partition_of(one.unit).padded_bytes // mine.element_size()
             whole = torch.empty(padded, dtype=mine.dtype, device="cpu")
             self._ranks.gather(whole, mine, one.name).wait()
             for param in one.has:

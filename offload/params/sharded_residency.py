@@ -74,7 +74,7 @@ class ShardedResidency(Residency):
 
     def _make_blocks(self, units: Sequence[Unit]) -> list[Block]:
         return [
-            Block(unit, slices=self._sharding.slices(unit), rank=self._sharding.rank)
+            Block(unit, partition=self._sharding.partition_of(unit), rank=self._sharding.rank)
             for unit in units
         ]
 

@@ -39,7 +39,7 @@ class UnitGatherer:
     def whole(self, field: str, own: Mapping[int, FieldPart]) -> Mapping[int, Tensor]:
         ranks, (unit, first) = self._ranks, self._places[next(iter(own))]
         size = first.dtype.itemsize
-        numel = self._sharding.slices(unit).slice_bytes // size
+        numel = self._sharding.partition_of(unit).shard_bytes // size
         rows = torch.zeros(ranks.count, numel, dtype=torch.float32, device="cpu")
         found: dict[int, Tensor] = {}
         for number, part in own.items():

@@ -218,7 +218,7 @@ class Start:
         self._taken.add(block.number)
 
     def _fill_now(self, residency: Residency, block: Block) -> None:
-        if block.slices is not None and self._comes_as_it_is(block):
+        if block.partition is not None and self._comes_as_it_is(block):
             residency.take_in(block, partial(self._read_span, block), fills_span=True)
         else:
             residency.take_in(block, partial(self._fill, block))

@@ -46,22 +46,22 @@ class Sharding:
     def fixed_bytes(self) -> int:
         return self.whole_bytes + self.gradient_bytes
 
-    def slices(self, unit: Unit) -> Partition:
+    def partition_of(self, unit: Unit) -> Partition:
         return Partition(unit.nbytes, self.count)
 
-    def slice_bytes(self, unit: Unit) -> int:
-        return self.slices(unit).slice_bytes
+    def shard_bytes(self, unit: Unit) -> int:
+        return self.partition_of(unit).shard_bytes
 
     def whole_of(self, unit: Unit) -> int:
         """Return the bytes of a unit's block where it is gathered."""
-        padded = self.slices(unit).padded_bytes
+        padded = self.partition_of(unit).padded_bytes
         return on_device_bytes(padded) if self.on_device else padded
 
     def own(self, unit: Unit, param: object) -> tuple[int, int]:
         """Return the elements of a parameter of the unit that belong to this rank."""
         member = next(m for m in unit.members if m.param is param)
         numel, itemsize = member.shape.numel(), member.dtype.itemsize
-        return self.slices(unit).own(self.rank, member.begin, numel, itemsize)
+        return self.partition_of(unit).own(self.rank, member.begin, numel, itemsize)
 
     def with_least(self, units: Sequence[Unit], trained: Sequence[int]) -> Sharding:
         """Return the sharding with the least bytes with which the model works and blocks are
@@ -71,13 +71,13 @@ class Sharding:
         ahead = self.depth * max(whole, default=0)
         grads = [size if n in trained else 0 for n, size in enumerate(whole)]
         # From a device a shard goes to host memory, which has room for it (`staging_bytes`).
-        slices = [0 if self.on_device else self.slice_bytes(units[n]) for n in trained]
+        shards = [0 if self.on_device else self.shard_bytes(units[n]) for n in trained]
         # One unit's gradients are made while another's are in flight, with the reduced shards.
-        gradients = _least(units, grads) + max(grads, default=0) + 2 * max(slices, default=0)
+        gradients = _least(units, grads) + max(grads, default=0) + 2 * max(shards, default=0)
         return replace(
             self,
             whole_bytes=min(sum(whole), _least(units, whole) + ahead),
-            gradient_bytes=min(sum(grads) + sum(slices), gradients),
+            gradient_bytes=min(sum(grads) + sum(shards), gradients),
         )
 
     def with_room(self, units: Sequence[Unit], left_bytes: int) -> Sharding:

@@ -48,11 +48,11 @@ def ranks(deadline_s: float = 120) -> Ranks:
 def test_slices_are_equal_aligned_and_all_of_it(nbytes: int, count: int) -> None:
     partition = Partition(nbytes, count)
     spans = [partition.span(rank) for rank in range(count)]
-    assert partition.slice_bytes % 64 == 0
+    assert partition.shard_bytes % 64 == 0
     assert spans[0][0] == 0 and spans[-1][1] == nbytes
     assert all(one[1] == next_[0] for one, next_ in pairwise(spans))
     assert all(begin % 64 == 0 or begin == nbytes for begin, _ in spans)
-    assert partition.slice_bytes * count < nbytes + 64 * count
+    assert partition.shard_bytes * count < nbytes + 64 * count
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

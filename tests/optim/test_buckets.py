@@ -78,7 +78,7 @@ def test_parameters_keep_their_places() -> None:
     assert all(after.own(n) is not None for n in (5, 6, 7))
     without = after.of([Record(0, "p7", made[7].param, {}, FIELDS)])  # under another number
     assert without.own(0) == after.own(7) and without.own(3) is None
-    spans = [span for bucket in without.each for span in bucket.spans(0, 0, bucket.slice_numel)]
+    spans = [span for bucket in without.each for span in bucket.spans(0, 0, bucket.shard_numel)]
     assert {span.number for span in spans} == {0}
 
 
