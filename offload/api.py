@@ -74,7 +74,7 @@ def wrap(
     )
     kind = type(optimizer).__name__
     attach(optimizer, session)
-    HEAP.settle()
+    HEAP.trim_after_start()
     LOG.info("%s is wrapped:\n%s", kind, session.plan)
     return optimizer
 
@@ -135,7 +135,7 @@ def prepare(
                 lambda nbytes: PreparePlan(model, optimizer, config, nbytes, units, weights, place),
             )
             made = Prepared(prepare_plan, model, optimizer, ranks)
-    HEAP.settle()
+    HEAP.trim_after_start()
     LOG.info("%s is prepared:\n%s", type(model).__name__, made.prepare_plan.plan)
     return model if optimizer is None else (model, optimizer)
 

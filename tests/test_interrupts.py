@@ -443,7 +443,7 @@ def test_ctrl_c_while_a_gradient_is_awaited_loses_no_part_of_it(passes: int) -> 
         set_own_grad(param, torch.full((64,), 10.0**number))
         gradients.arrived(0)
     copies.presses = True
-    for ask in (lambda: gradients.of(param), gradients.settle):
+    for ask in (lambda: gradients.of(param), gradients.end_backward):
         with pytest.raises(KeyboardInterrupt):
             ask()
     copies.go()
@@ -486,7 +486,7 @@ def test_a_gradient_whose_copy_has_failed_is_told_once_and_leaves_its_place() ->
     for _ in range(2):
         with pytest.raises(StateError, match="the device has gone"):
             gradients.of(param)
-    gradients.settle()
+    gradients.end_backward()
     assert len(gradients._slots) == device_tier.STAGING_PLACES
 
 
@@ -503,9 +503,9 @@ def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:
         set_own_grad(param, torch.full((64,), 10.0**number))
         means.arrived(0)
         with pytest.raises(KeyboardInterrupt) if presses else nullcontext():
-            means.settle()
+            means.end_backward()
     copies.go()
-    means.settle()
+    means.end_backward()
     assert torch.equal(cast(Tensor, means._sums[0].place), torch.full((64,), 11.0))
 
 
@@ -543,5 +543,5 @@ def test_a_background_save_that_ended_says_by_what(
     task = Ended(tmp_path / "c", error)
     background.start(task)
     with pytest.raises(StateError, match=rf"/c failed.*: {told}; nothing of it was kept.*again"):
-        background.settle(task.owners)
+        background.await_saves(task.owners)
     assert reason(error)

@@ -45,7 +45,7 @@ class SaveTask(Protocol):
 
 
 class _BackgroundSave:
-    """A save that is in flight, or that has failed and is not settled yet."""
+    """A save that is in flight, or that has failed and whose error was not raised yet."""
 
     def __init__(self, task: SaveTask) -> None:
         self.path = task.path
@@ -100,7 +100,7 @@ def _finish(task: SaveTask, run: _BackgroundSave) -> None:
 
 
 @uninterrupted
-def settle(owners: Sequence[Any]) -> None:
+def await_saves(owners: Sequence[Any]) -> None:
     """Wait until no save of these owners is in flight. Raises a `StateError` with the error of one
     that failed, if no caller has taken it from the ticket yet.
     """

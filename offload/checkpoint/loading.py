@@ -300,7 +300,7 @@ def _find(
 ) -> str | None:
     """Check the arguments, and find the checkpoint: the first rank decides for all ranks."""
     check_arguments(path, model, None, stateful)
-    background.settle([model] if optimizer is None else [model, innermost(optimizer)])
+    background.await_saves([model] if optimizer is None else [model, innermost(optimizer)])
     if not rank_group.is_first:
         return None
     found = find_newest(path, passed)

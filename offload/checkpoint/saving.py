@@ -319,7 +319,7 @@ def save(
         if keeper is not None:
             keeper.check_age()
         task = Save(path, model, optimizer, keeper, extra, keep, stateful, rank_group)
-        background.settle(task.owners)
+        background.await_saves(task.owners)
         made.append(task)
 
     try:

@@ -72,7 +72,7 @@ class Heap:
         self._users += 1
         weakref.finalize(user, self._leave).atexit = False
 
-    def settle(self) -> None:
+    def trim_after_start(self) -> None:
         """Trim the heap, once values have been moved into a user's memory and their old memory was
         freed; lower `base_bytes` if RSS is below it now.
         """

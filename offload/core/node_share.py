@@ -60,7 +60,7 @@ def current() -> NodeShare:
     return _current
 
 
-def settle(rank: int, count: int, limit_threads: Callable[[int], None]) -> NodeShare:
+def take_share(rank: int, count: int, limit_threads: Callable[[int], None]) -> NodeShare:
     """Take the share of process `rank` of `count` on this machine; bind all threads to its cores.
 
     The first call with more than one process settles it for good. limit_threads: called with the

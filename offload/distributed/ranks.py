@@ -30,7 +30,7 @@ from offload import kernels
 from offload.core.errors import ConfigError, OffloadError, StateError
 from offload.core.host_facts import ROOT, read_text
 from offload.core.log import LOG
-from offload.core.node_share import settle
+from offload.core.node_share import take_share
 from offload.core.ticket import Ticket
 from offload.distributed.group import (
     Connections,
@@ -59,7 +59,7 @@ def ranks_of(process_group: Any, deadline_s: float | None = None) -> Ranks | Non
     limit_s = deadline_of(process_group) if deadline_s is None else deadline_s
     ranks = Ranks(dist.get_process_group_ranks(process_group), limit_s)
     here = ranks.on_this_machine()
-    settle(here.index(ranks.rank), len(here), _limit_threads)
+    take_share(here.index(ranks.rank), len(here), _limit_threads)
     return ranks
 
 

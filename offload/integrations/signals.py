@@ -227,7 +227,7 @@ class save_on_signal:
 
     def _save(self) -> Any:
         try:
-            background.settle([self._model, self._inner])
+            background.await_saves([self._model, self._inner])
         except StateError as error:  # of an earlier save: this one is made all the same
             _tell(str(error))
         extra = self._extra() if callable(self._extra) else self._extra

@@ -420,7 +420,7 @@ class Session:
         states = self._hand_out(plain_room)
         records = {record.param: record for record in self._records()}
         if self.coordinator is not None:
-            self.coordinator.give_back()
+            self.coordinator.return_gradients()
         states = {p: plain_state(records[p], s) for p, s in states.items() if p in records}
         tell_what_is_lost({param: records[param] for param in states})
         return {param: state for param, state in states.items() if state}

@@ -172,10 +172,10 @@ class ShardedCoordinator:
         if self._reducer is not None:
             self._reducer.zero_grad(set_to_none)
 
-    def give_back(self) -> None:
+    def return_gradients(self) -> None:
         """Return the averaged gradients to the parameters, on all ranks together."""
         if self._reducer is not None:
-            self._open_sharded_update.give_back(self._meet("close", self._reducer.look))
+            self._open_sharded_update.return_gradients(self._meet("close", self._reducer.look))
 
     # --- other meetings ---------------------------------------------------------------------------
 

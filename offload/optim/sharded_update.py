@@ -179,7 +179,7 @@ class ShardedUpdate:
 
     # --- gradients that are here only ------------------------------------------------------------
 
-    def give_back(self, said: Sequence[Mapping[str, Any]]) -> None:
+    def return_gradients(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Gather the averaged gradients and give them to the parameters, whole. said: what each
         rank has told about its gradients.
         """

@@ -206,7 +206,7 @@ class DeviceGradients:
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """Wait until every gradient is in host memory, as a whole."""
         with self._lock:
             while self._addends:
@@ -325,12 +325,12 @@ class DeviceGradients:
             for param, each in slices.items():
                 self.area.cut(param, param.numel(), [at for one in each for at in one])
 
-    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
+    def return_to_model(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter, which is an ordinary one again, with its gradient; spilled ones in
         memory that `make` returns.
         """
         with self._lock:
-            self.settle()
+            self.end_backward()
             if self.area is not None:
                 self.area.close(make)
             for param, grad in self._sums.items():

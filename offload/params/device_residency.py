@@ -380,10 +380,10 @@ class DeviceResidency(Residency):
         """Return the device that the parameter was on before, and is returned to."""
         return self._original_devices[param]
 
-    def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
+    def return_to_model(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
         with self._lock:
             if not self.is_here(block):
                 return
             self.tier.forget(block)
             self.tier.await_upload(block)
-            super().give_back(block, make)
+            super().return_to_model(block, make)

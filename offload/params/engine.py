@@ -283,7 +283,7 @@ class Engine:
     def _end_backward(self) -> None:
         self._backward = False
         self.residency.prefetch.pause()
-        self.gradients.settle()
+        self.gradients.end_backward()
         self.residency.watch_edits()
 
     def _keeps_casts(self, phase: Phase) -> bool:
@@ -387,8 +387,8 @@ class Engine:
             handle.remove()
         self._handles = []
         for block in self.residency.in_order_of_return():
-            self.residency.give_back(block, make)
-        self.gradients.give_back(make)
+            self.residency.return_to_model(block, make)
+        self.gradients.return_to_model(make)
 
 
 @dataclass(frozen=True)

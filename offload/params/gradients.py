@@ -103,7 +103,7 @@ class Gradients:
     def visited(self, unit: Unit) -> None:
         """Note that backward has reached a unit. Nothing to do on the CPU."""
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """Collect the spill writes that have ended. Gradients are in place or in flight."""
         if self.area is not None:
             self.area.poll()
@@ -149,7 +149,7 @@ class Gradients:
             for param, each in slices.items():
                 self.area.cut(param, param.numel(), [at for one in each for at in one])
 
-    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
+    def return_to_model(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Load each spilled gradient into memory that `make` gives, set it as `param.grad`, and
         close the area.
         """

@@ -177,19 +177,17 @@ class MeanGradients:
     # --- during backward --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Note that a backward pass begins. If the one before broke off, settle its gradients
-        first.
-        """
+        """Note that a backward pass begins. End the one before first, if it broke off."""
         if self._is_open:
-            self.settle()  # the pass before broke off
+            self.end_backward()  # the pass before broke off
         self._is_open = self._is_begun = True
 
     def _end_what_broke(self) -> None:
-        """Settle the gradients of a backward pass that ended with an exception, which keeps them,
+        """Reduce the gradients of a backward pass that ended with an exception, which keeps them,
         as in torch.
         """
         if self._is_open and not self._is_in_backward():
-            self.settle()
+            self.end_backward()
 
     @staticmethod
     def _is_in_backward() -> bool:
@@ -379,7 +377,7 @@ class MeanGradients:
                 self._edit(one, member, Edit.of("zero_", (), {}))
         one.gone.clear()
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """End a backward pass: reduce all gradients that are left, so that all ranks know which
         parameters have one. All ranks must call it. Blocks.
         """
@@ -387,7 +385,7 @@ class MeanGradients:
             self._is_open = False
             if self._local:
                 self._is_pending = True
-                self._settled()
+                self._backward_ended()
                 return
             mine = sorted(n for n, one in self._sums.items() if one.whole is not None)
             each = self._ranks.exchange([sorted(self._arrived), mine], "gradients that have come")
@@ -404,11 +402,11 @@ class MeanGradients:
             self._arrived.clear()
             self._is_pending = False
             self._end_local()
-            self._settled()
+            self._backward_ended()
 
-    def _settled(self) -> None:
-        """Note that `settle` is done; the subclass that shows gradients to the user
-        overrides this.
+    def _backward_ended(self) -> None:
+        """Note that backward has ended; the subclass that shows gradients to the user overrides
+        this.
         """
 
     # --- no_sync ----------------------------------------------------------------------------------

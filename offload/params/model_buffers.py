@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ModelBuffers:
-    """The buffers of a model, moved to a device until `give_back`.
+    """The buffers of a model, moved to a device until `return_to_model`.
 
     They are small, and written in every run, so they are never evicted.
     """
@@ -24,7 +24,7 @@ class ModelBuffers:
                     moved[buffer] = buffer.to(device)
                 module._buffers[name] = moved[buffer]
 
-    def give_back(self) -> None:
+    def return_to_model(self) -> None:
         """Move the buffers back to their original devices. Idempotent."""
         moved: dict[Tensor, Tensor] = {}
         for (module, name), original_device in self._original_devices.items():

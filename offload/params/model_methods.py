@@ -99,7 +99,7 @@ class Services:
         with self._open_handout(is_written_first=is_first) as handout:
             for key in self._returning() if is_first else ():
                 ready.setdefault(key, []).append(handout.room(*key))
-            handout.settle()
+            handout.sync()
             for place in (place for each in ready.values() for place in each):
                 _ = place.tensor
 

@@ -527,7 +527,7 @@ class Prepared:
                 share.release()
         self._activations_share = self._gradients_share = self._whole_share = None
         if self.buffers is not None:
-            self.buffers.give_back()
+            self.buffers.return_to_model()
         if self.transfer is not None:
             self.transfer.close()
         self.buffers = self.transfer = None

@@ -585,18 +585,18 @@ class Residency:
         """Note that preparing the model has succeeded, on all ranks if there are several."""
 
     def in_order_of_return(self) -> list[Block]:
-        """Return the blocks in the order of `give_back`: resident ones first, since they make room
-        for the others.
+        """Return the blocks in the order of `return_to_model`: resident ones first, since they make
+        room for the others.
         """
         return sorted(self.blocks, key=lambda block: block.memory is None)
 
     def is_here(self, block: Block) -> bool:
         """Return whether this residency still holds the block's values, or this rank's part of
-        them, in memory or in the store: `give_back` has not returned them yet.
+        them, in memory or in the store: `return_to_model` has not returned them yet.
         """
         return block.in_host is not Presence.AWAY or block.is_stored
 
-    def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
+    def return_to_model(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
         """Make the block's parameters ordinary ones with values in memory of their own, and leave
         the block empty. make: returns a place in host memory for values like those given. Does
         nothing the second time.
@@ -630,6 +630,6 @@ class Residency:
             place.fill(values)
             places.append((member, place))
         for _, place in places:
-            place.settle()  # the values in memory are released next
+            place.sync()  # the values in memory are released next
         for member, place in places:
             restore(member.param, place.tensor)

@@ -41,7 +41,7 @@ class ShardedGradients(MeanGradients):
         for param in self._exposed:
             set_own_grad(param, None)
 
-    def _settled(self) -> None:
+    def _backward_ended(self) -> None:
         self._norms.clear()
         self._show_exposed()
 
@@ -226,7 +226,7 @@ class ShardedGradients(MeanGradients):
                     "have the same one; call zero_grad() before prepare"
                 )
 
-    def give_back(self, make: Callable[[Tensor], Outgoing]) -> None:
+    def return_to_model(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter, which is an ordinary one again, with its whole gradient, gathered
         from all ranks. make: returns a place for spilled gradients that the user's code holds.
         """
@@ -246,7 +246,7 @@ class ShardedGradients(MeanGradients):
             self._end_local()
 
     def _give_back_all(self) -> None:
-        self.settle()
+        self.end_backward()
         for one in self._sums.values():
             if not one.has:
                 continue

@@ -498,7 +498,7 @@ class ShardedResidency(Residency):
                 )
         return self.blocks
 
-    def give_back(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
+    def return_to_model(self, block: Block, make: Callable[[Tensor], Outgoing]) -> None:
         """Gather the block and leave the parameters with their whole values, on every rank. If the
         other ranks cannot be reached any more, the parameters stay placeholders. A block that is
         not committed has its parameters' own values still: only the shard is released.

@@ -385,7 +385,7 @@ def _loss_told() -> Iterator[None]:
 
 def _kept(place: Outgoing, values: Tensor) -> Tensor:
     place.fill(values)
-    place.settle()
+    place.sync()
     return place.tensor
 
 

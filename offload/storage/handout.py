@@ -137,7 +137,7 @@ class Handout:
             raise error
         self._error = self._error or error.with_traceback(None)  # which would hold tensors
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Sync all written values to the drive. Blocks."""
         for file in self._files:
             file.sync()
@@ -148,7 +148,7 @@ class Handout:
         """
         if self._error is not None:
             raise self._error
-        self.settle()
+        self.sync()
         for file in self._files:
             file.memory()
         self.close()
@@ -267,7 +267,7 @@ class _OnFile:
     def fill(self, values: Tensor) -> None:
         self.write(0, in_order(values, self._stride))
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         self._whole.act(self._file.sync)
 
 
@@ -282,7 +282,7 @@ class _Nowhere:
 
     def fill(self, values: Tensor) -> None: ...
 
-    def settle(self) -> None: ...
+    def sync(self) -> None: ...
 
 
 def allow_memory(nbytes: int, refusals: Sequence[Refusal], metrics: Metrics) -> None:

@@ -24,7 +24,7 @@ class Outgoing(Protocol):
     def fill(self, values: Tensor) -> None:
         """Write all elements from `values`, a tensor of the same shape and any strides."""
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Sync what was written to where it cannot be lost. Blocks. Raises `StoreError`."""
 
 
@@ -41,7 +41,7 @@ class InMemory:
     def fill(self, values: Tensor) -> None:
         self.tensor.copy_(values)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Do nothing: memory needs no sync."""
 
 

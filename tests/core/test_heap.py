@@ -82,7 +82,7 @@ class Process:
         self.free = self.peak = self.trims = 0
         self.heap = Heap(self.private, self.trim)
         self.heap._users = 1
-        self.heap.settle()
+        self.heap.trim_after_start()
         self.trims = 0
 
     def private(self) -> int:

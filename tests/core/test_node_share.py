@@ -79,7 +79,7 @@ def test_this_machine_has_some() -> None:
 def test_alone_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_share, "_bind", lambda _: pytest.fail("no core is to be bound"))
     assert (
-        node_share.settle(0, 1, lambda _: pytest.fail("no thread is to go"))
+        node_share.take_share(0, 1, lambda _: pytest.fail("no thread is to go"))
         == node_share.current()
         == NodeShare()
     )

@@ -145,7 +145,7 @@ def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_room_that_is_written_first_is_there(tmp_path: Path) -> None:
     with Handout([tmp_path], Metrics(), is_written_first=True) as made:
         place = made.room(torch.Size([1 << 20]), (1,), torch.float32)
-        made.settle()
+        made.sync()
         (file,) = made._files
         assert os.fstat(file._fd).st_blocks * 512 >= 4 << 20
         assert os.fstat(file._fd).st_mode & 0o777 == 0o600

@@ -183,7 +183,7 @@ class Training:
     def settle(self) -> None:
         """What is saved is whole; what is not there was not acknowledged."""
         with contextlib.suppress(OffloadError):  # a background save that nobody waited for
-            offload.checkpoint.background.settle([self.model, self.optimizer])
+            offload.checkpoint.background.await_saves([self.model, self.optimizer])
         for path in self.saves.iterdir():
             if path.name.startswith("."):
                 raise Wrong(f"{path} was left behind")
