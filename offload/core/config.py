@@ -121,8 +121,8 @@ class Config:
     """The accelerator that torch has, else the CPU."""
 
     device_memory: int | str | None = None
-    """Bytes this process may hold on the device, activations included. None: what is free, less a
-    margin.
+    """Bytes this process may hold on the device, activations included. None: the free device memory
+    less a margin.
     """
 
     host_memory: int | str | None = None
@@ -131,8 +131,8 @@ class Config:
     """
 
     nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None
-    """One directory or several for what does not fit in memory. Kept as a tuple of paths; None: no
-    disk.
+    """One directory or several for bytes that do not fit in memory. Kept as a tuple of paths; None:
+    no disk.
     """
 
     param_dtype: torch.dtype | str | None = None
@@ -150,7 +150,7 @@ class Config:
     """Units fetched ahead; "auto": from the tuned profile, else from the trace."""
 
     max_grad_norm: float | None = None
-    """Clip the global gradient norm to this inside the update. None: the loop clips, or nothing."""
+    """Clip the global gradient norm to this inside the update. None: no clipping here."""
 
     release_grads: bool = False
     """wrap: free device gradients as they reach the host. `p.grad` is then None: clip with
@@ -159,11 +159,11 @@ class Config:
     """
 
     process_group: Any = None
-    """Ranks to share with. None: the default group, if initialized; False: none, each for itself.
+    """Process group to shard over. None: the default group, if initialized; False: no sharding.
     """
 
     self_check: int = 0
-    """For the first so many steps a sample of chunks is updated again with torch and compared."""
+    """For this many first steps a sample of each slice is updated again by torch and compared."""
 
     profile: str | os.PathLike[str] | None = None
     """File that `offload tune` wrote. None: the machine's own, if there is one."""

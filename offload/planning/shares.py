@@ -1,10 +1,10 @@
 """The division of a prepared model's host memory. A pure function of sizes and the budget.
 
-Parameters come first: a byte of them is read for forward and for backward, and written by the
-update. Then gradients, which stay from backward to step; then optimizer state, of which a byte is
-read and written once a step. What does not fit is on disk and passes through buffers. Activations
-that may be offloaded have a part of the budget to themselves, and half of what remains when all
-else fits.
+Where not all fits: one unit at a time and the buffers of the state have their room first, then
+gradients, then all parameters, then state that stays resident. What does not fit is on disk and
+passes through buffers: the largest gradients are spilled, blocks are fetched and evicted.
+Activations that may be offloaded have a part of the budget to themselves, and half of what remains
+when all else fits.
 """
 
 from __future__ import annotations
