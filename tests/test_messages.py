@@ -401,7 +401,7 @@ def test_parameters_of_two_ages_are_not_saved_and_not_handed_out_in_silence(
     with pytest.raises(StateError, match="failed halfway"):
         offload.save(tmp_path / "saved", model)
     model.state_dict()
-    assert "model.state_dict(): an earlier step ended with an error" in caplog.text
+    assert "model.state_dict(): an earlier step failed halfway" in caplog.text
     caplog.clear()
     offload.close(model)
     assert "close(): the optimizer has no state any more" in caplog.text

@@ -118,8 +118,8 @@ class Consistency:
         """Warn if `what` hands out mixed values."""
         if self._error is not None:
             LOG.warning(
-                "%s: an earlier %s failed halfway, so that these values are of "
-                "two ages; load a whole checkpoint before they are used",
+                "%s: an earlier %s failed halfway, so that these values are from "
+                "different steps; load a whole checkpoint before they are used",
                 what,
                 self._act,
             )

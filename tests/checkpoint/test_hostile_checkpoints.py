@@ -94,7 +94,7 @@ warm_up(path)
 text = json.dumps(document(path), separators=(",", ":")).encode()
 
 unit, end = ast.literal_eval(sys.argv[2])
-buffer = %d - len(text) - 200
+room = %d - len(text) - 200
 seal(path, text.replace(b'"extra":null', b'"extra":[' + unit * (room // len(unit)) + end + b']'))
 del text
 limit_memory(%d)

@@ -140,7 +140,7 @@ def test_a_registration_that_somebody_forgot_is_taken_back(runtime: Runtime) -> 
 def test_memory_that_cuda_takes_for_anothers_is_refused(runtime: Runtime) -> None:
     """Copies would read what was there before."""
     runtime.answers = [ALREADY, ALREADY]
-    with pytest.raises(StateError, match="start the process anew"):
+    with pytest.raises(StateError, match="restart the process"):
         open_pool()
     assert runtime.last_error == 0
 

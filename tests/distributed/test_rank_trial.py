@@ -76,7 +76,7 @@ def add_without_room(rank: int, swap: Path) -> str:
 def test_a_plan_that_one_rank_has_no_room_for_is_refused_on_all(tmp_path: Path) -> None:
     first, second = run(2, add_without_room, tmp_path, deadline_s=60)
     assert second == "CapacityError: no room on rank 1"
-    assert "rank 1 cannot go on" in first and "no room on rank 1" in first
+    assert "rank 1 failed, so no rank continues" in first and "no room on rank 1" in first
 
 
 def part_ways(rank: int) -> str:

@@ -508,7 +508,7 @@ def test_damage_is_noticed_by_whoever_looks(both: Any, tmp_path: Path) -> None:
     grad = param.grad
     values = grad.clone().numpy().tobytes()
     assert damage(tmp_path, values[:4096], flip) == 1
-    with pytest.raises(CorruptionError, match="what came back"):
+    with pytest.raises(CorruptionError, match="what was read"):
         grad.sum()
     param.grad = plain.get_parameter(name).grad.clone()
     theirs.step()

@@ -701,7 +701,7 @@ def test_what_would_be_lost_is_refused() -> None:
         offload.wrap(Counting([p]), elementwise=True)
     with pytest.warns(UserWarning, match="duplicate"):
         twice = AdamW([p, p])
-    with pytest.raises(ConfigError, match="there twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         offload.wrap(twice)
     optimizer = AdamW([p])
     optimizer.state["global"] = {"count": 1}
@@ -902,7 +902,7 @@ def test_a_fault_of_the_disk_poisons_the_optimizer(
         for _ in range(3):
             optimizer.step()
     for refused in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(StateError, match="two ages; load a checkpoint"):
+        with pytest.raises(StateError, match="different steps; load a checkpoint"):
             refused()
     optimizer.close()
     assert type(optimizer) is AdamW and not optimizer.state

@@ -139,7 +139,7 @@ def test_a_checkpoint_mends_a_broken_optimizer(tmp_path: Path) -> None:
         optimizer.state_dict()
     with pytest.raises(StateError, match="was not written since; load the model's"):
         optimizer.load_state_dict(saved)
-    with pytest.raises(StateError, match="two ages"):
+    with pytest.raises(StateError, match="different steps"):
         optimizer.step()
     with torch.no_grad():
         for param, weight in zip(params, weights, strict=True):

@@ -122,7 +122,7 @@ def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
         (["5M", "--nvme", "/nowhere"], "is not a directory"),
         (["5M", "--on", "nothing.json"], "expected a profile's file or one of"),
         (["5M", "--from", "rtx4090-1ssd"], "--from: is for --trace"),
-        (["5M", "--trace", "run.json"], "two questions"),
+        (["5M", "--trace", "run.json"], "exclude each other"),
         (["--trace", "nowhere.json"], "is not there"),
         (["--trace", "run.json", "--batch", "3"], "--batch: a recorded run has its own"),
     ],

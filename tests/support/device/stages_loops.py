@@ -241,7 +241,7 @@ def broken(rank: int, stage: int) -> str:
             recipe.update = lambda work, u=update, t=turns: u(work) if next(t) < 3 else 1 / 0
         kind = ZeroDivisionError if rank else StateError
         refused(kind, "division by zero", pair.ours.step)
-        refused(StateError, "two ages|cannot go on|earlier error", pair.ours.step)
+        refused(StateError, "different steps|no rank continues|earlier error", pair.ours.step)
         pair.ours.close()
         pair.model.zero_grad()
         gc.collect()
