@@ -23,7 +23,7 @@ from offload.distributed import Ranks, is_sharded, place_of, ranks_of
 from offload.optim import WrapRequest, attach, is_wrapped
 from offload.optim.opening import open_session
 from offload.params.hooks import watch_gradients, watch_passes
-from offload.params.prepare_consensus import draw_up, joined
+from offload.params.prepare_consensus import connected_ranks, plan_by_consensus
 from offload.params.prepare_plan import PreparePlan
 from offload.params.prepared import Prepared, prepared_of, refuse_prepared
 from offload.params.units import Choice
@@ -124,12 +124,12 @@ def prepare(
     warn_if_unknown(torch.__version__)
     config = Config.of(config, **fields)
     refuse_prepared(model)
-    with joined(config.process_group) as ranks:
+    with connected_ranks(config.process_group) as ranks:
         allowed_bytes, _ = host_bytes(config)
         place = None if ranks is None else ranks.place
         holder = f"{type(model).__name__}, prepared"
         with telling_of_the_budget(config), limited(config, holder):
-            prepare_plan = draw_up(
+            prepare_plan = plan_by_consensus(
                 ranks,
                 allowed_bytes,
                 lambda nbytes: PreparePlan(model, optimizer, config, nbytes, units, weights, place),

@@ -30,7 +30,7 @@ from offload.device import DeviceTransfer
 from offload.distributed import Ranks
 from offload.params import device_gradients as device_tier
 from offload.params.device_gradients import DeviceGradients
-from offload.params.gathered import Gathered, GatherMemory, HostGathered
+from offload.params.gathered import Gathered, GatheredBlockMemory, HostGathered
 from offload.params.gradients import GradMemory
 from offload.params.mean_gradients import MeanGradients, ShardContext
 from offload.params.placeholder import set_own_grad
@@ -494,7 +494,9 @@ def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:
     copies, param = Copies(), nn.Parameter(torch.zeros(64))
     unit = Unit(0, "layer", (), (Member("w", param, 0, param.shape, param.dtype),), (0,))
     shard_context = ShardContext(
-        cast(Ranks, copies), Sharding(0, 1, gradient_bytes=1 << 20), cast(GatherMemory, copies)
+        cast(Ranks, copies),
+        Sharding(0, 1, gradient_bytes=1 << 20),
+        cast(GatheredBlockMemory, copies),
     )
     means = MeanGradients([unit], {0: param}, shard_context, Pool(1 << 20), Metrics(), set)
     for number, presses in enumerate((False, True)):

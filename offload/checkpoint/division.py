@@ -19,7 +19,7 @@ from offload.storage.safetensors_header import TensorPlace, TensorSpec
 Range = tuple[int, int]  # begin and end, in bytes
 
 
-class Holding(NamedTuple):
+class TensorToSave(NamedTuple):
     """A tensor to be saved. own: the byte ranges of it that this rank writes, and no other rank
     does; None: all ranks hold the tensor, and each writes a share.
     """
@@ -35,10 +35,10 @@ def divide(
     count: int,
 ) -> dict[str, list[Range]]:
     """Return the byte ranges of each tensor of one file that `rank` of `count` writes. own: by
-    name, as in `Holding`.
+    name, as in `TensorToSave`.
     """
     shared = sorted((p.offset, p.nbytes, name) for name, p in places.items() if own[name] is None)
-    found = {name: joined(ranges) for name, ranges in own.items() if ranges is not None}
+    found = {name: merged_ranges(ranges) for name, ranges in own.items() if ranges is not None}
     found |= {name: [] for _, _, name in shared}
     extents = [(offset, nbytes) for offset, nbytes, _ in shared]
     for at, begin, end in cut(extents, rank, count):
@@ -80,7 +80,7 @@ def _bound(extents: Sequence[Range], ends: Sequence[int], at: int, total: int) -
     return ends[number] - nbytes + min(place - offset, nbytes)
 
 
-def joined(ranges: Iterable[Range]) -> list[Range]:
+def merged_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Return the ranges in order; those that touch or overlap are merged, empty ones left out."""
     found: list[Range] = []
     for begin, end in sorted(each for each in ranges if each[0] < each[1]):

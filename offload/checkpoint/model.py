@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.division import Holding
+from offload.checkpoint.division import TensorToSave
 from offload.checkpoint.tensors import (
     NAMES,
     Sink,
@@ -109,7 +109,7 @@ class ModelContents:
             lines.append(f"{name} {NAMES.get(tensor.dtype)} {list(tensor.shape)}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def holdings(self, is_first: bool) -> list[Holding]:
+    def holdings(self, is_first: bool) -> list[TensorToSave]:
         """Return which bytes of each tensor this rank writes. All ranks have the same parameters,
         or each has its part of them. Buffers may differ (running means of what each rank has seen):
         those of the first rank are saved.
@@ -121,7 +121,7 @@ class ModelContents:
             for name, tensor in self.tensors.items()
         ]
 
-    def _kept(self, name: str, tensor: Tensor) -> Holding | None:
+    def _kept(self, name: str, tensor: Tensor) -> TensorToSave | None:
         """Return this rank's elements of a parameter that ranks of a prepared model share; None for
         any other tensor.
         """
@@ -129,7 +129,7 @@ class ModelContents:
         if own is None:
             return None
         spec, size = spec_of(name, tensor), tensor.element_size()
-        return Holding(spec, ((own[0] * size, own[1] * size),))
+        return TensorToSave(spec, ((own[0] * size, own[1] * size),))
 
     def samples(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return sample checksums: of parameters that should be the same on all ranks, and of

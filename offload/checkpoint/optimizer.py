@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.division import Holding, Range
+from offload.checkpoint.division import Range, TensorToSave
 from offload.checkpoint.memory_format import order_of
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.strided_state import is_strided
@@ -25,7 +25,7 @@ from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded, like, local_of, rows_of
 from offload.optim import Session, is_wrapped
-from offload.optim.export import Held
+from offload.optim.export import ParamOptimizerState
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
 from offload.optim.source import FieldSource
@@ -61,7 +61,7 @@ class OptimizerContents:
             param for group in self.optimizer.param_groups for param in group["params"]
         ]
         self.names = _names(self.optimizer, model_names, stateful or {})
-        self.held: list[Held] = []
+        self.held: list[ParamOptimizerState] = []
         self._fields: dict[str, Tensor] = {}  # of a plain optimizer
 
     @property
@@ -72,19 +72,21 @@ class OptimizerContents:
 
     # --- saving -----------------------------------------------------------------------------------
 
-    def look(self, rank_group: RankGroup) -> tuple[list[Holding], dict[str, Any]]:
+    def look(self, rank_group: RankGroup) -> tuple[list[TensorToSave], dict[str, Any]]:
         """Return which bytes of which fields this rank writes, and all other values. No step may
         run before `Session` has begun to save the fields.
         """
         states: dict[str, dict[str, Any]] = {}
-        found: list[Holding] = []
+        found: list[TensorToSave] = []
         if self.session is not None:
             self.held = self.session.held()
             for held in self.held:
                 name = self.names[held.record.number]
                 shape = tuple(held.record.param.shape)  # the whole shape, where ranks share it
                 specs = [TensorSpec(f"{name}/{field}", "F32", shape) for field in held.fields]
-                found += [Holding(spec, own_bytes(held.record, spec, rank_group)) for spec in specs]
+                found += [
+                    TensorToSave(spec, own_bytes(held.record, spec, rank_group)) for spec in specs
+                ]
                 states[name] = {key: packed(value) for key, value in held.scalars.items()}
         else:
             states = self._look_at_plain()

@@ -50,7 +50,7 @@ _GONE_S = 1.0  # until the locks of a killed process are free
 _GONE_STEP_S = 0.02
 
 
-class _Berth:
+class _SharedSaveDirectory:
     """The directory of the first rank, and this rank's descriptors of files in it. It does not
     refer to the writer, so that an abandoned writer can be garbage-collected.
     """
@@ -158,7 +158,7 @@ class ParticipantWriter:
         self._lock = threading.RLock()
         self._state = WriterState.OPEN
         self._shards: list[Shard] = []
-        self._berth = _Berth(path, invitation, self._disk)
+        self._berth = _SharedSaveDirectory(path, invitation, self._disk)
         self._discard = weakref.finalize(self, self._berth.discard)
         self._output = self._berth.output = Output(self._disk, self._metrics, buffer_bytes)
         self._disk.hook("joined")
@@ -169,7 +169,7 @@ class ParticipantWriter:
         tensors: Sequence[TensorSpec],
         own: Mapping[str, Sequence[Range] | None],
     ) -> Shard:
-        """Open the file that the first rank has made for these tensors. own: as in `Holding`."""
+        """Open the file that the first rank has made for these tensors. own: as in `TensorToSave`."""
         number = 1 + sum(shard.section == section for shard in self._shards)
         name = f"{section}-{number:05d}.safetensors"
         header = ShardHeader.of(section, tensors)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from offload.core.errors import ConfigError, OffloadError, StateError, kind_of
-from offload.distributed.side_channel import SideChannel, meet
+from offload.distributed.side_channel import SideChannel, open_side_channel
 
 ARRIVAL_S = 60.0  # until all ranks have reached the same save or load
 
@@ -38,7 +38,7 @@ class RankGroup:
         """Wait until every rank has reached this point of its program; a `StateError` names the
         ranks that have not. process_group: as in a `Config`.
         """
-        return cls(what, meet(what, process_group, ARRIVAL_S))
+        return cls(what, open_side_channel(what, process_group, ARRIVAL_S))
 
     def by_consensus(self, phase: str, act: Callable[[], Any]) -> list[Any]:
         """Run `act` on every rank; return the results (JSON) of all, by rank, when all have one. If

@@ -39,7 +39,7 @@ def next_number(parent: CheckpointDirectory) -> int:
     return 1 + max(numbers, default=0)
 
 
-class Older:
+class OlderCheckpoints:
     """The checkpoints in `parent` that are older than `newest`, and of the same model: with the
     same names, types and shapes.
     """

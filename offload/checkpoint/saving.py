@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint import background
-from offload.checkpoint.division import Holding, within
+from offload.checkpoint.division import TensorToSave, within
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
 from offload.checkpoint.participant_writer import ParticipantWriter, sweep
@@ -30,7 +30,7 @@ from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.rng import random_states
 from offload.checkpoint.shard import Shard
 from offload.checkpoint.strided_state import StridedState
-from offload.checkpoint.trees import OTHER, Leaves
+from offload.checkpoint.trees import OTHER, SavedTreeTensors
 from offload.checkpoint.writer import CheckpointWriter
 from offload.core.errors import ConfigError, reason
 from offload.core.locks import steadfast, uninterrupted
@@ -76,8 +76,8 @@ class Save:
             self.owners.append(self._optimizer.optimizer)
         self._extra = extra
         self._stateful = stateful
-        self._leaves = Leaves()
-        self._holdings: dict[str, list[Holding]] = {}
+        self._leaves = SavedTreeTensors()
+        self._holdings: dict[str, list[TensorToSave]] = {}
         self._writer: CheckpointWriter | ParticipantWriter | None = None
         self._shards: dict[str, _Shards] = {}
         self._saver: Saver | None = None
@@ -114,7 +114,7 @@ class Save:
         """
         is_first = self._rank_group.is_first
         trees: dict[str, Any] = {MODEL: self._model.values()}
-        fields: list[Holding] = []
+        fields: list[TensorToSave] = []
         if self._optimizer is not None:
             fields, trees[OPTIMIZER] = self._optimizer.look(self._rank_group)
         trees |= {RNG: random_states(), "extra": self._extra}
@@ -383,7 +383,7 @@ class _Shards:
         self,
         writer: CheckpointWriter | ParticipantWriter,
         section: str,
-        holdings: Sequence[Holding],
+        holdings: Sequence[TensorToSave],
     ) -> None:
         self._shard_of: dict[str, Shard] = {}
         for some in _cut(holdings):
@@ -405,8 +405,8 @@ class _Shards:
         return own is None or bool(within(own[name], begin_bytes, end_bytes))
 
 
-def _cut(holdings: Iterable[Holding]) -> list[list[Holding]]:
-    found: list[list[Holding]] = []
+def _cut(holdings: Iterable[TensorToSave]) -> list[list[TensorToSave]]:
+    found: list[list[TensorToSave]] = []
     nbytes = 0
     for each in holdings:
         if not found or nbytes + each.spec.nbytes > _MOST_SHARD_BYTES:

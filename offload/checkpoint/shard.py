@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.checkpoint.division import Range, joined, within
+from offload.checkpoint.division import Range, merged_ranges, within
 from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.manifest import CheckedPart, SavedTensor
 from offload.checkpoint.io_buffers import IoBuffer
@@ -211,9 +211,10 @@ class Shard:
                 wanted = (
                     self.own[name] if self.own is not None else [(0, self._places[name].nbytes)]
                 )
-                if joined((each.begin, each.end) for each in done) != joined(wanted):
+                if merged_ranges((each.begin, each.end) for each in done) != merged_ranges(wanted):
                     raise StateError(
-                        f"{self.section}/{name}: expected the bytes {joined(wanted)} from this "
+                        f"{self.section}/{name}: expected the bytes {merged_ranges(wanted)} from "
+                        "this "
                         f"rank, {sum(e.end - e.begin for e in done)} have been written"
                     )
             return {name: pieces for name, pieces in found.items() if pieces}
@@ -267,7 +268,7 @@ class ShardHeader:
         found = [(0, len(self.text))] if is_first else []
         for name, place in self.places.items():
             found += [(place.offset + begin, place.offset + end) for begin, end in own[name]]
-        return joined(found)
+        return merged_ranges(found)
 
     @classmethod
     def of(cls, section: str, tensors: Sequence[TensorSpec]) -> ShardHeader:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.checkpoint.rank_group import RankGroup
 from offload.optim.assembly import is_row_major
-from offload.optim.export import Held
+from offload.optim.export import ParamOptimizerState
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.optim.source import as_bytes
@@ -28,7 +28,7 @@ def is_strided(record: Record) -> bool:
 class StridedState:
     """The parts of all such fields that this rank holds, until they are written."""
 
-    def __init__(self, held: Iterable[Held]) -> None:
+    def __init__(self, held: Iterable[ParamOptimizerState]) -> None:
         self._fields = {
             (each.record.number, field): each.record
             for each in held

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.checkpoint.division import Holding, Range
+from offload.checkpoint.division import Range, TensorToSave
 from offload.checkpoint.format.crc import crc32
 from offload.core.errors import ConfigError
 from offload.distributed import is_sharded, local_of, rows_of
@@ -94,7 +94,7 @@ def write(name: str, tensor: Tensor, sink: Sink) -> None:
             sink.write(name, first + begin, piece)
 
 
-def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> Holding:
+def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> TensorToSave:
     """Return which bytes of a tensor this rank writes: a share of one that is the same on all
     ranks; of a sharded tensor, the rows that it is the first to hold; of one that may differ, all
     of it on the first rank, and nothing elsewhere. is_first: for a tensor that may differ, whether
@@ -103,10 +103,10 @@ def holding_of(name: str, tensor: Tensor, is_first: bool | None = None) -> Holdi
     spec = spec_of(name, tensor)
     if is_sharded(tensor):
         is_ours = rows_of(name, tensor).is_first_holder
-        return Holding(spec, (bytes_here(name, tensor),) if is_ours else ())
+        return TensorToSave(spec, (bytes_here(name, tensor),) if is_ours else ())
     if is_first is None:
-        return Holding(spec)
-    return Holding(spec, ((0, spec.nbytes),) if is_first else ())
+        return TensorToSave(spec)
+    return TensorToSave(spec, ((0, spec.nbytes),) if is_first else ())
 
 
 def bytes_here(name: str, tensor: Tensor) -> Range:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.checkpoint.division import Holding
+from offload.checkpoint.division import TensorToSave
 from offload.checkpoint.format.values import decode, encode
 from offload.checkpoint.tensors import NAMES, Sink, each_piece, spec_of, write
 from offload.core.errors import ConfigError, FormatError
@@ -24,7 +24,7 @@ from offload.storage.safetensors_header import SIZES, TensorSpec
 OTHER = "other"
 
 
-class Leaves:
+class SavedTreeTensors:
     """The tensors of all trees of one checkpoint, each once. They are referenced, not copied."""
 
     def __init__(self) -> None:
@@ -62,9 +62,9 @@ class Leaves:
         specs = [spec_of(name, tensor) for name, tensor in self.tensors.items()]
         return sorted(specs, key=lambda spec: -SIZES[spec.dtype])
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[TensorToSave]:
         """Return what the first rank writes of the tensors: all of it."""
-        return [Holding(spec, ((0, spec.nbytes),)) for spec in self.specs()]
+        return [TensorToSave(spec, ((0, spec.nbytes),)) for spec in self.specs()]
 
     def write(self, sink: Sink) -> None:
         for name, tensor in self.tensors.items():
@@ -72,8 +72,8 @@ class Leaves:
 
 
 def decoded(tree: Any, get: Callable[[str], Tensor]) -> Any:
-    """Decode a tree that `Leaves.encode` returned. get: reads a tensor by its full name; called
-    once for each name, so that what was one object is one again.
+    """Decode a tree that `SavedTreeTensors.encode` returned. get: reads a tensor by its full name;
+    called once for each name, so that what was one object is one again.
     """
     read: dict[str, Tensor] = {}
 

@@ -34,7 +34,7 @@ from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME, Manifest
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.retention import Older, next_number
+from offload.checkpoint.retention import OlderCheckpoints, next_number
 from offload.checkpoint.shard import Shard, ShardHeader
 from offload.core.config import format_size
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
@@ -126,7 +126,7 @@ class CheckpointWriter:
         own: Mapping[str, Sequence[Range] | None] | None = None,
     ) -> Shard:
         """Make a new file for these tensors of `section`, with room for all of their bytes. own:
-        of each tensor, as in `Holding`; for a save of several ranks.
+        of each tensor, as in `TensorToSave`; for a save of several ranks.
 
         A full disk is reported here: a `StoreError` with the numbers. An error in making the file
         fails the whole save.
@@ -325,7 +325,9 @@ class CheckpointWriter:
             work.close_files(StateError(f"checkpoint {self.path}: is saved; open another writer"))
             self._metrics.count("checkpoint_written_bytes", work.output.written_bytes)
             if keep is not None:
-                older = Older(work.draft.parent, self._manifest, self._disk, self._metrics)
+                older = OlderCheckpoints(
+                    work.draft.parent, self._manifest, self._disk, self._metrics
+                )
                 older.remove_all_but(keep - 1)
         finally:
             self._discard.detach()

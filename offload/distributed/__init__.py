@@ -14,7 +14,7 @@ from offload.distributed.group import (
 )
 from offload.distributed.link import DeviceLink
 from offload.distributed.placing import (
-    Placing,
+    DTensorPlacement,
     Rows,
     is_sharded,
     like,
@@ -29,9 +29,9 @@ from offload.distributed.worker import Worker
 
 __all__ = [
     "Connections",
+    "DTensorPlacement",
     "DeviceLink",
     "Members",
-    "Placing",
     "Ranks",
     "Rows",
     "Worker",

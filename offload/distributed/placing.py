@@ -33,7 +33,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Placing:
+class DTensorPlacement:
     """The placement of a DTensor: its mesh, its placements and its global shape."""
 
     mesh: Any
@@ -50,12 +50,12 @@ class Placing:
         return f"{self.shape} placed as ({where}) over a mesh of {tuple(self.mesh.shape)}"
 
 
-def placing_of(tensor: Tensor) -> Placing | None:
+def placing_of(tensor: Tensor) -> DTensorPlacement | None:
     """Return the placement of a DTensor; None for an ordinary tensor."""
     if not is_sharded(tensor):
         return None
     given: Any = tensor
-    return Placing(given.device_mesh, tuple(given.placements), tuple(given.shape))
+    return DTensorPlacement(given.device_mesh, tuple(given.placements), tuple(given.shape))
 
 
 def like(param: Tensor, local: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ def part_of(param: Tensor, whole: Tensor) -> Tensor | None:
     return part
 
 
-def sum_over_meshes(values: Sequence[tuple[Placing | None, float]], went_well: bool) -> float:
+def sum_over_meshes(
+    values: Sequence[tuple[DTensorPlacement | None, float]], went_well: bool
+) -> float:
     """Sum the values that all ranks have for their parts of DTensors; the result has the same bits
     on all. A value that several ranks hold as replicas counts once, as the first of them has it;
     this also holds for ordinary tensors beside the DTensors.

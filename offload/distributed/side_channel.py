@@ -41,7 +41,7 @@ _RENDEZVOUS: Counter[str] = Counter()  # by name: how many there have been
 _LOCK = threading.Lock()
 
 
-def meet(what: str, process_group: Any, deadline_s: float) -> SideChannel | None:
+def open_side_channel(what: str, process_group: Any, deadline_s: float) -> SideChannel | None:
     """Hold a rendezvous of the ranks of `process_group` (None: all; False: none) and open a side
     channel between them. The result is None if this process is alone. All ranks call it, in the
     same order. Blocks up to the deadline, then raises `StateError`.
@@ -133,7 +133,7 @@ class SideChannel:
         self._connections, self._limit_s = connections, limit_s
         self._why: BaseException | None = None
         self._is_over = False
-        self._talk: _Talk | None = None
+        self._talk: _MessageRound | None = None
         self._lock = threading.Lock()
         self._thread = Worker("offload speaks", at_end=connections.close)
 
@@ -144,7 +144,7 @@ class SideChannel:
         with self._lock:
             if self._is_over:
                 raise self._why or StateError(f"{what}: rank {self.rank} has left")
-            talk = self._talk = _Talk(what)
+            talk = self._talk = _MessageRound(what)
             self._thread.put(lambda: self._converse(talk))
 
     def exchange(self, value: Any) -> list[Any]:
@@ -187,7 +187,7 @@ class SideChannel:
 
     # --- in the thread ----------------------------------------------------------------------------
 
-    def _converse(self, talk: _Talk) -> Callable[[], None]:
+    def _converse(self, talk: _MessageRound) -> Callable[[], None]:
         try:
             sizes = self._say_sizes(talk)
             if sizes is not None:
@@ -206,7 +206,7 @@ class SideChannel:
             talk.error.__cause__ = error
         return lambda: None
 
-    def _say_sizes(self, talk: _Talk) -> list[int] | None:
+    def _say_sizes(self, talk: _MessageRound) -> list[int] | None:
         """Exchange the sizes of the messages, in bytes by rank. Until every rank has its message,
         the exchange is repeated with -1 for a rank that has none yet, as a heartbeat. None: this
         rank has left.
@@ -245,7 +245,7 @@ class SideChannel:
             work.wait(limit)
 
 
-class _Talk:
+class _MessageRound:
     """A round of messages, one from each rank."""
 
     def __init__(self, what: str) -> None:

@@ -36,7 +36,7 @@ from offload.checkpoint.draft import check_path
 from offload.checkpoint.optimizer import innermost
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.saving import cancel_all, check_arguments, process_group_of
-from offload.checkpoint.trees import Leaves
+from offload.checkpoint.trees import SavedTreeTensors
 from offload.core.errors import ConfigError, StateError
 from offload.core.log import LOG
 from offload.distributed.side_channel import SharedFlag
@@ -383,7 +383,7 @@ def _check_save(
         raise ConfigError(f"path: expected a path or a function, got {type(path).__name__}")
     check_arguments("later" if callable(path) else check_path(path), model, keep, stateful)
     if not callable(extra):
-        Leaves().encode("extra", extra)
+        SavedTreeTensors().encode("extra", extra)
 
 
 def _check_thread() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.core.errors import CapacityError, StoreError
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.optim.export import Held, Origin, Targets
+from offload.optim.export import OptimizerStateHolder, ParamOptimizerState, Targets
 from offload.optim.source import FieldPart, KeptField, own_range
 from offload.planning.layout import ELEMENT_BYTES, Chunk
 from offload.storage.disk import DiskStore
@@ -62,21 +62,21 @@ class StoredPart:
         return f"{self._name} from {begin}"
 
 
-class Aside:
+class KeptOptimizerState:
     """The optimizer state that is kept while a new plan is made: by parameter, with the records of
     the plan it was copied out of. store: None if the state is in host memory.
     """
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[ParamOptimizerState],
         parts: Mapping[int, Mapping[str, FieldPart | StoredPart]],
         store: DiskStore | None,
     ) -> None:
         self._held, self._parts, self._store = held, parts, store
 
     @classmethod
-    def in_memory(cls, origin: Origin) -> Aside:
+    def in_memory(cls, origin: OptimizerStateHolder) -> KeptOptimizerState:
         held = origin.held()
         parts = {
             h.record.number: {field: FieldPart.empty(*own_range(h.record)) for field in h.fields}
@@ -88,11 +88,11 @@ class Aside:
     @classmethod
     def on_disk(
         cls,
-        origin: Origin,
+        origin: OptimizerStateHolder,
         chunks: Sequence[Chunk],
         directories: Sequence[Path],
         metrics: Metrics,
-    ) -> Aside:
+    ) -> KeptOptimizerState:
         """Copy the state out to a store in `directories`. chunks: those that hold the state now.
         Where the directories have no room, the state goes to host memory if enough of that is free;
         otherwise this raises a `StoreError`, and nothing has changed.
@@ -125,7 +125,7 @@ class Aside:
     def is_on_disk(self) -> bool:
         return self._store is not None
 
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[ParamOptimizerState]:
         return self._held
 
     @property
@@ -161,7 +161,7 @@ def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + _PIECE_NUMEL, end)
 
 
-def _stored_bytes(held: Sequence[Held], chunks: Sequence[Chunk]) -> int:
+def _stored_bytes(held: Sequence[ParamOptimizerState], chunks: Sequence[Chunk]) -> int:
     """Return the bytes that the slices of these parameters take, each piece in whole file blocks of
     `BLOCK_BYTES`.
     """

@@ -12,7 +12,7 @@ from offload.optim.source import FieldPart, own_range
 from offload.storage.outgoing import Outgoing
 
 
-class Held(NamedTuple):
+class ParamOptimizerState(NamedTuple):
     """The state of one parameter: the names of its fields, and all state that is not elementwise
     (`scalars`).
     """
@@ -34,17 +34,17 @@ class FieldTarget(Protocol):
 Targets = Mapping[int, Mapping[str, FieldTarget]]
 
 
-class Origin(Protocol):
+class OptimizerStateHolder(Protocol):
     """The holder of the state, or of this rank's part of it."""
 
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[ParamOptimizerState]:
         """List the state of every parameter that has any."""
 
     def copy_out(self, targets: Targets) -> None:
         """Write all elements of these fields that this rank holds to their targets."""
 
 
-class Gatherer(Protocol):
+class OptimizerStateGatherer(Protocol):
     """The all-gather of state over the ranks that share it. All ranks call it with the same groups
     and fields.
     """
@@ -63,7 +63,9 @@ class Gatherer(Protocol):
 Make = Callable[[Record, str], Outgoing | None]
 
 
-def export(origin: Origin, make: Make, gatherer: Gatherer | None) -> dict[int, dict[str, Any]]:
+def export(
+    origin: OptimizerStateHolder, make: Make, gatherer: OptimizerStateGatherer | None
+) -> dict[int, dict[str, Any]]:
     """Export the state of every parameter, by number, with the destinations that its fields were
     written to. gatherer: None if this rank holds all of the state.
     """
@@ -86,8 +88,8 @@ def export(origin: Origin, make: Make, gatherer: Gatherer | None) -> dict[int, d
 
 
 def _complete(
-    origin: Origin,
-    gatherer: Gatherer,
+    origin: OptimizerStateHolder,
+    gatherer: OptimizerStateGatherer,
     places: Mapping[int, Mapping[str, Outgoing]],
     records: Mapping[int, Record],
 ) -> None:

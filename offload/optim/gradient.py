@@ -10,15 +10,15 @@ from offload.distributed import local_of, placing_of
 from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
 from offload.optim.sliced_gradient import SlicedGradient
-from offload.optim.spilled_gradient import ColdValues, SpilledGradient
+from offload.optim.spilled_gradient import SpilledGradient, SpilledGradientInput
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def gradient_of(record: Record) -> Tensor | ColdValues:
+def gradient_of(record: Record) -> Tensor | SpilledGradientInput:
     """Return a parameter's gradient, flat, in the order of the parameter's memory; refuse one that
     no update can use. The parameter must have one. For a DTensor it is this rank's part. For a
-    gradient that is not in memory it is the handle of its values (`ColdValues`).
+    gradient that is not in memory it is the handle of its values (`SpilledGradientInput`).
     """
     given = record.param.grad
     assert given is not None

@@ -103,7 +103,7 @@ class GradientHandle(Tensor):
 
 
 @dataclass(frozen=True)
-class Edit:
+class GradientEdit:
     """An in-place change that works on each element by itself, so that it gives the same bits now
     or later, on the whole or part by part. is_blank: the values before it do not matter.
     """
@@ -114,7 +114,7 @@ class Edit:
     is_blank: bool = False
 
     @classmethod
-    def of(cls, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Edit:
+    def of(cls, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdit:
         """Make the edit that calls a method of `Tensor` with numbers or one-element tensors. The
         tensors are copied: user code may change them before the edit is applied.
         """

@@ -27,7 +27,7 @@ from offload.optim.session import Session
 _SESSION = "_offload_session"
 
 
-class Elsewhere(defaultdict[Any, Any]):
+class WrappedOptimizerState(defaultdict[Any, Any]):
     """The `state` of a wrapped optimizer: empty, but true if the session has state. For a
     distributed checkpoint torch tests whether `state` is true, and takes a step with gradients of
     zero if it is not.
@@ -238,7 +238,7 @@ def attach(optimizer: torch.optim.Optimizer, session: Session) -> None:
     """Wrap the optimizer: change its class. Its state must be in the session already."""
     setattr(optimizer, _SESSION, session)
     optimizer.state.clear()
-    optimizer.state = Elsewhere(session, optimizer.state)
+    optimizer.state = WrappedOptimizerState(session, optimizer.state)
     # With False a GradScaler unscales by itself and skips the step: our step reads no scale.
     session.supported_scaling = getattr(optimizer, "_step_supports_amp_scaling", None)
     # With True, where it would find no gradients to unscale, it calls `step`, which refuses it.

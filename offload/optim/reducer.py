@@ -49,7 +49,7 @@ class _InFlightMean:
 
 
 @dataclass
-class Carried:
+class CarriedGradients:
     """The reducer's gradients on their way from plan to plan. Buckets keep their numbers."""
 
     slices: dict[int, Tensor]
@@ -58,7 +58,7 @@ class Carried:
 
 
 @dataclass
-class _Gone:
+class _ReducedParams:
     """The numbers of parameters that the reducer has seen since the last step, or `zero_grad`."""
 
     having: set[int] = field(default_factory=set)  # have a gradient on this rank
@@ -85,7 +85,7 @@ class Reducer:
         # A parameter without elements is in no bucket, and steps all the same.
         self._empty = [r for r in records if not r.is_frozen and not r.param.numel()]
         self._filled: set[int] = set()  # buckets whose slices hold a mean since the last step
-        self._of = _Gone()
+        self._of = _ReducedParams()
         self._flying: deque[_InFlightMean] = deque()
         self._lock = threading.RLock()
         self.is_syncing = True  # False: in `no_sync`
@@ -274,7 +274,7 @@ class Reducer:
     def used(self) -> None:
         """Note that the step has used all gradients up."""
         self._filled.clear()
-        self._of = _Gone(released=self._of.released)
+        self._of = _ReducedParams(released=self._of.released)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Do what the optimizer's `zero_grad` does, for the gradients that were taken from the
@@ -285,7 +285,7 @@ class Reducer:
             self._begin_pass()
             self.used()
             if set_to_none:
-                self._of = _Gone()
+                self._of = _ReducedParams()
                 return
             for number in self._of.released:
                 bucket = self._buckets.bucket_of(number)
@@ -303,11 +303,11 @@ class Reducer:
 
     # --- from one plan to the next ----------------------------------------------------------------
 
-    def carry(self) -> Carried:
+    def carry(self) -> CarriedGradients:
         """Return copies of the gradients that are held here."""
         with self._lock:
             self.drain()
-            return Carried(
+            return CarriedGradients(
                 {number: self._slices[number].clone() for number in self._filled},
                 set(self._filled),
                 {
@@ -316,12 +316,14 @@ class Reducer:
                 },
             )
 
-    def take_over(self, carried: Carried) -> None:
+    def take_over(self, carried: CarriedGradients) -> None:
         numbers = {record.param: record.number for record in self._records}
         self._filled = carried.filled
         for number, values in carried.slices.items():
             self._slices[number].copy_(values)
-        self._of = _Gone(**{k: _known(params, numbers) for k, params in carried.params.items()})
+        self._of = _ReducedParams(
+            **{k: _known(params, numbers) for k, params in carried.params.items()}
+        )
 
 
 def _known(params: Iterable[Tensor], numbers: Mapping[Tensor, int]) -> set[int]:

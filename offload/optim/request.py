@@ -26,7 +26,7 @@ from offload.planning.limits import (
     telling_of_the_budget,
 )
 from offload.planning.planner import Plan, make_plan
-from offload.planning.tuning import Chosen, choose
+from offload.planning.tuning import ChosenTuning, choose
 
 _UNBUILT = (
     "device_memory",
@@ -45,7 +45,7 @@ class WrapRequest:
     plan: Plan
     states: Mapping[int, Mapping[str, Any]]  # that the optimizer has already, by record number
     host_bytes: int | None  # that it may take; None: no limit
-    chosen: Chosen
+    chosen: ChosenTuning
 
     @staticmethod
     def of(

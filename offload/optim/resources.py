@@ -19,7 +19,7 @@ from offload.core.heap import HEAP
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.device import DeviceTransfer
-from offload.optim.export import Gatherer
+from offload.optim.export import OptimizerStateGatherer
 from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, StagingProvider
@@ -83,7 +83,7 @@ class ParamOwner(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave gradients unreduced while the block runs."""
 
-    def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+    def gatherer(self, records: Sequence[Record]) -> OptimizerStateGatherer | None:
         """Make a gatherer for the parts of these records' state that are on other ranks; None:
         there are no other ranks.
         """
@@ -104,7 +104,7 @@ class ParamOwner(Protocol):
         """Note that the optimizer is a plain one again."""
 
 
-class OwnResources:
+class OptimizerOwnResources:
     """A pool and a store that belong to the optimizer alone. Nothing stays open when the
     constructor raises.
     """

@@ -34,19 +34,19 @@ from offload.distributed import (
     placing_of,
 )
 from offload.optim.agreement import settings_sum
-from offload.optim.aside import Aside
+from offload.optim.aside import KeptOptimizerState
 from offload.optim.assembly import is_same_order
 from offload.optim.buckets import Buckets
 from offload.optim.consistency import LOAD, MOVE, Consistency, clear_frames
 from offload.optim.exclusive_access import ExclusiveAccess
-from offload.optim.export import Gatherer, Held, export
+from offload.optim.export import OptimizerStateGatherer, ParamOptimizerState, export
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.norm import GlobalNorm
 from offload.optim.pending_step import PendingStep
 from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
 from offload.optim.recipe import NativeRecipe, Recipe, Record
 from offload.optim.records import check_param, each_param, make_records, spec_of
-from offload.optim.resources import OwnResources, ParamOwner, Resources, Watch, WatchPasses
+from offload.optim.resources import OptimizerOwnResources, ParamOwner, Resources, Watch, WatchPasses
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.sharded_coordinator import ShardedCoordinator
@@ -56,7 +56,7 @@ from offload.optim.updater import Updater
 from offload.planning.layout import MASTER
 from offload.planning.planner import UNKNOWN, Plan, Speeds, make_plan
 from offload.planning.tuning import NOTHING as NO_TUNING
-from offload.planning.tuning import Chosen
+from offload.planning.tuning import ChosenTuning
 from offload.storage.disk import DiskStore
 from offload.storage.handout import Handout
 from offload.storage.outgoing import Outgoing
@@ -71,7 +71,7 @@ _KEPT = (
 )
 
 
-class Drawn(NamedTuple):
+class OptimizerDraft(NamedTuple):
     """A set of records, plan and buckets that is drawn up and not opened yet."""
 
     records: list[Record]
@@ -95,7 +95,7 @@ class Session:
         ranks: Ranks | None = None,
         watch_passes: WatchPasses | None = None,
         link: DeviceLink | None = None,
-        chosen: Chosen = NO_TUNING,
+        chosen: ChosenTuning = NO_TUNING,
     ) -> None:
         # A weak reference: with a strong one each would hold the other, and its memory, until
         # garbage collection.
@@ -108,7 +108,9 @@ class Session:
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
         self.access = ExclusiveAccess()
         self.consistency = Consistency(may_move=host is not None)
-        self._aside: Aside | None = None  # state that is in no chunk, after a failed opening
+        self._aside: KeptOptimizerState | None = (
+            None  # state that is in no chunk, after a failed opening
+        )
         self._recipe = recipe
         self._watch_gradients = watch
         self.host = host
@@ -138,7 +140,7 @@ class Session:
         assert optimizer is not None, "the caller holds it"
         return optimizer
 
-    def _draw_up(self, with_state: Container[Tensor]) -> Drawn:
+    def _draw_up(self, with_state: Container[Tensor]) -> OptimizerDraft:
         """Make records and plan for the optimizer as it is now. Changes nothing."""
         records = self._make_records(with_state)
         buckets, share = self.coordinator.share_out(records) if self.coordinator else (None, None)
@@ -158,7 +160,7 @@ class Session:
         check_grad_buffers(self.config, plan)
         if self.host is not None:
             self.host.check(records, plan)
-        return Drawn(records, plan, buckets)
+        return OptimizerDraft(records, plan, buckets)
 
     def _make_records(self, with_state: Container[Tensor]) -> list[Record]:
         records = make_records(self.optimizer, self._recipe, with_state)
@@ -198,7 +200,9 @@ class Session:
                 self._resources = resources = self._make_resources(records, plan)
             sharded_update = None
             if self.coordinator is not None and buckets is not None:
-                assert isinstance(resources, OwnResources), "a prepared model has ranks of its own"
+                assert isinstance(resources, OptimizerOwnResources), (
+                    "a prepared model has ranks of its own"
+                )
                 sharded_update = self.coordinator.open(records, plan, buckets, resources)
         except BaseException as error:
             self.close()
@@ -211,7 +215,7 @@ class Session:
     def _make_resources(self, records: Sequence[Record], plan: Plan) -> Resources:
         if self.host is not None:
             return self.host.make_resources(records, plan)
-        return OwnResources(
+        return OptimizerOwnResources(
             records,
             plan,
             self._directories,
@@ -388,7 +392,7 @@ class Session:
             handout.finish()
             return {records[n].param: _placed(records[n], state) for n, state in states.items()}
 
-    def _gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+    def _gatherer(self, records: Sequence[Record]) -> OptimizerStateGatherer | None:
         """Make a gatherer for the parts of these records' state that are on other ranks."""
         if self.host is not None:
             return self.host.gatherer(records)
@@ -442,7 +446,7 @@ class Session:
             return self.updater.records
         return self._make_records(self._aside.states if self._aside else ())
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[ParamOptimizerState]:
         """Return the state to save, by the parameters of today; raise where it is inconsistent."""
         self._look_again()
         return self.updater.held()
@@ -523,7 +527,7 @@ class Session:
         self.close()
         self._open_if_closed(fresh)
 
-    def _draw_up_together(self, having: Container[Tensor]) -> Drawn:
+    def _draw_up_together(self, having: Container[Tensor]) -> OptimizerDraft:
         """Draw up with the consensus of the ranks that share a model: each has a plan of its own,
         and one of them may have no room for it.
         """
@@ -531,7 +535,7 @@ class Session:
             return self._draw_up(having)
         return self.host.by_consensus(lambda: self._draw_up(having), lambda drawn: {})
 
-    def _keep_aside(self, plan: Plan) -> Aside:
+    def _keep_aside(self, plan: Plan) -> KeptOptimizerState:
         """Copy the state, for the time between the present plan and `plan`. Where the copy does not
         fit beside them it is put in a store, or the excess is reported as a fall-back.
         """
@@ -541,16 +545,16 @@ class Session:
         fits = allowed_bytes is None or taken_bytes <= allowed_bytes or self.coordinator is not None
         if self.store is not None or (self._directories and not fits):
             chunks = self.plan.chunks
-            return Aside.on_disk(self.updater, chunks, self._directories, self.metrics)
+            return KeptOptimizerState.on_disk(self.updater, chunks, self._directories, self.metrics)
         if not fits:
             self.metrics.fall_back(
                 "memory while the plan is made anew",
                 f"the state is there twice then, {format_size(taken_bytes - (allowed_bytes or 0))} "
                 "above what host_memory allows; with nvme=... the copy would be on disk",
             )
-        return Aside.in_memory(self.updater)
+        return KeptOptimizerState.in_memory(self.updater)
 
-    def _open_if_closed(self, fresh: Drawn | None = None) -> None:
+    def _open_if_closed(self, fresh: OptimizerDraft | None = None) -> None:
         """Open with the state that was kept aside, if an opening has failed."""
         if self.updater is not None:
             return

@@ -22,8 +22,8 @@ from offload.optim.agreement import by_consensus, check_alike, start_facts
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
 from offload.optim.pending_step import PendingStep
 from offload.optim.recipe import Record
-from offload.optim.reducer import Carried, Reducer
-from offload.optim.resources import OwnResources, WatchPasses
+from offload.optim.reducer import CarriedGradients, Reducer
+from offload.optim.resources import OptimizerOwnResources, WatchPasses
 from offload.optim.sharded_update import ShardedUpdate
 from offload.optim.spilled_gradient import Gradient, in_memory
 from offload.planning.planner import Plan
@@ -61,7 +61,7 @@ class ShardedCoordinator:
         self._metrics = metrics
         self._reduces = bool(config.release_grads)
         self._watch = watch
-        self._carried: Carried | None = None  # gradients between two plans
+        self._carried: CarriedGradients | None = None  # gradients between two plans
         self._is_syncing = True
 
     def share_out(self, records: Sequence[Record]) -> tuple[Buckets, RankShare]:
@@ -77,7 +77,11 @@ class ShardedCoordinator:
         return buckets, buckets.share(self._stage, place)
 
     def open(
-        self, records: Sequence[Record], plan: Plan, buckets: Buckets, resources: OwnResources
+        self,
+        records: Sequence[Record],
+        plan: Plan,
+        buckets: Buckets,
+        resources: OptimizerOwnResources,
     ) -> ShardedUpdate:
         assert plan.ranks is not None, "made for ranks"
         network = None

@@ -19,14 +19,14 @@ from torch import Tensor
 from offload.core.errors import StateError
 from offload.optim.gradient_handle import (
     KEEPER,
-    Edit,
+    GradientEdit,
     GradientHandle,
     foreach,
     handles_in,
     is_plain,
     itself,
 )
-from offload.optim.spilled_gradient import ColdValues
+from offload.optim.spilled_gradient import SpilledGradientInput
 
 NO_SCALER = (
     "cannot be used with a model that is shared out over ranks: each has a slice of the gradients; "
@@ -45,7 +45,7 @@ class SliceKeeper(Protocol):
         gradient is not the parameter's any more, or is not reduced yet.
         """
 
-    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | ColdValues:
+    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | SpilledGradientInput:
         """Return the same elements for the update, in memory or spilled."""
 
     def norm_of(self, param: Tensor, gradient: Tensor, order: float) -> float:
@@ -54,7 +54,7 @@ class SliceKeeper(Protocol):
     def count_of(self, values: Tensor, what: str) -> int:
         """Count the true values over all ranks."""
 
-    def edit(self, param: Tensor, gradient: Tensor, edit: Edit) -> None:
+    def edit(self, param: Tensor, gradient: Tensor, edit: GradientEdit) -> None:
         """Change this rank's elements, now or when they are used."""
 
     def take(self, param: Tensor, gradient: Tensor, whole: Tensor) -> None:
@@ -79,7 +79,7 @@ class SlicedGradient(GradientHandle):
         return _keeper(self).values_of(_param(self), self)
 
     @property
-    def source(self) -> Tensor | ColdValues:
+    def source(self) -> Tensor | SpilledGradientInput:
         """This rank's elements for the update."""
         return _keeper(self).source_of(_param(self), self)
 
@@ -213,7 +213,7 @@ def _in_place(name: str) -> Callable[..., Any]:
     def act(gradient: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(gradient, SlicedGradient) or not is_plain((*args, *kwargs.values())):
             _refuse(getattr(Tensor, name), (gradient, *args))
-        _keeper(gradient).edit(_param(gradient), gradient, Edit.of(name, args, kwargs))
+        _keeper(gradient).edit(_param(gradient), gradient, GradientEdit.of(name, args, kwargs))
         return gradient
 
     return act

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from offload.core.holders import holders
-from offload.optim.gradient_handle import KEEPER, Edit, GradientHandle, handles_in, is_plain, itself
+from offload.optim.gradient_handle import (
+    KEEPER,
+    GradientEdit,
+    GradientHandle,
+    handles_in,
+    is_plain,
+    itself,
+)
 
 _HELD, _IS_EXPOSED, _IS_PINNED = "_offload_held", "_offload_is_exposed", "_offload_is_pinned"
 _aten = torch.ops.aten
@@ -31,7 +38,7 @@ _GIVING_AWAY = frozenset(
 _FACTORS = frozenset({"other", "scalar", "scalars", "tensor"})  # torch's names of the argument
 
 
-class ColdValues(Protocol):
+class SpilledGradientInput(Protocol):
     """A flat gradient that is not in memory: the update stages it slice by slice."""
 
     def numel(self) -> int: ...
@@ -45,7 +52,7 @@ class ColdValues(Protocol):
         """Return sums of squares, as `kernels.grad_stats` computes them for the whole gradient."""
 
 
-Gradient: TypeAlias = Tensor | ColdValues  # as the update gets it
+Gradient: TypeAlias = Tensor | SpilledGradientInput  # as the update gets it
 
 
 def in_memory(grads: Mapping[int, Gradient]) -> dict[int, Tensor]:
@@ -63,7 +70,7 @@ class SpillKeeper(Protocol):
     def store(self, values: Tensor) -> None:
         """Replace the values by these."""
 
-    def edit(self, edit: Edit) -> None:
+    def edit(self, edit: GradientEdit) -> None:
         """Change the values, now or when they are used."""
 
     def add(self, values: Tensor) -> None:
@@ -73,7 +80,7 @@ class SpillKeeper(Protocol):
         """Return what `torch.linalg.vector_norm` gives for the present values; None: not known."""
 
     @property
-    def cold(self) -> ColdValues:
+    def cold(self) -> SpilledGradientInput:
         """The values for the update."""
 
 
@@ -91,7 +98,7 @@ class SpilledGradient(GradientHandle):
         return made
 
     @property
-    def source(self) -> Tensor | ColdValues:
+    def source(self) -> Tensor | SpilledGradientInput:
         """The values for the update: in memory only if another tensor holds them there."""
         return _keeper(self).cold if _settled(self) else _bring(self).view(-1)
 
@@ -339,7 +346,7 @@ def _in_place(name: str) -> Callable[..., Any]:
         is_here = not isinstance(gradient, SpilledGradient) or _held(gradient) is not None
         if is_here or not is_plain(given) or any(handles_in(given)):
             return _on_values(getattr(Tensor, name), (gradient, *args), kwargs)
-        edit = Edit.of(name, args, kwargs)
+        edit = GradientEdit.of(name, args, kwargs)
         edit.check(gradient)
         _keeper(gradient).edit(edit)
         return gradient
@@ -378,7 +385,7 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> 
             _on_values(unscale, ([one], found_inf, inv_scale), {})
         else:
             given = found_inf.detach().clone(), inv_scale.detach().clone()
-            _keeper(one).edit(Edit(lambda values, *rest: unscale([values], *rest), given))
+            _keeper(one).edit(GradientEdit(lambda values, *rest: unscale([values], *rest), given))
 
 
 def _adds_alike(gradient: Any, values: Any, *rest: Any) -> bool:

@@ -45,7 +45,7 @@ class StagingBuffer:
     tickets: list[Awaited] = field(default_factory=list)
 
 
-class Arriving(Protocol):
+class ArrivingGradient(Protocol):
     """A gradient that is in host memory, or on its way there."""
 
     memory: Tensor
@@ -58,7 +58,7 @@ class StagingProvider(Protocol):
     """The provider of parameters and gradients that the update cannot use in place."""
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
     ) -> None: ...
 
     def end_step(self) -> None: ...
@@ -111,10 +111,10 @@ class DeviceStaging:
         self._marks: dict[torch.device, Mark] = {}
         self._has_no_grads = has_no_grads  # gradients have host memory of their own
         self._grads: Mapping[int, Tensor] = {}
-        self._grad_buffers: Mapping[int, Arriving] = {}
+        self._grad_buffers: Mapping[int, ArrivingGradient] = {}
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
     ) -> None:
         """Mark the present position of each device's stream: copies wait for the work submitted
         before, which may use the parameters. grad_buffers: gradients that need no staging buffer.

@@ -65,7 +65,7 @@ class HostChunk:
         return found
 
 
-class Watcher(Protocol):
+class ChunkWatcher(Protocol):
     """An observer that copies the bytes of some chunks before they change. Its errors do not reach
     the update.
     """
@@ -98,7 +98,7 @@ class Tiers:
         self._free = [_memory(pool, plan.buffer_bytes, "a buffer") for _ in range(plan.buffers)]
         self._written: set[int] = set()  # disk chunks that have bytes on disk
         self._unwritten: dict[int, HostChunk] = {}  # dirty: newest bytes in a buffer only
-        self.watcher: Watcher | None = None
+        self.watcher: ChunkWatcher | None = None
 
     def is_resident(self, chunk: Chunk) -> bool:
         return chunk.number in self._resident

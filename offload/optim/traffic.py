@@ -34,7 +34,7 @@ _SEED = 1
 
 
 @dataclass(frozen=True)
-class Moved:
+class StateTrafficFigures:
     """A number of bytes that have moved. busy_s: seconds in which at least one operation was in
     flight.
     """
@@ -43,9 +43,9 @@ class Moved:
     written_bytes: int
     busy_s: float
 
-    def __add__(self, other: Moved) -> Moved:
+    def __add__(self, other: StateTrafficFigures) -> StateTrafficFigures:
         """Add two movements, one after the other."""
-        return Moved(
+        return StateTrafficFigures(
             self.read_bytes + other.read_bytes,
             self.written_bytes + other.written_bytes,
             self.busy_s + other.busy_s,
@@ -119,7 +119,7 @@ class Traffic:
         """The bytes written since the beginning: the wear of the drives."""
         return self.metrics.snapshot().counts.get("disk_written_bytes", 0)
 
-    def fill(self, keep_going: Callable[[], bool] = always) -> Moved:
+    def fill(self, keep_going: Callable[[], bool] = always) -> StateTrafficFigures:
         """Write noise, because drives may write zeros faster than anything else."""
         generator = torch.Generator("cpu").manual_seed(_SEED)  # not torch's default generator
 
@@ -135,7 +135,7 @@ class Traffic:
 
     def mix(
         self, keep_going: Callable[[], bool] = always, chunks: Sequence[Chunk] | None = None
-    ) -> Moved:
+    ) -> StateTrafficFigures:
         """Read chunks (None: all), and write each when it has arrived, as a step does."""
 
         def act(piece: HostChunk, staging_buffer: StagingBuffer | None) -> bool:
@@ -147,13 +147,13 @@ class Traffic:
 
     def _pass(
         self, chunks: Sequence[Chunk], act: Callable[[HostChunk, StagingBuffer | None], bool]
-    ) -> Moved:
+    ) -> StateTrafficFigures:
         begin_s = time.perf_counter()
         with suppress(_Enough):  # the pipeline has waited for all that was in flight
             self._pipeline.run(chunks, act)
         return self._moved_since(begin_s)
 
-    def read(self, keep_going: Callable[[], bool] = always) -> Moved:
+    def read(self, keep_going: Callable[[], bool] = always) -> StateTrafficFigures:
         """Read all chunks, without writes beside it."""
         self._settle()
         coming: deque[tuple[HostChunk, Ticket[None]]] = deque()
@@ -174,7 +174,7 @@ class Traffic:
             land()
         return self._moved_since(begin_s)
 
-    def write(self, keep_going: Callable[[], bool] = always) -> Moved:
+    def write(self, keep_going: Callable[[], bool] = always) -> StateTrafficFigures:
         """Write all chunks, without reads beside it, from as many buffers."""
         self._settle()
         first = self.chunks[: self._tiers.free_buffers]
@@ -205,11 +205,11 @@ class Traffic:
             ticket.wait()
             self._tiers.give_back(piece)
 
-    def _moved_since(self, begin_s: float) -> Moved:
+    def _moved_since(self, begin_s: float) -> StateTrafficFigures:
         events = [e for e in self.metrics.events_since(begin_s) if e.begin_s >= begin_s]
         reads = [event for event in events if event.row == DISK_READS]
         writes = [event for event in events if event.row == DISK_WRITES]
-        return Moved(
+        return StateTrafficFigures(
             sum(event.nbytes for event in reads),
             sum(event.nbytes for event in writes),
             busy_s([*reads, *writes]),

@@ -19,7 +19,7 @@ from offload import kernels
 from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
 from offload.optim.consistency import LOAD, STEP, Consistency
-from offload.optim.export import Held, Targets
+from offload.optim.export import ParamOptimizerState, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient import gradient_of
 from offload.optim.incoming import is_there, own_part
@@ -329,14 +329,14 @@ class Updater:
 
         self._pass_over(targets, copy, "state out", only_looks=True)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[ParamOptimizerState]:
         """Return what state there is, for every parameter that has some."""
         found = []
         for record in self.records:
             fields = self._tiers.plan.params[record.number].fields
             scalars = self._recipe.scalar_state(record)
             if record.has_state and (fields or scalars):
-                found.append(Held(record, fields, scalars))
+                found.append(ParamOptimizerState(record, fields, scalars))
         return found
 
     def begin_saving(self, sink: Sink) -> Saver:

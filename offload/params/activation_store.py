@@ -107,7 +107,7 @@ class DiskActivations:
 
 
 @dataclass(eq=False)
-class _Stay:
+class _OffloadedActivation:
     """The state of a storage that is not, or not only, on the device. host: its host memory; None
     if it is on the drives, or on the device again.
     """
@@ -120,15 +120,15 @@ class _Stay:
     is_on_disk: bool = False
 
 
-class _Sinking(NamedTuple):
+class _ActivationWrite(NamedTuple):
     """A storage that is being written from host memory to the drives. It may be fetched and leave
-    again meanwhile; then it has another `_Stay`, and this one no longer counts.
+    again meanwhile; then it has another `_OffloadedActivation`, and this one no longer counts.
     """
 
     piece: weakref.ref[SavedStorage]
-    stay: weakref.ref[_Stay]
+    stay: weakref.ref[_OffloadedActivation]
 
-    def still(self) -> tuple[SavedStorage, _Stay] | None:
+    def still(self) -> tuple[SavedStorage, _OffloadedActivation] | None:
         piece, stay = self.piece(), self.stay()
         if piece is None or stay is None or piece.outside is not stay:
             return None
@@ -148,7 +148,7 @@ class HostActivations:
         self._pool = pool
         self._store = store
         self._in_host: dict[int, weakref.ref[SavedStorage]] = {}  # oldest first
-        self._sinking: deque[_Sinking] = deque()
+        self._sinking: deque[_ActivationWrite] = deque()
         self._reading: dict[int, weakref.ref[SavedStorage]] = {}
         self._filling: deque[Ticket[None]] = deque()  # uploads, in their order
         self._over: deque[int] = deque()  # numbers of storages that no tensor refers to any more
@@ -167,12 +167,12 @@ class HostActivations:
         copying = self._transfer.read(piece.memory, host, piece.name)
         if piece.outside is not None:  # it was uploaded once; that buffer ends after the copy
             self.discard(piece)
-        piece.outside = _Stay(host, copying)
+        piece.outside = _OffloadedActivation(host, copying)
         self._in_host[piece.number] = weakref.ref(piece)
         self._sink_ahead()
 
     def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
-        stay: _Stay = piece.outside
+        stay: _OffloadedActivation = piece.outside
         if stay.host is None:
             assert self._store is not None
             host = self._room(piece, may_wait=is_wanted)
@@ -184,7 +184,7 @@ class HostActivations:
             self._upload(piece)
 
     def finish(self, piece: SavedStorage) -> Tensor:
-        stay: _Stay = piece.outside
+        stay: _OffloadedActivation = piece.outside
         if stay.buffer is None:
             self._upload(piece)
         assert stay.buffer is not None
@@ -196,7 +196,7 @@ class HostActivations:
         """Start to upload the storage, once it is in host memory. Release its host memory with
         that.
         """
-        stay: _Stay = piece.outside
+        stay: _OffloadedActivation = piece.outside
         # The download must have ended, too: uploads and downloads are not ordered with each other.
         self._end_copy(stay)
         self._end_reading(piece)
@@ -207,7 +207,7 @@ class HostActivations:
         self._in_host.pop(piece.number, None)
 
     def _end_reading(self, piece: SavedStorage) -> None:
-        stay: _Stay = piece.outside
+        stay: _OffloadedActivation = piece.outside
         reading, stay.reading = stay.reading, None
         if reading is None:
             return
@@ -219,20 +219,20 @@ class HostActivations:
             raise
 
     @staticmethod
-    def _end_copy(stay: _Stay) -> None:
+    def _end_copy(stay: _OffloadedActivation) -> None:
         copying, stay.copying = stay.copying, None
         if copying is not None:
             copying.wait()
 
     def discard(self, piece: SavedStorage) -> None:
-        stay: _Stay = piece.outside
+        stay: _OffloadedActivation = piece.outside
         if stay.buffer is not None:
             stay.buffer.release()
             stay.buffer = None
             piece.own_tensors = 1
 
     def forget(self, piece: SavedStorage) -> None:
-        stay: _Stay | None = piece.outside
+        stay: _OffloadedActivation | None = piece.outside
         if stay is not None:
             self.discard(piece)
             self._over.append(piece.number)
@@ -314,13 +314,13 @@ class HostActivations:
         return None
 
     def _sink(self, piece: SavedStorage) -> None:
-        stay: _Stay = piece.outside
+        stay: _OffloadedActivation = piece.outside
         assert self._store is not None and stay.host is not None
         self._end_copy(stay)
         del self._in_host[piece.number]
         self._store.free(piece.name)  # its copy from an earlier stay
         stay.writing = self._store.write(piece.name, stay.host)
-        self._sinking.append(_Sinking(weakref.ref(piece), weakref.ref(stay)))
+        self._sinking.append(_ActivationWrite(weakref.ref(piece), weakref.ref(stay)))
 
     def _settle(self, may_wait: bool) -> None:
         """Release the host memory of storages whose writes have ended. may_wait: wait for the
@@ -337,7 +337,7 @@ class HostActivations:
                 self._end_writing(piece, stay)
             self._sinking.popleft()
 
-    def _end_writing(self, piece: SavedStorage, stay: _Stay) -> None:
+    def _end_writing(self, piece: SavedStorage, stay: _OffloadedActivation) -> None:
         writing, stay.writing = stay.writing, None
         assert writing is not None
         try:

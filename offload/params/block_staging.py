@@ -17,13 +17,13 @@ from torch import Tensor
 
 from offload.core.errors import CapacityError
 from offload.optim.spilled_gradient import Gradient
-from offload.optim.staging import Arriving, Awaited, StagingBuffer
+from offload.optim.staging import ArrivingGradient, Awaited, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.residency import Residency
 from offload.planning.layout import Chunk, Slice
 
 
-class Staging(Protocol):
+class GradientStaging(Protocol):
     """The staging of gradients that are not in memory, a chunk's at a time."""
 
     def begin(self, grads: Mapping[int, Gradient], chunks: Iterable[Chunk]) -> None:
@@ -78,7 +78,7 @@ class BlockStaging:
         self,
         residency: Residency,
         places: Mapping[int, tuple[Block, int, torch.dtype]],
-        staging: Staging | None = None,
+        staging: GradientStaging | None = None,
         firsts: Mapping[int, int] | None = None,
     ) -> None:
         self._residency = residency
@@ -91,7 +91,7 @@ class BlockStaging:
         self._chunk_of: dict[int, Chunk] = {}  # by the id of its staging buffer
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
     ) -> None:
         self._grads = grads
         self.break_off()

@@ -32,7 +32,7 @@ from offload.device import DeviceTransfer
 from offload.optim.spilled_gradient import SpilledGradient
 from offload.params.gradients import GradMemory, spill
 from offload.params.placeholder import own_grad, set_own_grad
-from offload.params.spill import SpillArea, Spilled
+from offload.params.spill import SpillArea, SpilledGradientValues
 from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 
@@ -57,7 +57,7 @@ class _DownloadAddend:
     """
 
     param: Tensor
-    target: Tensor | Spilled  # flat
+    target: Tensor | SpilledGradientValues  # flat
     begin: int
     values: Tensor
     slot: Tensor
@@ -66,12 +66,12 @@ class _DownloadAddend:
 
     def finish(self) -> None:
         """Add the values to the target, once they are downloaded."""
-        if isinstance(self.target, Spilled):
+        if isinstance(self.target, SpilledGradientValues):
             self._hand_on(self.target)
         else:
             self.target[self.begin : self.begin + self.values.numel()].add_(self.values)
 
-    def _hand_on(self, spilled: Spilled) -> None:
+    def _hand_on(self, spilled: SpilledGradientValues) -> None:
         if not self.is_first:
             spilled.add(self.values, self.begin)
         elif self.values.numel() == spilled.shape.numel():
@@ -184,10 +184,12 @@ class DeviceGradients:
             with torch.no_grad():
                 held.add_(grad.cpu())
             return
-        assert isinstance(target, Tensor | Spilled)
+        assert isinstance(target, Tensor | SpilledGradientValues)
         self._stage(param, target, grad, is_first=False)
 
-    def _stage(self, param: Tensor, target: Tensor | Spilled, grad: Tensor, is_first: bool) -> None:
+    def _stage(
+        self, param: Tensor, target: Tensor | SpilledGradientValues, grad: Tensor, is_first: bool
+    ) -> None:
         """Download a gradient to `target` by way of the staging buffers."""
         source = grad.contiguous().view(-1)
         step = self._slot_bytes // grad.element_size()
@@ -341,11 +343,13 @@ class DeviceGradients:
             self._slots.clear()
 
 
-def _parts(target: Tensor | Spilled, numel: int, step: int) -> Iterator[tuple[int, int]]:
+def _parts(
+    target: Tensor | SpilledGradientValues, numel: int, step: int
+) -> Iterator[tuple[int, int]]:
     """Yield the parts `[begin, end)` to download: at most `step` elements each, and only whole
     pieces of a spilled gradient.
     """
-    if not isinstance(target, Spilled):
+    if not isinstance(target, SpilledGradientValues):
         yield from ((begin, min(begin + step, numel)) for begin in range(0, numel, step))
         return
     begin = end = 0

@@ -24,7 +24,7 @@ from offload.params.device_tier import DeviceTier
 from offload.params.external_edits import take_in_rebound, untangle
 from offload.params.placeholder import restore
 from offload.params.prefetch import look_ahead
-from offload.params.residency import Parts, Residency
+from offload.params.residency import Residency, ResidencyParts
 from offload.params.trace import Phase
 from offload.planning.shares import least_device_bytes
 from offload.planning.unit import Unit
@@ -43,7 +43,7 @@ class DeviceResidency(Residency):
     everything on the device.
     """
 
-    def __init__(self, parts: Parts, transfer: DeviceTransfer, limit_bytes: int) -> None:
+    def __init__(self, parts: ResidencyParts, transfer: DeviceTransfer, limit_bytes: int) -> None:
         depth = parts.depth
         super().__init__(replace(parts, depth=None if depth is None else 2 * depth))
         self.tier = DeviceTier(

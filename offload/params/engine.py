@@ -31,10 +31,10 @@ from offload.params.block import Block, Reference
 from offload.params.casts import Casts
 from offload.params.device_gradients import DeviceGradients
 from offload.params.device_residency import DeviceResidency
-from offload.params.gradients import Gradients, GradMemory, Spill
+from offload.params.gradients import Gradients, GradMemory, SpilledGradientParams
 from offload.params.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.params.mean_gradients import ShardContext
-from offload.params.residency import Parts, Residency
+from offload.params.residency import Residency, ResidencyParts
 from offload.params.saved_storage import PackedTensor
 from offload.params.sharded_gradients import ShardedGradients
 from offload.params.sharded_residency import ShardedResidency
@@ -45,7 +45,7 @@ from offload.storage.memory import MemoryStore
 from offload.storage.outgoing import Outgoing, in_memory
 
 
-class Beginning(Protocol):
+class FirstBlockValues(Protocol):
     """A source of the first values of blocks whose values are not in memory already."""
 
     def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None: ...
@@ -90,9 +90,9 @@ class Engine:
         metrics: Metrics,
         depth: int | None = 2,
         keeps_gradients: bool = True,
-        start: Beginning | None = None,
+        start: FirstBlockValues | None = None,
         on: Device | None = None,
-        spill: Spill | None = None,
+        spill: SpilledGradientParams | None = None,
         shard_context: ShardContext | None = None,
     ) -> None:
         self.device = torch.device("cpu") if on is None else on.transfer.device
@@ -111,10 +111,10 @@ class Engine:
         self._casts = Casts(self.device, metrics)
         self._handles: list[Any] = []
         trace = Trace(_fingerprint(units), len(units))
-        parts = Parts(units, pool, store, trace, self, metrics, depth)
+        parts = ResidencyParts(units, pool, store, trace, self, metrics, depth)
         trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
         placed = trained if keeps_gradients else {}
-        spill = spill or Spill()
+        spill = spill or SpilledGradientParams()
         area = spill.open(pool, store, metrics)
         self.gradients: Gradients | DeviceGradients | ShardedGradients
         self.residency: Residency
@@ -158,7 +158,7 @@ class Engine:
             self.close()
             raise
 
-    def _take_in(self, start: Beginning | None) -> None:
+    def _take_in(self, start: FirstBlockValues | None) -> None:
         kept = enclosing(self.units)
         # Blocks that are kept lie together at one end of memory.
         first = sorted(self.units, key=lambda unit: unit.number not in kept)

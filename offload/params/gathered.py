@@ -1,6 +1,6 @@
 """Memory for gathered blocks and whole gradients of a model that is sharded over ranks, and the
-collectives that fill and reduce it: `HostGatherMemory` if the model is computed in host memory,
-`DeviceGatherMemory` (`gathered_device.py`) if it is computed on devices.
+collectives that fill and reduce it: `HostGatheredBlockMemory` if the model is computed in host
+memory, `DeviceGatheredBlockMemory` (`gathered_device.py`) if it is computed on devices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Gathered(Protocol):
         """Release the memory. Return False if other code still holds a view, which keeps it."""
 
 
-class GatherMemory(Protocol):
+class GatheredBlockMemory(Protocol):
     """The memory that gathered buffers are in, and its collectives. Everything but `take` and
     `make` needs all ranks, in the same order.
     """
@@ -101,7 +101,7 @@ class HostGathered:
         return memory is None or holders(memory) == 1
 
 
-class HostGatherMemory:
+class HostGatheredBlockMemory:
     """The all-gather buffers of these ranks in host memory, within its budget."""
 
     device = torch.device("cpu")

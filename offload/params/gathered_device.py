@@ -52,7 +52,7 @@ class DeviceGathered:
         return self.buffer.release()
 
 
-class DeviceGatherMemory:
+class DeviceGatheredBlockMemory:
     """The gathered blocks and gradients of a network's ranks in device memory.
 
     left_bytes: device memory that is reserved for nothing else.
@@ -103,7 +103,7 @@ class DeviceGatherMemory:
 
 
 class _DeviceClaim:
-    def __init__(self, gather_memory: DeviceGatherMemory, nbytes: int) -> None:
+    def __init__(self, gather_memory: DeviceGatheredBlockMemory, nbytes: int) -> None:
         self._gather_memory, self._nbytes = gather_memory, nbytes
 
     def release(self) -> None:

@@ -22,9 +22,9 @@ from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.params.block import Block, Presence
 from offload.params.copies import Copies
-from offload.params.gathered import Gathered, GatherMemory
+from offload.params.gathered import Gathered, GatheredBlockMemory
 from offload.params.placeholder import Owner
-from offload.params.prefetch import Moves, TierState, look_ahead, make_room
+from offload.params.prefetch import PrefetchMoves, TierState, look_ahead, make_room
 
 NETWORK = "network"  # the cause under which metrics count waits for other ranks
 
@@ -40,7 +40,7 @@ class GatheredTier(Copies):
     def __init__(
         self,
         blocks: Sequence[Block],
-        place: GatherMemory,
+        place: GatheredBlockMemory,
         sizes: Sequence[int],
         budget_bytes: int,
         depth: int,
@@ -169,7 +169,7 @@ class GatheredTier(Copies):
         """Evict the blocks that must make room for the next uses, and return the blocks to
         prefetch.
         """
-        moves: Moves = look_ahead(self._tier(), uses, self._depth)
+        moves: PrefetchMoves = look_ahead(self._tier(), uses, self._depth)
         for number in moves.evict:
             self.evict(self._blocks[number])
         return [self._blocks[number] for number in moves.fetch]

@@ -20,7 +20,7 @@ from offload.core.holders import has_grad_to_itself
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.optim.spilled_gradient import SpilledGradient
-from offload.params.spill import SpillArea, Spilled
+from offload.params.spill import SpillArea, SpilledGradientValues
 from offload.planning.unit import Unit
 from offload.storage.disk import DiskStore
 from offload.storage.memory import MemoryStore
@@ -30,7 +30,7 @@ _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Spill:
+class SpilledGradientParams:
     """The parameters whose gradients are spilled, and the memory that this takes.
 
     staging_bytes: host memory that the gradients pass through. room_bytes: what they take in the
@@ -161,7 +161,9 @@ class Gradients:
                 param.grad = param.grad.here
 
 
-def spill(area: SpillArea | None, param: Tensor, name: str, metrics: Metrics) -> Spilled | None:
+def spill(
+    area: SpillArea | None, param: Tensor, name: str, metrics: Metrics
+) -> SpilledGradientValues | None:
     """Allocate room in the store for a parameter's gradient. Return None if it must stay in memory,
     since user code keeps an older gradient in that room.
     """

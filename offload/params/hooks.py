@@ -91,7 +91,7 @@ class _Passes:
             tell()
 
 
-class Runner(Protocol):
+class ModuleRunObserver(Protocol):
     """An object that is called before and after a model and its units' modules run."""
 
     def before_forward(self, unit: Unit) -> None: ...
@@ -106,7 +106,7 @@ class Runner(Protocol):
         """Note that a forward pass begins, whose inputs have `numel` elements."""
 
 
-def follow(model: nn.Module, units: Sequence[Unit], runner: Runner) -> list[Handle]:
+def follow(model: nn.Module, units: Sequence[Unit], runner: ModuleRunObserver) -> list[Handle]:
     """Call `runner` before and after every run of the model and of its units' modules, also of a
     run that ends with an exception.
     """

@@ -33,7 +33,7 @@ class WeightPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Match:
+class WeightMatch:
     """The places of the model's tensors in the weights.
 
     kept: names of tensors that are not in the weights and keep the values they have.
@@ -43,7 +43,7 @@ class Match:
     kept: tuple[str, ...] = ()
 
 
-def match(model: nn.Module, weights: Weights) -> Match:
+def match(model: nn.Module, weights: Weights) -> WeightMatch:
     """Find each tensor of the model in the weights. Changes nothing.
 
     Raise `ConfigError` with all names that do not fit together. A tensor that the weights lack is
@@ -76,7 +76,7 @@ def match(model: nn.Module, weights: Weights) -> Match:
     for places in found.values():
         _check_same(places)
     _tell_of_casts(found)
-    return Match({tensor: places[0] for tensor, places in found.items()}, tuple(kept))
+    return WeightMatch({tensor: places[0] for tensor, places in found.items()}, tuple(kept))
 
 
 def _names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -35,12 +35,12 @@ from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket, TicketState
 from offload.distributed import Ranks
-from offload.optim.gradient_handle import Edit
-from offload.params.gathered import Claim, Gathered, GatherMemory
+from offload.optim.gradient_handle import GradientEdit
+from offload.params.gathered import Claim, Gathered, GatheredBlockMemory
 from offload.params.gathered_tier import NETWORK
 from offload.params.gradients import GradMemory
 from offload.params.placeholder import own_grad, set_own_grad
-from offload.params.spill import SpillArea, Spilled
+from offload.params.spill import SpillArea, SpilledGradientValues
 from offload.planning.sharding import Sharding
 from offload.planning.unit import Member, Unit
 
@@ -68,7 +68,7 @@ class ShardContext:
 
     ranks: Ranks
     sharding: Sharding
-    gather_memory: GatherMemory
+    gather_memory: GatheredBlockMemory
     spill: frozenset[int] = frozenset()
 
 
@@ -84,7 +84,7 @@ class UnitSum:
     members: dict[Tensor, Member]
     like: Tensor
     place: Tensor | None
-    spilled: Spilled | None = None
+    spilled: SpilledGradientValues | None = None
     whole: Gathered | None = None  # this rank's unsharded gradients, not reduced yet
     arrived: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in `whole`
     has: set[Tensor] = field(default_factory=set)  # parameters whose gradient is in the shard
@@ -346,7 +346,7 @@ class MeanGradients:
         else:
             self._spilled(one).add(flight.target)
 
-    def _spilled(self, one: UnitSum) -> Spilled:
+    def _spilled(self, one: UnitSum) -> SpilledGradientValues:
         """Return a unit's shard in the store; allocate it there if it has none yet."""
         if one.spilled is None:
             assert self.area is not None, "made where slices are spilled"
@@ -374,7 +374,7 @@ class MeanGradients:
         """
         for param, member in one.members.items():
             if param in one.gone:
-                self._edit(one, member, Edit.of("zero_", (), {}))
+                self._edit(one, member, GradientEdit.of("zero_", (), {}))
         one.gone.clear()
 
     def end_backward(self) -> None:
@@ -456,7 +456,7 @@ class MeanGradients:
             self._spilled(one).load_part(begin, end) if one.place is None else one.place[begin:end]
         )
 
-    def _edit(self, one: UnitSum, member: Member, edit: Edit) -> None:
+    def _edit(self, one: UnitSum, member: Member, edit: GradientEdit) -> None:
         begin, end = self._span(one, member)
         if begin == end:
             return

@@ -31,7 +31,7 @@ from offload.storage.handout import Handout
 from offload.storage.outgoing import Outgoing
 
 
-class Services:
+class ReplacedModelMethods:
     """The replaced methods of one prepared model's modules.
 
     directories: where tensors that are handed out are put if they do not fit in memory. tell_age:

@@ -19,7 +19,7 @@ MOST_DEPTH = 8
 
 
 @dataclass(frozen=True)
-class Moves:
+class PrefetchMoves:
     """The blocks to evict, and then those to fetch, in order."""
 
     evict: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ def next_uses(ahead: Iterable[int], blocks: int) -> dict[int, int]:
     return found
 
 
-def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
+def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> PrefetchMoves:
     """Choose what to evict and fetch now so that the next `depth` blocks are resident in time.
     uses: a result of `next_uses`.
     """
@@ -74,7 +74,7 @@ def look_ahead(tier: TierState, uses: Mapping[int, int], depth: int) -> Moves:
         evict += chosen
         fetch.append(block)
         held.add(block)
-    return Moves(tuple(evict), tuple(fetch))
+    return PrefetchMoves(tuple(evict), tuple(fetch))
 
 
 def make_room(tier: TierState, uses: Mapping[int, int], nbytes: int) -> tuple[int, ...] | None:

@@ -71,7 +71,7 @@ def _crc(value: object) -> int:
 
 
 @contextmanager
-def joined(process_group: object) -> Iterator[Ranks | None]:
+def connected_ranks(process_group: object) -> Iterator[Ranks | None]:
     """Keep the ranks of a group connected while the block runs, and afterwards unless it raises."""
     ranks = ranks_of(process_group)
     try:
@@ -82,7 +82,7 @@ def joined(process_group: object) -> Iterator[Ranks | None]:
         raise
 
 
-def draw_up(
+def plan_by_consensus(
     ranks: Ranks | None, host_bytes: int | None, make: Callable[[int | None], PreparePlan]
 ) -> PreparePlan:
     """Make the plan for the least budget of host memory that any rank has, check that it is the

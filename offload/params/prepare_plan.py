@@ -20,11 +20,11 @@ from offload.optim.choose import choose_recipe
 from offload.optim.records import make_records, spec_of
 from offload.optim.request import check_wrappable, states_of
 from offload.params.device_gradients import staging_bytes
-from offload.params.gradients import Spill, place_bytes
+from offload.params.gradients import SpilledGradientParams, place_bytes
 from offload.params.mean_gradients import staging_bytes as shard_staging_bytes
 from offload.params.model_buffers import buffer_bytes
 from offload.params.model_methods import refuse_data_parallel
-from offload.params.start import Start
+from offload.params.start import PreparedModelStart
 from offload.params.units import Choice, find_units, refuse_lazy
 from offload.planning.layout import ELEMENT_BYTES, MASTER, ParamSpec
 from offload.planning.limits import check_directories, refuse_unbuilt
@@ -89,9 +89,9 @@ class PreparePlan:
         self.device_bytes = self._check_device(model)
         self.recipe = choose_recipe(optimizer, elementwise=None) if optimizer is not None else None
         self.specs = self._specs(optimizer)
-        self.start: Start | None = None
-        if Start.is_needed(model, weights):
-            self.start = Start(model, self.units, weights, _params_of(optimizer))
+        self.start: PreparedModelStart | None = None
+        if PreparedModelStart.is_needed(model, weights):
+            self.start = PreparedModelStart(model, self.units, weights, _params_of(optimizer))
         try:
             self.shares = self._share_out(host_bytes, optimizer is not None)
             has_disk = bool(self.directories)
@@ -186,7 +186,7 @@ class PreparePlan:
         return frozenset(trained[n] for n in self.shares.spilled)
 
     @property
-    def spill(self) -> Spill:
+    def spill(self) -> SpilledGradientParams:
         """The spilled gradients of a model that is not sharded, and the memory they pass
         through.
         """
@@ -194,7 +194,7 @@ class PreparePlan:
         if self.sharding is None:
             trained = list(self._trained(has_optimizer=True))
             spilled = frozenset(trained[n] for n in self.shares.spilled)
-        return Spill(spilled, self.shares.staging, self.spill_room_bytes)
+        return SpilledGradientParams(spilled, self.shares.staging, self.spill_room_bytes)
 
     @property
     def plan(self) -> ModelPlan:

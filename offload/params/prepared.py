@@ -26,7 +26,7 @@ from offload.distributed import Ranks
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim import Session, attach
 from offload.optim.consistency import clear_frames
-from offload.optim.export import Gatherer
+from offload.optim.export import OptimizerStateGatherer
 from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
@@ -38,18 +38,18 @@ from offload.params.activation_store import ActivationStore, DiskActivations, Ho
 from offload.params.activations import Activations
 from offload.params.block_staging import BlockStaging
 from offload.params.engine import Device, Engine
-from offload.params.gathered import GatherMemory, HostGatherMemory
-from offload.params.gathered_device import DeviceGatherMemory
+from offload.params.gathered import GatheredBlockMemory, HostGatheredBlockMemory
+from offload.params.gathered_device import DeviceGatheredBlockMemory
 from offload.params.hooks import forget_interrupted_backward, watch_gradients
 from offload.params.mean_gradients import ShardContext
 from offload.params.model_buffers import ModelBuffers
-from offload.params.model_methods import Services
+from offload.params.model_methods import ReplacedModelMethods
 from offload.params.prepare_consensus import agreed, by_consensus, same_random
 from offload.params.prepare_plan import PreparePlan
 from offload.params.recompute import Recompute, layers_of
 from offload.params.sharded_gradients import ShardedGradients
 from offload.params.sharded_state import UnitGatherer
-from offload.params.spill import Shelf, slot_bytes
+from offload.params.spill import SpilledGradientReader, slot_bytes
 from offload.params.trace import Trace
 from offload.planning.layout import Chunk, slices_by_param
 from offload.planning.planner import Plan
@@ -249,7 +249,7 @@ class Prepared:
         residency = self.engine.residency
         residency.has_room_for_all = self.shares.holds_all_params
         residency.block_store.open_spare = self._open_spare
-        self.services = Services(
+        self.services = ReplacedModelMethods(
             model, residency, self._unit_of, self._directories, self.metrics, self._tell_age
         )
         for module in model.modules():
@@ -272,10 +272,10 @@ class Prepared:
         sharding = self.prepare_plan.sharding
         if self.ranks is None or sharding is None:
             return None
-        gather_memory: GatherMemory = HostGatherMemory(self.ranks)
+        gather_memory: GatheredBlockMemory = HostGatheredBlockMemory(self.ranks)
         if self.transfer is not None:
             network = DeviceNetwork(self.ranks, self.transfer)  # a collective: needs all ranks
-            gather_memory = DeviceGatherMemory(network, self.prepare_plan.device_left_bytes)
+            gather_memory = DeviceGatheredBlockMemory(network, self.prepare_plan.device_left_bytes)
         return ShardContext(self.ranks, sharding, gather_memory, self.prepare_plan.spilled_units)
 
     def _open_activations(self, model: nn.Module) -> None:
@@ -357,7 +357,7 @@ class Prepared:
     def sum_over_ranks(self, value: float) -> float:
         return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]
 
-    def gatherer(self, records: Sequence[Record]) -> Gatherer | None:
+    def gatherer(self, records: Sequence[Record]) -> OptimizerStateGatherer | None:
         if self.ranks is None or self.prepare_plan.sharding is None:
             return None
         return UnitGatherer(self.ranks, self.prepare_plan.sharding, self.units, records)
@@ -406,11 +406,11 @@ class Prepared:
             places[record.number] = block, begin - block.span[0], record.dtype
             firsts[record.number] = record.own[0] if record.own else 0
         gradients = self.engine.gradients
-        staging: Shelf | None = None
+        staging: SpilledGradientReader | None = None
         if gradients.area is not None:
             gradients.cut_for(_slices_of(records, plan.chunks))
             gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
-            staging = Shelf(gradients.area, firsts)
+            staging = SpilledGradientReader(gradients.area, firsts)
         staging_buffers = BlockStaging(residency, places, staging, firsts)
         return _SharedResources(self.state_pool, self.store, plan, staging_buffers)
 

@@ -29,7 +29,7 @@ from offload.params.block import Block, Presence, pin, pinned, unpin
 from offload.params.block_store import KEY, BlockStore
 from offload.params.external_edits import ExternalEdits
 from offload.params.placeholder import Owner, make_placeholder, restore
-from offload.params.prefetch import Moves, TierState, look_ahead, make_room, next_uses
+from offload.params.prefetch import PrefetchMoves, TierState, look_ahead, make_room, next_uses
 from offload.params.prefetch_depth import PrefetchDepth
 from offload.params.trace import Phase, Trace
 from offload.planning.unit import Member, Unit
@@ -43,7 +43,7 @@ _LINGER_S, _LINGER_STEP_S = 1.0, 0.01  # wait for views that other code is about
 
 
 @dataclass(frozen=True)
-class Parts:
+class ResidencyParts:
     """The parts that a residency is made of. owner: the owner of the placeholders. depth: the
     prefetch depth in units; None: derived while training runs.
     """
@@ -60,7 +60,7 @@ class Parts:
 class Residency:
     """The blocks of one model, in host memory and in the store."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ResidencyParts) -> None:
         metrics = parts.metrics
         self.blocks = self._make_blocks(parts.units)
         self.device = parts.owner.device
@@ -328,7 +328,7 @@ class Residency:
         again. In host memory none has.
         """
 
-    def _follow(self, moves: Moves) -> None:
+    def _follow(self, moves: PrefetchMoves) -> None:
         for number in moves.evict:
             if not self._evict(self.blocks[number]):
                 return

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
-from offload.optim.gradient_handle import Edit
+from offload.optim.gradient_handle import GradientEdit
 from offload.optim.sliced_gradient import SlicedGradient, power_sum
-from offload.optim.spilled_gradient import ColdValues
+from offload.optim.spilled_gradient import SpilledGradientInput
 from offload.params.mean_gradients import MeanGradients, UnitSum, part_of
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.storage.outgoing import Outgoing
@@ -113,7 +113,7 @@ class ShardedGradients(MeanGradients):
             one = self._checked(param, gradient)
             return self._own(one, one.members[param])
 
-    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | ColdValues:
+    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | SpilledGradientInput:
         with self._lock:
             one = self._checked(param, gradient)
             begin, end = self._span(one, one.members[param])
@@ -166,7 +166,7 @@ class ShardedGradients(MeanGradients):
     def count_of(self, values: Tensor, what: str) -> int:
         return int(self._ranks.sum([float(values.sum())], what)[0])
 
-    def edit(self, param: Tensor, gradient: Tensor, edit: Edit) -> None:
+    def edit(self, param: Tensor, gradient: Tensor, edit: GradientEdit) -> None:
         one = self._checked(param, gradient)
         self._edit(one, one.members[param], edit)
         self._norms.clear()

@@ -26,11 +26,11 @@ from offload.core.ticket import split
 from offload.distributed import Ranks
 from offload.params.block import Block, Presence, pinned
 from offload.params.external_edits import take_in_rebound, untangle
-from offload.params.gathered import GatherMemory
+from offload.params.gathered import GatheredBlockMemory
 from offload.params.gathered_host import whole_in_host
 from offload.params.gathered_tier import GatheredTier
 from offload.params.prefetch import HORIZON, look_ahead, next_uses
-from offload.params.residency import Parts, Residency
+from offload.params.residency import Residency, ResidencyParts
 from offload.params.trace import Phase, Use
 from offload.planning.sharding import Sharding
 from offload.planning.unit import Unit
@@ -47,7 +47,11 @@ class ShardedResidency(Residency):
     """
 
     def __init__(
-        self, parts: Parts, ranks: Ranks, sharding: Sharding, gather_memory: GatherMemory
+        self,
+        parts: ResidencyParts,
+        ranks: Ranks,
+        sharding: Sharding,
+        gather_memory: GatheredBlockMemory,
     ) -> None:
         self._ranks = ranks
         self._sharding = sharding

@@ -31,8 +31,8 @@ from offload.core.errors import OffloadError, StateError, StoreError, StoreTimeo
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.optim.gradient_handle import Edit
-from offload.optim.spilled_gradient import ColdValues, SpilledGradient
+from offload.optim.gradient_handle import GradientEdit
+from offload.optim.spilled_gradient import SpilledGradient, SpilledGradientInput
 from offload.planning.layout import Chunk, Slice
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
@@ -45,7 +45,7 @@ _WRITING, _READING = "gradient write", "gradient read"  # names of the waits in 
 
 
 @dataclass(eq=False)
-class Slot:
+class SpillSlot:
     """A slot of the staging buffer, for one range or for the slices of one chunk of state."""
 
     memory: Tensor  # bytes
@@ -79,16 +79,20 @@ class _SpilledRange:
 @dataclass(eq=False)
 class _Writing:
     piece: _SpilledRange
-    slot: Slot
+    slot: SpillSlot
     ticket: Ticket[None]
-    whose: weakref.ref[Spilled]
+    whose: weakref.ref[SpilledGradientValues]
 
 
-class Staged:
+class StagedGradientRange:
     """A range that is being read into memory; its values are valid once `wait` has returned."""
 
     def __init__(
-        self, whose: Spilled, piece: _SpilledRange, values: Tensor, slot: Slot | None
+        self,
+        whose: SpilledGradientValues,
+        piece: _SpilledRange,
+        values: Tensor,
+        slot: SpillSlot | None,
     ) -> None:
         self._whose, self.piece, self.values, self._slot = whose, piece, values, slot
         self._ticket = whose._read(piece, values, slot)
@@ -123,7 +127,7 @@ class Staged:
         self._ticket = None
 
 
-def _break_off(each: Iterable[Staged]) -> None:
+def _break_off(each: Iterable[StagedGradientRange]) -> None:
     for staged in each:
         staged.break_off()
 
@@ -148,8 +152,8 @@ class SpillArea:
         self._memory = memory
         self._left_bytes = room_bytes
         self._numbers = count()
-        self._slots: list[Slot] = []
-        self._free: list[Slot] = []
+        self._slots: list[SpillSlot] = []
+        self._free: list[SpillSlot] = []
         self._lost: list[Tensor] = []  # memory that the operating system may write to at any time
         self._writing: deque[_Writing] = deque()
         self._given_up: deque[tuple[list[str], int]] = deque()  # filled by finalizers
@@ -167,7 +171,7 @@ class SpillArea:
             self.settle()
             slot_bytes = min(-(-max(slot_bytes, 1) // _PAGE) * _PAGE, self._memory.nbytes)
             begins = range(0, self._memory.nbytes - slot_bytes + 1, slot_bytes or 1)
-            self._slots = [Slot(self._memory[begin : begin + slot_bytes]) for begin in begins]
+            self._slots = [SpillSlot(self._memory[begin : begin + slot_bytes]) for begin in begins]
             for slot in self._slots:
                 slot.is_lost = any(_overlap(slot.memory, lost) for lost in self._lost)
             self._free = [slot for slot in self._slots if slot.is_idle]
@@ -186,7 +190,7 @@ class SpillArea:
             is_to_come = self._writing or any(slot.is_staged for slot in self._slots)
             return bool(self._free) or not is_to_come
 
-    def take(self) -> Slot:
+    def take(self) -> SpillSlot:
         """Take a free slot. Waits for the oldest write while there is none; raises `StateError` if
         there is none to wait for.
         """
@@ -200,18 +204,18 @@ class SpillArea:
                 raise StateError("gradients: no staging memory is free, and no write is in flight")
             return self._free.pop()
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: SpillSlot) -> None:
         with self.lock:
             if self._is_spare(slot) and slot in self._slots and slot not in self._free:
                 self._free.append(slot)
 
-    def clear_away(self, slots: Iterable[Slot]) -> None:
+    def clear_away(self, slots: Iterable[SpillSlot]) -> None:
         """Return staged slots to the area; neither a transfer nor the update uses them any more."""
         for slot in slots:
             slot.is_staged = False
             self.give_back(slot)
 
-    def lose_after(self, slot: Slot, error: OffloadError) -> None:
+    def lose_after(self, slot: SpillSlot, error: OffloadError) -> None:
         """Mark a slot as lost if its transfer ended with a timeout: the operating system may still
         touch the memory.
         """
@@ -236,7 +240,7 @@ class SpillArea:
         """Return whether the operating system still runs a transfer that timed out."""
         return isinstance(self.store, DiskStore) and self.store.engine.abandoned_bytes > 0
 
-    def _is_spare(self, slot: Slot) -> bool:
+    def _is_spare(self, slot: SpillSlot) -> bool:
         """Return whether the slot is unused. One whose write has ended is not: `_end` returns it
         when the write is taken from the queue.
         """
@@ -244,7 +248,9 @@ class SpillArea:
 
     # --- writes in flight -------------------------------------------------------------------------
 
-    def write(self, whose: Spilled, piece: _SpilledRange, values: Tensor, slot: Slot) -> None:
+    def write(
+        self, whose: SpilledGradientValues, piece: _SpilledRange, values: Tensor, slot: SpillSlot
+    ) -> None:
         """Begin to write a range from its slot. The slot is free again when the write has ended."""
         with self.lock:
             ticket = slot.start(self.store.write(piece.key, values))
@@ -316,7 +322,7 @@ class SpillArea:
 
     def make(
         self, key: object, name: str, numel: int, dtype: torch.dtype, shape: torch.Size
-    ) -> Spilled | None:
+    ) -> SpilledGradientValues | None:
         """Make a spilled gradient, without values yet. Return None if there is no room: gradients
         that the user's code still holds have it.
         """
@@ -327,7 +333,7 @@ class SpillArea:
             if nbytes > self._left_bytes:
                 return None
             self._left_bytes -= nbytes
-            made = Spilled(self, next(self._numbers), name, cuts, dtype, shape)
+            made = SpilledGradientValues(self, next(self._numbers), name, cuts, dtype, shape)
             weakref.finalize(made, self._given_up.append, (made.keys, nbytes)).atexit = False
             return made
 
@@ -337,7 +343,7 @@ class SpillArea:
         inner = [at for begin, end in pairwise(cuts) for at in range(begin, end, most)]
         return [*inner, cuts[-1]]
 
-    def show(self, param: Tensor, spilled: Spilled) -> SpilledGradient:
+    def show(self, param: Tensor, spilled: SpilledGradientValues) -> SpilledGradient:
         """Make the handle by which torch and the user's code see the gradient."""
         gradient = SpilledGradient.of(param, spilled)
         self._living.add(gradient)
@@ -389,7 +395,7 @@ def _kept(place: Outgoing, values: Tensor) -> Tensor:
     return place.tensor
 
 
-class Spilled:
+class SpilledGradientValues:
     """The values of one gradient, flat, in the area's store."""
 
     def __init__(
@@ -405,7 +411,9 @@ class Spilled:
         self._number = number
         self.keys: list[str] = []  # all chunks of it that the store may have
         self._cut_at(cuts)
-        self._edits: list[tuple[int, int, Edit]] = []  # elements [begin, end), and their edit
+        self._edits: list[
+            tuple[int, int, GradientEdit]
+        ] = []  # elements [begin, end), and their edit
         self._norm: Tensor | None = None
         self._squares: Sequence[float] | None = None
         self.error: OffloadError | None = None  # of a write that failed: some values are lost
@@ -504,15 +512,17 @@ class Spilled:
             self._fit()
             flat = values.detach().reshape(-1)
             to_come = deque(self._within(begin, begin + flat.numel()))
-            coming: deque[tuple[Staged, Slot]] = deque()
-            slots: list[Slot] = []
+            coming: deque[tuple[StagedGradientRange, SpillSlot]] = deque()
+            slots: list[SpillSlot] = []
             try:
                 while to_come or coming:
                     while to_come and (not coming or self.area.has_free()):
                         slots.append(slot := self.area.take())
                         slot.is_staged = True
                         piece = to_come.popleft()
-                        coming.append((Staged(self, piece, self._in(slot, piece), slot), slot))
+                        coming.append(
+                            (StagedGradientRange(self, piece, self._in(slot, piece), slot), slot)
+                        )
                     staged, slot = coming[0]
                     staged.wait()
                     piece = staged.piece
@@ -543,11 +553,11 @@ class Spilled:
                 )
             raise
 
-    def _store(self, piece: _SpilledRange, values: Tensor, slot: Slot) -> None:
+    def _store(self, piece: _SpilledRange, values: Tensor, slot: SpillSlot) -> None:
         piece.made = len(self._edits)
         self.area.write(self, piece, values, slot)
 
-    def edit(self, edit: Edit, begin: int = 0, end: int | None = None) -> None:
+    def edit(self, edit: GradientEdit, begin: int = 0, end: int | None = None) -> None:
         """Record an edit of elements [begin, end), to be made when they are next in memory. If
         edits replace all stored values, an earlier error no longer matters and is cleared.
         """
@@ -596,11 +606,11 @@ class Spilled:
     def _fill(self, memory: Tensor, pieces: Sequence[_SpilledRange]) -> None:
         """Read these adjacent ranges into `memory`, one behind the other, all in flight at once."""
         first = pieces[0].begin if pieces else 0
-        each: list[Staged] = []
+        each: list[StagedGradientRange] = []
         try:
             for piece in pieces:
                 part = memory[piece.begin - first : piece.end - first]
-                each.append(Staged(self, piece, part, None))
+                each.append(StagedGradientRange(self, piece, part, None))
             for staged in each:
                 staged.wait()
         finally:
@@ -627,12 +637,12 @@ class Spilled:
         self.area.wants_norms = True
         return None if self._norm is None else self._norm.clone()
 
-    def stage(self, begin: int, end: int, memory: Tensor, slot: Slot) -> Staged:
+    def stage(self, begin: int, end: int, memory: Tensor, slot: SpillSlot) -> StagedGradientRange:
         """Begin to read the range [begin, end) into `memory`, a part of `slot`."""
         with self.area.lock:
             piece = self.pieces[bisect_left(self._begins, begin)]
             assert (piece.begin, piece.end) == (begin, end), "cut for this plan"
-            return Staged(self, piece, memory.view(self.dtype)[: end - begin], slot)
+            return StagedGradientRange(self, piece, memory.view(self.dtype)[: end - begin], slot)
 
     def is_cut_at(self, begin: int, end: int) -> bool:
         """Return whether these elements are one range, which `stage` can read."""
@@ -641,7 +651,9 @@ class Spilled:
             at < len(self.pieces) and self.pieces[at].begin == begin and self.pieces[at].end == end
         )
 
-    def _read(self, piece: _SpilledRange, values: Tensor, slot: Slot | None) -> Ticket[None] | None:
+    def _read(
+        self, piece: _SpilledRange, values: Tensor, slot: SpillSlot | None
+    ) -> Ticket[None] | None:
         """Begin to read a range as it is stored. Return None, with `values` zeroed, if an edit will
         replace the stored values anyway. Raises the error of a gradient that is lost.
         """
@@ -662,7 +674,7 @@ class Spilled:
             for begin, end, edit in self._edits[piece.made :]
         )
 
-    def _in(self, slot: Slot, piece: _SpilledRange) -> Tensor:
+    def _in(self, slot: SpillSlot, piece: _SpilledRange) -> Tensor:
         return slot.memory.view(self.dtype)[: piece.end - piece.begin]
 
     def _within(self, begin: int, end: int) -> list[_SpilledRange]:
@@ -674,22 +686,22 @@ class Spilled:
         return [piece for piece in self.pieces if piece.begin < end and begin < piece.end]
 
     @property
-    def cold(self) -> ColdValues:
+    def cold(self) -> SpilledGradientInput:
         """The values for the update, once all writes have ended."""
         return self.part(0, self.cuts[-1])
 
-    def part(self, begin: int, end: int) -> ColdPart:
+    def part(self, begin: int, end: int) -> SpilledGradientPart:
         self.area.settle()
         if self.error is not None:
             raise self.error
-        return ColdPart(self, begin, end - begin)
+        return SpilledGradientPart(self, begin, end - begin)
 
 
 @dataclass(frozen=True)
-class ColdPart:
+class SpilledGradientPart:
     """A part of a spilled gradient for the update: `count` elements of `whose`, from `begin` on."""
 
-    whose: Spilled
+    whose: SpilledGradientValues
     begin: int
     count: int
 
@@ -710,7 +722,7 @@ class ColdPart:
         return kernels.grad_stats(self.load()).block_sums
 
 
-class Shelf:
+class SpilledGradientReader:
     """A reader of spilled gradients for the update: it stages the slices of each chunk of state in
     one slot of the area. firsts: by the number of a parameter, the element at which its gradient
     begins, for gradients that are not whole.
@@ -718,19 +730,21 @@ class Shelf:
 
     def __init__(self, area: SpillArea, firsts: Mapping[int, int]) -> None:
         self._area, self._firsts = area, firsts
-        self._cold: dict[int, ColdPart] = {}
-        self._slots: dict[int, Slot] = {}  # by the number of the chunk
+        self._cold: dict[int, SpilledGradientPart] = {}
+        self._slots: dict[int, SpillSlot] = {}  # by the number of the chunk
 
-    def begin(self, grads: Mapping[int, Tensor | ColdValues], chunks: Iterable[Chunk]) -> None:
+    def begin(
+        self, grads: Mapping[int, Tensor | SpilledGradientInput], chunks: Iterable[Chunk]
+    ) -> None:
         """Begin an update of these gradients; cut those anew that are not cut as `chunks` are."""
         self.end()
-        self._cold = {n: one for n, one in grads.items() if isinstance(one, ColdPart)}
+        self._cold = {n: one for n, one in grads.items() if isinstance(one, SpilledGradientPart)}
         for whose, cuts in self._wrongly_cut(chunks).items():
             whose.cut_anew(sorted(cuts))
 
-    def _wrongly_cut(self, chunks: Iterable[Chunk]) -> dict[Spilled, set[int]]:
-        wanted: dict[Spilled, set[int]] = {}
-        wrong: set[Spilled] = set()
+    def _wrongly_cut(self, chunks: Iterable[Chunk]) -> dict[SpilledGradientValues, set[int]]:
+        wanted: dict[SpilledGradientValues, set[int]] = {}
+        wrong: set[SpilledGradientValues] = set()
         for chunk in chunks:
             for part in chunk.slices:
                 if part.param in self._cold:
@@ -740,7 +754,7 @@ class Shelf:
                         wrong.add(whose)
         return {whose: cuts for whose, cuts in wanted.items() if whose in wrong}
 
-    def _place(self, part: Slice) -> tuple[Spilled, int, int]:
+    def _place(self, part: Slice) -> tuple[SpilledGradientValues, int, int]:
         cold = self._cold[part.param]
         begin = cold.begin + part.begin - self._firsts.get(part.param, 0)
         return cold.whose, begin, begin + part.end - part.begin
@@ -750,7 +764,7 @@ class Shelf:
         is_wanted = any(part.param in self._cold for part in chunk.slices)
         return not is_wanted or self._area.has_free()
 
-    def take(self, chunk: Chunk) -> dict[Slice, Staged]:
+    def take(self, chunk: Chunk) -> dict[Slice, StagedGradientRange]:
         """Begin to read a chunk's spilled slices into one slot. Waits if no slot is free."""
         wanted = [part for part in chunk.slices if part.param in self._cold]
         if not wanted:
@@ -760,7 +774,7 @@ class Shelf:
         found, at = {}, 0
         for part in wanted:
             whose, begin, end = self._place(part)
-            nbytes = line_up((end - begin) * whose.dtype.itemsize)
+            nbytes = round_up_to_cache_line((end - begin) * whose.dtype.itemsize)
             found[part] = whose.stage(begin, end, slot.memory[at : at + nbytes], slot)
             at += nbytes
         return found
@@ -784,7 +798,7 @@ def slot_bytes(chunks: Iterable[Chunk], itemsizes: Mapping[int, int]) -> int:
     """
     each = (
         sum(
-            line_up((part.end - part.begin) * itemsizes[part.param])
+            round_up_to_cache_line((part.end - part.begin) * itemsizes[part.param])
             for part in chunk.slices
             if part.param in itemsizes
         )
@@ -802,6 +816,6 @@ def _page_up(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def line_up(nbytes: int) -> int:
+def round_up_to_cache_line(nbytes: int) -> int:
     """Round up to the distance between slices of a chunk in a slot: whole cache lines."""
     return -(-nbytes // _LINE) * _LINE

@@ -22,7 +22,7 @@ from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.params.block import Block
 from offload.params.initialise import InitTask, empty_, is_filled, plan_tasks, refuse_empty
-from offload.params.matching import Match, WeightPlace, match
+from offload.params.matching import WeightMatch, WeightPlace, match
 from offload.params.placeholder import is_offloaded, make_placeholder, restore
 from offload.params.residency import Residency
 from offload.planning.unit import Member, Unit
@@ -33,7 +33,7 @@ from offload.storage.weights import Weights
 _CAST_BYTES = 4 << 20  # size of the staging buffer for values that are cast to another type
 
 
-class Start:
+class PreparedModelStart:
     """The start of one model. The constructor checks the model and changes nothing. Then call
     `begin`, `open`, `take_in` for each block, and `finish`; call `close` at the end of the model.
     After a failure call `forget`, and `restore` once the model is closed. Until the model is ready
@@ -55,7 +55,7 @@ class Start:
         self._weights = Weights(weights) if weights is not None else None
         self._files: WeightBlocks | None = None
         try:
-            self._match = match(model, self._weights) if self._weights else Match()
+            self._match = match(model, self._weights) if self._weights else WeightMatch()
             self._meta = [tensor for tensor in self._names if tensor.is_meta]
             self._was_meta = set(self._meta)
             self._empty = {t: self._names[t] for t in self._meta if t not in self._match.places}

@@ -40,7 +40,7 @@ _STEP, _MODEL = "step(): ", "model: "  # as `StepStats` names the causes of seco
 
 
 @dataclass(frozen=True)
-class Order:
+class TrialOrder:
     """The order for a trial. warm_up: steps before the first that is measured, 1 at least: an
     iteration begins with the end of a step. result: the file for it.
     """
@@ -113,8 +113,8 @@ class TrialResult:
         return self.read_bytes + self.written_bytes
 
 
-def load_order(path: Path) -> Order:
-    return _load(Order, path)
+def load_order(path: Path) -> TrialOrder:
+    return _load(TrialOrder, path)
 
 
 def load_result(path: Path) -> TrialResult | None:
@@ -137,7 +137,7 @@ class _MemorySample(Protocol):
     def nbytes(self) -> Mapping[str, int]: ...
 
 
-class Watched(Protocol):
+class TrialMetrics(Protocol):
     """The metrics of one engine."""
 
     def events_since(self, begin_s: float) -> list[Event]: ...
@@ -157,7 +157,7 @@ class _TrialUnit(Protocol):
 
 
 @runtime_checkable
-class Divided(Protocol):
+class TrialModel(Protocol):
     """A prepared model."""
 
     @property
@@ -189,7 +189,7 @@ class Trial:
         self.order = load_order(path)
         self._targets: dict[TrialTarget, None] = {}
         self._is_prepared = self._tunes_depth = self._tunes_activations = False
-        self._followed: Watched | None = None
+        self._followed: TrialMetrics | None = None
         self._last: StepFact | None = None
         self._steps = 0
         self._iterations: list[_TrialIteration] = []
@@ -209,7 +209,7 @@ class Trial:
         self._tunes_depth |= tunes_depth
         self._tunes_activations |= tunes_activations
 
-    def note_step(self, step: StepFact, metrics: Watched, model: object, threads: int) -> None:
+    def note_step(self, step: StepFact, metrics: TrialMetrics, model: object, threads: int) -> None:
         """Note that a step has ended. Raises SystemExit after the last step of the order. model:
         the prepared model that the step belongs to, if there is one.
         """
@@ -225,8 +225,8 @@ class Trial:
         if self._steps >= self.order.steps_needed:
             raise SystemExit(0)
 
-    def _result(self, metrics: Watched, model: object, threads: int) -> TrialResult:
-        layers = layer_sizes(model.units) if isinstance(model, Divided) else []
+    def _result(self, metrics: TrialMetrics, model: object, threads: int) -> TrialResult:
+        layers = layer_sizes(model.units) if isinstance(model, TrialModel) else []
         usual = statistics.multimode(layers)
         common: dict[str, Any] = {
             "targets": tuple(self._targets),
@@ -321,7 +321,7 @@ def _figures(iterations: Sequence[_TrialIteration]) -> dict[str, Any]:
     }
 
 
-def _peak_bytes(metrics: Watched) -> dict[str, int]:
+def _peak_bytes(metrics: TrialMetrics) -> dict[str, int]:
     found = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES}
     for sample in metrics.samples():
         for name, nbytes in sample.nbytes.items():

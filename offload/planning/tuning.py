@@ -26,7 +26,7 @@ UNTUNED = Tuning()
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenTuning:
     """The tuning that was chosen for one call. source: the file. note: why an existing profile was
     not used as intended. trial: the tuner's trial that this process runs.
     """
@@ -50,7 +50,7 @@ class Chosen:
             changes["activations"] = self.tuning.activations or "keep"
         return Config.of(config, **changes) if changes else config
 
-    def in_force(self, config: Config, is_wrapped: bool = False) -> Chosen:
+    def in_force(self, config: Config, is_wrapped: bool = False) -> ChosenTuning:
         """Drop the values that the user has set otherwise, and those that have no effect where only
         an optimizer is wrapped.
         """
@@ -84,10 +84,12 @@ class Chosen:
         return {name: value for name, value in options.items() if value is not None}
 
 
-NOTHING = Chosen()
+NOTHING = ChosenTuning()
 
 
-def choose(config: Config, params: Iterable[Tensor], device: str, among_ranks: bool) -> Chosen:
+def choose(
+    config: Config, params: Iterable[Tensor], device: str, among_ranks: bool
+) -> ChosenTuning:
     """Choose the tuning for a model with these parameters. A file that was named must exist and be
     well-formed; the machine's own file is ignored where it does not or is not, or has nothing for
     this model.
@@ -98,31 +100,33 @@ def choose(config: Config, params: Iterable[Tensor], device: str, among_ranks: b
     if among_ranks:  # all must have the same units and depth, and each machine has files of its own
         if config.profile is None:
             return NOTHING
-        return Chosen(note="is not used among several ranks, which must agree on every number")
+        return ChosenTuning(
+            note="is not used among several ranks, which must agree on every number"
+        )
     path, found, note = _find(config)
     if found is None or path is None:
-        return Chosen(note=note)
+        return ChosenTuning(note=note)
     target = _target(config, params, device)
     tuned = found.tuned_for(
         target.model, device, target.host_bytes, target.device_bytes, target.directories
     )
     if tuned is not None:
-        return Chosen(tuned.tuning, path, note)
+        return ChosenTuning(tuned.tuning, path, note)
     if config.profile is None:
         return NOTHING
-    return Chosen(note=f"{path} has no tuning for this model and budget{_known(found.tuned)}")
+    return ChosenTuning(note=f"{path} has no tuning for this model and budget{_known(found.tuned)}")
 
 
 def _on_trial(
     trial: Trial, config: Config, params: Iterable[Tensor], device: str, among_ranks: bool
-) -> Chosen:
+) -> ChosenTuning:
     if among_ranks:
         raise ConfigError(
             "offload tune: runs one process, and here are several ranks, which use no profile; "
             "start the loop without them"
         )
     trial.note_target(_target(config, params, device))
-    return Chosen(trial.tuning, trial.path, trial=trial)
+    return ChosenTuning(trial.tuning, trial.path, trial=trial)
 
 
 def _target(config: Config, params: Iterable[Tensor], device: str) -> TrialTarget:

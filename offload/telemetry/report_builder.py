@@ -19,7 +19,7 @@ from offload.params.gathered_tier import NETWORK
 from offload.params.prepared import Prepared, prepared_of
 from offload.params.sharded_residency import ShardedResidency
 from offload.planning.planner import make_plan
-from offload.planning.tuning import Chosen
+from offload.planning.tuning import ChosenTuning
 from offload.planning.unit import enclosing
 from offload.telemetry.recording import RunFacts
 from offload.telemetry.report import (
@@ -225,12 +225,12 @@ def _facts_of_optimizer(session: Session) -> RunFacts:
     )
 
 
-def _chosen(made: Prepared | None, session: Session | None) -> Chosen:
+def _chosen(made: Prepared | None, session: Session | None) -> ChosenTuning:
     if made is not None:
         return made.prepare_plan.chosen
     assert session is not None
     return session.chosen
 
 
-def _tuned(chosen: Chosen) -> str | None:
+def _tuned(chosen: ChosenTuning) -> str | None:
     return str(chosen) if chosen.source is not None else None

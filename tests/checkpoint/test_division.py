@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload.checkpoint.division import cut, divide, joined, share_of, within
+from offload.checkpoint.division import cut, divide, merged_ranges, share_of, within
 from offload.storage.safetensors_header import TensorPlace, TensorSpec, build_header
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def test_every_byte_has_one_writer(seed: int, count: int) -> None:
             written[name] += ranges
     for name, place in places.items():
         assert sum(end - begin for begin, end in written[name]) == place.nbytes
-        assert joined(written[name]) == ([(0, place.nbytes)] if place.nbytes else [])
+        assert merged_ranges(written[name]) == ([(0, place.nbytes)] if place.nbytes else [])
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -52,7 +52,7 @@ def test_shares_are_even_and_meet_at_blocks(count: int) -> None:
     total = sum(place.nbytes for place in places.values())
     for rank in range(count):
         mine = divide(places, own, rank, count)
-        ranges = joined(
+        ranges = merged_ranges(
             (places[name].offset + begin, places[name].offset + end)
             for name, some in mine.items()
             for begin, end in some
@@ -80,7 +80,7 @@ def test_every_part_is_checked_once(seed: int, count: int) -> None:
 
 
 def test_within_and_joined() -> None:
-    ranges = joined([(10, 20), (0, 5), (5, 7), (30, 30), (18, 25)])
+    ranges = merged_ranges([(10, 20), (0, 5), (5, 7), (30, 30), (18, 25)])
     assert ranges == [(0, 7), (10, 25)]
     assert within(ranges, 0, 100) == ranges
     assert within(ranges, 6, 11) == [(6, 7), (10, 11)]

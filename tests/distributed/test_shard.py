@@ -329,7 +329,7 @@ def meet_with_ctrl_c(rank: int) -> list[tuple[str, float]]:
             time.sleep(0.3)
         begin_s = time.monotonic()
         try:
-            met = side_channel.meet("a test", None, 60.0)
+            met = side_channel.open_side_channel("a test", None, 60.0)
             assert met is not None
             met.begin("a test")
             said = str(met.exchange(rank))

@@ -24,10 +24,10 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CorruptionError, StateError, StoreError, StoreTimeout
 from offload.core.metrics import Metrics
-from offload.optim.gradient_handle import Edit
+from offload.optim.gradient_handle import GradientEdit
 from offload.optim.spilled_gradient import SpilledGradient
 from offload.params.prepared import prepared_of
-from offload.params.spill import SpillArea, Spilled, Staged
+from offload.params.spill import SpillArea, SpilledGradientValues, StagedGradientRange
 from offload.planning import planner
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
@@ -567,11 +567,11 @@ def test_zeros_in_place_of_what_is_lost_are_a_gradient(
     backward(ours)
     prepared_of(ours).engine.gradients.area.settle()
 
-    def interrupted(self: Staged) -> None:
+    def interrupted(self: StagedGradientRange) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Staged, "wait", interrupted)
+        patch.setattr(StagedGradientRange, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(ours)
     with pytest.raises(StateError, match="zero_grad"):
@@ -617,7 +617,7 @@ def staging(folder: Path, nbytes: int = 8 * KI, **options: Any) -> Iterator[Spil
         store.close()
 
 
-def gradient(area: SpillArea, values: torch.Tensor) -> Spilled:
+def gradient(area: SpillArea, values: torch.Tensor) -> SpilledGradientValues:
     made = area.make(object(), "w", values.numel(), values.dtype, values.shape)
     assert made is not None
     made.take(values)
@@ -692,11 +692,11 @@ def test_an_interrupted_addition_gives_its_slots_back(
     area = prepared_of(ours).engine.gradients.area
     area.settle()
 
-    def interrupted(self: Staged) -> None:
+    def interrupted(self: StagedGradientRange) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Staged, "wait", interrupted)
+        patch.setattr(StagedGradientRange, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(ours)
     assert len(area._free) == len(area._slots)
@@ -735,7 +735,7 @@ def test_slots_in_use_are_not_handed_out_again(tmp_path: Path) -> None:
     """Those that need no read have nothing under way."""
     with staging(tmp_path) as area:
         zeros = gradient(area, torch.randn(16 * KI))
-        zeros.edit(Edit.of("zero_", (), {}))
+        zeros.edit(GradientEdit.of("zero_", (), {}))
         values = torch.randn(16 * KI)
         zeros.add(values)
         assert torch.equal(zeros.load(), values)

@@ -27,7 +27,7 @@ from offload.optim.spilled_gradient import SpilledGradient
 from offload.params import units
 from offload.params.block import Reference
 from offload.params.engine import Engine
-from offload.params.gradients import Spill
+from offload.params.gradients import SpilledGradientParams
 from offload.params.placeholder import is_offloaded
 from offload.params.units import find_units
 from offload.planning.unit import enclosing
@@ -46,7 +46,7 @@ def prepared(
     share: float,
     folder: Path | None = None,
     depth: int = 2,
-    spill: Spill | None = None,
+    spill: SpilledGradientParams | None = None,
 ) -> Iterator[Engine]:
     """The model with host memory for a share of its parameters; 0: the least that works."""
     found = find_units(model)
@@ -203,7 +203,9 @@ def test_a_view_that_escapes_is_not_pulled_away() -> None:
 def test_a_gradient_belongs_to_whoever_holds_it(tmp_path: Path) -> None:
     plain, ours = make("gpt"), make("gpt")
     pages = sum(-(-param.nbytes // 4096) * 4096 for param in ours.parameters())
-    spill = Spill(frozenset(ours.parameters()), 4096, pages + 4096)  # room for all, and one more
+    spill = SpilledGradientParams(
+        frozenset(ours.parameters()), 4096, pages + 4096
+    )  # room for all, and one more
     with prepared(ours, 0.5, tmp_path, spill=spill) as engine:
         held = []
         for step in range(3):

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.loops import chosen, tally
 
-from offload.params.prefetch import Moves, TierState, derive_depth, look_ahead, make_room, next_uses
+from offload.params.prefetch import (
+    PrefetchMoves,
+    TierState,
+    derive_depth,
+    look_ahead,
+    make_room,
+    next_uses,
+)
 
 ONES = [1] * 10
 
@@ -21,25 +28,25 @@ def test_next_uses() -> None:
 
 def test_what_comes_next_is_fetched_as_far_as_there_is_room() -> None:
     uses = next_uses([1, 2, 3, 4], 10)
-    assert look_ahead(TierState(ONES, 10, {0}), uses, 2) == Moves((), (1, 2))
-    assert look_ahead(TierState(ONES, 3, {0}, {0}), uses, 4) == Moves((), (1, 2))
-    assert look_ahead(TierState(ONES, 10, {1, 2}), uses, 2) == Moves()
-    assert look_ahead(TierState(ONES, 10, {0}), uses, 0) == Moves()
+    assert look_ahead(TierState(ONES, 10, {0}), uses, 2) == PrefetchMoves((), (1, 2))
+    assert look_ahead(TierState(ONES, 3, {0}, {0}), uses, 4) == PrefetchMoves((), (1, 2))
+    assert look_ahead(TierState(ONES, 10, {1, 2}), uses, 2) == PrefetchMoves()
+    assert look_ahead(TierState(ONES, 10, {0}), uses, 0) == PrefetchMoves()
 
 
 def test_the_farthest_goes() -> None:
     uses = next_uses([1, 2, 3, 0], 10)
     # 7 is never used again, 0 later than 1.
-    assert look_ahead(TierState(ONES, 3, {0, 7, 2}), uses, 1) == Moves((7,), (1,))
-    assert look_ahead(TierState(ONES, 2, {0, 2}), uses, 1) == Moves((0,), (1,))
+    assert look_ahead(TierState(ONES, 3, {0, 7, 2}), uses, 1) == PrefetchMoves((7,), (1,))
+    assert look_ahead(TierState(ONES, 2, {0, 2}), uses, 1) == PrefetchMoves((0,), (1,))
     # What is needed before it is not dropped for it.
-    assert look_ahead(TierState(ONES, 2, {1, 2}), uses, 3) == Moves()
+    assert look_ahead(TierState(ONES, 2, {1, 2}), uses, 3) == PrefetchMoves()
 
 
 def test_one_at_a_time() -> None:
     uses = next_uses([1, 2], 3)
-    assert look_ahead(TierState(ONES, 1, {0}, {0}), uses, 2) == Moves()
-    assert look_ahead(TierState(ONES, 1, {0}), uses, 2) == Moves((0,), (1,))
+    assert look_ahead(TierState(ONES, 1, {0}, {0}), uses, 2) == PrefetchMoves()
+    assert look_ahead(TierState(ONES, 1, {0}), uses, 2) == PrefetchMoves((0,), (1,))
     assert make_room(TierState(ONES, 1, {0}), uses, 1) == (0,)
     assert make_room(TierState(ONES, 1, {0}, {0}), uses, 1) is None
     assert make_room(TierState(ONES, 2, {0}, {0}), uses, 1) == ()

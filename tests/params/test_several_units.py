@@ -21,7 +21,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CapacityError
 from offload.params import units
-from offload.params.model_methods import Services
+from offload.params.model_methods import ReplacedModelMethods
 from offload.params.trace import Phase
 from offload.planning import planner
 
@@ -228,7 +228,7 @@ def test_a_state_dict_that_is_interrupted_leaves_the_memory_to_others(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Services, "_copy", interrupted)
+        patch.setattr(ReplacedModelMethods, "_copy", interrupted)
         with pytest.raises(KeyboardInterrupt) as kept:
             model.state_dict()
     train(model, optimizer)

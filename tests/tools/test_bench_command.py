@@ -28,7 +28,7 @@ from offload.core.config import Config
 from offload.core.drive_facts import DirectoryFacts
 from offload.core.errors import FormatError, StateError, StoreError
 from offload.core.host_facts import Accelerator, Memory, Torch
-from offload.optim.traffic import Moved, Traffic, plan_traffic
+from offload.optim.traffic import StateTrafficFigures, Traffic, plan_traffic
 from offload.planning import profile, tuning
 from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.storage.disk import DiskStore
@@ -41,7 +41,7 @@ from offload.tools.bench.disk import DiskFigures
 from offload.tools.bench.figure import Figure, FigureUnit, Repeats, repeat
 from offload.tools.bench.record import make_profile
 from offload.tools.bench.sizes import BenchSizes, ModelSize
-from offload.tools.bench.survey import SurveyPart, SurveyResult, Wanted, survey
+from offload.tools.bench.survey import BenchRequest, SurveyPart, SurveyResult, survey
 from offload.tools.cli import bench
 from offload.tools.forecast.synthetic_llama import StandIn
 
@@ -273,7 +273,7 @@ def small_sustained(value: Any, **changes: Any) -> Any:
 
 
 def test_the_bound_of_runs_over_drives_is_tight() -> None:
-    wanted = Wanted(frozenset({SurveyPart.DISK}), (Path("/a"),), TINY)
+    wanted = BenchRequest(frozenset({SurveyPart.DISK}), (Path("/a"),), TINY)
     passes = 1 + 2 * TINY.disk_runs
     buffers_bytes = TINY.buffers * TINY.chunk_bytes
     assert wanted.most_written_bytes == passes * (TINY.disk_bytes + buffers_bytes)
@@ -282,7 +282,7 @@ def test_the_bound_of_runs_over_drives_is_tight() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_help_tells_no_less_than_a_run_may_write(count: int) -> None:
     paths = tuple(Path(f"/{number}") for number in range(count))
-    most = Wanted(frozenset(SurveyPart), paths, BenchSizes()).most_written_bytes
+    most = BenchRequest(frozenset(SurveyPart), paths, BenchSizes()).most_written_bytes
     assert most <= (bench.FIRST_GIB + (count - 1) * bench.FURTHER_GIB) * GIB
     assert f"at most {bench.FIRST_GIB} GiB" in bench._EPILOG
 
@@ -298,10 +298,10 @@ def test_however_little_is_asked_for_both_tenths_have_moved_something(
     nbytes: int, drive: Path
 ) -> None:
     sizes = replace(TINY, sustained_bytes=nbytes)
-    found = survey(Wanted(frozenset({SurveyPart.DISK}), (drive,), sizes), Quiet())
+    found = survey(BenchRequest(frozenset({SurveyPart.DISK}), (drive,), sizes), Quiet())
     first, last = found.disks[0].first, found.disks[0].last
     assert first is not None and last is not None and first.median > 0 and last.median > 0
-    most = Wanted(frozenset({SurveyPart.DISK}), (drive,), sizes).most_written_bytes
+    most = BenchRequest(frozenset({SurveyPart.DISK}), (drive,), sizes).most_written_bytes
     assert max(nbytes, 1) < found.written_bytes <= most
 
 
@@ -701,8 +701,8 @@ def test_a_slow_drive_is_filled_in_part_and_the_rest_is_left_alone(drive: Path) 
 
 
 def test_nothing_moved_has_no_speed() -> None:
-    assert Moved(0, 0, 0.0).bytes_per_s is None
-    assert (Moved(1, 1, 0.25) + Moved(0, 1, 0.25)).bytes_per_s == 6.0
+    assert StateTrafficFigures(0, 0, 0.0).bytes_per_s is None
+    assert (StateTrafficFigures(1, 1, 0.25) + StateTrafficFigures(0, 1, 0.25)).bytes_per_s == 6.0
 
 
 class EndlessTraffic:
@@ -747,7 +747,7 @@ def test_drives_that_are_done_too_soon_give_no_share() -> None:
 def test_that_is_told_of(drive: Path) -> None:
     sizes = replace(TINY, beside_bytes=0)
     parts = frozenset({SurveyPart.UPDATE, SurveyPart.COMPUTE})
-    found = survey(Wanted(parts, (drive,), sizes), Quiet())
+    found = survey(BenchRequest(parts, (drive,), sizes), Quiet())
     assert (found.update_beside, found.compute_beside) == (None, None)
     assert sum("speed beside them is not known" in note for note in found.notes) == 2
 
@@ -776,13 +776,13 @@ def test_a_measurement_that_is_interrupted_stops_the_drives() -> None:
 
 def test_training_leaves_the_users_random_numbers_alone(drive: Path) -> None:
     before = torch.get_rng_state()
-    survey(Wanted(frozenset({SurveyPart.STEP}), (drive,), TINY), Quiet())
+    survey(BenchRequest(frozenset({SurveyPart.STEP}), (drive,), TINY), Quiet())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_listener_is_told_of_every_figure_in_the_table(drive: Path) -> None:
     listener = Quiet()
-    found = survey(Wanted(frozenset(SurveyPart), (drive,), TINY), listener)
+    found = survey(BenchRequest(frozenset(SurveyPart), (drive,), TINY), listener)
     assert sorted(f.name for f in listener.figures) == sorted(f.name for f in found.figures)
     assert all(0 <= share <= 1 for share in listener.shares)
 

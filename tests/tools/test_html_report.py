@@ -32,7 +32,7 @@ from offload.optim import step_stats
 from offload.telemetry import run_file
 from offload.telemetry.run_file import About, ParamFact, Run, UnitFact
 from offload.tools.html_report import make_page, make_picture, summarize, summary, to_perfetto
-from offload.tools.html_report.by_unit import UnitFinder, costs_of, typical_iteration
+from offload.tools.html_report.by_unit import HtmlReportUnits, costs_of, typical_iteration
 from offload.tools.html_report.document import embedded
 from offload.tools.html_report.drawing import draw
 from offload.tools.html_report.markup import Html, escape, tag
@@ -215,7 +215,7 @@ def test_the_engine_calls_its_causes_as_the_page_does() -> None:
     ],
 )
 def test_events_belong_to_units(name: str, unit: int | None) -> None:
-    assert UnitFinder(ABOUT).find(name) == unit
+    assert HtmlReportUnits(ABOUT).find(name) == unit
 
 
 def test_costs_of_units_are_those_of_whole_iterations() -> None:

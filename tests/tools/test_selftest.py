@@ -32,7 +32,7 @@ from offload.kernels import calls
 from offload.storage.disk import DiskStore
 from offload.tools import cli
 from offload.tools.selftest import bits, check, checkpoints, kill_loop, registry, supervisor
-from offload.tools.selftest.check import CheckResult, CheckStatus, NotRun, Proved, Setting
+from offload.tools.selftest.check import CheckResult, CheckStatus, NotRun, PassedCheck, Setting
 from offload.tools.selftest.runner import run_check
 from offload.tools.selftest.supervisor import SelftestRequest, supervise
 from offload.tools.selftest.table import format_table
@@ -384,9 +384,9 @@ def test_every_point_of_a_save_has_its_kill(seed: int) -> None:
 
 
 def test_a_file_that_is_left_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def messy(setting: Setting) -> Proved:
+    def messy(setting: Setting) -> PassedCheck:
         (setting.directory / "swap.bin").write_bytes(b"x")
-        return Proved("things", 1)
+        return PassedCheck("things", 1)
 
     plant(monkeypatch, messy)
     assert failure_of("kernels.slices", tmp_path) == (
@@ -479,7 +479,7 @@ def test_a_transfer_that_forgets_a_wait_fails(fault: str, tmp_path: Path) -> Non
 # --- what a check may do --------------------------------------------------------------------------
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], Proved]) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], PassedCheck]) -> None:
     from offload.tools.selftest import runner
 
     monkeypatch.setattr(runner, "find", lambda name: function)
@@ -487,18 +487,18 @@ def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], Proved]
 
 @pytest.mark.quick
 def test_what_becomes_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_here(setting: Setting) -> Proved:
+    def not_here(setting: Setting) -> PassedCheck:
         raise NotRun("no such thing here")
 
-    def broken(setting: Setting) -> Proved:
+    def broken(setting: Setting) -> PassedCheck:
         raise KeyError("surprise")
 
-    def failed(setting: Setting) -> Proved:
+    def failed(setting: Setting) -> PassedCheck:
         raise check.CheckFailed("the sum", got=4, expected=5)
 
-    cases: list[tuple[Callable[[Setting], Proved], CheckStatus, str]] = [
-        (lambda setting: Proved("sums", 3), CheckStatus.PASSED, "sums"),
-        (lambda setting: Proved("sums", 0), CheckStatus.FAILED, "comparisons (sums): got 0"),
+    cases: list[tuple[Callable[[Setting], PassedCheck], CheckStatus, str]] = [
+        (lambda setting: PassedCheck("sums", 3), CheckStatus.PASSED, "sums"),
+        (lambda setting: PassedCheck("sums", 0), CheckStatus.FAILED, "comparisons (sums): got 0"),
         (not_here, CheckStatus.NOT_RUN, "no such thing here"),
         (broken, CheckStatus.FAILED, "KeyError: 'surprise' (test_selftest.py:"),
         (failed, CheckStatus.FAILED, "the sum: got 4, expected 5"),
@@ -539,7 +539,7 @@ def test_no_check_needs_torch_to_be_chosen() -> None:
 PLANTED = """
 import os, sys, time
 from offload.tools.selftest import runner, worker
-from offload.tools.selftest.check import Proved
+from offload.tools.selftest.check import PassedCheck
 def crash(setting):
     print("last words", file=sys.stderr)
     os.kill(os.getpid(), 11)
@@ -552,7 +552,7 @@ def hang(setting):
         time.sleep(600)
     time.sleep(600)
 planted = {"kernels.reference": crash, "kernels.casts": leave, "kernels.statistics": hang}
-runner.find = lambda name: planted.get(name, lambda setting: Proved("things", 1))
+runner.find = lambda name: planted.get(name, lambda setting: PassedCheck("things", 1))
 code = worker.main(int(sys.argv[-1]))
 os._exit(code)
 """

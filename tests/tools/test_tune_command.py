@@ -31,7 +31,7 @@ from offload import kernels
 from offload.core.errors import ConfigError
 from offload.planning import planner, profile, trial, tuning
 from offload.planning.profile import Tuned, Tuning
-from offload.planning.trial import Order, TrialResult, TrialTarget
+from offload.planning.trial import TrialOrder, TrialResult, TrialTarget
 from offload.storage import choose as store_choose
 from offload.tools import cli
 from offload.tools.tune import picture, session, space, table, trials
@@ -56,9 +56,9 @@ def target() -> TrialTarget:
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_budget: Any) -> Iterator[Order]:
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_budget: Any) -> Iterator[TrialOrder]:
     """This process is a trial."""
-    made = Order(Tuning(1, 72 << 10, 4096, 5, 1), 2, 3, str(tmp_path / "result.json"))
+    made = TrialOrder(Tuning(1, 72 << 10, 4096, 5, 1), 2, 3, str(tmp_path / "result.json"))
     made.save(tmp_path / "order.json")
     monkeypatch.setenv(trial.ENVIRONMENT, str(tmp_path / "order.json"))
     yield made
@@ -84,14 +84,14 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> int:
     return steps
 
 
-def result_of(order: Order) -> TrialResult:
+def result_of(order: TrialOrder) -> TrialResult:
     found = trial.load_result(Path(order.result))
     assert found is not None
     return found
 
 
 def test_a_trial_runs_with_its_tuning_and_ends_after_its_steps(
-    tmp_path: Path, order: Order
+    tmp_path: Path, order: TrialOrder
 ) -> None:
     named = tmp_path / "none.json"  # a profile is not even looked for
     model, optimizer = prepared(tmp_path, profile=named)
@@ -116,7 +116,7 @@ def test_a_trial_runs_with_its_tuning_and_ends_after_its_steps(
     assert Path(order.result).stat().st_mode & 0o777 == 0o600
 
 
-def test_seconds_of_an_iteration_are_all_accounted_for(tmp_path: Path, order: Order) -> None:
+def test_seconds_of_an_iteration_are_all_accounted_for(tmp_path: Path, order: TrialOrder) -> None:
     model, optimizer = prepared(tmp_path)
     with optimizer:
         train(model, optimizer, 20)
@@ -124,14 +124,14 @@ def test_seconds_of_an_iteration_are_all_accounted_for(tmp_path: Path, order: Or
     assert last.compute_s + last.update_s + last.waited_s == pytest.approx(last.seconds, rel=0.05)
 
 
-def test_a_loop_that_goes_on_is_ended_at_every_step(tmp_path: Path, order: Order) -> None:
+def test_a_loop_that_goes_on_is_ended_at_every_step(tmp_path: Path, order: TrialOrder) -> None:
     model, optimizer = prepared(tmp_path)
     with optimizer:
         assert train(model, optimizer, 20) == 5
         assert train(model, optimizer, 20) == 1
 
 
-def test_a_wrapped_optimizer_is_a_trial_too(tmp_path: Path, order: Order) -> None:
+def test_a_wrapped_optimizer_is_a_trial_too(tmp_path: Path, order: TrialOrder) -> None:
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     offload.wrap(optimizer, host_memory=HOST_BYTES, nvme=tmp_path)
@@ -142,7 +142,7 @@ def test_a_wrapped_optimizer_is_a_trial_too(tmp_path: Path, order: Order) -> Non
     assert not found.is_prepared and found.layer_bytes is None
 
 
-def test_what_the_loop_fixes_is_told(tmp_path: Path, order: Order) -> None:
+def test_what_the_loop_fixes_is_told(tmp_path: Path, order: TrialOrder) -> None:
     model, optimizer = prepared(tmp_path, prefetch_depth=2, activations="auto")
     with optimizer:
         assert model._offload_prepared.engine.residency.prefetch.depth == 2
@@ -153,7 +153,7 @@ def test_what_the_loop_fixes_is_told(tmp_path: Path, order: Order) -> None:
 
 
 def test_the_steps_of_a_second_optimizer_are_part_of_the_first_ones(
-    tmp_path: Path, order: Order
+    tmp_path: Path, order: TrialOrder
 ) -> None:
     model, other = layers(), layers(2)
     one, two = (torch.optim.AdamW(m.parameters(), fused=True) for m in (model, other))
@@ -181,7 +181,7 @@ def test_an_order_that_is_not_there_is_refused(
         trial.current()
 
 
-def test_several_ranks_are_refused(order: Order) -> None:
+def test_several_ranks_are_refused(order: TrialOrder) -> None:
     with pytest.raises(ConfigError, match="several ranks"):
         tuning.choose(offload.Config(), layers().parameters(), "cpu", among_ranks=True)
 

@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from offload.planning.profile import Tuning
-from offload.tools.tune.search import Finding, Knob, Measured, Search, SearchSpace, spread_s
+from offload.tools.tune.search import Knob, Measured, Search, SearchSpace, TuneResult, spread_s
 
 KI, MI = 1 << 10, 1 << 20
 LAYERS, LAYER_BYTES, STATE_BYTES = 24, 32 * MI, 512 * MI
@@ -125,7 +125,7 @@ def best_s(machine: Machine) -> float:
     return min(machine.step_s(t) for t in SPACE.every() if not machine.refuses(t))
 
 
-def search(machine: Machine, noise: float, seed: int, limit_s: float = NO_LIMIT_S) -> Finding:
+def search(machine: Machine, noise: float, seed: int, limit_s: float = NO_LIMIT_S) -> TuneResult:
     return Search(SPACE, Bench(machine, noise, seed), limit_s).run()
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from offload.optim.traffic import Moved, Traffic
+from offload.optim.traffic import StateTrafficFigures, Traffic
 from offload.planning.layout import Chunk
 from offload.tools.bench.figure import Figure, FigureUnit, Listener, repeat
 from offload.tools.bench.sizes import RUNS_A_TENTH, TENTHS, BenchSizes
@@ -61,7 +61,7 @@ def measure_disk(
 ) -> DiskFigures:
     """Measure writes, reads and both together. traffic: on these directories, already filled."""
 
-    def measure(kind: str, act: Callable[[Callable[[], bool]], Moved]) -> Figure:
+    def measure(kind: str, act: Callable[[Callable[[], bool]], StateTrafficFigures]) -> Figure:
         name = f"{label}: {kind}"
         listener.begin(name)
         runs = sizes.writing_runs
@@ -76,7 +76,7 @@ def measure_disk(
     return DiskFigures(tuple(directories), read, write, mixed)
 
 
-def _rate(moved: Moved) -> float:
+def _rate(moved: StateTrafficFigures) -> float:
     rate = moved.bytes_per_s
     assert rate is not None, "there are more chunks than buffers, so that some must move"
     return rate
@@ -114,9 +114,9 @@ def measure_sustained(
     return figures[0], figures[1]
 
 
-def _mix_for(traffic: Traffic, begin: int, end: int) -> Moved:
+def _mix_for(traffic: Traffic, begin: int, end: int) -> StateTrafficFigures:
     """Read and write the chunks [begin, end) of an endless sequence that repeats all chunks."""
-    moved = Moved(0, 0, 0.0)
+    moved = StateTrafficFigures(0, 0, 0.0)
     while begin < end:
         here = begin % len(traffic.chunks)
         part: list[Chunk] = traffic.chunks[here : here + end - begin]

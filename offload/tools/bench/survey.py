@@ -36,7 +36,7 @@ class SurveyPart(Enum):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BenchRequest:
     """A request for measurements. directories: absolute, no duplicates, with enough free space."""
 
     parts: frozenset[SurveyPart]
@@ -112,7 +112,7 @@ class SurveyResult:
         return [figure for figure in found if figure is not None]
 
 
-def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
+def survey(wanted: BenchRequest, listener: Listener) -> SurveyResult:
     """Run the wanted measurements one after the other. Blocks for a while. Leaves nothing
     behind, however it ends.
     """
@@ -139,7 +139,7 @@ def survey(wanted: Wanted, listener: Listener) -> SurveyResult:
 
 
 def _survey_alone(
-    found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
+    found: SurveyResult, transfer: Transfer, wanted: BenchRequest, listener: Listener
 ) -> None:
     """Measure what needs no drive."""
     sizes = wanted.sizes
@@ -159,7 +159,7 @@ def _survey_alone(
 
 
 def _survey_drives(
-    found: SurveyResult, transfer: Transfer, wanted: Wanted, listener: Listener
+    found: SurveyResult, transfer: Transfer, wanted: BenchRequest, listener: Listener
 ) -> None:
     """Measure each directory, then all of them together, then computations beside busy drives."""
     directories = wanted.directories
@@ -178,14 +178,18 @@ def _survey_drives(
 
 
 def _measure_filled(
-    traffic: Traffic, paths: Sequence[Path], wanted: Wanted, label: str, listener: Listener
+    traffic: Traffic, paths: Sequence[Path], wanted: BenchRequest, label: str, listener: Listener
 ) -> DiskFigures:
     fill(traffic, wanted.sizes, label, listener)
     return measure_disk(traffic, map(str, paths), wanted.sizes, label, listener)
 
 
 def _survey_beside(
-    found: SurveyResult, traffic: Traffic, transfer: Transfer, wanted: Wanted, listener: Listener
+    found: SurveyResult,
+    traffic: Traffic,
+    transfer: Transfer,
+    wanted: BenchRequest,
+    listener: Listener,
 ) -> None:
     sizes = wanted.sizes
     if SurveyPart.UPDATE in wanted:
@@ -210,7 +214,7 @@ def _survey_beside(
             )
 
 
-def _survey_sustained(found: SurveyResult, wanted: Wanted, listener: Listener) -> None:
+def _survey_sustained(found: SurveyResult, wanted: BenchRequest, listener: Listener) -> None:
     for number, path in enumerate(wanted.directories):
         with _traffic(found, wanted.sizes.sustained_traffic, [path]) as traffic:
             first, last = measure_sustained(traffic, wanted.sizes, str(path), listener)

@@ -29,7 +29,7 @@ from offload.tools.bench.output import BenchProgress, describe, warn
 from offload.tools.cli.output import complain, results
 
 if TYPE_CHECKING:
-    from offload.tools.bench.survey import SurveyResult, Wanted
+    from offload.tools.bench.survey import BenchRequest, SurveyResult
 
 SUMMARY: Final = "Measure this machine: memory, update, drives, copies, products, a training step."
 PARTS: Final = ("memory", "update", "disk", "copies", "compute", "step")
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _make_request(
     args: argparse.Namespace, directories: Sequence[DirectoryFacts], parts: frozenset[str]
-) -> Wanted:
+) -> BenchRequest:
     """Build the request. Raises `CapacityError` if a directory has too little free space, and
     `ConfigError` if torch cannot be imported.
     """
@@ -139,14 +139,14 @@ def _make_request(
         raise ConfigError(f"bench: torch cannot be imported ({told.error}); see `offload doctor`")
     # Imported here, because other commands must work where torch does not.
     from offload.tools.bench import sizes
-    from offload.tools.bench.survey import SurveyPart, Wanted
+    from offload.tools.bench.survey import BenchRequest, SurveyPart
 
     chosen = sizes.DEFAULT
     if args.seconds is not None:
         chosen = replace(chosen, seconds=args.seconds)
     if args.sustained is not None:
         chosen = replace(chosen, sustained_bytes=int(args.sustained * 1e9))
-    wanted = Wanted(
+    wanted = BenchRequest(
         frozenset(map(SurveyPart, parts)), tuple(found.path for found in directories), chosen
     )
     if wanted.most_written_bytes:
@@ -154,7 +154,9 @@ def _make_request(
     return wanted
 
 
-def _measure(wanted: Wanted, target: Path, progress: BenchProgress) -> tuple[SurveyResult, Profile]:
+def _measure(
+    wanted: BenchRequest, target: Path, progress: BenchProgress
+) -> tuple[SurveyResult, Profile]:
     from offload.tools.bench.record import make_profile
     from offload.tools.bench.survey import survey
 
@@ -169,7 +171,7 @@ def _measure(wanted: Wanted, target: Path, progress: BenchProgress) -> tuple[Sur
 
 
 def as_json(
-    found: SurveyResult, wanted: Wanted, made: Profile, saved: Path | None
+    found: SurveyResult, wanted: BenchRequest, made: Profile, saved: Path | None
 ) -> dict[str, Any]:
     return {
         "version": offload.__version__,

@@ -27,12 +27,12 @@ from offload.core.strict_json import printable
 from offload.planning.trial import TrialResult
 from offload.tools.cli.output import results
 from offload.tools.tune.picture import draw
-from offload.tools.tune.search import Finding, Search, TunedTrial
+from offload.tools.tune.search import Search, TunedTrial, TuneResult
 from offload.tools.tune.session import TuneSession
 from offload.tools.tune.space import FIELDS
 from offload.tools.tune.table import TrialTable, describe
 from offload.tools.tune.trials import Program
-from offload.tools.tune.wish import LOOP_OPTIONS, Wish
+from offload.tools.tune.wish import LOOP_OPTIONS, TuneRequest
 
 SUMMARY: Final = "Run a training loop with other settings, find the best, and write a profile."
 EPILOG: Final = """\
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune, write the profile and the picture, print the result; return the exit code."""
-    wish = Wish.of(args)
+    wish = TuneRequest.of(args)
     table = TrialTable(sys.stderr)
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="offload-tune-") as directory:
         program = Program(wish.command, Path(directory), args.warm_up, args.steps)
@@ -147,7 +147,7 @@ def ended_by_signals() -> Iterator[None]:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _as_text(session: TuneSession, finding: Finding, path: Path, note: str | None) -> list[str]:
+def _as_text(session: TuneSession, finding: TuneResult, path: Path, note: str | None) -> list[str]:
     wish, less = session.wish, 1 - finding.step_s / finding.base_s
     chosen = describe(finding.best, session.layer_bytes)
     rows = [("derived", f"{finding.base_s:.4g} s a step")]
@@ -180,14 +180,14 @@ def _how_many(search: Search) -> str:
     return f"{text}; time was up before all was tried (--minutes)" if search.was_cut else text
 
 
-def _how_to_use(wish: Wish) -> str:
+def _how_to_use(wish: TuneRequest) -> str:
     if wish.is_own:
         return 'nothing to do: prefetch_depth="auto", the default, reads the machine\'s own profile'
     return f"give profile={os.fspath(wish.profile)!r} to offload.prepare or offload.wrap"
 
 
 def _as_json(
-    session: TuneSession, finding: Finding, path: Path, note: str | None
+    session: TuneSession, finding: TuneResult, path: Path, note: str | None
 ) -> dict[str, Any]:
     return {
         "name": session.wish.name,

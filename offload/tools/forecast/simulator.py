@@ -33,7 +33,13 @@ from offload.tools.forecast.simulation.arrangement import Arrangement, arrange
 from offload.tools.forecast.simulation.device import COMPUTING
 from offload.tools.forecast.simulation.gradients import COPY
 from offload.tools.forecast.simulation.residency import LOOKING
-from offload.tools.forecast.simulation.training import BETWEEN, COMPUTE, UPDATE, Spent, Training
+from offload.tools.forecast.simulation.training import (
+    BETWEEN,
+    COMPUTE,
+    UPDATE,
+    Training,
+    VirtualIterationCosts,
+)
 from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, UP, make_world
 from offload.tools.forecast.workload import Budgets, Workload
 
@@ -102,7 +108,7 @@ def simulate(
 class _Mean:
     """The mean of some iterations: seconds, and numbers by name. depth: that of the last."""
 
-    def __init__(self, spent: Sequence[Spent]) -> None:
+    def __init__(self, spent: Sequence[VirtualIterationCosts]) -> None:
         self._spent = spent
         self.seconds = sum(one.seconds for one in spent) / len(spent)
         self.model = self._of("model")

@@ -30,7 +30,7 @@ _MORE = re.compile(r" and \d+ more$")
 _SLICE = re.compile(r"\[\d+:\d+\]$")
 
 
-class UnitFinder:
+class HtmlReportUnits:
     """A lookup of unit numbers by the names of events; None: the event belongs to no unit."""
 
     def __init__(self, about: About) -> None:
@@ -119,7 +119,7 @@ def typical_iteration(events: Sequence[Event]) -> tuple[float, float] | None:
 def costs_of(run: Run) -> list[UnitCost]:
     """Return each unit's cost, means over the iterations of the timeline; empty without units."""
     costs = [UnitCost(unit.name, unit.nbytes) for unit in run.about.units]
-    finder, (begin_s, end_s, count) = UnitFinder(run.about), _window(run.events)
+    finder, (begin_s, end_s, count) = HtmlReportUnits(run.about), _window(run.events)
     for event in run.events:
         unit = finder.find(event.name)
         if unit is not None and begin_s <= event.begin_s < end_s and event.row != STEP:

@@ -9,7 +9,7 @@ from typing import Any
 from offload.core.strict_json import printable
 from offload.core.timeline import STEP, Event
 from offload.telemetry.run_file import Run
-from offload.tools.html_report.by_unit import UnitFinder, kind_of, typical_iteration
+from offload.tools.html_report.by_unit import HtmlReportUnits, kind_of, typical_iteration
 from offload.tools.html_report.memory import MemoryBands
 
 KINDS = (
@@ -41,7 +41,7 @@ def draw(run: Run, tiers: Sequence[MemoryBands]) -> dict[str, Any]:
     """
     drawn = sorted((e for e in run.events if e.row != STEP), key=lambda event: event.begin_s)
     names: dict[str, int] = {}
-    finder = UnitFinder(run.about)
+    finder = HtmlReportUnits(run.about)
     lanes = _lanes(drawn)
     rows = []
     for event, lane in zip(drawn, lanes, strict=True):

@@ -14,7 +14,7 @@ from offload.core.errors import CapacityError, OffloadError
 from offload.core.host_facts import ROOT, read_text
 from offload.core.pool import Pool
 from offload.params.prepared import prepared_of
-from offload.tools.selftest.check import CheckFailed, NotRun, Proved, Setting, require
+from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
 from offload.tools.selftest.least import least_bytes
 from offload.tools.selftest.model import make_model, make_optimizer
 
@@ -23,7 +23,7 @@ _MIB = 1 << 20
 _SLACK_BYTES = 24 * _MIB  # threads and buffers of an I/O engine, torch, and Python
 
 
-def pool(setting: Setting) -> Proved:
+def pool(setting: Setting) -> PassedCheck:
     """Check that leases never overlap, never exceed the arena, and all return to the pool."""
     pages, count = 64, 0
     budget = Budget(pages * _PAGE)
@@ -34,7 +34,7 @@ def pool(setting: Setting) -> Proved:
         _refused("a lease larger than the pool", lambda: arena.lease((pages + 1) * _PAGE))
     gc.collect()
     require(budget.used_bytes == 0, "held after close", got=budget.used_bytes, expected=0)
-    return Proved("leases, each with bytes of its own", count + 2)
+    return PassedCheck("leases, each with bytes of its own", count + 2)
 
 
 def _fill_arena(arena: Pool, turn: int) -> int:
@@ -82,7 +82,7 @@ def _refused(what: str, act: Any) -> None:
     raise CheckFailed(what, got="no error", expected="CapacityError")
 
 
-def refusals(setting: Setting) -> Proved:
+def refusals(setting: Setting) -> PassedCheck:
     """Check that a budget that is too small is refused before anything changes, and that a budget
     one page larger than the largest refused one works.
     """
@@ -111,10 +111,10 @@ def refusals(setting: Setting) -> Proved:
     peak = report(optimizer).host_peak_bytes
     require(peak <= least, "peak of host bytes", got=peak, expected=f"up to {least}")
     optimizer.close()  # type: ignore[attr-defined]
-    return Proved("budgets, refused or kept", 4)
+    return PassedCheck("budgets, refused or kept", 4)
 
 
-def memory(setting: Setting) -> Proved:
+def memory(setting: Setting) -> PassedCheck:
     """Check that the resident memory of the process, as the system counts it, grows by no more than
     the budget and 24 MiB, not by the size of the state.
     """
@@ -135,7 +135,7 @@ def memory(setting: Setting) -> Proved:
     require(peak <= budget, "peak of the pool", got=peak, expected=f"at most {budget}")
     require(grown <= allowed, "growth of the process", got=grown, expected=f"at most {allowed}")
     optimizer.close()
-    return Proved(
+    return PassedCheck(
         f"MiB of state, the process grew by {max(0, grown) // _MIB} MiB for a budget of "
         f"{budget // _MIB} MiB",
         state // _MIB,

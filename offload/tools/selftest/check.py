@@ -1,9 +1,9 @@
 """The interface of a check: its argument, its result, its exceptions, and its line in the table.
 
-A check is a function of a `Setting` that returns `Proved`: what it has compared, and how many. It
-raises `CheckFailed` if a value is not the expected one, and `NotRun` if this machine lacks what the
-check needs; any other exception is a failure, too. A check writes only in its own directory and has
-removed all files there when it returns.
+A check is a function of a `Setting` that returns `PassedCheck`: what it has compared, and how many.
+It raises `CheckFailed` if a value is not the expected one, and `NotRun` if this machine lacks what
+the check needs; any other exception is a failure, too. A check writes only in its own directory and
+has removed all files there when it returns.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Proved:
+class PassedCheck:
     """The result of a check that has passed. compared: the things that were compared, in words.
     count: the number of them; 0 is a failure, since the check has then proved nothing.
     """

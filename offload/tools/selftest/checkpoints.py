@@ -18,7 +18,7 @@ from offload.api import close, load, plan, prepare, save, wrap
 from offload.checkpoint.format.verify import verify
 from offload.core.errors import OffloadError
 from offload.tools.selftest.bits import require_same, require_same_states
-from offload.tools.selftest.check import CheckFailed, Proved, Setting, require
+from offload.tools.selftest.check import CheckFailed, PassedCheck, Setting, require
 from offload.tools.selftest.least import least_bytes
 from offload.tools.selftest.model import make_model, make_optimizer, train
 
@@ -78,7 +78,7 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def resume(setting: Setting) -> Proved:
+def resume(setting: Setting) -> PassedCheck:
     """Check that a resume is exact: save, verify every byte, load into another model and train on;
     the bits must be those of the training that was not interrupted.
     """
@@ -100,10 +100,10 @@ def resume(setting: Setting) -> Proved:
             count += require_same(again, rest, f"{way}, resumed: what was seen,")
             count += require_same(got, values, f"{way}, resumed: value")
             count += require_same_states(got_states, states, f"{way}, resumed: state")
-    return Proved("losses, gradients, values, state after a resume", count)
+    return PassedCheck("losses, gradients, values, state after a resume", count)
 
 
-def damage(setting: Setting) -> Proved:
+def damage(setting: Setting) -> PassedCheck:
     """Check that a flipped bit and a missing byte in each file of a checkpoint are found, and that
     the checkpoint before it is loaded instead.
     """
@@ -122,7 +122,7 @@ def damage(setting: Setting) -> Proved:
                 path.write_bytes(whole)
         extra = load(saves, *pair)
         require(extra == 2, "the checkpoint that was mended", got=extra, expected=2)
-    return Proved("places of damage, each found by verify and by load", count)
+    return PassedCheck("places of damage, each found by verify and by load", count)
 
 
 def _spoil(path: Path, whole: bytes, how: str) -> None:
@@ -151,7 +151,7 @@ def _require_found(saves: Path, pair: tuple[Any, Any], newest: Path, what: str) 
     return 3
 
 
-def kill(setting: Setting) -> Proved:
+def kill(setting: Setting) -> PassedCheck:
     """Check that kills lose nothing: loops that train and save are killed at points of a save and
     between saves. The newest acknowledged checkpoint must be there, all must be whole, and the next
     loop must resume with the same bits. A full run uses every point of a save, a quick one some. On
@@ -174,7 +174,7 @@ def kill(setting: Setting) -> Proved:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckFailed("loops that were killed", got=last, expected="nothing lost")
         seen = json.loads(done.stdout)
-    return Proved(
+    return PassedCheck(
         f"kills, {seen['in_a_save']} of them within a save; {seen['saves']} saves, bits compared",
         seen["kills"],
     )

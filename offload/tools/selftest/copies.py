@@ -23,7 +23,7 @@ from offload.core.pool import Pool
 from offload.device import open_transfer
 from offload.storage.engine import Fault, FaultKind
 from offload.tools.selftest.bits import require_same, require_same_states
-from offload.tools.selftest.check import Proved, Setting
+from offload.tools.selftest.check import PassedCheck, Setting
 from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
 
 SIDE = 64  # of a square matrix
@@ -102,7 +102,7 @@ def _bench(setting: Setting) -> Iterator[CopyBench]:
         pool.close()
 
 
-def transfer(setting: Setting) -> Proved:
+def transfer(setting: Setting) -> PassedCheck:
     """Check the transfer layer with programs, each of which would reveal a certain missing wait."""
     count = 0
     with _bench(setting) as bench:
@@ -110,7 +110,7 @@ def transfer(setting: Setting) -> Proved:
             got, expected = program(bench)
             count += require_same(got, expected, f"{program.__name__[1:]}: result")
     where = "nothing is copied on the CPU" if setting.is_on_cpu else f"late, on {setting.device}"
-    return Proved(f"results of {len(PROGRAMS)} programs ({where})", count)
+    return PassedCheck(f"results of {len(PROGRAMS)} programs ({where})", count)
 
 
 _Outcome = tuple[list[Tensor], list[Tensor]]  # got, expected
@@ -230,7 +230,7 @@ PROGRAMS: tuple[Callable[[CopyBench], _Outcome], ...] = (
 )
 
 
-def slow_disk(setting: Setting) -> Proved:
+def slow_disk(setting: Setting) -> PassedCheck:
     """Check that the update waits for the drives: each read and write of state is delayed, so that
     an update that does not wait computes wrong values.
     """
@@ -246,4 +246,4 @@ def slow_disk(setting: Setting) -> Proved:
     count = require_same(got[0], expected[0], "slow disk: parameter")
     count += require_same_states(got[1], expected[1], "slow disk: state")
     mine.close()
-    return Proved(f"tensors, each disk operation {_DELAY_MS} ms late", count)
+    return PassedCheck(f"tensors, each disk operation {_DELAY_MS} ms late", count)

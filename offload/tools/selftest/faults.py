@@ -25,7 +25,7 @@ from offload.core.errors import (
 )
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
-from offload.tools.selftest.check import CheckFailed, NotRun, Proved, Setting, require
+from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
 from offload.tools.selftest.wrap import NATIVE, parameters, take_step, tensors, tight
 
 Bytes = npt.NDArray[np.uint8]
@@ -76,19 +76,19 @@ LOST_COMPLETION = Kind("lost completion", FaultKind.LOST_COMPLETION, 0, StoreTim
 # --- the store ------------------------------------------------------------------------------------
 
 
-def io_uring(setting: Setting) -> Proved:
+def io_uring(setting: Setting) -> PassedCheck:
     return _engine(setting, "io_uring")
 
 
-def threads(setting: Setting) -> Proved:
+def threads(setting: Setting) -> PassedCheck:
     return _engine(setting, "threads")
 
 
-def aiofiles(setting: Setting) -> Proved:
+def aiofiles(setting: Setting) -> PassedCheck:
     return _engine(setting, "aiofiles")
 
 
-def _engine(setting: Setting, engine: str) -> Proved:
+def _engine(setting: Setting, engine: str) -> PassedCheck:
     places = (1, 6) if setting.is_quick else range(1, _OPERATIONS + 1)
     count = 0
     trial = _FaultTrial(setting, engine, _DEADLINE_S)
@@ -111,7 +111,7 @@ def _engine(setting: Setting, engine: str) -> Proved:
             count += 1
         finally:
             lost.store.close()
-    return Proved(f"faults of {len(KINDS) + 1} kinds, in reads and writes", count)
+    return PassedCheck(f"faults of {len(KINDS) + 1} kinds, in reads and writes", count)
 
 
 class _FaultTrial:
@@ -219,7 +219,7 @@ class _FaultTrial:
 # --- training -------------------------------------------------------------------------------------
 
 
-def training(setting: Setting) -> Proved:
+def training(setting: Setting) -> PassedCheck:
     """Check that a fault in a step raises a typed error, and that the state, which may be a mixture
     of two steps, cannot be used afterwards.
     """
@@ -229,7 +229,7 @@ def training(setting: Setting) -> Proved:
         for nth in (1, 5) if setting.is_quick else (1, 3, 5, 8):
             _train_with_fault(setting, Fault(kind, nth, True, errno.EIO), expected)
             count += 1
-    return Proved("steps with a failing disk", count)
+    return PassedCheck("steps with a failing disk", count)
 
 
 def _train_with_fault(setting: Setting, fault: Fault, expected: type[StoreError]) -> None:

@@ -18,7 +18,7 @@ from offload.tools.selftest.bits import (
     require_untouched_around,
     unaligned,
 )
-from offload.tools.selftest.check import NotRun, Proved, Setting, require
+from offload.tools.selftest.check import NotRun, PassedCheck, Setting, require
 from offload.tools.selftest.torch_bits import CASES, OptimizerCase, require_promise, train_torch
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 1003, 4097, 70_001)
@@ -44,7 +44,7 @@ def _thinned(combinations: Sequence[_T], setting: Setting) -> Sequence[_T]:
 # --- updates --------------------------------------------------------------------------------------
 
 
-def reference(setting: Setting) -> Proved:
+def reference(setting: Setting) -> PassedCheck:
     """Compare every instruction set with plain torch: awkward sizes, numbers and addresses, and
     16-bit gradients and outputs.
     """
@@ -60,7 +60,7 @@ def reference(setting: Setting) -> Proved:
             got = _updated(isa, case, start, grads, out_dtype, shift, scale, threads, what)
             for ours, theirs in zip(got, expected, strict=True):
                 count += require_same_bits(ours, theirs, f"{isa}, {what}")
-    return Proved(f"elements beside plain torch, on {', '.join(isas)}", count)
+    return PassedCheck(f"elements beside plain torch, on {', '.join(isas)}", count)
 
 
 def _updated(
@@ -100,7 +100,7 @@ def _updated(
     return written
 
 
-def torch_fused(setting: Setting) -> Proved:
+def torch_fused(setting: Setting) -> PassedCheck:
     """Compare every instruction set, and plain torch, with torch.optim with fused=True."""
     require_promise()
     count, isas = 0, kernels.available_isas()
@@ -116,10 +116,10 @@ def torch_fused(setting: Setting) -> Proved:
             got = _updated(isa, case, start, grads, None, 1, 1.0, 2, what)
             for ours, theirs in zip(got, expected, strict=True):
                 count += require_same_bits(ours, theirs, f"{isa}, {what}")
-    return Proved(f"elements beside torch.optim, fused, on {', '.join(isas)}", count)
+    return PassedCheck(f"elements beside torch.optim, fused, on {', '.join(isas)}", count)
 
 
-def slices(setting: Setting) -> Proved:
+def slices(setting: Setting) -> PassedCheck:
     """Check that the bits depend neither on how a parameter is cut into slices nor on the number of
     threads.
     """
@@ -141,13 +141,13 @@ def slices(setting: Setting) -> Proved:
                 )
         for ours, theirs in zip(cut, whole, strict=True):
             count += require_same_bits(ours, theirs, f"{case.name}, cut into slices")
-    return Proved("elements of parameters cut anywhere", count)
+    return PassedCheck("elements of parameters cut anywhere", count)
 
 
 # --- statistics and casts -------------------------------------------------------------------------
 
 
-def statistics(setting: Setting) -> Proved:
+def statistics(setting: Setting) -> PassedCheck:
     """Check sums of squares: near the exact sum, and the same bits with every instruction set and
     number of threads; and that one non-finite element is found at any place.
     """
@@ -170,7 +170,7 @@ def statistics(setting: Setting) -> Proved:
             len(seen) == 1, f"sums of {numel} elements of {dtype}", got=len(seen), expected="one"
         )
     count += _find_broken_elements(setting)
-    return Proved("sums of squares and broken elements", count)
+    return PassedCheck("sums of squares and broken elements", count)
 
 
 def _find_broken_elements(setting: Setting) -> int:
@@ -190,7 +190,7 @@ def _find_broken_elements(setting: Setting) -> int:
     return count
 
 
-def casts(setting: Setting) -> Proved:
+def casts(setting: Setting) -> PassedCheck:
     """Compare casts with torch's: of every 16-bit number, its neighbours in fp32, the midpoints
     between 16-bit numbers with their neighbours, and special numbers.
     """
@@ -214,4 +214,4 @@ def casts(setting: Setting) -> Proved:
         count += require_same_bits(back, wide.to(half).float(), f"{half} to fp32 on {isa}")
         for tensor in (narrow, back):
             require_untouched_around(tensor, f"a cast on {isa}")
-    return Proved("casts to and from 16 bits", count)
+    return PassedCheck("casts to and from 16 bits", count)

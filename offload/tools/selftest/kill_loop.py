@@ -177,7 +177,7 @@ def _tell(out: int, words: tuple[Any, ...]) -> None:
     os.write(out, ("\t".join(map(str, words)) + "\n").encode())
 
 
-class Contest:
+class KillSeries:
     """A series of kills of one way, in one folder. digests: the digest of each step that a training
     has reached, shared by all ways.
     """
@@ -264,7 +264,7 @@ def contest(folder: Path, setting: Setting) -> dict[str, int]:
     """Run all kills of all ways and return the totals. Raises `CheckFailed` for the first error."""
     numbers = random.Random(setting.seed)
     digests: dict[int, str] = {}
-    plain = Contest("plain", folder, setting.seed, digests)
+    plain = KillSeries("plain", folder, setting.seed, digests)
     child = Child(lambda tell: run_plain(setting.seed, 12 if setting.is_quick else 30, tell))
     for line in child.lines(time.monotonic() + _WAIT_S):
         plain._hear(line)
@@ -275,7 +275,7 @@ def contest(folder: Path, setting: Setting) -> dict[str, int]:
     for way, kills in plan_kills(setting.is_quick, numbers).items():
         for each in ("saves", "swap"):
             (folder / way / each).mkdir(parents=True, mode=0o700)
-        one = Contest(way, folder / way, setting.seed, digests)
+        one = KillSeries(way, folder / way, setting.seed, digests)
         for kill in kills:
             one.run(kill)
         for name in totals:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from offload.api import close, prepare
 from offload.core.budget import HOST
-from offload.tools.selftest.check import Proved, Setting, require
+from offload.tools.selftest.check import PassedCheck, Setting, require
 from offload.tools.selftest.model import make_model, make_optimizer, train
 from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
 
 _SOON_S = 20.0  # threads that were told to end may take a moment
 
 
-def disk(setting: Setting) -> Proved:
+def disk(setting: Setting) -> PassedCheck:
     """Check that wrap and prepare leave nothing after they were used and closed: no open file, no
     host memory, no thread. A file with a name must not exist even while they run.
     """
@@ -43,7 +43,7 @@ def disk(setting: Setting) -> Proved:
     require(HOST.used_bytes <= held, "host bytes", got=HOST.used_bytes, expected=held)
     more = _soon_none(lambda: [t.name for t in threading.enumerate()][threads:])
     require(not more, "threads of Python", got=more, expected="none")
-    return Proved("kinds: named files, open files, host memory, threads", 4)
+    return PassedCheck("kinds: named files, open files, host memory, threads", 4)
 
 
 def _soon_none(look: Callable[[], list[str]]) -> list[str]:

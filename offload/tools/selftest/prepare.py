@@ -15,7 +15,7 @@ from offload.device import find_device, used_bytes
 from offload.params.prepared import prepared_of
 from offload.planning.shares import least_device_bytes, on_device_bytes
 from offload.tools.selftest.bits import require_same
-from offload.tools.selftest.check import CheckFailed, NotRun, Proved, Setting, require
+from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
 from offload.tools.selftest.least import least_bytes
 from offload.tools.selftest.model import make_model, make_optimizer, train, train_plain
 
@@ -23,7 +23,7 @@ _MARGINS = (1.0, 1.5, 2.5, 4.0)
 _Plain = tuple[list[Any], list[Tensor]]
 
 
-def budgets(setting: Setting) -> Proved:
+def budgets(setting: Setting) -> PassedCheck:
     """Check budgets of host memory, from enough for everything down to the least that works, with
     several prefetch depths.
     """
@@ -42,10 +42,10 @@ def budgets(setting: Setting) -> Proved:
             {"host_memory": (least + middle) // 2, "prefetch_depth": 3},
         ]
     count = sum(_compare(setting, plain, each, {}) for each in tries)
-    return Proved(f"losses, gradients, values within {len(tries)} budgets", count)
+    return PassedCheck(f"losses, gradients, values within {len(tries)} budgets", count)
 
 
-def device(setting: Setting) -> Proved:
+def device(setting: Setting) -> PassedCheck:
     """Check a budget of device memory below the size of the parameters, so that their blocks are
     fetched and evicted while the model computes.
     """
@@ -70,19 +70,19 @@ def device(setting: Setting) -> Proved:
                 got=f"none works up to {limit} bytes",
                 expected=f"about {needs}",
             )
-    return Proved("losses, gradients, values within little device memory", count)
+    return PassedCheck("losses, gradients, values within little device memory", count)
 
 
-def half(setting: Setting) -> Proved:
+def half(setting: Setting) -> PassedCheck:
     """Check a model of bf16 parameters, for which the update keeps exact master weights."""
     kind: dict[str, Any] = {"dtype": torch.bfloat16}
     plain = _plain(setting, **kind)
     tries: list[dict[str, Any]] = [{}, {"host_memory": _bounds(setting, **kind)[0]}]
     count = sum(_compare(setting, plain, each, kind) for each in tries)
-    return Proved("losses, gradients, values of a bf16 model", count)
+    return PassedCheck("losses, gradients, values of a bf16 model", count)
 
 
-def activations(setting: Setting) -> Proved:
+def activations(setting: Setting) -> PassedCheck:
     """Check activations that are recomputed in backward or offloaded, on little host memory."""
     plain, count = _plain(setting), 0
     policies = ("recompute", "offload")
@@ -91,17 +91,17 @@ def activations(setting: Setting) -> Proved:
         budget = most if setting.is_on_cpu and policy == "offload" else least
         options = {"activations": policy, "host_memory": budget}
         count += _compare(setting, plain, options, {})
-    return Proved(f"losses, gradients, values with activations {', '.join(policies)}", count)
+    return PassedCheck(f"losses, gradients, values with activations {', '.join(policies)}", count)
 
 
-def checkpointing(setting: Setting) -> Proved:
+def checkpointing(setting: Setting) -> PassedCheck:
     """Check torch.utils.checkpoint inside and around units, reentrant and not."""
     count, ways = 0, [{place: how} for place in ("around", "inside") for how in (False, True)]
     for kind in ways[:: 3 if setting.is_quick else 1]:
         plain = _plain(setting, **kind)
         least, _ = _bounds(setting)
         count += _compare(setting, plain, {"host_memory": least}, kind)
-    return Proved("losses, gradients, values with torch.utils.checkpoint", count)
+    return PassedCheck("losses, gradients, values with torch.utils.checkpoint", count)
 
 
 # --- comparison of plain and prepared training ----------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from offload.core.errors import ConfigError
-from offload.tools.selftest.check import Proved, Setting
+from offload.tools.selftest.check import PassedCheck, Setting
 
 CHECKS: Final[tuple[str, ...]] = (
     "kernels.reference",
@@ -71,9 +71,9 @@ def choose(only: str | None) -> tuple[str, ...]:
     return tuple(name for name in CHECKS if name in wanted or group_of(name) in wanted)
 
 
-def find(name: str) -> Callable[[Setting], Proved]:
+def find(name: str) -> Callable[[Setting], PassedCheck]:
     """Return the function of a check. Imports torch."""
     group, own = name.split(".")
     found: Any = getattr(importlib.import_module(f"offload.tools.selftest.{group}"), own)
-    check: Callable[[Setting], Proved] = found
+    check: Callable[[Setting], PassedCheck] = found
     return check

@@ -22,7 +22,7 @@ from offload.tools.selftest.check import (
     CheckResult,
     CheckStatus,
     NotRun,
-    Proved,
+    PassedCheck,
     Setting,
 )
 from offload.tools.selftest.registry import find
@@ -66,7 +66,7 @@ def _make_directory(setting: Setting, name: str) -> Path:
     return directory
 
 
-def _run(check: Callable[[Setting], Proved], setting: Setting) -> Proved:
+def _run(check: Callable[[Setting], PassedCheck], setting: Setting) -> PassedCheck:
     """Call a check with freshly seeded generators, so that its random numbers do not depend on
     earlier checks. Raises `CheckFailed` if it leaves files in its directory or has compared
     nothing.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.api import plan, report, wrap
 from offload.optim import Lion
 from offload.tools.selftest.bits import require_same, require_same_states
-from offload.tools.selftest.check import Proved, Setting, require
+from offload.tools.selftest.check import PassedCheck, Setting, require
 from offload.tools.selftest.least import least_bytes
 from offload.tools.selftest.torch_bits import require_promise, without_promise
 
@@ -55,14 +55,14 @@ GENERIC: dict[str, _Make] = {
 }
 
 
-def memory(setting: Setting) -> Proved:
+def memory(setting: Setting) -> PassedCheck:
     """Compare updates with all state in host memory with torch's fused ones."""
     require_promise()
     count = sum(_compare(setting, name, make, on_disk=False) for name, make in NATIVE.items())
-    return Proved(f"tensors beside torch, fused: {', '.join(NATIVE)}", count)
+    return PassedCheck(f"tensors beside torch, fused: {', '.join(NATIVE)}", count)
 
 
-def disk(setting: Setting) -> Proved:
+def disk(setting: Setting) -> PassedCheck:
     """Compare updates in the least host memory that works, so that most of the state is on disk.
 
     The reference is torch's own update where it has the bits of ours, else ours with all state in
@@ -73,14 +73,14 @@ def disk(setting: Setting) -> Proved:
         judge = None if has_promise else partial(_wrapped_in_memory, make)
         count += _compare(setting, name, make, on_disk=True, judge=judge)
     beside = "torch" if has_promise else "the same in memory"
-    return Proved(f"tensors beside {beside}, state on disk: {', '.join(NATIVE)}", count)
+    return PassedCheck(f"tensors beside {beside}, state on disk: {', '.join(NATIVE)}", count)
 
 
 def _wrapped_in_memory(make: _Make, params: list[Any]) -> Any:
     return wrap(make(params))
 
 
-def optimizers(setting: Setting) -> Proved:
+def optimizers(setting: Setting) -> PassedCheck:
     """Compare torch's other optimizers, whose own code runs slice by slice, and Lion, with state on
     disk.
 
@@ -95,10 +95,10 @@ def optimizers(setting: Setting) -> Proved:
         on_disk=True,
         judge=lambda params: wrap(Lion(params, lr=1e-3, weight_decay=0.1)),
     )
-    return Proved(f"tensors: {', '.join(chosen)}, Lion", count)
+    return PassedCheck(f"tensors: {', '.join(chosen)}, Lion", count)
 
 
-def half(setting: Setting) -> Proved:
+def half(setting: Setting) -> PassedCheck:
     """Check that 16-bit parameters are rounded from exact fp32 master weights: torch trains the
     same masters in fp32 for comparison.
     """
@@ -123,7 +123,7 @@ def half(setting: Setting) -> Proved:
             mine.state_dict()["state"], expected, f"{dtype}: master and moments"
         )
         mine.close()
-    return Proved("16-bit parameters, fp32 masters and moments", count)
+    return PassedCheck("16-bit parameters, fp32 masters and moments", count)
 
 
 # --- comparison of plain and wrapped training -----------------------------------------------------

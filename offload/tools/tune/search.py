@@ -107,7 +107,7 @@ class TunedTrial:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TuneResult:
     """The result of a search. best: the base, unless another tuning has beaten it by more than the
     noise. noise: of a trial's median, as a share. step_s, spread_s, stall_share: of the best;
     base_s: of the base.
@@ -158,7 +158,7 @@ class Search:
         self.trials.append(TunedTrial(len(self.trials) + 1, tuning, measured))
         self._tell(self.trials[-1])
 
-    def run(self) -> Finding:
+    def run(self) -> TuneResult:
         base = self.space.base
         while len(self._runs.get(base, ())) < 2 and (base not in self._runs or self._has_time(1)):
             self._try(base)
@@ -173,11 +173,11 @@ class Search:
         self._decide()
         return self.finding()
 
-    def finding(self) -> Finding:
+    def finding(self) -> TuneResult:
         """Return the result so far."""
         base, best = self.space.base, self.best
         runs = self._good(best)
-        return Finding(
+        return TuneResult(
             best=best,
             base=base,
             step_s=self.step_s(best),

@@ -11,11 +11,11 @@ from offload.core.host_facts import read_memory
 from offload.planning import profile
 from offload.planning.profile import Profile, Tuned, Tuning
 from offload.planning.trial import TrialResult, TrialTarget
-from offload.tools.tune.search import Finding, Measured, Search, TunedTrial
+from offload.tools.tune.search import Measured, Search, TunedTrial, TuneResult
 from offload.tools.tune.space import Limit, make_base, make_space
 from offload.tools.tune.table import TrialTable
 from offload.tools.tune.trials import Program, TrialFailed
-from offload.tools.tune.wish import Wish
+from offload.tools.tune.wish import TuneRequest
 
 _SLACK, _SLACK_S = 5.0, 30.0  # a trial's time limit: as many times the longest so far, plus seconds
 
@@ -25,7 +25,7 @@ class TuneSession:
     """A call of the command. Main thread only."""
 
     program: Program
-    wish: Wish
+    wish: TuneRequest
     table: TrialTable
     results: dict[int, TrialResult] = field(default_factory=dict)  # by the trial's number
     layer_bytes: int | None = None
@@ -33,7 +33,7 @@ class TuneSession:
     _longest_s: float = 0.0
     _started: int = 0
 
-    def run(self) -> Finding:
+    def run(self) -> TuneResult:
         wish, base = self.wish, make_base(self.wish.activations)
         self.table.head()
         first, took_s = self._trial(base, wish.limit_s)  # if it raises, nothing can be tuned
@@ -107,7 +107,7 @@ def _measured(result: TrialResult, took_s: float) -> Measured:
     return Measured(result.seconds, took_s, result.stall_share)
 
 
-def _tuned(target: TrialTarget, name: str, finding: Finding, limit_s: float) -> Tuned:
+def _tuned(target: TrialTarget, name: str, finding: TuneResult, limit_s: float) -> Tuned:
     return Tuned(
         **asdict(target),
         name=name,

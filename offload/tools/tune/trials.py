@@ -19,7 +19,7 @@ from typing import IO
 from offload.core.errors import ConfigError, FormatError, OffloadError
 from offload.core.strict_json import printable
 from offload.planning.profile import Tuning
-from offload.planning.trial import ENVIRONMENT, Order, TrialResult, load_result
+from offload.planning.trial import ENVIRONMENT, TrialOrder, TrialResult, load_result
 
 _EVERY_S = 0.05  # between two polls of the process
 _GRACE_S = 5.0  # for the process to end by itself when all is measured
@@ -54,7 +54,7 @@ class Program:
         """
         names = (f"{number}.{what}" for what in ("order.json", "result.json", "stderr"))
         order_path, result_path, stderr_path = (self.directory / name for name in names)
-        order = Order(tuning, self.warm_up, self.steps, str(result_path))
+        order = TrialOrder(tuning, self.warm_up, self.steps, str(result_path))
         order.save(order_path)
         code, spent_s = self._carry_out(order_path, result_path, stderr_path, limit_s, tick)
         result = _read(result_path)
@@ -141,7 +141,7 @@ def _read(path: Path) -> TrialResult | None:
 
 
 def _failure(
-    order: Order, result: TrialResult | None, code: int | None, spent_s: float, tail: str
+    order: TrialOrder, result: TrialResult | None, code: int | None, spent_s: float, tail: str
 ) -> TrialFailed:
     done = 0 if result is None else result.steps_done
     told = f"after {done} of {order.steps_needed} steps"

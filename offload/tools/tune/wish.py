@@ -24,7 +24,7 @@ LOOP_OPTIONS: Final = (
 
 
 @dataclass(frozen=True)
-class Wish:
+class TuneRequest:
     """The arguments of the command, checked. limit_s: of all trials together. tries: the values to
     try, by knob.
     """
@@ -39,7 +39,7 @@ class Wish:
     is_own: bool  # the profile is the machine's own
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Wish:
+    def of(cls, args: argparse.Namespace) -> TuneRequest:
         for name, least in (("minutes", 0), ("steps", 1), ("warm_up", 1)):
             value = getattr(args, name)
             if not least <= value < 1e6 or (name == "minutes" and not value):

@@ -252,7 +252,7 @@ OF_RANKS = [
 OF_STREAMS = [
     Fault(
         "zeroed too late",
-        dropped(at("params.gathered_device", "DeviceGatherMemory.make").call("note_fill")),
+        dropped(at("params.gathered_device", "DeviceGatheredBlockMemory.make").call("note_fill")),
     ),
 ]
 

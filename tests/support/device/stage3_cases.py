@@ -25,7 +25,7 @@ from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.params import prepared
 from offload.params.gathered import Gathered
-from offload.params.gathered_device import DeviceGathered, DeviceGatherMemory
+from offload.params.gathered_device import DeviceGathered, DeviceGatheredBlockMemory
 from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.models import WIDTH, WORDS, Gpt, Lora, Thrice
@@ -521,10 +521,10 @@ def late_uploads() -> Iterator[None]:
     """Slices go up as late as they may: when somebody waits for it. The collectives of the fake
     device would otherwise have waited for them.
     """
-    gather, arrive = DeviceGatherMemory.gather, DeviceGathered.arrive
+    gather, arrive = DeviceGatheredBlockMemory.gather, DeviceGathered.arrive
     slices: dict[Gathered, Tensor] = {}
 
-    def note(self: DeviceGatherMemory, nbytes: int, own: Tensor, *args: Any) -> Gathered:
+    def note(self: DeviceGatheredBlockMemory, nbytes: int, own: Tensor, *args: Any) -> Gathered:
         found = gather(self, nbytes, own, *args)
         slices[found] = own
         return found
@@ -534,7 +534,7 @@ def late_uploads() -> Iterator[None]:
         return upload if upload is None or own is None else _late(upload, own)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceGatherMemory, "gather", note)
+        patch.setattr(DeviceGatheredBlockMemory, "gather", note)
         patch.setattr(DeviceGathered, "arrive", arrive_without)
         yield
 

@@ -27,7 +27,7 @@ DEVICE_COPY = "device copy"
 _ADDRESSES = count(1)
 
 
-class Moment:
+class VirtualCopyTicket:
     """A ticket of a copy, whose end is known."""
 
     def __init__(self, clock: Clock, end_s: float) -> None:
@@ -91,13 +91,13 @@ class VirtualDevice:
         """Make the next computation begin no earlier than at this moment."""
         self._next_s = max(self._next_s, moment_s)
 
-    def upload(self, nbytes: int) -> Moment:
+    def upload(self, nbytes: int) -> VirtualCopyTicket:
         """Submit a copy to the device, after those before it."""
         self._metrics.count("host_to_device_bytes", nbytes)
         seconds = nbytes / self._rates.up
         self.up_s += seconds
         self._up_until_s = max(self.clock.now_s, self._up_until_s) + seconds
-        return Moment(self.clock, self._up_until_s)
+        return VirtualCopyTicket(self.clock, self._up_until_s)
 
     def hold_copies(self) -> None:
         """Make later uploads wait for the computations submitted so far: these still use memory
@@ -105,7 +105,7 @@ class VirtualDevice:
         """
         self._up_until_s = max(self._up_until_s, self.computed_until_s)
 
-    def download(self, nbytes: int) -> Moment:
+    def download(self, nbytes: int) -> VirtualCopyTicket:
         """Submit a copy to the host of what is computed now."""
         self._metrics.count("device_to_host_bytes", nbytes)
         seconds = nbytes / self._rates.down
@@ -115,7 +115,7 @@ class VirtualDevice:
         self._lowering.append((self._down_until_s, nbytes))
         while sum(n for _, n in self._lowering) > self._waiting_bytes and len(self._lowering) > 1:
             self.need(self._lowering.popleft()[0])
-        return Moment(self.clock, self._down_until_s)
+        return VirtualCopyTicket(self.clock, self._down_until_s)
 
     def settle(self) -> None:
         """Wait until everything is computed and all downloads have ended."""
@@ -195,7 +195,7 @@ class VirtualBuffer:
         self._filled_s = 0.0
         memory.take(self._nbytes)
 
-    def fill(self, host: Tensor) -> Moment:
+    def fill(self, host: Tensor) -> VirtualCopyTicket:
         moment = self._device.upload(host.nbytes)
         self._filled_s = moment.end_s
         return moment

@@ -9,10 +9,10 @@ from offload.params.copies import Copies
 from offload.params.device_budget import DeviceBudget
 from offload.params.device_residency import _DEPTH, DeviceResidency
 from offload.params.device_tier import DeviceTier
-from offload.params.residency import Parts, Residency
+from offload.params.residency import Residency, ResidencyParts
 from offload.planning.shares import UnitSizes, on_device_bytes
 from offload.tools.forecast.simulation.device import VirtualGauge, VirtualTransfer
-from offload.tools.forecast.simulation.residency import Weightless
+from offload.tools.forecast.simulation.residency import VirtualResidency
 
 
 class VirtualTier(DeviceTier):
@@ -24,7 +24,7 @@ class VirtualTier(DeviceTier):
         transfer: VirtualTransfer,
         limit_bytes: int,
         least_bytes: int,
-        parts: Parts,
+        parts: ResidencyParts,
         depth: int,
     ) -> None:
         Copies.__init__(self, transfer.device, parts.owner, residency._take_back, residency._lock)
@@ -41,13 +41,13 @@ class VirtualTier(DeviceTier):
         return []
 
 
-class VirtualDeviceResidency(Weightless, DeviceResidency):
+class VirtualDeviceResidency(VirtualResidency, DeviceResidency):
     """The residency of a model on a virtual device. The prefetch depth of `parts` is how many units
     ahead are uploaded; None: the engine's default. limit_bytes: for everything on the device.
     """
 
     def __init__(
-        self, parts: Parts, transfer: VirtualTransfer, limit_bytes: int, sizes: UnitSizes
+        self, parts: ResidencyParts, transfer: VirtualTransfer, limit_bytes: int, sizes: UnitSizes
     ) -> None:
         Residency.__init__(self, parts)
         depth = _DEPTH if parts.depth is None else parts.depth

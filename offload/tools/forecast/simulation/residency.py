@@ -21,7 +21,7 @@ from offload.params.block_store import KEY
 from offload.params.external_edits import ExternalEdits
 from offload.params.placeholder import Owner
 from offload.params.prefetch_depth import PrefetchDepth
-from offload.params.residency import Parts, Residency
+from offload.params.residency import Residency, ResidencyParts
 from offload.params.trace import Phase, Trace
 from offload.storage.disk import DiskStore
 from offload.tools.forecast.simulation.clock import Clock
@@ -91,7 +91,7 @@ class VirtualExternalEdits(ExternalEdits):
                 self._clock.spend(block.nbytes / self._look_bytes_per_s)
 
 
-class Nobody:
+class VirtualPlaceholderOwner:
     """An owner of placeholders whose values no code asks for."""
 
     device = torch.device("cpu")
@@ -110,13 +110,15 @@ def parts_of(
     trace: Trace,
     metrics: Metrics,
     depth: int | None,
-) -> Parts:
+) -> ResidencyParts:
     """Make the parts of a residency whose pool and store are virtual."""
-    owner = cast("Owner", Nobody())
-    return Parts(units, cast("Pool", pool), cast("DiskStore", store), trace, owner, metrics, depth)
+    owner = cast("Owner", VirtualPlaceholderOwner())
+    return ResidencyParts(
+        units, cast("Pool", pool), cast("DiskStore", store), trace, owner, metrics, depth
+    )
 
 
-class Weightless(Residency):
+class VirtualResidency(Residency):
     """A residency whose blocks have no bytes, and so no address; no other code holds them."""
 
     def take_over(self, clock: Clock, look_bytes_per_s: float | None, depth: int | None) -> None:
@@ -135,5 +137,5 @@ class Weightless(Residency):
         return False
 
 
-class HostResidency(Weightless):
+class VirtualHostResidency(VirtualResidency):
     """The residency of a model on the CPU."""

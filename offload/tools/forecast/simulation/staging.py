@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from offload.optim.spilled_gradient import Gradient
-from offload.optim.staging import Arriving, StagingBuffer
+from offload.optim.staging import ArrivingGradient, StagingBuffer
 from offload.planning.layout import Chunk, ParamSpec, Slice
-from offload.tools.forecast.simulation.device import Moment, VirtualDevice
+from offload.tools.forecast.simulation.device import VirtualCopyTicket, VirtualDevice
 
 
 class VirtualStaging:
@@ -29,11 +29,13 @@ class VirtualStaging:
     ) -> None:
         self._device, self._specs, self._free = device, specs, staging_buffers
         self._has_grad_buffers = has_grad_buffers
-        self._away: deque[Moment] = deque()  # uploads in flight, each of one staging buffer
+        self._away: deque[VirtualCopyTicket] = (
+            deque()
+        )  # uploads in flight, each of one staging buffer
         self._nbytes: dict[int, int] = {}  # of parameters, by staging buffer
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, Arriving]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
     ) -> None:
         """Do nothing: the gradients are computed."""
 

@@ -24,7 +24,7 @@ from offload.tools.forecast.simulation.arrangement import Arrangement
 from offload.tools.forecast.simulation.gradients import VirtualGradients
 from offload.tools.forecast.simulation.memory import VirtualPool, VirtualWeightBlock, units_of
 from offload.tools.forecast.simulation.staging import VirtualStaging
-from offload.tools.forecast.simulation.world import VirtualSpeeds, World
+from offload.tools.forecast.simulation.world import VirtualSpeeds, VirtualWorld
 from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
 COMPUTE, UPDATE, BETWEEN = "compute", "update", "between"
@@ -32,7 +32,7 @@ _PHASES = list(Phase)
 
 
 @dataclass(frozen=True)
-class Spent:
+class VirtualIterationCosts:
     """The seconds and counts of one iteration. model, step: seconds by cause, outside of `step()`
     and in it. busy: seconds in which each resource had work.
     """
@@ -48,7 +48,7 @@ class Spent:
 class Training:
     """The training of one workload, arranged within budgets, in a world of its own."""
 
-    def __init__(self, work: Workload, arrangement: Arrangement, world: World) -> None:
+    def __init__(self, work: Workload, arrangement: Arrangement, world: VirtualWorld) -> None:
         self._work, self._arrangement, self._world = work, arrangement, world
         self._clock, self._speeds = world.clock, world.speeds
         self._units = units_of(work.units)
@@ -115,7 +115,7 @@ class Training:
 
     # --- one iteration ----------------------------------------------------------------------------
 
-    def iterate(self) -> Spent:
+    def iterate(self) -> VirtualIterationCosts:
         world = self._world
         begin_s, busy = self._clock.now_s, world.busy_s()
         counts = dict(world.metrics.counts)
@@ -124,7 +124,7 @@ class Training:
             self._pass_through()
         with self._counted() as step:
             self._step()
-        return Spent(
+        return VirtualIterationCosts(
             self._clock.now_s - begin_s,
             model,
             step,

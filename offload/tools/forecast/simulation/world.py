@@ -20,7 +20,11 @@ from offload.tools.forecast.simulation.device import (
 from offload.tools.forecast.simulation.device_residency import VirtualDeviceResidency
 from offload.tools.forecast.simulation.drives import Drives, Rates
 from offload.tools.forecast.simulation.memory import VirtualPool, VirtualStore, units_of
-from offload.tools.forecast.simulation.residency import HostResidency, Weightless, parts_of
+from offload.tools.forecast.simulation.residency import (
+    VirtualHostResidency,
+    VirtualResidency,
+    parts_of,
+)
 from offload.tools.forecast.workload import Budgets, Workload
 
 DISK, DEVICE, UP, DOWN = "disk", "device", "copies to the device", "copies to the host"
@@ -56,7 +60,7 @@ class VirtualSpeeds:
 
 
 @dataclass
-class World:
+class VirtualWorld:
     """The world of a simulated training: the machine and the engine's parts on it. residency: None
     if the model is not prepared. memory: of the device.
     """
@@ -65,7 +69,7 @@ class World:
     metrics: VirtualMetrics
     speeds: VirtualSpeeds
     store: VirtualStore | None
-    residency: Weightless | None
+    residency: VirtualResidency | None
     device: VirtualDevice | None
     memory: VirtualDeviceMemory | None
 
@@ -82,7 +86,7 @@ class World:
 
 def make_world(
     work: Workload, budgets: Budgets, machine: Profile, tuning: Tuning, arrangement: Arrangement
-) -> World:
+) -> VirtualWorld:
     speeds = VirtualSpeeds.of(machine)
     drives = None
     if arrangement.moves and (budgets.directories or arrangement.has_weight_blocks):
@@ -97,7 +101,7 @@ def make_world(
         device = VirtualDevice(clock, CopyRates.of(machine), metrics, waiting)
         transfer = VirtualTransfer(device, work.device) if work.units else None
     memory = transfer.memory if transfer is not None else None
-    world = World(clock, metrics, speeds, store, None, device, memory)
+    world = VirtualWorld(clock, metrics, speeds, store, None, device, memory)
     if arrangement.shares is not None:
         limit = _device_bytes(budgets, machine)
         world.residency = _residency(work, world, arrangement, tuning, transfer, limit)
@@ -106,20 +110,20 @@ def make_world(
 
 def _residency(
     work: Workload,
-    world: World,
+    world: VirtualWorld,
     arrangement: Arrangement,
     tuning: Tuning,
     transfer: VirtualTransfer | None,
     limit_bytes: int,
-) -> Weightless:
+) -> VirtualResidency:
     assert arrangement.shares is not None, "of a prepared model"
     pool = VirtualPool(max(arrangement.shares.params, PIECE_ALIGN))
     trace = Trace("simulated", len(work.units))
     depth, look = tuning.prefetch_depth, world.speeds.memory_bytes_per_s
     parts = parts_of(units_of(work.units), pool, world.store, trace, world.metrics, depth)
-    residency: Weightless
+    residency: VirtualResidency
     if transfer is None:
-        residency = HostResidency(parts)
+        residency = VirtualHostResidency(parts)
         residency.take_over(world.clock, look, depth)
     else:
         residency = VirtualDeviceResidency(parts, transfer, limit_bytes, arrangement.sizes)
