@@ -169,7 +169,7 @@ class ParticipantWriter:
         tensors: Sequence[TensorSpec],
         own: Mapping[str, Sequence[Range] | None],
     ) -> Shard:
-        """Open the file that the first rank has made for these tensors. own: as in `TensorToSave`."""
+        """Open the file that the first rank has made for these tensors. own: see `TensorToSave`."""
         number = 1 + sum(shard.section == section for shard in self._shards)
         name = f"{section}-{number:05d}.safetensors"
         header = ShardHeader.of(section, tensors)
