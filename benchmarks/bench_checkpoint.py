@@ -4,7 +4,7 @@ benchmarks/bench_checkpoint.py.
 Ours reads the state from the drive and writes it to a checkpoint there, with the bf16 parameters.
 Beside it, in the same rounds: fio, which reads and writes as many bytes at the same time;
 torch.save and torch.distributed.checkpoint, which have the same tensors in memory and need not read
-them. Everybody syncs. A second test steps with and without a background save.
+them. Every contestant syncs. A second test steps with and without a background save.
 
 OFFLOAD_BENCH_CHECKPOINT_GB: GiB of state. OFFLOAD_BENCH_ROUNDS, OFFLOAD_BENCH_DIR as elsewhere.
 """
@@ -73,17 +73,17 @@ class Training:
 
     @property
     def disk_bytes(self) -> int:
-        """Of state that is read."""
+        """The bytes of state on disk, which a save reads."""
         return int(offload.report(self.optimizer).plan.disk_bytes)
 
     @property
     def moved_bytes(self) -> int:
-        """By the whole save: read, and written."""
+        """The bytes that the whole save reads and writes."""
         return self.disk_bytes + self.written_bytes
 
     @property
     def written_bytes(self) -> int:
-        """Parameters of two bytes each, and their fields."""
+        """The bytes of a checkpoint: parameters of two bytes each, and their state fields."""
         return self.model_bytes * (1 + 3 * FIELD_BYTES // 2)
 
     def next_path(self) -> Path:
@@ -115,7 +115,7 @@ def training(bench_directory: Path) -> Iterator[Training]:
 
 @dataclass
 class Watched:
-    """A contestant, with the memory that it needs beyond what the process has before."""
+    """A contestant, with the memory that its run takes beyond what the process has before."""
 
     name: str
     work: Callable[[Path], object]
@@ -133,7 +133,7 @@ class Watched:
 
 
 def _forget_peak() -> int:
-    """The resident bytes now, which are the most from now on."""
+    """Reset the peak of this process's resident bytes; return what they are now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 
@@ -156,7 +156,7 @@ def sync(path: Path) -> None:
 
 
 def in_memory(training: Training) -> dict[str, Any]:
-    """The same tensors, for those who need them in memory."""
+    """Return the same tensors, for the contestants that need them in memory."""
     found = dict(training.model.state_dict())
     for number, state in training.optimizer.state_dict()["state"].items():
         found |= {f"state.{number}.{name}": value.clone() for name, value in state.items()}
@@ -243,7 +243,7 @@ def test_background_save(checkpoint_results: CheckpointResults, training: Traini
 
 
 def _moved_bytes() -> int:
-    """To and from the drive, by this process so far, as the kernel counts them."""
+    """Return the bytes to and from the drive by this process so far, as the kernel counts them."""
     lines = Path("/proc/self/io").read_text().splitlines()
     counts = {name: int(count) for name, count in (line.split(": ") for line in lines)}
     return counts["read_bytes"] + counts["write_bytes"]

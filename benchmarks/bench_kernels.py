@@ -36,7 +36,7 @@ def rounds_for(numel: int) -> int:
 
 @contextlib.contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Torch, DeepSpeed (which runs on torch's threads) and ours on so many threads."""
+    """Let torch, DeepSpeed (which runs on torch's threads) and our kernels use so many threads."""
     before = torch.get_num_threads(), kernels.num_threads()
     torch.set_num_threads(count)
     kernels.set_num_threads(count)
@@ -201,8 +201,8 @@ def test_adamw_fp32(benchmark: Any, table: list[Row], numel_mi: int, threads: in
 
 
 class MixedBench(Bench):
-    """bf16 gradients, fp32 master, bf16 parameter out, clipped by global norm, with an overflow
-    check. In one part: the norm is that of all elements.
+    """A step with bf16 gradients, an fp32 master and a bf16 parameter out, clipped by global norm,
+    with an overflow check. In one part: the norm is that of all elements.
     """
 
     MAX_NORM = 1.0

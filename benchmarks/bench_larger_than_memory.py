@@ -41,7 +41,9 @@ def layers() -> int:
 
 
 def check_room(directory: Path, count: int) -> None:
-    """State, parameters twice (what is in memory may be on its way), and what fio writes."""
+    """Check that the drive has room for state, for parameters twice (those in memory may be on
+    their way), and for what fio writes.
+    """
     numel = count * 12 * WIDTH**2 + VOCABULARY * WIDTH
     needed = 16 * numel + FIO_BYTES + GI
     free = shutil.disk_usage(directory).free
@@ -49,7 +51,7 @@ def check_room(directory: Path, count: int) -> None:
 
 
 def measure_compute_s(count: int) -> float:
-    """Forward and backward of one layer in memory, times their number."""
+    """Measure forward and backward of one layer in memory; return the seconds of all layers."""
     torch.manual_seed(0)
     layer = Block(WIDTH, HEADS).to(torch.bfloat16)
     x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)

@@ -1,8 +1,8 @@
 """A prepared model in a training step, for several budgets of host memory, beside plain torch and
 DeepSpeed: `make bench ONLY=model`, or pytest benchmarks/bench_model.py.
 
-A GPT of 168 M bf16 parameters on 128 and on 2,048 tokens a step, clipped. Everybody is a process of
-its own and runs a few steps by turns. OFFLOAD_BENCH_ROUNDS changes the number of turns,
+A GPT of 168 M bf16 parameters on 128 and on 2,048 tokens a step, clipped. Every contestant is a
+process of its own and runs a few steps by turns. OFFLOAD_BENCH_ROUNDS changes the number of turns,
 OFFLOAD_BENCH_DIR the directory for what is on disk, OFFLOAD_BENCH_LAYERS the size of the model (for
 a try).
 """
@@ -44,7 +44,7 @@ def entries_of(what: str, directory: Path) -> list[Entry]:
 
 
 def check_losses(sitting: Sitting) -> None:
-    """Where parameters and state lie changes no bit."""
+    """Check that the losses have the same bits wherever parameters and state are."""
     found = [runner for runner in sitting.runners if runner.entry.kind in OURS]
     for runner in found[1:]:
         assert [s.loss for s in runner.steps] == [s.loss for s in found[0].steps], runner.name
@@ -52,7 +52,7 @@ def check_losses(sitting: Sitting) -> None:
 
 @pytest.mark.parametrize("what", [FEW, MANY])
 def test_steps(benchmark: Any, model_table: list[Sitting], directory: Path, what: str) -> None:
-    """Everybody by turns, in one sitting."""
+    """All contestants by turns, in one sitting."""
     entries = entries_of(what, directory)
     sitting = benchmark.pedantic(
         lambda: sit(what, entries, directory, rounds(ROUNDS[what]), FIO_BYTES), rounds=1

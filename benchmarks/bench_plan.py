@@ -39,7 +39,7 @@ NEAR, BYTES_NEAR = 0.20, 0.03
 
 @dataclass(frozen=True)
 class Setup:
-    """share: of what training takes, in host memory."""
+    """A configuration. share: of what training takes, the part that host memory has room for."""
 
     share: float
     batch: int
@@ -54,7 +54,7 @@ SETUPS = (Setup(0.75, 2), Setup(0.45, 2), Setup(0.45, 8), Setup(0.35, 1), Setup(
 
 
 def train(setup: Setup, host_bytes: int, directory: Path) -> Run:
-    """Some steps of the very model that the plan is for, as a file of the run tells of them."""
+    """Train some steps of the very model that the plan is for; return the run from its file."""
     torch.manual_seed(20261117)
     source = find_source(SIZE)
     model = source.make_model().to(getattr(torch, setup.dtype))

@@ -49,7 +49,9 @@ COPY_BYTES = 256 * MI
 
 @dataclass(frozen=True)
 class Setup:
-    """share: of the host memory that everything takes; None: no limit. depth: None: derived."""
+    """A configuration. share: of the host memory that everything takes; None: no limit. depth:
+    None: the derived one.
+    """
 
     share: float | None
     tokens: int = 512
@@ -95,7 +97,7 @@ def is_a_try() -> bool:
 
 
 def train(setup: Setup, directory: Path) -> Run:
-    """Some steps, as a file of the run tells of them."""
+    """Train some steps; return the run from its file."""
     torch.manual_seed(20261117)
     model: Any = GPT(layers(), width(), HEADS, LENGTH, VOCABULARY)
     model = model.to(getattr(torch, setup.dtype))
@@ -141,8 +143,9 @@ def update_bytes_per_s(run: Run) -> float:
 
 
 def disk_rates(events: Sequence[Event]) -> dict[str, float]:
-    """Of a run's own drive: reads alone, writes alone, both. A request's bytes are spread evenly
-    over its time. What was hardly ever going on has the speed of all.
+    """Return the rates of a run's own drive: reads alone, writes alone, both. A request's bytes are
+    spread evenly over its time. A kind that was in progress for less than LEAST_SHARE of the busy
+    time gets the mean rate of all.
     """
     disk = [e for e in events if e.row in (DISK_READS, DISK_WRITES) and e.end_s > e.begin_s]
     moments = sorted({moment for e in disk for moment in (e.begin_s, e.end_s)})
@@ -180,7 +183,7 @@ def copy_bytes_per_s() -> float:
 
 @contextmanager
 def busy_drive(directory: Path) -> Iterator[None]:
-    """Inside, another thread reads and writes all the time."""
+    """Read and write all the time in another thread while the block runs."""
     stop = threading.Event()
     store = DiskStore([directory], 3 * BUSY_REQUESTS * BUSY_BYTES)
     memory = torch.ones(2 * BUSY_REQUESTS, BUSY_BYTES, dtype=torch.uint8)
@@ -215,7 +218,9 @@ def busy_drive(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Base:
-    """With everything in memory: the workload, and speeds alone and beside a busy drive."""
+    """The figures with everything in memory: the workload, and speeds alone and beside a busy
+    drive.
+    """
 
     work: Workload
     update_bytes_per_s: float
@@ -242,7 +247,7 @@ def measure_base(setup: Setup, directory: Path) -> Base:
 
 
 def predict(setup: Setup, base: Base, memory_bytes_per_s: float, run: Run, row: Prediction) -> None:
-    """One round of a configuration: as simulated with what is known, and as it was."""
+    """Add one round of a configuration to its row: predicted from `base`, and measured."""
     rates, (cpu, cores) = disk_rates(run.events), this_machine()
     machine = Profile(
         name="this one",

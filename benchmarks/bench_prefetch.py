@@ -2,8 +2,8 @@
 or pytest benchmarks/bench_prefetch.py.
 
 A GPT of 183 M bf16 parameters in 24 layers on 512 tokens a step, everything on NVMe, with prefetch
-depths from 0 (each block comes when it is needed) to 8, by turns. The variables of the environment
-that change bench_model.py change it, too; it has twice as many layers.
+depths from 0 (each block is fetched when it is needed) to 8, by turns. The variables of the
+environment that change bench_model.py change it, too; it has twice as many layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wrap_contest import Entry, Sitting, sit
 
 DEPTHS = range(9)
 # Gradients (350 MiB), buffers for state, and room for the embedding, the layer in use and eight
-# that come: less than half of the parameters.
+# prefetched ones: less than half of the parameters.
 BUDGET_MI = 584
 TOKENS = 512
 

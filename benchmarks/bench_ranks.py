@@ -1,8 +1,8 @@
 """Several ranks on this machine: memory and time of a step, beside torch's DDP and FSDP2 and
 DeepSpeed's stages: `make bench ONLY=ranks`, or pytest benchmarks/bench_ranks.py.
 
-Everybody is a set of processes of its own, by turns. OFFLOAD_BENCH_ROUNDS changes the number of
-turns, OFFLOAD_BENCH_LAYERS the size of the model (for a try).
+Every contestant is a set of processes of its own, by turns. OFFLOAD_BENCH_ROUNDS changes the number
+of turns, OFFLOAD_BENCH_LAYERS the size of the model (for a try).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def task() -> dict[str, Any]:
 
 
 def run(entrant: Entrant, count: int, directory: Path) -> list[dict[str, Any]]:
-    """What every rank has to say."""
+    """Run the contestant with so many ranks; return what each rank reports."""
     options: dict[str, Any] = {"steps": STEPS, "task": task()}
     if entrant.on_disk:
         options |= {"nvme": str(directory), "host_memory": HOST_MEMORY}
@@ -98,7 +98,7 @@ def can_run(entrant: Entrant, count: int) -> bool:
 
 
 def test_ranks(benchmark: Any, ranks_table: list[RankRow], directory: Path) -> None:
-    """Everybody by turns, with 1, 2 and 4 ranks."""
+    """All contestants by turns, with 1, 2 and 4 ranks."""
     contests = [(each, n) for n in COUNTS for each in ENTRANTS if can_run(each, n)]
     rows = {(each, n): RankRow(each.name, n) for each, n in contests}
     for (each, n), row in rows.items():

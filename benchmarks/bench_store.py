@@ -33,8 +33,8 @@ def test_store_and_fio(
 ) -> None:
     """Ours with and without checksums, on both native engines, beside fio.
 
-    Where files and memory happen to lie makes a tenth of difference: everybody gets new ones at
-    each sitting.
+    Where files and memory happen to lie makes a tenth of difference: every contestant gets new ones
+    at each sitting.
     """
     sittings: list[list[DiskContestant]] = []
 
@@ -100,8 +100,8 @@ def test_sums_of_an_update(
 def test_checksums(
     benchmark: Any, store_table: list[StoreRow], directory: Path, kind: str, chunk_mi: int
 ) -> None:
-    """What checksums cost somebody who knows them when he writes, makes the bytes that are written,
-    or uses those that are read; in the runs beside fio nobody else touches them.
+    """What checksums cost a caller that knows them when it writes, makes the bytes that are
+    written, or uses those that are read; in the runs beside fio no caller touches the bytes.
     """
     ours = Ours(directory, chunk_mi * MI, TOTAL_BYTES, "io_uring")
     contestants = [

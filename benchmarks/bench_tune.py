@@ -52,7 +52,7 @@ def layers() -> int:
 
 
 def tries() -> list[str]:
-    """Every knob is given, so that tuner and sweep have the same space."""
+    """Give values for every knob, so that tuner and sweep have the same space."""
     given = dict.fromkeys(FIELDS, "")
     for text in (os.environ.get("OFFLOAD_BENCH_TUNE_SPACE") or SPACE).split():
         name, _, values = text.partition("=")
@@ -76,7 +76,7 @@ def command(setup: Setup, directory: Path, *more: str) -> list[str]:
 
 
 def tune(program: list[str], path: Path) -> dict[str, Any]:
-    """What the command prints."""
+    """Run `offload tune` on the program; return the JSON that it prints."""
     options = ["--minutes", str(MINUTES), "--steps", str(STEPS), "--warm-up", str(WARM_UP)]
     options += [word for text in tries() for word in ("--try", text)]
     words = [sys.executable, "-m", "offload", "tune", "--json", "--profile", str(path), *options]
@@ -87,7 +87,7 @@ def tune(program: list[str], path: Path) -> dict[str, Any]:
 
 
 class Sweep:
-    """Trials of one loop, numbered."""
+    """A series of numbered trials of one loop."""
 
     def __init__(self, program: list[str], directory: Path) -> None:
         self._program = Program(tuple(program), directory, WARM_UP, STEPS)
@@ -95,7 +95,7 @@ class Sweep:
         self.space = self._space()
 
     def run(self, tuning: Tuning) -> tuple[float, ...]:
-        """Seconds of iterations; none where it does not work."""
+        """Run one trial; return the seconds of its iterations, or none if the trial failed."""
         self._count += 1
         try:
             return self._program.run(self._count, tuning, TRIAL_S, lambda spent_s: None).seconds
@@ -103,7 +103,7 @@ class Sweep:
             return ()
 
     def _space(self) -> SearchSpace:
-        """That of the tuner: it follows from a first trial."""
+        """Make the tuner's search space, which follows from a first trial."""
         self._count += 1
         first = self._program.run(self._count, Tuning(), TRIAL_S, lambda spent_s: None)
         given = dict(parse_try(text) for text in tries())
@@ -112,7 +112,9 @@ class Sweep:
 
 @pytest.fixture(scope="module")
 def tune_table(request: pytest.FixtureRequest) -> Iterator[list[TuneRow]]:
-    """Written down when all set-ups are there; what was broken off leaves the last good results."""
+    """Collect the rows; write them down when all set-ups are there. A session that was broken off
+    leaves the last good results.
+    """
     rows: list[TuneRow] = []
     yield rows
     if len(rows) == len(SETUPS):
@@ -147,7 +149,7 @@ def test_tuned_against_a_sweep(
 
 
 def check_in_force(program: list[str], best: Tuning) -> None:
-    """The loop, run as anybody would, has what the tuner wrote."""
+    """Check that the loop, run without the tuner, takes the settings that the tuner wrote."""
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["tuned"].startswith(f"{best}; from "), told

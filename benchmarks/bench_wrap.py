@@ -1,9 +1,9 @@
 """A wrapped optimizer in a training step, beside plain torch and DeepSpeed: `make bench ONLY=wrap`,
 or pytest benchmarks/bench_wrap.py.
 
-A GPT of 168 M parameters on 128 tokens a step, clipped. Everybody is a process of its own and runs
-a few steps by turns. OFFLOAD_BENCH_ROUNDS changes the number of turns, OFFLOAD_BENCH_DIR the
-directory for what is on disk, OFFLOAD_BENCH_LAYERS the size of the model (for a try).
+A GPT of 168 M parameters on 128 tokens a step, clipped. Every contestant is a process of its own
+and runs a few steps by turns. OFFLOAD_BENCH_ROUNDS changes the number of turns, OFFLOAD_BENCH_DIR
+the directory for what is on disk, OFFLOAD_BENCH_LAYERS the size of the model (for a try).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def disk_entry(dtype: str, directory: Path) -> Entry:
 
 
 def deepspeed_entries(device: str, directory: Path, tokens: int = 128) -> list[Entry]:
-    """With its defaults, and tuned."""
+    """Make DeepSpeed's entries: with its defaults, and tuned."""
     optimizer: dict[str, Any] = {"device": device}
     if device == "nvme":
         optimizer["nvme_path"] = str(directory / "deepspeed")
@@ -69,7 +69,9 @@ def deepspeed_entries(device: str, directory: Path, tokens: int = 128) -> list[E
 
 
 def check_losses(sitting: Sitting) -> None:
-    """Where the state lies changes no bit; nor does wrapping, with fp32 parameters."""
+    """Check that the losses have the same bits wherever the state is; with fp32 parameters, also
+    without wrapping.
+    """
     names = (HOST, NVME, TORCH) if sitting.what.startswith("fp32") else (HOST, NVME)
     found = [runner for runner in sitting.runners if runner.name in names]
     for runner in found[1:]:
@@ -78,7 +80,7 @@ def check_losses(sitting: Sitting) -> None:
 
 @pytest.mark.parametrize("what", ["bf16, state in memory", "bf16, state on NVMe", "fp32"])
 def test_steps(benchmark: Any, wrap_table: list[Sitting], directory: Path, what: str) -> None:
-    """Everybody by turns, in one sitting."""
+    """All contestants by turns, in one sitting."""
     dtype = "float32" if what == "fp32" else "bfloat16"
     entries = [host_entry(dtype)]
     if what != "bf16, state on NVMe":
@@ -98,7 +100,7 @@ def test_steps(benchmark: Any, wrap_table: list[Sitting], directory: Path, what:
 
 
 def test_alone(benchmark: Any, wrap_table: list[Sitting], directory: Path) -> None:
-    """One after the other, nobody else in memory: who takes how much of it."""
+    """One contestant after the other, alone in memory: how much of it each takes."""
     entries = [torch_entry("bfloat16"), host_entry("bfloat16"), disk_entry("bfloat16", directory)]
     entries += deepspeed_entries("cpu", directory) + deepspeed_entries("nvme", directory)
     whole = Sitting(ALONE, [], {})

@@ -18,7 +18,7 @@ MI = 1 << 20
 
 @dataclass
 class SaveRow:
-    """of_fio: median over the rounds of its GB/s / fio's in the same round."""
+    """A contestant's row. of_fio: median over the rounds of its GB/s / fio's in the same round."""
 
     name: str
     seconds: float
@@ -41,9 +41,9 @@ class SaveRow:
 
 @dataclass
 class BackgroundRow:
-    """One background save, and the steps it overlapped. held_s: until the call returned.
-    foreground_s: of the same save with nothing beside it. by_bytes: what the drive moved during
-    those steps / what it moves for as many steps alone.
+    """The row of one background save, and of the steps it overlapped. held_s: until the call
+    returned. foreground_s: of the same save with nothing beside it. by_bytes: what the drive moved
+    during those steps / what it moves for as many steps alone.
     """
 
     alone_s: float
@@ -60,7 +60,7 @@ class BackgroundRow:
 
     @property
     def by_time(self) -> float:
-        """As if the drive had done one after the other."""
+        """The ratio if the drive had done one after the other."""
         alone_s = self.steps * self.alone_s
         return (alone_s + self.foreground_s) / alone_s
 
@@ -85,7 +85,7 @@ def _saves(results: CheckpointResults) -> list[str]:
     lines = [
         "- GB/s: bytes read and written / seconds, median of the rounds; fio reads and writes as "
         "many at the same time; torch.save and torch.distributed.checkpoint have everything in "
-        "memory and only write; everybody syncs",
+        "memory and only write; all contestants sync",
         "- extra MiB: the most resident memory during a save, less that before it",
         "",
         "| who | s | GB/s | cores | of fio | extra MiB |",

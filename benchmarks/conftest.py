@@ -1,4 +1,4 @@
-"""Collects the rows of a benchmark session and writes them down at its end, if all went well."""
+"""Collect the rows of a benchmark session and write them down at its end, if all went well."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def predict_results(pytestconfig: pytest.Config) -> list[Predictions]:
 
 @pytest.fixture(scope="module")
 def bench_directory() -> Path:
-    """For what several benchmarks of a file share; they remove what they leave."""
+    """Make the directory that the benchmarks of a file share; they remove their files."""
     path = Path(os.environ.get("OFFLOAD_BENCH_DIR") or "build/bench").absolute()
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -96,7 +96,7 @@ def directory() -> Iterator[Path]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A session that failed or was interrupted leaves the last good results as they are."""
+    """Write down the rows; a session that failed or was interrupted leaves the last good ones."""
     stash = session.config.stash
     if exitstatus != pytest.ExitCode.OK:
         report(session.config, "nothing was written: the session failed or was interrupted")

@@ -1,10 +1,10 @@
 """Interleaved measurement: every contestant runs once a round, in turn, on the same memory.
 
 Machines are noisy and drift, so a figure alone says little. Here each round gives one time for
-everybody, and what is reported are medians, their spread, and ratios of medians within one run. A
-run over much memory is cut into parts of some milliseconds; everybody does one part before anybody
-does the next, and the times of the parts are added. So all see the same moods of the machine. Each
-result is checked in every round.
+every contestant, and what is reported are medians, their spread, and ratios of medians within one
+run. A run over much memory is cut into parts of some milliseconds; all contestants do one part
+before any does the next, and the times of the parts are added. So all are measured under the same
+conditions. Each result is checked in every round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HUGE_BYTES = 2 << 20
 
 
 def huge_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros on memory of its own, aligned to 2 MiB, with huge pages asked for."""
+    """Allocate zeros in memory of their own, aligned to 2 MiB, with huge pages asked for."""
     nbytes = numel * dtype.itemsize
     memory = mmap.mmap(-1, nbytes + HUGE_BYTES)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -49,7 +49,7 @@ class Contestant:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+        """Return half the distance between the quartiles, as a share of the median."""
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / 2 / self.median_s
 
@@ -57,8 +57,8 @@ class Contestant:
 def hold(
     contestants: list[Contestant], rounds: int, reset: Callable[[int], None], warm_up: int = 2
 ) -> None:
-    """Fill in the contestants' times. The order turns by one place for each part, so that nobody
-    always follows anybody.
+    """Fill in the contestants' times. The order turns by one place for each part, so that no
+    contestant always follows the same one.
     """
     parts = len(contestants[0].runs)
     for number in range(-warm_up, rounds):
@@ -77,5 +77,5 @@ def hold(
 
 
 def rounds(default: int) -> int:
-    """How often a benchmark goes round, unless the environment says otherwise."""
+    """Return the number of rounds of a benchmark: the environment's, or else the default."""
     return int(os.environ.get("OFFLOAD_BENCH_ROUNDS") or default)

@@ -1,8 +1,8 @@
 """Contestants of the store benchmark: each moves the same number of bytes, once a round.
 
 fio is the measure: it does nothing but move bytes, with as many requests in flight as we have. The
-others are what people use today. Whoever would only fill the page cache must also sync, and reads
-with an empty cache. Every run that returns bytes has them checked.
+others are what people use today. A contestant that would only fill the page cache must also sync,
+and reads with an empty cache. Every run that returns bytes has them checked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DiskContestant:
 
     @property
     def cores(self) -> float:
-        """Cores kept busy."""
+        """The number of cores kept busy."""
         return statistics.median(run.cpu_s / run.seconds for run in self.runs)
 
     @property
@@ -71,12 +71,12 @@ class DiskContestant:
         return statistics.median(run.cpu_s / run.nbytes * 1e9 for run in self.runs)
 
     def ratios(self, other: DiskContestant) -> list[float]:
-        """Speed against another's, round by round."""
+        """Return the speed against another contestant's, round by round."""
         return [a.gb_per_s / b.gb_per_s for a, b in zip(self.runs, other.runs, strict=True)]
 
 
 def hold(contestants: list[DiskContestant], rounds: int) -> None:
-    """Everybody once a round, in an order that turns; the first round warms up and is not kept."""
+    """Run each contestant once a round, in an order that turns; the first round only warms up."""
     for number in range(-1, rounds):
         turn = number % len(contestants)
         for contestant in contestants[turn:] + contestants[:turn]:
@@ -97,19 +97,21 @@ def _cpu_s() -> float:
 
 
 def window(chunk_bytes: int) -> int:
-    """Requests under way at once, fio's as well as ours: of as many bytes as the engine has in
-    flight, and as many again, so that it never runs dry while Python looks away.
+    """Return the requests in flight at once, fio's as well as ours: as many bytes as the engine has
+    in flight, and as many again, so that it never runs dry while Python is busy.
     """
     return max(4, 2 * DEPTH * MI // chunk_bytes)
 
 
 class NoSums(NativeEngine):
-    """A native engine that moves bytes without looking at them, to see what checksums cost."""
+    """A native engine that moves bytes without checksums, to see what checksums cost."""
 
     @classmethod
     @contextmanager
     def in_place_of(cls, engine: object) -> Iterator[None]:
-        """The same engine with the same files and memory: others differ by more than sums cost."""
+        """Let the same engine, with its files and memory, skip checksums while the block runs: two
+        engines differ by more than checksums cost.
+        """
         before = engine.__class__
         engine.__class__ = cls  # type: ignore[assignment]
         try:
@@ -166,7 +168,7 @@ class Ours:
         start: Callable[[int, torch.Tensor], Ticket[None]],
         use: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """All chunks through the window, PASSES times; `use` gets each tensor that is back."""
+        """Move all chunks through the window, PASSES times; `use` gets each tensor that is back."""
         tickets: list[Ticket[None] | None] = [None] * self.window
         for turn in range(PASSES * self.count + self.window):
             slot = turn % self.window
@@ -194,7 +196,7 @@ class Ours:
         return run
 
     def write_made(self) -> Run:
-        """As `write`, but every byte is made anew by the caller just before it is written."""
+        """Write as `write` does, but the caller makes every byte anew just before it is written."""
 
         def start(number: int, tensor: torch.Tensor) -> Ticket[None]:
             array = tensor.numpy()
@@ -210,7 +212,7 @@ class Ours:
         return self.known("mixed")
 
     def known(self, kind: str) -> Run:
-        """As `write` or `mixed`, but whoever made the bytes knows their checksums."""
+        """Run `write` or `mixed` with checksums that the caller knows already."""
         self._restore()
         sums = {tensor.data_ptr(): _sums_of(tensor) for tensor in self.tensors}
 
@@ -223,8 +225,9 @@ class Ours:
         return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
 
     def write_updated(self, takes_sums: bool = True) -> Run:
-        """As `write`, but each chunk is the moments of an AdamW step that is done just before, as
-        in training. takes_sums: in the same pass, or when the drive has had the bytes.
+        """Write as `write` does, but each chunk is the moments of an AdamW step that is done just
+        before, as in training. takes_sums: the update takes the checksums in the same pass; else
+        the engine does when the drive has had the bytes.
         """
         numel = self.chunk_bytes // 8
         param, grad = torch.zeros(numel), torch.full((numel,), 1e-3)
@@ -243,7 +246,7 @@ class Ours:
         return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
 
     def read_used(self) -> Run:
-        """As `read`, but every byte is looked at by the caller when it has been read."""
+        """Read as `read` does, but the caller uses every byte when it has been read."""
         return timed(
             lambda: self._move(
                 lambda n, tensor: self.store.read(f"chunk {n}", tensor),
@@ -253,7 +256,7 @@ class Ours:
         )
 
     def mixed(self) -> Run:
-        """Every second chunk is read, the others are written, as an optimizer step does."""
+        """Read every second chunk and write the others, as an optimizer step does."""
 
         def start(number: int, tensor: torch.Tensor) -> Ticket[None]:
             call = self.store.write if number % 2 else self.store.read
@@ -263,8 +266,8 @@ class Ours:
         return timed(lambda: self._move(start), PASSES * self.count * self.chunk_bytes)
 
     def unchecked(self, kind: str, **options: bool) -> Run:
-        """One run without checksums. What it writes is never read: mixed runs read the chunks that
-        they do not write.
+        """Run once without checksums. The chunks that it writes are never read: mixed runs read
+        only the chunks that they do not write.
         """
         with NoSums.in_place_of(self.store.engine):
             return getattr(self, kind)(**options)  # type: ignore[no-any-return]
@@ -282,7 +285,7 @@ def _sums_of(tensor: torch.Tensor) -> NDArray[np.uint64]:
 
 
 class Fio:
-    """fio on a file of its own, in the same directory, O_DIRECT, the same requests in flight."""
+    """The measure: fio on its own file in that directory, O_DIRECT, as many requests in flight."""
 
     def __init__(self, directory: Path, total_bytes: int) -> None:
         self.directory, self.total_bytes = directory, total_bytes
@@ -325,8 +328,8 @@ class Fio:
         return Run(runtime_s or seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds, nbytes)
 
     def _log_of(self, block_bytes: int) -> Path:
-        """A log to replay: every second block is read, the others are written, as ours does it.
-        fio's own mix draws lots, reads the blocks that it writes, and covers half of the file.
+        """Write a log to replay: every second block is read, the others are written, as ours does
+        it. fio's own mix draws lots, reads the blocks that it writes, and covers half of the file.
         """
         log = self.directory / f"{block_bytes}.fio.bench"
         count = self.total_bytes // block_bytes
@@ -351,7 +354,7 @@ def fio_path() -> str:
 
 
 class Plain:
-    """What people write by hand: aiofiles, torch.save, safetensors, one file of `total_bytes`."""
+    """The usual code by hand: aiofiles, torch.save, safetensors, one file of `total_bytes`."""
 
     def __init__(self, directory: Path, chunk_bytes: int, total_bytes: int, name: str) -> None:
         self.chunk_bytes, self.total_bytes = chunk_bytes, total_bytes
@@ -416,7 +419,9 @@ class Plain:
 
 
 class DeepSpeed:
-    """DeepSpeed's `aio_handle` with our piece size and depth, on a pinned buffer of its own."""
+    """A contestant on DeepSpeed's `aio_handle`, with our piece size and depth, and its pinned
+    buffer.
+    """
 
     def __init__(self, directory: Path, total_bytes: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

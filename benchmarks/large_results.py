@@ -1,4 +1,4 @@
-"""What the run of a model larger than memory has shown, as a table."""
+"""The table of the benchmark of a model larger than memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLACK = 1.3  # over the drive's own seconds
 
 @dataclass(frozen=True)
 class LargeRun:
-    """Measured in one run. compute_s: of all layers, forward and backward in memory."""
+    """The measurements of one run. compute_s: of all layers, forward and backward in memory."""
 
     numel: int
     tokens: int
@@ -31,7 +31,7 @@ class LargeRun:
     on_disk_bytes: int
 
     def bound_s(self, step: Step) -> float:
-        """What the step may take."""
+        """Return the seconds the step may take: SLACK x its bytes at fio's rate, and compute."""
         return SLACK * step.moved_bytes / Middle.of(self.fio_bytes_per_s).median + self.compute_s
 
 

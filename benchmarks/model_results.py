@@ -1,4 +1,4 @@
-"""Tables and pictures of the benchmarks of prepared models: do they show what they must?"""
+"""Tables and pictures of the benchmarks of prepared models, and the demands on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADINGS = (
 
 
 def stall_share(runner: Runner, only_parameters: bool = False) -> float:
-    """Seconds that a step's thread waited for a drive, of all its seconds; the median step's."""
+    """Return the share of a step in which its thread waited for a drive; the median over steps."""
     return statistics.median(
         _stalled_s(step, only_parameters) / step.whole_s for step in runner.steps
     )
@@ -44,7 +44,9 @@ def _stalled_s(step: Step, only_parameters: bool) -> float:
 
 
 def hit_share(runner: Runner) -> float | None:
-    """Of the blocks that had to come, those that were asked for before they were needed."""
+    """Return the share of fetched blocks that were asked for before they were needed; None: no
+    block was fetched.
+    """
     hits, misses = (
         sum(step.counts.get(f"parameter_{what}", 0) for step in runner.steps)
         for what in ("hits", "misses")
@@ -53,7 +55,7 @@ def hit_share(runner: Runner) -> float | None:
 
 
 def find_demands(sitting: Sitting) -> Iterator[Demand]:
-    """What a sitting has to show, as far as those who took part allow."""
+    """Yield the figures that a sitting must reach, of the contestants that took part."""
     disk, resident = sitting.find(DISK), sitting.find(RESIDENT)
     torch, host, tuned = sitting.find(TORCH), sitting.find(HOST), sitting.find(TUNED_NVME)
     if resident and host:
@@ -88,8 +90,8 @@ def write_model(name: str, command: str, sittings: Sequence[Sitting]) -> Path:
         "",
         *machine_header(),
         f"- command: `{command}`",
-        f"- a GPT of {numel / 1e6:.0f} M bf16 parameters, clipped by `clip_grad_norm_`; everybody "
-        "is a process of its own and runs two steps by turns",
+        f"- a GPT of {numel / 1e6:.0f} M bf16 parameters, clipped by `clip_grad_norm_`; each "
+        "contestant is a process of its own and runs two steps in turn",
         "- figures are medians over the turns, in brackets the middle half",
         "- stalls: share of the whole step in which its thread waited for the drive, and the part "
         "of that for parameters (the rest is optimizer state)",
@@ -115,7 +117,7 @@ def result_path(name: str) -> Path:
 
 
 def _budget_lines(sittings: Sequence[Sitting]) -> list[str]:
-    """How each prepared model's host memory was shared out."""
+    """Return a line for each prepared model: how its host memory was divided."""
     found = {}
     for runner in (runner for sitting in sittings for runner in sitting.runners):
         if shares := runner.facts.get("shares"):

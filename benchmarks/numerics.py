@@ -20,7 +20,7 @@ ROW = "{:<22} {:>6} {:>11} {:>9} {:>9} {:>15}"
 
 
 def trained(device: str, seed: int, **how: bool) -> dict[int, torch.Tensor]:
-    """The parameters after each number of steps."""
+    """Train; return the parameters after each number of steps."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(NUMEL, generator=generator) * 0.02
     param = torch.nn.Parameter(start.clone().to(device))
@@ -36,7 +36,7 @@ def trained(device: str, seed: int, **how: bool) -> dict[int, torch.Tensor]:
 
 
 def ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """How many floats lie between."""
+    """Return how many floats lie between the two, element by element."""
     keys = []
     for tensor in (one, other):
         bits = tensor.view(torch.int32).long()

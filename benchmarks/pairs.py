@@ -26,7 +26,7 @@ def start(entry: Entry, directory: Path) -> Runner:
 
 
 def run_pairs(entry: Entry, other: Path, directory: Path, rounds: int) -> tuple[Runner, Runner]:
-    """This checkout and the other one, by turns."""
+    """Run this checkout and the other one by turns."""
     order, runners = random.Random(rounds), []
     try:
         runners.append(start(replace(entry, name=f"{entry.name}, this"), directory))

@@ -78,7 +78,7 @@ def draw_one_step(path: Path) -> None:
 
 
 def show_demo(pictures: Path) -> None:
-    """Run the demo and take pictures of what it leaves."""
+    """Run the demo and take pictures of the files it leaves."""
     subprocess.run(["make", "demo"], cwd=ROOT, check=True)
     shutil.copy(ROOT / "build" / "demo.png", pictures / "demo.png")
     browser = shutil.which("chromium")

@@ -1,4 +1,4 @@
-"""What was predicted and what was measured, as a table."""
+"""The table of predicted beside measured times."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BYTES_NEAR = 0.03
 
 @dataclass
 class Prediction:
-    """One configuration. Of each round: seconds of an iteration, and bytes read and written; as
-    predicted with the speed of that very run's drive, and as measured.
+    """The row of one configuration. Of each round: seconds of an iteration, and bytes read and
+    written; as predicted with the speed of that very run's drive, and as measured.
     """
 
     name: str
@@ -31,13 +31,17 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """Of times: the median over rounds, each with the speed that its drive had."""
+        """The predicted by the measured time: the median over rounds, each with the speed that its
+        drive had.
+        """
         pairs = zip(self.predicted_s, self.measured_s, strict=True)
         return statistics.median(predicted / measured for predicted, measured in pairs)
 
     @property
     def bytes_ratio(self) -> float | None:
-        """None: nothing was to be moved."""
+        """The predicted by the measured bytes: the median over rounds. None: nothing was to be
+        moved.
+        """
         pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
         ratios = [predicted / measured for predicted, measured in pairs if measured]
         return statistics.median(ratios) if ratios else None
@@ -49,7 +53,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Known:
-    """What the predictions stand on, measured in the same session. Medians over rounds."""
+    """The quantities that the predictions stand on, measured in the same session. Medians over
+    rounds.
+    """
 
     model: str
     update_bytes_per_s: float

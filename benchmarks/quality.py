@@ -1,7 +1,7 @@
 """Quality beside speed and memory: `make quality`.
 
 A GPT learns the text of examples/text/, with the same tokens in the same order, in every precision
-and on every tier; then the loss on text that it has not seen is taken. Everybody is a process of
+and on every tier; then the loss on text that it has not seen is taken. Every case is a process of
 its own, for each of three seeds. OFFLOAD_BENCH_DIR changes the directory on the drive.
 """
 
@@ -37,7 +37,9 @@ ROOM = 1.25  # over the least host memory that works
 
 
 class MasterAdamW:
-    """What people write by hand: AdamW on an fp32 copy of bf16 parameters, rounded after a step."""
+    """The optimizer that people write by hand: AdamW on an fp32 copy of bf16 parameters, rounded
+    after a step.
+    """
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
@@ -62,7 +64,7 @@ class MasterAdamW:
 
 
 def least_bytes(ask: Callable[[int], object], most: int) -> int:
-    """Of host memory, within some KiB; `ask` raises CapacityError for less."""
+    """Find the least host memory that works, within 16 KiB; `ask` raises CapacityError for less."""
     low, high = 0, most
     while high - low > 16 << 10:
         middle = (low + high) // 2
@@ -75,7 +77,7 @@ def least_bytes(ask: Callable[[int], object], most: int) -> int:
 
 
 def make(case: Case, options: dict[str, Any]) -> tuple[GPT, Any]:
-    """The model and its optimizer, on its tier."""
+    """Make the model and its optimizer, on its tier."""
     torch.manual_seed(options["seed"])
     model = GPT(options["layers"], options["width"], options["width"] // 64, LENGTH)
     if case.precision is not Precision.FP32:
@@ -100,7 +102,7 @@ def make(case: Case, options: dict[str, Any]) -> tuple[GPT, Any]:
 
 
 def train(model: GPT, optimizer: Any, options: dict[str, Any]) -> list[float]:
-    """Seconds of each step."""
+    """Train; return the seconds of each step."""
     seconds = []
     for batch in batches(options["steps"], BATCH, LENGTH, options["seed"]):
         begin = time.perf_counter()
@@ -116,7 +118,9 @@ def train(model: GPT, optimizer: Any, options: dict[str, Any]) -> list[float]:
 
 @torch.no_grad()
 def validate(model: GPT, device: str) -> float:
-    """Mean loss of a token of the text that was held out, computed in fp32 from the logits."""
+    """Return the mean loss of a token of the text that was held out, computed in fp32 from the
+    logits.
+    """
     tokens = text(is_held_out=True)
     pieces = tokens[: (len(tokens) - 1) // LENGTH * LENGTH].view(-1, LENGTH).to(device)
     nexts = tokens[1 : pieces.numel() + 1].view(-1, LENGTH).to(device)
@@ -125,8 +129,9 @@ def validate(model: GPT, device: str) -> float:
 
 
 def memory_of(case: Case, model: GPT, optimizer: Any) -> tuple[int, int]:
-    """Host and disk bytes of parameters, gradients and state, where the plan has put them: what the
-    drive holds at one moment depends on which chunks are in a buffer, never written so far.
+    """Return host and disk bytes of parameters, gradients and state, where the plan has put them:
+    what the drive holds at one moment depends on which chunks are in a buffer, never written so
+    far.
     """
     numel_bytes = sum(p.nbytes for p in model.parameters())
     on_host = 2 * numel_bytes if next(model.parameters()).is_cpu else 0  # with gradients
@@ -148,7 +153,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def digest(model: GPT) -> str:
-    """Of every bit of every parameter."""
+    """Return a hash of every bit of every parameter."""
     found = hashlib.sha256()
     for param in model.parameters():
         found.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -156,7 +161,7 @@ def digest(model: GPT) -> str:
 
 
 def run_one(options: dict[str, Any]) -> Result:
-    """In this process."""
+    """Train and validate one case in this process."""
     case = CASES[options["case"]]
     before = _peak_bytes()
     model, optimizer = make(case, options)
@@ -187,7 +192,7 @@ def _peak_bytes() -> int:
 
 
 def run_in_process(options: dict[str, Any]) -> Result:
-    """In one of its own, so that its memory is its own."""
+    """Run one case in a process of its own, so that its memory is its own."""
     command = [sys.executable, __file__, "--one", json.dumps(options)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return Result(**json.loads(done.stdout.splitlines()[-1]))

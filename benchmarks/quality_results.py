@@ -57,8 +57,8 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case with one seed. case: its number in CASES. host_bytes: of parameters, gradients
-    and state; grown_bytes: of the process's memory at most, activations included.
+    """The result of one case with one seed. case: its number in CASES. host_bytes: of parameters,
+    gradients and state; grown_bytes: of the process's memory at most, activations included.
     """
 
     case: int
@@ -74,9 +74,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One case over all seeds. over: loss less that of torch in fp32 with the same seed. band: how
-    far apart seeds are in fp32 with torch. is_same: the bits of torch in this precision, with every
-    seed.
+    """The row of one case over all seeds. over: loss less that of torch in fp32 with the same seed.
+    band: how far apart seeds are in fp32 with torch. is_same: the bits of torch in this precision,
+    with every seed.
     """
 
     case: Case
@@ -95,7 +95,7 @@ class Row:
 
 
 def make_rows(results: Sequence[Result]) -> list[Row]:
-    """In the order of CASES, of those that took part."""
+    """Make the rows of the cases that took part, in the order of CASES."""
     by_case = {
         case: sorted((r for r in results if CASES[r.case] == case), key=lambda r: r.seed)
         for case in CASES
@@ -113,7 +113,7 @@ def make_rows(results: Sequence[Result]) -> list[Row]:
 
 
 def find_demands(results: Sequence[Result]) -> Iterator[Demand]:
-    """Offloading changes no bit, and an exact master costs no quality."""
+    """Yield the demands: offloading changes no bit, and an exact master costs no quality."""
     for row in make_rows(results):
         name = str(row.case)
         if row.case.tier is not Tier.TORCH:
@@ -143,7 +143,7 @@ def write_quality(
         f"- command: `{command}`; {shape['device']}",
         f"- a GPT of {shape['layers']} layers, width {shape['width']}, {shape['steps']} steps of "
         f"{shape['tokens']} tokens (bytes) of examples/text, clipped; {seeds} seeds for the start "
-        "and the order of the text, the same for everybody",
+        "and the order of the text, the same for all",
         "- validation loss: mean over the seeds of the loss on text that was held out, computed in "
         "fp32 from the logits; in brackets the lowest and the highest",
         f"- noise: with torch in fp32 alone the seeds are {rows[0].band:.4f} apart; what is over "

@@ -17,7 +17,7 @@ MI = 1 << 20
 
 @dataclass
 class RankRow:
-    """One contestant with so many ranks; each list has an entry for each round."""
+    """The row of one contestant with so many ranks; each list has an entry for each round."""
 
     name: str
     count: int

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a Markdown table with the machine above it, and a picture."""
+"""The results of a benchmark: a Markdown table with the machine above it, and a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent / "results"
 
 @dataclass
 class Row:
-    """One contestant at one size; ratios are of medians within the same interleaved run."""
+    """The row of a contestant at one size; ratios are of medians in the same interleaved run."""
 
     what: str
     numel_mi: int
@@ -38,10 +38,10 @@ class Row:
         numel_mi: int,
         threads: int,
         one: Contestant,
-        everybody: list[Contestant],
+        contestants: list[Contestant],
         nbytes: int,
     ) -> Row:
-        by_name = {c.name: c.median_s for c in everybody}
+        by_name = {c.name: c.median_s for c in contestants}
         ceiling_s = by_name.get("ceiling")
         return cls(
             what=what,

@@ -59,7 +59,9 @@ def make_model() -> nn.Sequential:
 
 
 def make_prepared(directory: Path) -> tuple[Any, Any]:
-    """With the least power of two that works: gradients and parameters are on disk."""
+    """Prepare a model with the least power of two of host memory that works: gradients and
+    parameters are on disk.
+    """
     for exponent in range(20, 30):
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -92,7 +94,7 @@ def train(model: Any, optimizer: Any, step: int, saves: Path) -> None:
 
 
 def growth_of(samples: list[Sample]) -> float | None:
-    """Of RSS, from the third minute to the last; None: too short a run."""
+    """Return the growth of RSS from the third minute to the last; None: too short a run."""
     settled = [s for s in samples if s.at_s >= WARM_UP_S]
     first = [s.rss_bytes for s in settled if s.at_s < WARM_UP_S + 60]
     last = [s.rss_bytes for s in settled if s.at_s > samples[-1].at_s - 60]

@@ -16,8 +16,8 @@ from offload.core import host_facts
 
 @dataclass
 class StoreRow:
-    """One contestant; `ratio` is the median over the rounds of our speed / this one's, and between
-    `low` and `high` lies the middle half of the rounds.
+    """The row of one contestant; `ratio` is the median over the rounds of our speed / this one's,
+    and between `low` and `high` lies the middle half of the rounds.
     """
 
     what: str

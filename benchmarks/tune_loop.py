@@ -27,7 +27,7 @@ SEED = 20261117
 
 
 def slow_down(delay_ms: int) -> None:
-    """Every engine that a store opens from now on."""
+    """Delay each disk operation of every engine that a store opens from now on."""
     fast = disk.open_engine
 
     def open_slow(*args: Any, **options: Any) -> IOEngine:

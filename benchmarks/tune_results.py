@@ -1,4 +1,4 @@
-"""What tuner and sweep have found, as one table."""
+"""The table of the figures of tuner and sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 1.05  # the tuner's choice / the best of the sweep
 
 @dataclass(frozen=True)
 class Setup:
-    """delay_ms: of each disk operation."""
+    """A set-up. delay_ms: of each disk operation."""
 
     name: str
     delay_ms: int
@@ -34,7 +34,9 @@ class Choice:
 
 @dataclass
 class TuneRow:
-    """One set-up. seconds: of whole iterations, a median for each round of the last comparison."""
+    """The row of one set-up. seconds: of whole iterations, a median for each round of the last
+    comparison.
+    """
 
     setup: Setup
     tune_trials: int
@@ -55,7 +57,7 @@ class TuneRow:
         run: Callable[[Tuning], Sequence[float]],
         rounds: int,
     ) -> None:
-        """By turns."""
+        """Measure the distinct tunings by turns; a run that gives no seconds is left out."""
         distinct = list(dict.fromkeys(tunings))
         for _ in range(rounds):
             for tuning in distinct:
@@ -67,7 +69,7 @@ class TuneRow:
 
     @property
     def best(self) -> Tuning:
-        """Of all that were measured in the end."""
+        """The fastest of all tunings that were measured in the end."""
         return min(self.seconds, key=lambda tuning: self.middle(tuning).median)
 
     @property

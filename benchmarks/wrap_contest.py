@@ -39,8 +39,8 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """Who takes part: `kind` and `options` are those of `peers/contestants.py`. root: of another
-    checkout, whose code and environment it is.
+    """A contestant: `kind` and `options` are those of `peers/contestants.py`. root: the directory
+    of another checkout, whose code and environment it uses.
     """
 
     name: str
@@ -158,18 +158,18 @@ class Runner:
         return [step for turn in self.turns for step in turn]
 
     def turn_s(self, what: str) -> list[float]:
-        """Mean seconds a step of each turn."""
+        """Return the mean seconds a step of each turn."""
         return [statistics.fmean(getattr(step, what) for step in turn) for turn in self.turns]
 
     def ratios(self, other: Runner, what: str = "whole_s") -> list[float]:
-        """Time against another's, turn by turn."""
+        """Return the time against another contestant's, turn by turn."""
         pairs = zip(self.turn_s(what), other.turn_s(what), strict=True)
         return [mine / others for mine, others in pairs]
 
 
 @dataclass
 class Sitting:
-    """All that was measured in one sitting."""
+    """A sitting: all that was measured in it, contestant by contestant."""
 
     what: str
     runners: list[Runner]
@@ -183,9 +183,9 @@ class Sitting:
 def sit(
     what: str, entries: Sequence[Entry], directory: Path, rounds: int, fio_bytes: int = 0
 ) -> Sitting:
-    """Everybody by turns, in an order that is drawn anew each round, so that nobody always follows
-    anybody; with fio_bytes, fio once a round as well. A peer that cannot start is left out, with
-    its last words; ours must start.
+    """Run all entries by turns, in an order that is drawn anew each round, so that no entry always
+    follows the same one; with fio_bytes, fio once a round as well. A peer that cannot start is left
+    out, with its last words; ours must start.
     """
     order = random.Random(rounds)
     sitting = Sitting(what, [], {})
@@ -224,7 +224,7 @@ def _join(sitting: Sitting, entry: Entry, directory: Path) -> None:
 
 
 def mixed_rate(fio: Fio) -> float:
-    """Bytes a second, half of them read and half written, over chunks of a few sizes."""
+    """Return bytes a second, half of them read and half written, over chunks of a few sizes."""
     memory = "mmaphuge" if fio.has_huge_pages else "malloc"
     runs = [fio.run("mixed", size * MI, memory) for size in FIO_CHUNKS_MI]
     return sum(run.nbytes for run in runs) / sum(run.seconds for run in runs)

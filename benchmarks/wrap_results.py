@@ -56,7 +56,7 @@ class Demand:
 
 
 def find_demands(sitting: Sitting) -> Iterator[Demand]:
-    """What a sitting has to show, as far as those who took part allow."""
+    """Yield the figures that a sitting must reach, of the contestants that took part."""
     disk, host = sitting.find(NVME), sitting.find(HOST)
     torch, tuned = sitting.find(TORCH), sitting.find(TUNED_NVME)
     if disk and sitting.what == ALONE:
@@ -83,7 +83,9 @@ def _disk_demands(sitting: Sitting, disk: Runner, host: Runner | None) -> Iterat
 
 
 def against_bound(sitting: Sitting, disk: Runner, host: Runner) -> list[float]:
-    """Our `step()` over what nobody could undercut, turn by turn."""
+    """Return the ratio of our `step()` to its lower bound, turn by turn: the bytes at fio's rate,
+    or the update with the state in host memory, whichever takes longer.
+    """
     ratios = []
     for turn, in_memory, rate in zip(disk.turns, host.turns, sitting.fio_bytes_per_s, strict=True):
         moved_s = statistics.fmean(step.moved_bytes for step in turn) / rate
@@ -138,8 +140,8 @@ def _header(command: str, sittings: Sequence[Sitting]) -> list[str]:
         *machine_header(),
         f"- command: `{command}`",
         f"- a GPT of {numel / 1e6:.0f} M parameters, 128 tokens a step, clipped by "
-        "`clip_grad_norm_` (DeepSpeed: by its engine); everybody is a process of its own",
-        "- in a sitting everybody runs two steps by turns; figures are medians over the turns, in "
+        "`clip_grad_norm_` (DeepSpeed: by its engine); each contestant is a process of its own",
+        "- in a session all contestants run two steps in turn; figures are medians over the turns, in "
         "brackets the middle half; alone: one process at a time",
         "- step(): `optimizer.step()`; DeepSpeed's `engine.step()` clips and frees gradients, too, "
         "and its `backward` writes them to the drive",
@@ -153,7 +155,7 @@ def _header(command: str, sittings: Sequence[Sitting]) -> list[str]:
 
 
 def _peer_settings(sittings: Sequence[Sitting]) -> dict[str, str]:
-    """What DeepSpeed was told beyond the task, by contestant."""
+    """Return the settings that DeepSpeed was given beyond the task, by contestant."""
     found = {}
     for runner in (runner for sitting in sittings for runner in sitting.runners):
         if runner.entry.kind == "deepspeed":

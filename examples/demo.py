@@ -24,7 +24,7 @@ MI = 1 << 20
 
 
 class Run:
-    """One process of train_gpt.py and the lines that it notes. Its progress line is seen here."""
+    """A process of train_gpt.py and the lines that it notes. Its progress line is seen here."""
 
     def __init__(self, title: str, folder: Path, log: str, options: list[str]) -> None:
         print(f"\n--- {title}\n", flush=True)
@@ -43,7 +43,7 @@ class Run:
             raise SystemExit(f"train_gpt.py ended with {self._process.returncode}")
 
     def kill_in_step(self, number: int) -> None:
-        """When it has begun that one."""
+        """Kill the process when it has begun that step."""
         while len(self.steps()) < number - 1:
             if self._process.poll() is not None:
                 raise SystemExit(f"train_gpt.py ended with {self._process.returncode}")
@@ -84,7 +84,7 @@ def show(options: argparse.Namespace, folder: Path) -> int:
 
 
 def with_end(run: Run, act: Any) -> None:
-    """Whatever happens, its process does not outlive ours."""
+    """Run `act`; the run's process never outlives ours."""
     try:
         act()
     finally:
@@ -92,7 +92,7 @@ def with_end(run: Run, act: Any) -> None:
 
 
 def tell(plain: Run, first: Run, second: Run) -> bool:
-    """True: as it must be."""
+    """Print the comparison of the runs; return whether all is as it must be."""
     expected = {line["step"]: line["loss"] for line in plain.steps()}
     differs = [
         line["step"]

@@ -1,4 +1,4 @@
-"""The picture of `make demo`: the losses, the steps, where the bytes were, and what was waited."""
+"""The picture of `make demo`: the losses, the steps, where the bytes were, and the waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MI = 1 << 20
 
 
 def draw(plain: Any, first: Any, second: Any, path: Path) -> None:
-    """Of torch alone, of the run that was killed, and of the one that went on."""
+    """Draw torch alone, the run that was killed, and the one that was resumed."""
     import matplotlib
 
     matplotlib.use("Agg")

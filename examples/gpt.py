@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a layer norm and around a shortcut."""
+    """A transformer layer: attention and a feed-forward layer, each behind a layer norm and around
+    a shortcut.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,8 +34,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next one out; input and output embeddings are tied. A token is a
-    byte, unless the vocabulary is larger.
+    """A GPT: tokens in, logits of the next token out; input and output embeddings are tied. A token
+    is a byte, unless the vocabulary is larger.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class GPT(nn.Module):
         self._init_weights(self.tokens)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """For one module of a model that was made on the meta device, too."""
+        """Initialise one module, also of a model that was made on the meta device."""
         if module is self.tokens:
             nn.init.normal_(self.tokens.weight, std=0.02)
 
@@ -69,8 +71,8 @@ class GPT(nn.Module):
 
 
 def text(is_held_out: bool = False) -> Tensor:
-    """The text that every checkout has, as tokens: nine tenths of each file, to learn from, or what
-    is left of them, to see what was learned.
+    """Return the text that every checkout has, as tokens: nine tenths of each file, to learn from,
+    or the rest, to see what was learned.
     """
     parts = []
     for path in sorted((Path(__file__).parent / "text").glob("*.txt")):
@@ -81,7 +83,7 @@ def text(is_held_out: bool = False) -> Tensor:
 
 
 def batches(steps: int, batch: int, length: int, seed: int) -> Iterator[Tensor]:
-    """Random pieces of the text, the same ones for the same seed."""
+    """Yield random pieces of the text, the same ones for the same seed."""
     tokens = text()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):

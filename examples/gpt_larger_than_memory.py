@@ -1,5 +1,5 @@
 """Train a GPT that does not fit: parameters, gradients and optimizer state need three times the
-host memory that they get. The rest is on disk, and comes back before it is needed.
+host memory that they get. The rest is on disk, and is fetched before it is needed.
 
     python examples/gpt_larger_than_memory.py [steps]
 """

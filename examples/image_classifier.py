@@ -1,6 +1,7 @@
 """An image classifier: a small ResNet with batch norm, larger than its host memory.
 
-Buffers, such as the running means of batch norm, stay where they are; parameters come and go.
+Buffers, such as the running means of batch norm, stay where they are; parameters are fetched and
+evicted.
 
     python examples/image_classifier.py [steps]
 """
@@ -20,7 +21,7 @@ CLASSES, SIDE = 10, 16
 
 
 class Residual(nn.Module):
-    """Two convolutions around a shortcut. stride: 2 halves the picture."""
+    """A residual block: two convolutions around a shortcut. stride: 2 halves the picture."""
 
     def __init__(self, inside: int, outside: int, stride: int = 1) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class ResNet(nn.Module):
 
 
 def pictures(count: int, means: Tensor) -> tuple[Tensor, Tensor]:
-    """Noise around the mean picture of each class, and the classes."""
+    """Make noise around the mean picture of each class; return it with the classes."""
     labels = torch.randint(CLASSES, (count,))
     return means[labels] + torch.randn(count, 3, SIDE, SIDE), labels
 

@@ -38,7 +38,7 @@ def make_model() -> torch.nn.Module:
 
 
 def sentences(count: int) -> torch.Tensor:
-    """Every sentence counts upwards from a random word: easy to learn."""
+    """Make sentences that count upwards from a random word: easy to learn."""
     starts = torch.randint(VOCABULARY // 8, (count, 1))
     return starts + torch.arange(LENGTH)
 

@@ -20,7 +20,7 @@ VOCABULARY, LENGTH = 1024, 32
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sentences that count upwards from a random word."""
+    """A dataset of sentences that count upwards from a random word."""
 
     def __init__(self, size: int) -> None:
         self.starts = torch.randint(VOCABULARY // 8, (size,)).tolist()

@@ -23,20 +23,20 @@ LENGTH, BETA = 32, 0.1
 
 
 def log_probability(model: GPT, text: Tensor) -> Tensor:
-    """Of each text as a whole."""
+    """Return the log probability of each text as a whole."""
     words = model(text[:, :-1]).log_softmax(dim=-1)
     return words.gather(-1, text[:, 1:, None]).sum(dim=(1, 2))
 
 
 def preferences(count: int) -> tuple[Tensor, Tensor]:
-    """Pairs of texts: counting upwards is liked, counting downwards is not."""
+    """Make pairs of texts: counting upwards is liked, counting downwards is not."""
     starts = torch.randint(100, 108, (count, 1))
     steps = torch.arange(LENGTH + 1)
     return starts + steps, starts - steps
 
 
 def dpo_loss(policy: GPT, reference: GPT, liked: Tensor, other: Tensor) -> tuple[Tensor, float]:
-    """The loss, and how often the policy tells the liked text from the other."""
+    """Return the loss, and how often the policy tells the liked text from the other."""
     both = torch.cat([liked, other])
     with torch.no_grad():
         before = log_probability(reference, both)

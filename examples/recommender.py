@@ -1,7 +1,7 @@
 """A recommender: embedding tables that are far larger than the network on top of them.
 
-Each table is a unit by itself and comes only when it is looked at, so that host memory needs room
-for the largest one, not for all.
+Each table is a unit by itself and is fetched only when it is looked up, so that host memory needs
+room for the largest one, not for all.
 
     python examples/recommender.py [steps]
 """
@@ -22,7 +22,7 @@ WIDTH = 32
 
 
 class Recommender(nn.Module):
-    """One row of each table in, whether the user will like it out."""
+    """A recommender: one row of each table in, whether the user will like it out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recommender(nn.Module):
 
 
 def visits(count: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Popular rows of each table; early users like early items."""
+    """Draw popular rows of each table; early users like early items."""
     rows = {name: torch.randint(32, (count,)) for name in TABLES}
     return rows, (rows["user"] + rows["item"] < 32).float()
 

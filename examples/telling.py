@@ -14,13 +14,13 @@ NVME = tempfile.gettempdir()  # better: a directory on your fastest drive
 
 
 def tell(model: nn.Module, losses: Sequence[float]) -> None:
-    """The losses, and the bytes of a prepared model in memory, on disk, and on their way."""
+    """Print the losses, and the bytes of a prepared model in memory, on disk, and in transit."""
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     tell_bytes(type(model).__name__, model)
 
 
 def tell_bytes(name: str, model: nn.Module) -> None:
-    """What it takes of host memory and disk, and what has gone from one to the other so far."""
+    """Print what a model takes of host memory and disk, and the bytes read and written so far."""
     told = offload.report(model)
     use = told.model
     assert use is not None, "not prepared, or closed already"

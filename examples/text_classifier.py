@@ -22,7 +22,7 @@ MICRO_BATCHES = 2
 
 
 class Encoder(nn.Module):
-    """Words in, one class out, read off the first word's place."""
+    """An encoder: words in, one class out, read off the first word's place."""
 
     def __init__(self, layers: int = 8, width: int = 256, heads: int = 4) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Encoder(nn.Module):
 
 
 def texts(count: int) -> tuple[Tensor, Tensor]:
-    """Random words; those of a text's class are more frequent in it."""
+    """Draw random words; those of a text's class are more frequent in it."""
     labels = torch.randint(CLASSES, (count,))
     words = torch.randint(CLASSES, VOCABULARY, (count, LENGTH))
     marked = torch.rand(count, LENGTH) < 0.3

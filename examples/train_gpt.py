@@ -46,7 +46,7 @@ def make(options: argparse.Namespace) -> tuple[GPT, torch.optim.Optimizer]:
 
 
 def train(model: GPT, optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> list[float]:
-    """The losses, of all steps since the first start."""
+    """Train; return the losses of all steps since the first start."""
     losses: list[float] = []
     if options.save is not None and any(options.save.glob("[0-9]*")):  # whole ones have names
         losses = offload.load(options.save, model, optimizer)["losses"]
@@ -76,19 +76,19 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, options: argparse.Namesp
 
 
 def note(options: argparse.Namespace, **what: Any) -> None:
-    """A line of JSON, at once: what a run that is killed has done can be read."""
+    """Write a line of JSON at once, so that the progress of a run that is killed can be read."""
     if options.log is not None:
         with options.log.open("a") as file:
             file.write(json.dumps(what) + "\n")
 
 
 def peak_bytes() -> int:
-    """Of this process's memory, up to now."""
+    """Return the peak of this process's memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def digest(model: GPT) -> str:
-    """Of every bit of every parameter."""
+    """Return a hash of every bit of every parameter."""
     found = hashlib.sha256()
     for param in model.parameters():
         found.update(param.detach().numpy().tobytes())

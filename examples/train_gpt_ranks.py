@@ -3,8 +3,8 @@
 --stage 1: the model is in torch's DistributedDataParallel, and each rank keeps a part of the
 optimizer's state. 2: no DDP; gradients are averaged in slices. 3: parameters in slices, too. fsdp:
 torch's fully_shard, with the state of each shard in host memory or on disk. The loop is one and the
-same. With --save it begins where the newest whole checkpoint ends, whatever stage and number of
-ranks has written it, so that `torchrun --max-restarts 3 ...` goes on after a crash.
+same. With --save it begins where the newest whole checkpoint ends, written by any stage and number
+of ranks, so that `torchrun --max-restarts 3 ...` goes on after a crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HYPER = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
 
 
 def set_up(stage: str, nvme: Path, host_memory: str | None) -> tuple[GPT, torch.nn.Module, object]:
-    """The model, what is called for its loss, and its optimizer."""
+    """Make the model, the module to call for its loss, and its optimizer."""
     torch.manual_seed(1)
     model = GPT(layers=4, width=256, heads=4)
     where = {"nvme": nvme, "host_memory": host_memory}

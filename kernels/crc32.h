@@ -1,4 +1,4 @@
-// CRC-32 as zlib, gzip and PNG have it: the checksum of everything in a checkpoint, so that anybody can check one.
+// CRC-32 as zlib, gzip and PNG have it: the checksum of everything in a checkpoint, so that any tool can check one.
 // Same value on every CPU. `begin` is the CRC of the bytes before, so that pieces can be added one by one.
 #pragma once
 

@@ -82,7 +82,7 @@ void IoEngine::submit(const IoRequest& request) {
     works_[request.id] = std::move(work);
     awaited = std::exchange(hungry_, false);
   }
-  work_there_.notify_one();  // whoever takes a piece of it calls the next one, if there are more
+  work_there_.notify_one();  // the thread that takes a piece of it wakes the next one, if there are more
   if (awaited) wake();
 }
 
@@ -145,7 +145,7 @@ void IoEngine::write_off(double age_s, double round_s) {
     Work& work = *piece->work;
     fail(work, ETIMEDOUT, piece->begin);
     if (!work.reported) {
-      if (work.error != ETIMEDOUT) {  // whatever went wrong before: that memory is still in use matters more
+      if (work.error != ETIMEDOUT) {  // also after an earlier error: that memory is still in use matters more
         work.error = ETIMEDOUT;
         work.error_at = piece->begin;
       }
@@ -312,7 +312,7 @@ void IoEngine::settle(Piece& piece, int error) {
   Work& work = *piece.work;
   const IoRequest& r = work.request;
   {
-    // From here on it is not written off; if it was, nobody waits for it, and the caller's memory is not touched.
+    // From here on it is not written off; if it was, its request has ended, and the caller's memory is not touched.
     const std::lock_guard<std::mutex> lock(mutex_);
     piece.landed = true;
     if (piece.written_off && error == 0) error = ETIMEDOUT;
@@ -338,7 +338,7 @@ void IoEngine::settle(Piece& piece, int error) {
     pieces_.erase(&piece);
     over = end_if_over(work);
   }
-  if (over) done_there_.notify_all();  // without the lock, which whoever wakes wants at once
+  if (over) done_there_.notify_all();  // without the lock, which the woken thread takes at once
   work_there_.notify_one();
 }
 

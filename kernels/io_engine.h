@@ -4,11 +4,11 @@
 // flight, the others wait by priority. A piece that comes back short is continued, EINTR and EAGAIN are tried again,
 // anything else ends the request with its errno. Each sum_bytes() of a piece have a checksum: of the caller's memory when
 // they are written, compared before the request is done when they are read. Both are computed when the drive has had the
-// bytes and before anybody is told: the drive's queue is full then, and the bytes are often still in a cache. Whoever
-// made the bytes may know their sums already. Memory need not be aligned: where direct I/O asks for it, a piece goes
+// bytes and before the request ends: the drive's queue is full then, and the bytes are often still in a cache. The
+// caller may know the sums of a write already. Memory need not be aligned: where direct I/O asks for it, a piece goes
 // through a buffer of the engine's own, padded with zeros.
 //
-// Every request ends exactly once in reap(). Memory, sums and file must live until then, whatever happens; an operation
+// Every request ends exactly once in reap(). Memory, sums and file must live until then in any case; an operation
 // that the kernel never answers can be written off, and if it ends after all, that is reported too.
 #pragma once
 
@@ -85,7 +85,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   // in rounds; each counts for `round_s` at most, so that nothing is given up because the whole process was stopped.
   // Their requests end in reap() with ETIMEDOUT and ETIME; pieces that still come back are then reported by late().
   void write_off(double age_s, double round_s);
-  std::vector<int64_t> late();  // requests written off whose memory nobody uses any more
+  std::vector<int64_t> late();  // requests written off whose memory is no longer in use
   void inject(const Fault& fault);
   int64_t attempts();  // operations so far, for tests
   // No more requests; what waits ends with ECANCELED. Waits for what is in flight; false if something never ended.
@@ -126,7 +126,7 @@ class IoEngine : public std::enable_shared_from_this<IoEngine> {
   // One attempt has ended with `result` (bytes or -errno). True: try again, the rest of it; false: the piece is over.
   bool again(Piece& piece, int64_t result);
   // Decides on this attempt's fault. True: nothing is to be done, `result` is known already; `never` means that
-  // nobody will hear of the piece again.
+  // the piece will not be heard of again.
   static constexpr int64_t never = INT64_MIN;
   bool faulted(Piece& piece, int64_t& result);
   char* at(const Piece& piece) const { return piece.buffer + piece.moved; }

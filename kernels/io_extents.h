@@ -1,5 +1,5 @@
 // Free space as pure integers: offload/core/extents.py in C++, which is its judge in the tests. The disk store asks for every
-// write; a call is done or not done, whatever signal comes.
+// write; a call is done or not done: no signal leaves it half done.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ struct Buffers {
   DType out_dtype;
   float scale;         // every gradient element is multiplied by this first (unscale x clip; negative: maximize)
   int64_t tail_begin;  // from here on torch's scalar tail formulas apply; see update.h
-  bool adopt = false;  // where `out` is not the rounding of `param`, somebody else has set it: take it over first
+  bool adopt = false;  // where `out` is not the rounding of `param`, user code has set it: take it over first
 };
 
 // Scalars are computed in double by the caller and rounded to fp32 once. See offload/kernels/calls.py.

@@ -14,8 +14,8 @@
 
 #include "checksum.h"
 #include "crc32.h"
-#include "thread_team.h"
 #include "kernels.h"
+#include "thread_team.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -190,8 +190,8 @@ void bind_io(nb::module_& m);  // module_io.cpp
 NB_MODULE(_native, m) {
   using namespace offload;
   bind_io(m);
-  // Whoever ends with a tensor or a loss in a global keeps a pool or a store alive past the end of Python. Their files have
-  // no names and their memory goes with the process: nothing to complain of.
+  // A program that ends with a tensor or a loss in a global keeps a pool or a store alive past the end of Python. Their
+  // files have no names and their memory is freed with the process: no leak to warn of.
   nb::set_leak_warnings(false);
   using no_gil = nb::call_guard<nb::gil_scoped_release>;
   m.attr("STATS_BLOCK") = stats_block;

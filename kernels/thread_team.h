@@ -4,7 +4,7 @@
 // multiplying threads: at most `team_limit()` lanes run at any moment, over all calls; the calling thread is one of
 // them. The lanes are threads of the OpenMP library that torch has brought into the process: after an operation of
 // torch's they spin for some milliseconds, and threads of our own would have to share their cores for that long.
-// Lanes run in round-to-nearest with denormals kept, whatever the caller has set: otherwise results would depend on
+// Lanes run in round-to-nearest with denormals kept, not in the caller's modes: otherwise results would depend on
 // which thread takes which block.
 #pragma once
 

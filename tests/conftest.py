@@ -25,7 +25,7 @@ from support.loops import settings as settings_of_the_run
 
 from offload.core.budget import HOST, Budget
 
-# Whoever runs the tests may have a profile of the machine: the tests must not run by it.
+# The user may have a profile of the machine: the tests must not run by it.
 CONFIG = tempfile.mkdtemp(prefix="offload-no-config-")
 os.environ["XDG_CONFIG_HOME"] = CONFIG
 
@@ -76,7 +76,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], is_out: Any) -> N
 
 
 def shuffle(items: list[pytest.Item], draw: random.Random) -> None:
-    """Any order of files, and of the tests of each."""
+    """Put the files, and the tests of each, in any order."""
     files = sorted({file_of(item.nodeid) for item in items})
     place = dict(zip(files, draw.sample(range(len(files)), len(files)), strict=True))
     draw.shuffle(items)
@@ -117,9 +117,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
-    """What is there by now, most of it by imports, stays for good. Every `gc.collect()` of a test
-    that looks for leaks would walk over it, and take a hundred times as long as for what the tests
-    make.
+    """Freeze what is there by now, most of it by imports, which stays for good. Every
+    `gc.collect()` of a test that looks for leaks would walk over it, and take a hundred times as
+    long as for what the tests make.
     """
     gc.collect()
     gc.freeze()
@@ -138,7 +138,7 @@ def seed() -> int:
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """A test may change the number of threads; the next one starts with what was there."""
+    """Restore the number of threads, which a test may change."""
     from offload import kernels
 
     ours, torchs = kernels.num_threads(), torch.get_num_threads()
@@ -150,7 +150,9 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def sizes_as_before() -> Iterator[None]:
-    """Tests make chunks and units small; one that leaves them so would fail others, far away."""
+    """Check that the test restored the sizes of chunks and units that it made small: it would fail
+    other tests, far away.
+    """
     from offload.params import units
     from offload.planning import planner
 
@@ -175,8 +177,8 @@ def use_own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
 
 @pytest.fixture(scope="module", autouse=True)
 def budget_of_the_module() -> Iterator[None]:
-    """In the budget of the process are pools that other tests have had to give up, because an
-    operation on them never ended: whoever comes later would find too little.
+    """Give the module its own budget. In that of the process are pools that other tests have had to
+    give up, because an operation on them never ended: later tests would find too little.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_own_budget(monkeypatch)
@@ -185,13 +187,13 @@ def budget_of_the_module() -> Iterator[None]:
 
 @pytest.fixture
 def own_budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
-    """A budget of host bytes for wrapped optimizers in this test alone."""
+    """Give this test alone a budget of host bytes for wrapped optimizers."""
     return use_own_budget(monkeypatch)
 
 
 @pytest.fixture
 def nothing_is_left(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small chunks, and no host memory is held when the test has ended."""
+    """Make chunks small, and check that no host memory is held when the test has ended."""
     monkeypatch.setattr("offload.planning.planner.CHUNK_NUMEL", 1024)
     yield
     await_nothing_held(own_budget)

@@ -8,14 +8,14 @@
 `record` runs the tests once, and again those with the mark `device`, with coverage.py in every
 Python process: which lines run under which test, of the files of these mutants, or of all. Words
 after `--` are pytest's, for a part (`-- tests/test_layers.py`) or for both cores (`-- -n 2`); what
-was recorded before in the same file stays. A line
-that only a process runs that is killed by SIGKILL, or that Python starts without `site`, is taken
-for one that no test executes. `run` also reads what `pytest --cov=offload --cov-context=test` and
-`context = ${PYTEST_CURRENT_TEST}` in a child's configuration have written.
+was recorded before in the same file stays. If only a process that is killed by SIGKILL, or that
+Python starts without `site`, runs a line, the line counts as one that no test executes. `run` also
+reads what `pytest --cov=offload --cov-context=test` and `context = ${PYTEST_CURRENT_TEST}` in a
+child's configuration have written.
 
 `draw` is uniform over all places and operators (`support/mutation/sites.py`).
 
-`run` puts one fault after the other into the checkout's files, and takes it out again: nobody else
+`run` puts one fault after the other into the checkout's files, and takes it out again: nothing else
 may use the checkout meanwhile. After it was killed, the same command takes out what was left, and
 goes on. Each fault is judged by the tests that execute its line, the fastest first, until one
 fails, which must pass without the fault. Where only a file of tests cannot be imported any more,
@@ -109,7 +109,7 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> str:
-    """Patterns of the files whose lines are recorded."""
+    """Return patterns of the files whose lines are recorded."""
     if options.mutants is None:
         return str(options.root / "offload" / "*")
     files = {one["file"] for one in json.loads(options.mutants.read_text())["mutants"]}
@@ -117,7 +117,7 @@ def _sources(options: argparse.Namespace) -> str:
 
 
 def _run_recorded(python: Path, root: Path, data: Path, sources: str, words: list[str]) -> None:
-    """Failures do not matter here: what was executed was."""
+    """Run the tests with the recorder. Failures do not matter here: what was executed was."""
     environment = {**os.environ, "CONTEXTS_DATA": str(data), "CONTEXTS_SOURCES": sources}
     options = ["-p", "record_tests", "-p", "no:cacheprovider", "-q"]
     subprocess.run([str(python), "-m", "pytest", *options, *words], cwd=root, env=environment)

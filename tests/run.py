@@ -32,7 +32,7 @@ NO_TESTS = 5  # pytest's exit code where none was chosen
 
 
 class Part:
-    """A pytest that runs. What it has counted is in `folder` at its end, and what it prints, too,
+    """A process of pytest. At its end `folder` has what it has counted, and what it printed, too,
     unless it is `shown` at once.
     """
 
@@ -62,7 +62,9 @@ class Part:
 
 
 class Stop(BaseException):
-    """Ctrl-C, or SIGTERM: what a time-out, a cancelled CI or a container that is stopped sends."""
+    """The exception for Ctrl-C, or SIGTERM: what a time-out, a cancelled CI or a stopped container
+    sends.
+    """
 
 
 def stop(*_: object) -> None:
@@ -70,8 +72,8 @@ def stop(*_: object) -> None:
 
 
 def wait_for_one(running: dict[int, Part]) -> tuple[Part, int, float]:
-    """The next part that ends, its exit code, and its seconds of CPU. Told to stop, it has all of
-    them stop as at Ctrl-C, with what they have to tell so far.
+    """Wait for the next part that ends; return it, its exit code, and its seconds of CPU. Told to
+    stop, interrupt all parts as Ctrl-C does, with what they have to tell so far.
     """
     while True:
         try:

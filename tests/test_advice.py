@@ -35,8 +35,8 @@ ROOT = Path(offload.__file__).parent
 FIELDS = {field.name for field in dataclasses.fields(offload.Config)}
 REFUSED = {"wrap": set(request._UNBUILT), "prepare": set(prepare_plan._UNBUILT)}
 
-# Which calls can raise what a file says, by the beginning of its path; the longest counts. Others:
-# both wrap and prepare.
+# Which calls can raise what a file says, by the beginning of its path; the longest counts. Other
+# files: both wrap and prepare.
 RAISED_BY = {
     "params/": ("prepare",),
     "planning/shares": ("prepare",),
@@ -57,7 +57,7 @@ RAISED_BY = {
     "storage/weight_blocks": ("prepare",),
     "storage/safetensors_file": ("prepare",),
 }
-# Keywords of others, by the function that takes them.
+# Functions, of torch and of ours, whose keywords messages name; by the call as they write it.
 OTHERS: dict[str, Any] = {
     "nn.Embedding": nn.Embedding,
     "backward": torch.Tensor.backward,
@@ -153,7 +153,7 @@ def options_of(command: str) -> set[str]:
 
 
 def commands_of(file: str) -> list[str]:
-    """Whose options a file speaks of."""
+    """List the commands whose options a file speaks of."""
     places = {
         "tools/forecast/": "plan",
         "tools/bench/": "bench",
@@ -167,7 +167,7 @@ def commands_of(file: str) -> list[str]:
     return known or list(COMMANDS)
 
 
-# Of other programs: docker, Slurm, torchrun, wsl, and what stands for somebody's own.
+# Of other programs: docker, Slurm, torchrun, wsl, and what stands for the user's own.
 FOREIGN = {
     "--config",
     "--cpus",
@@ -210,7 +210,7 @@ def takes(function: Any, keyword: str) -> bool:
 
 
 def messages() -> Iterator[Text]:
-    """Texts that speak: those with a space, which no key and no name has."""
+    """Yield the texts that are messages: those with a space, which no key and no name has."""
     for found in texts():
         if " " in found.text and not found.file.startswith(
             ("tools/html_report/", "tools/selftest/")
@@ -309,7 +309,7 @@ def test_nothing_is_suggested_that_only_we_can_do() -> None:
 
 
 def test_where_both_calls_may_be_meant_both_are_named() -> None:
-    """`wrap it again` is no help to somebody who has prepared a model."""
+    """`wrap it again` is no help to a user who has prepared a model."""
     for found in messages():
         if set(raised_by(found.file)) == {"wrap", "prepare"}:
             match = re.search(r"\b(wrap|prepare)( \w+){0,3} again|and wrap that", found.text)

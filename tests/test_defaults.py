@@ -1,5 +1,5 @@
-"""Whatever default device and type a program has set: host tensors are in host memory, and have the
-type that they are meant to have.
+"""With any default device and type that a program has set, host tensors are in host memory, and
+have the type that they are meant to have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def test_every_factory_names_its_device_and_type() -> None:
 
 @pytest.fixture(params=["meta", "bfloat16"])
 def default(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As programs for GPUs set it. The meta device has no values: who computes there fails."""
+    """Set a default as programs for GPUs do. The meta device has no values: code that computes
+    there fails.
+    """
     dtype = torch.get_default_dtype()
     if request.param == "meta":
         torch.set_default_device("meta")
@@ -73,7 +75,7 @@ class Layer(nn.Module):
 
 
 def made() -> tuple[nn.Module, list[Tensor]]:
-    """Before the program sets its defaults."""
+    """Make a model and its batches before the program sets its defaults."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(4)))
     return model, [torch.randn(3, WIDTH) for _ in range(4)]
@@ -155,7 +157,7 @@ def test_weights_of_another_type_are_cast_in_host_memory(default: None, tmp_path
 
 
 def test_state_of_another_order_is_gathered_in_its_own_type(default: None) -> None:
-    """Of channels_last parameters, shared by ranks."""
+    """The state of channels_last parameters, shared by ranks."""
     own = torch.arange(24, dtype=torch.float32, device="cpu") / 7  # not in 16 bits
     record: Any = type("R", (), {"number": 0, "own": (0, 24), "shape": (2, 3, 2, 2)})()
     record.stride = (12, 1, 6, 3)

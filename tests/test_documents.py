@@ -46,7 +46,7 @@ def test_code_blocks_run(block: str, tmp_path: Path) -> None:
 
 
 def shell_lines() -> list[str]:
-    """Every line of every block that is for a shell, each once."""
+    """List every line of every block that is for a shell, each once."""
     blocks = [
         text
         for path in DOCUMENTS
@@ -62,7 +62,7 @@ COMMANDS = [line for line in shell_lines() if line.startswith("offload ")]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what the documents' commands name: a loop, its trace, a checkpoint."""
+    """Make a directory with what the documents' commands name: a loop, its trace, a checkpoint."""
     directory = tmp_path_factory.mktemp("documents")
     (directory / "train.py").write_text(LOOP)
     children.run([sys.executable, "train.py"], cwd=directory, check=True, timeout=120)

@@ -15,7 +15,7 @@ RUNNABLE = sorted(
     path
     for path in EXAMPLES.glob("*.py")
     if "__main__" in path.read_text()
-    # See test_documents.py, test_demo.py, and ranks/test_example.py.
+    # See test_documents.py, test_demo.py, and distributed/test_example.py.
     and path.name not in ("train_gpt.py", "demo.py", "train_gpt_ranks.py")
 )
 OFFLINE = {

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 def run_backend(
     hook: str, target: Path, *settings: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What pip runs to build (PEP 517), without pip, which takes as long again."""
+    """Run what pip runs to build (PEP 517), without pip, which takes as long again."""
     program = (
         "import sys, scikit_build_core.build as backend\n"
         "hook, target, *settings = sys.argv[1:]\n"
@@ -47,7 +47,7 @@ def build_wheel(target: Path, **environment: str) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel for the Python at hand, built once, from the objects of `make` where they fit."""
+    """Build the wheel for the Python at hand, once, from the objects of `make` where they fit."""
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
@@ -56,7 +56,7 @@ def top_level(wheel: zipfile.ZipFile) -> set[str]:
 
 
 def run_tool(module: str, *arguments: str) -> str:
-    """What a tool of the `wheel` extra prints; the test is skipped where it is missing."""
+    """Return what a tool of the `wheel` extra prints; skip the test where it is missing."""
     pytest.importorskip(module, reason=f"needs {module}: pip install -e '.[wheel]'")
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -191,7 +191,7 @@ def test_an_sdist_holds_what_tests_and_documents_need(tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What make looks at, below a path with a space; pip and torch are stand-ins."""
+    """Make what make looks at, below a path with a space; pip and torch are stand-ins."""
     checkout = tmp_path / "check out"
     (checkout / "kernels").mkdir(parents=True)
     (checkout / "kernels" / "thread_team.cpp").touch()

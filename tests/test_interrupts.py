@@ -47,7 +47,9 @@ AT_LOCKS = chosen(test=60, torture=100_000)
 
 
 def interrupt(folder: Path, kind: str, seed: object, count: int) -> dict[str, Any]:
-    """What the loop has done. A process of its own: one that hangs cannot be ended otherwise."""
+    """Run the loop in a process of its own, since one that hangs cannot be ended otherwise, and
+    return what it has done.
+    """
     with children.Popen(
         children.program("support.interrupt_loop", folder, kind, str(seed), str(count)),
         stdout=subprocess.PIPE,
@@ -87,7 +89,7 @@ def test_interrupts_where_locks_are_entered(tmp_path: Path) -> None:
 
 
 class Guarded:
-    """Two numbers that are the same whenever the lock is free."""
+    """A pair of numbers that are equal whenever the lock is free."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -241,7 +243,7 @@ def test_a_child_forked_in_a_steadfast_section_can_be_interrupted_where_it_waits
 
 
 class OtherMoments(Moments):
-    """Those at which a handler of another signal may run: SIGUSR1 comes instead."""
+    """The moments at which a handler of another signal may run: SIGUSR1 comes instead."""
 
     def _pass(self, place: Any) -> None:
         self.count += 1
@@ -252,7 +254,7 @@ class OtherMoments(Moments):
 
 @pytest.fixture
 def handlers() -> Iterator[Callable[[int, Callable[[], object]], None]]:
-    """Sets a handler, until the test is over."""
+    """Yield a function that sets a handler, until the test is over."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
     yield lambda number, act: signal.signal(number, lambda *_: act()) and None
     for number, handler in before.items():
@@ -260,7 +262,7 @@ def handlers() -> Iterator[Callable[[int, Callable[[], object]], None]]:
 
 
 def at_every_moment(run: Callable[[OtherMoments], None], act: Callable[[], object]) -> None:
-    """`act`, with the other signal at one of its moments after the other; then `run`."""
+    """Do `act`, with the other signal at one of its moments after the other; then `run`."""
     number = 0
     while True:
         number += 1
@@ -278,8 +280,8 @@ SECTIONS = ["change", "attempt", "wait"]
 
 @pytest.mark.parametrize("act", SECTIONS)
 def test_ctrl_c_works_after_a_section_at_any_moment_of_another(act: str, handlers: Any) -> None:
-    """It had taken what the other one had put in place for the user's handler: every later Ctrl-C
-    was lost, and one in a wait was a RecursionError.
+    """A section had taken what the other one had put in place for the user's handler: every later
+    Ctrl-C was lost, and one in a wait was a RecursionError.
     """
 
     def use() -> None:
@@ -384,8 +386,8 @@ def test_ctrl_c_in_a_handlers_section_ends_the_wait_at_once(handlers: Any) -> No
 
 
 class Copies:
-    """Stands in for a device's transfer, and for the network between ranks: copies go when `go` is
-    called; who waits for one presses Ctrl-C, while `presses`.
+    """A stand-in for a device's transfer, and for the network between ranks: copies end when `go`
+    is called; a wait for one presses Ctrl-C, while `presses`.
     """
 
     device = torch.device("cpu")
@@ -436,7 +438,7 @@ def device_gradients(copies: Copies, numel: int = 64) -> tuple[nn.Parameter, Dev
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_ctrl_c_while_a_gradient_is_awaited_loses_no_part_of_it(passes: int) -> None:
-    """What was to be added had been taken off the books before it was waited for."""
+    """A copy that was to be added had been removed from the list before it was waited for."""
     copies = Copies()
     param, gradients = device_gradients(copies)
     for number in range(passes):

@@ -36,14 +36,14 @@ ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 # The names that users write as `offload.NAME` are not here, so that a reader of the package may
 # know of them and of its version without a row.
 FROM_THE_TOP = {("tools", "__init__")}  # commands read the version from the package itself
-# Training never runs these: whoever asks for a forecast by the name of a model loads them then.
+# Training never runs these: a forecast by the name of a model loads them when it is asked for.
 LATE = {("api", "tools")}
 
 MOST_ENTRIES = 15  # of the top level: a stranger sees the architecture in one listing
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module below `root` by its dotted name; a package by that of its folder."""
+    """Return every module below `root` by its dotted name; a package by that of its folder."""
     found = {}
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).with_suffix("").parts
@@ -52,7 +52,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports_of(file: Path, known: dict[str, Path], package: str = "offload") -> set[str]:
-    """Modules of the package that `file` imports, anywhere in the file."""
+    """Return the modules of the package that `file` imports, anywhere in the file."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -78,7 +78,7 @@ def graph(root: Path) -> dict[str, set[str]]:
 
 
 def upward(edges: dict[str, set[str]]) -> list[str]:
-    """Imports from one package to another that is not below it."""
+    """List imports from one package to another that is not below it."""
     found = set()
     for name, deps in edges.items():
         me = name.partition(".")[0]
@@ -89,7 +89,7 @@ def upward(edges: dict[str, set[str]]) -> list[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[str]:
-    """Modules that import themselves by way of others."""
+    """List modules that import themselves by way of others."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -161,7 +161,7 @@ def test_what_a_training_loads() -> None:
 
 
 def imported_modules(root: Path) -> dict[str, set[str]]:
-    """Top-level names of foreign packages that each file imports."""
+    """Return the top-level names of foreign packages that each file imports."""
     found: dict[str, set[str]] = {}
     for file in root.rglob("*.py"):
         names = found.setdefault(str(file.relative_to(root)), set())
@@ -220,7 +220,7 @@ ENTERED_BY_PYTHON = {
 
 
 def unsafe_locks(source: str) -> list[str]:
-    """Names of what may only be used in locks.py, and calls of `acquire`, with their lines."""
+    """List names that only locks.py may use, and calls of `acquire`, with their lines."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in ("threading", "queue"):
@@ -237,7 +237,7 @@ def test_locks_are_entered_by_c_or_by_their_own_file() -> None:
     for file in sorted(ROOT.rglob("*.py")):
         if file.name == "locks.py":
             continue
-        allowed = ["self._gate.acquire"] if file.name == "ticket.py" else []  # that nobody has yet
+        allowed = ["self._gate.acquire"] if file.name == "ticket.py" else []  # of a new ticket
         found = [each for each in unsafe_locks(file.read_text()) if each.split()[1] not in allowed]
         assert found == [], f"{file}: use offload.core.locks: {found}"
 

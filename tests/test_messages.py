@@ -47,7 +47,7 @@ def no_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_cell(cell: Callable[[], None]) -> str:
-    """As a notebook does it: what was raised is shown, and kept. Its message."""
+    """Run a cell as a notebook does: what was raised is shown, and kept. Return its message."""
     try:
         cell()
     except Exception as error:
@@ -141,7 +141,7 @@ def test_a_file_system_without_large_files_is_named(
 
 
 class FullDrive:
-    """Directories without room for files that are handed out, and how much memory is free."""
+    """A set of directories without room for files that are handed out, and the free memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full: set[Path] = set()
@@ -154,7 +154,7 @@ class FullDrive:
 
 
 class FullSystem(System):
-    """No room in these directories."""
+    """A system that has no room in these directories."""
 
     def __init__(self, full: set[Path]) -> None:
         self._full, self._where = full, dict[int, Path]()
@@ -171,7 +171,7 @@ class FullSystem(System):
 
 
 def trained(directories: list[Path], seed: int) -> tuple[Any, Any, list[torch.Tensor]]:
-    """A prepared model and its optimizer after a step, and what its parameters must be."""
+    """Make a prepared model and its optimizer after a step, and what its parameters must be."""
     torch.manual_seed(seed)
     plain, model = layers(24), layers(24)
     model.load_state_dict(plain.state_dict())
@@ -247,7 +247,7 @@ def test_a_model_that_finds_no_room_after_its_optimizer_can_be_saved_and_closed_
 
 
 class Own(torch.optim.AdamW):
-    """Of somebody's own making."""
+    """An optimizer of the user's own making."""
 
 
 def named(name: str, module: str) -> type[torch.optim.Optimizer]:
@@ -330,7 +330,7 @@ def test_a_lazy_model_is_refused_by_plan_of_a_name(monkeypatch: pytest.MonkeyPat
 
 
 class ByFunction(nn.Module):
-    """Asks for sparse gradients where no module shows it."""
+    """A module that asks for sparse gradients where no module shows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,9 @@ def eight_layers() -> tuple[nn.Module, Any]:
 
 
 def interrupted_step(directory: Path, host_memory: int) -> tuple[nn.Module, Any]:
-    """A prepared model whose first step was interrupted after the first chunk."""
+    """Return a prepared model and its optimizer after a first step that was interrupted after one
+    chunk.
+    """
     model, optimizer = eight_layers()
     offload.prepare(model, optimizer, host_memory=host_memory, nvme=directory, units=[nn.Linear])
     model(torch.ones(2, 64)).sum().backward()
@@ -408,7 +410,7 @@ def test_parameters_of_two_ages_are_not_saved_and_not_handed_out_in_silence(
 
 
 def least_bytes(directory: Path) -> int:
-    """The least host memory for such a model."""
+    """Return the least host memory for such a model."""
     model, optimizer = eight_layers()
     with pytest.raises(CapacityError, match="the least that works") as refused:
         offload.plan(model, optimizer, host_memory=4096, nvme=directory, units=[nn.Linear])
@@ -420,7 +422,7 @@ def test_parameters_of_two_ages_are_refused_where_they_are_not_in_memory(tmp_pat
     model, optimizer = interrupted_step(tmp_path, least_bytes(tmp_path))
     plain, fresh = eight_layers()
     assert sum(is_offloaded(param) for param in model.parameters()) > 8, "most are not in memory"
-    with torch.no_grad():  # each of them comes, and most go again
+    with torch.no_grad():  # each of them is fetched, and most are evicted again
         model(torch.ones(2, 64))
     with pytest.raises(StateError, match=r"one of 16\) .* load the model's checkpoint first"):
         optimizer.load_state_dict(fresh.state_dict())

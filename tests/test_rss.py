@@ -43,7 +43,7 @@ class Case:
 
     @property
     def activation_bytes(self) -> int:
-        """That autograd keeps, and what the widest product makes in passing."""
+        """The bytes that autograd keeps, and what the widest product makes in passing."""
         each = [self.tokens * (nbytes // WIDTH + 12 * WIDTH) for nbytes in self.grad_bytes]
         return sum(each) + 3 * max(each)
 
@@ -60,7 +60,9 @@ class Case:
 
 
 def run(case: Case, directory: Path) -> dict[str, Any]:
-    """In a process of its own, which the kernel ends where it takes more than is allowed."""
+    """Run the case in a process of its own, which the kernel ends where it takes more than is
+    allowed.
+    """
     with memory_group(case.allowed_bytes) as group:
         wish = {**asdict(case), "directory": str(directory), "group": group and str(group)}
         command = children.program("support.rss_run", json.dumps(wish))
@@ -87,7 +89,7 @@ def test_gradients_that_go_to_disk_leave_no_memory_behind(tmp_path: Path) -> Non
 
 
 def drawn(seed: int) -> Case:
-    """Gradients of 4 KiB to 256 MiB, 1 GiB in all, and a budget for some of them or for all."""
+    """Draw gradients of 4 KiB to 256 MiB, 1 GiB in all, and a budget for some or all of them."""
     draw = random.Random(seed)
     sizes: list[list[int]] = []
     while sum(map(sum, sizes)) < 1 << 19:

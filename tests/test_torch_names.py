@@ -29,7 +29,7 @@ MAKERS = {
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """What each name of a file that comes out of torch stands for: `nn` for `torch.nn`."""
+    """Return what each name of a file that comes out of torch stands for: `nn` for `torch.nn`."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -42,13 +42,13 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
-    """Modules of torch that a file imports as such: `import torch._dynamo`."""
+    """Return modules of torch that a file imports as such: `import torch._dynamo`."""
     names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
     return {name for name in names if name.split(".")[0] == "torch"}
 
 
 def chain_of(node: ast.expr, known: dict[str, str]) -> str | None:
-    """`torch.accelerator.current_stream` as text; None where it does not begin with torch."""
+    """Return `torch.accelerator.current_stream` as text; None if it does not begin with torch."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -76,7 +76,7 @@ CHAINS = sorted(set().union(*map(chains_in, trees().values())))
 
 
 def find(chain: str) -> Any:
-    """The object; its modules are imported where nobody has."""
+    """Return the object; import its modules where no other code has."""
     names = chain.split(".")
     found: Any = torch
     for depth, name in enumerate(names[1:], start=2):
@@ -114,7 +114,7 @@ def test_a_name_that_torch_lacks_is_found() -> None:
 
 
 def kind_of(node: ast.expr | None) -> str | None:
-    """`torch.Stream` or `torch.Event`, if an annotation or a call says so."""
+    """Return `torch.Stream` or `torch.Event`, if an annotation or a call says so."""
     if node is None:
         return None
     if isinstance(node, ast.Call):
@@ -124,14 +124,16 @@ def kind_of(node: ast.expr | None) -> str | None:
 
 
 def last_name(node: ast.expr) -> str | None:
-    """`up` of `self._loan.up`."""
+    """Return `up` of `self._loan.up`."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None
 
 
 def typed_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Names of variables, arguments and fields that hold one, with its kind."""
+    """Yield names of variables, arguments and fields, each with its kind: empty if it is neither a
+    stream nor an event.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             yield node.arg, kind_of(node.annotation) or ""
@@ -151,7 +153,7 @@ def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 def used_methods() -> set[tuple[str, str]]:
-    """All attributes of streams and events that offload/device looks at."""
+    """Return all attributes of streams and events that offload/device looks at."""
     files = [tree for name, tree in trees().items() if name.startswith("device/")]
     kinds = {name: kind for tree in files for name, kind in typed_names(tree) if kind}
     found = set()

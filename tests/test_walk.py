@@ -24,13 +24,13 @@ WIDTH, LAYERS = 128, 6
 
 
 def walk() -> list[tuple[str, str]]:
-    """File and function of each row, as the page has them."""
+    """Return file and function of each row, as the page has them."""
     matches = map(ROW.match, PAGE.read_text().splitlines())
     return [(match[1], match[2]) for match in matches if match is not None]
 
 
 class Calls:
-    """Functions of the package that this thread enters, in order."""
+    """A record of the functions of the package that this thread enters, in order."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[str, str]] = []
@@ -53,7 +53,7 @@ class Calls:
 def first_missing(
     expected: list[tuple[str, str]], entered: list[tuple[str, str]]
 ) -> tuple[str, str] | None:
-    """The first of `expected` that is not entered after those before it."""
+    """Return the first of `expected` that is not entered after those before it."""
     rest = iter(entered)
     return next((each for each in expected if each not in rest), None)
 

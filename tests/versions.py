@@ -79,8 +79,8 @@ class Row:
 
 
 def rows_for(only: str | None, pythons: Sequence[str] | None) -> list[Row]:
-    """This Python with each release; then other Pythons with the first one. pythons: None means
-    those that are found, unless one release alone is asked for.
+    """Return a row for this Python with each release, then for other Pythons with the first one.
+    pythons: None means those that are found, unless one release alone is asked for.
     """
     releases = [only] if only else list(RELEASES)
     rows = [Row(sys.executable, release, ROOT / f".venv-torch-{release}") for release in releases]
@@ -99,8 +99,8 @@ def rows_for(only: str | None, pythons: Sequence[str] | None) -> list[Row]:
 
 
 def version_of(interpreter: str) -> str | None:
-    """ "3.12" of an interpreter that runs. A name on the PATH may be a shim for one that is not
-    there.
+    """Return the version, as "3.12", of an interpreter that runs. A name on the PATH may be a shim
+    for one that is not there.
     """
     program = "import sys; print('%d.%d' % sys.version_info[:2])"
     try:
@@ -174,7 +174,9 @@ def run(row: Row, check: str) -> None:
 
 
 def cell_of(lines: Sequence[str], code: int) -> str:
-    """What was counted, over all parts of a run; libraries may print behind the last line of it."""
+    """Sum up what was counted, over all parts of a run; libraries may print behind the last line of
+    it.
+    """
     counts = Counter[str]()
     for found in filter(None, map(COUNTS.match, lines)):
         for part in found[1].split(", "):
@@ -188,7 +190,7 @@ def cell_of(lines: Sequence[str], code: int) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Torch, Python and every column, in lines of one width."""
+    """Show torch, Python and every column, in lines of one width."""
     lines = [["torch", "Python", *CHECKS]]
     for row in rows:
         cells = [row.cells.get(check, "-") for check in CHECKS]

@@ -1,5 +1,5 @@
-"""Who trains: plain torch, a wrapped optimizer, a prepared model, DeepSpeed's engine. Each as its
-users would.
+"""The contestants: plain torch, a wrapped optimizer, a prepared model, DeepSpeed's engine. Each
+trains as its users would.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from torch import Tensor, nn
 
 class Trainer(Protocol):
     def train(self, batch: Tensor) -> tuple[float, float]:
-        """One whole step: its loss, and the seconds of the optimizer's part."""
+        """Train one whole step; return its loss, and the seconds of the optimizer's part."""
 
     def last_step(self) -> dict[str, Any]:
-        """What the contestant itself says of the last step."""
+        """Return the contestant's own statistics of the last step."""
 
     def facts(self) -> dict[str, Any]:
-        """What the contestant says of itself; sizes in bytes."""
+        """Return the contestant's facts about itself; sizes in bytes."""
 
     def close(self) -> None: ...
 
 
 class Torch:
-    """`torch.optim.AdamW(fused=True)` in memory. For bf16 parameters its state is bf16, too: torch
-    has no fp32 master, so it moves half the bytes that the others do and learns less from them.
+    """A contestant: `torch.optim.AdamW(fused=True)` in memory. For bf16 parameters its state is
+    bf16, too: torch has no fp32 master, so it moves half the bytes that the others do and learns
+    less from them.
     """
 
     def __init__(self, task: Task, model: nn.Module) -> None:
@@ -97,7 +98,7 @@ class Prepared(Torch):
         self.before: dict[str, dict[str, Any]] = {"seconds": {}, "counts": {}}
 
     def last_step(self) -> dict[str, Any]:
-        """Seconds of the update by cause, and those that forward and backward waited."""
+        """Return the seconds of the update by cause, and those that forward and backward waited."""
         told = self.report(self.model)
         waits = {"forward and backward, " + name: s for name, s in told.outside.items()}
         now = {"seconds": {**waits, **told.total.seconds}, "counts": dict(told.counts)}
@@ -116,7 +117,7 @@ class Prepared(Torch):
         }
 
     def close(self) -> None:
-        """The process ends; nobody wants the model in memory."""
+        """Do nothing: the process ends, so that the model need not be brought back into memory."""
 
 
 class WithLoss(nn.Module):
@@ -131,8 +132,9 @@ class WithLoss(nn.Module):
 
 
 class DeepSpeed:
-    """ZeRO-3 on one rank with `DeepSpeedCPUAdam`, as its documents ask: the engine takes over
-    backward, clipping and the step. Parts of the configuration that are not given are its defaults.
+    """A contestant: ZeRO-3 on one rank with `DeepSpeedCPUAdam`, as its documents ask: the engine
+    takes over backward, clipping and the step. Parts of the configuration that are not given are
+    its defaults.
     """
 
     def __init__(

@@ -21,7 +21,9 @@ from worker import memory_bytes
 
 
 def received_bytes() -> int:
-    """Over all connections of this process so far, as the kernel counts them."""
+    """Return the bytes received over all connections of this process so far, as the kernel counts
+    them.
+    """
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # gone by now
@@ -39,7 +41,7 @@ def _received_by(number: int) -> int:
 
 
 class WithLoss(nn.Module):
-    """A model whose output is its loss: wrappers want to be called."""
+    """A model whose output is its loss: wrappers such as DDP hook into calls of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -50,7 +52,9 @@ class WithLoss(nn.Module):
 
 
 class Loop:
-    """torch's own: DDP, or `fully_shard`, or our stages; the same lines for all."""
+    """A training loop with torch's DDP, with `fully_shard`, or with our stages; the same lines for
+    all.
+    """
 
     def __init__(self, kind: str, model: nn.Module, options: dict[str, Any]) -> None:
         outside: nn.Module = WithLoss(model)

@@ -29,7 +29,9 @@ class Task:
         self.numel = 0
 
     def make_model(self) -> GPT:
-        """Made in its dtype from the start, so that nobody's peak of memory is an fp32 model."""
+        """Make the model in its dtype from the start, so that no contestant's peak of memory is an
+        fp32 model.
+        """
         torch.manual_seed(self.seed)
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, self.dtype))
@@ -42,7 +44,7 @@ class Task:
         return model
 
     def batches(self) -> Iterator[Tensor]:
-        """One sequence each; the same for everybody."""
+        """Yield batches of one sequence each; the same for every contestant."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             if self.is_one_batch:
@@ -50,7 +52,7 @@ class Task:
             yield torch.randint(self.vocabulary, (1, self.tokens + 1), generator=generator)
 
     def run_without_optimizer(self, model: GPT) -> None:
-        """Twice forward and backward: memory that any training takes is taken."""
+        """Run forward and backward twice, so that the memory that any training takes is taken."""
         for _, batch in zip(range(2), self.batches(), strict=False):
             model.loss(batch).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

@@ -1,8 +1,8 @@
 """One contestant in a process of its own: worker.py KIND OPTIONS, driven over a pipe.
 
 Each line that comes in is a request, each line that goes out its answer, both JSON. `{"steps": 3}`
-trains three steps and tells of each; `{"facts": true}` tells of memory and what the contestant
-says of itself. The end of the input ends the process. Whatever libraries print goes to stderr.
+trains three steps and tells of each; `{"facts": true}` tells of memory and what the contestant says
+of itself. The end of the input ends the process. The output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from task import Task
 
 
 def io_bytes() -> tuple[int, int]:
-    """Bytes that this process has read from and written to drives, as the kernel counts them."""
+    """Return the bytes that this process has read from and written to drives, as the kernel counts
+    them.
+    """
     with open("/proc/self/io") as file:
         counts = dict(line.split(": ") for line in file.read().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
 def memory_bytes() -> dict[str, int]:
-    """Resident memory of this process, now and at its peak."""
+    """Return the resident memory of this process, now and at its peak."""
     with open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file.read().splitlines())
     return {

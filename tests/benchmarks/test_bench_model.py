@@ -66,7 +66,7 @@ def test_prepared_models_take_part(
 
 
 def with_a_peer(sitting: Any, results: ModuleType) -> None:
-    """With few tokens a peer is asked for time and memory."""
+    """Check that with few tokens a tuned peer brings demands on time and on memory."""
     sitting.what = results.FEW
     peer = sitting.find(results.TORCH)
     object.__setattr__(peer.entry, "name", results.TUNED_NVME)

@@ -88,7 +88,9 @@ def test_the_least_memory_is_found(quality: ModuleType) -> None:
 
 
 def made(results: ModuleType, losses: dict[int, list[float]], **changes: Any) -> list[Any]:
-    """Results of some cases, one for each seed; bits are those of the precision and the seed."""
+    """Make the results of some cases, one for each seed. The digest of the bits follows from the
+    precision and the seed. changes: of the one result `at` (case, seed).
+    """
     found = []
     for number, each in losses.items():
         for seed, loss in enumerate(each, start=1):

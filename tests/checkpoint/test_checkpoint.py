@@ -64,7 +64,7 @@ def build(dtype: torch.dtype = torch.float32, name: str = "gpt", **fields: Any) 
 
 
 def on_disk(folder: Path) -> dict[str, Any]:
-    """A small part of the state is in memory."""
+    """Return fields of `wrap` that leave a small part of the state in memory, the rest on disk."""
     return {"host_memory": 60_000, "nvme": folder}
 
 
@@ -76,7 +76,9 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> dict[str, Tensor]:
-    """What comes back from a checkpoint, into new objects in memory."""
+    """Load a checkpoint into new objects, in memory unless `fields` say otherwise; return their
+    tensors.
+    """
     model, optimizer = build(dtype, **(fields or {"host_memory": "8MiB"}))
     offload.load(path, model, optimizer)
     found = state_of(model, optimizer)
@@ -111,8 +113,9 @@ def test_names_of_a_model_and_its_state(tmp_path: Path) -> None:
 
 
 def test_parameters_that_the_model_does_not_have(tmp_path: Path) -> None:
-    """Those of a module beside it are called by group and index, unless the model calls one of its
-    own so. Others are refused: nobody would save their values.
+    """Parameters of a module that is saved beside the model are named by group and index, unless
+    the model has them under names of its own. Parameters of no saved module are refused: their
+    values would be lost.
     """
 
     def objects() -> tuple[nn.Module, nn.Module, Any]:
@@ -250,7 +253,7 @@ def unchanged(model: Any, optimizer: Any, action: Callable[[], Any]) -> None:
 
 
 class Other(nn.Module):
-    """Like a Gpt, but for some names and shapes."""
+    """A module like a `Gpt` but for some names and shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,14 +401,14 @@ def test_a_mixed_state_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StateError, match=r"an earlier step failed halfway.* last one: .*good"):
         offload.save(tmp_path / "bad", model, optimizer)
     assert not (tmp_path / "bad").exists()
-    offload.load(good, model, optimizer)  # mends it
+    offload.load(good, model, optimizer)  # repairs it
     assert_same_named(state_of(model, optimizer), expected)
     train(model, optimizer, range(1, 2))
     optimizer.close()
 
 
 def fail_update(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """A step breaks off at one of its chunks."""
+    """Make a step fail after `after` chunks."""
     original, left = Updater._update, [after]
 
     def update(self: Updater, *args: Any) -> bool:
@@ -457,7 +460,7 @@ def test_an_error_in_the_middle_of_a_load(
 
 
 def break_reads(patch: pytest.MonkeyPatch, section: str) -> None:
-    """The third read of a section, after everything has been found whole."""
+    """Make the third read of a section fail, after the whole checkpoint has been verified."""
     from offload.checkpoint.loading import _CheckpointTensor
 
     original, left = _CheckpointTensor.read_into, [2]
@@ -476,7 +479,9 @@ def break_reads(patch: pytest.MonkeyPatch, section: str) -> None:
 
 
 def test_masters_come_and_go(tmp_path: Path) -> None:
-    """A plain optimizer keeps none: they are left out with a warning, and made again."""
+    """A plain optimizer keeps no masters: they are left out with a warning when it loads, and made
+    from the parameters when a wrapped optimizer loads what it has saved.
+    """
     model, optimizer = build(torch.bfloat16, **on_disk(tmp_path))
     train(model, optimizer, range(0, 2))
     offload.save(tmp_path / "c", model, optimizer)
@@ -496,7 +501,9 @@ def test_masters_come_and_go(tmp_path: Path) -> None:
 
 
 def test_weights_of_others_stay_in_their_files(tmp_path: Path) -> None:
-    """A frozen model is read from where it came; loading the same values does not change that."""
+    """A frozen model is read from its original weight files; loading the same values does not
+    change that.
+    """
     from safetensors.torch import save_file
 
     model = make("thrice")
@@ -524,7 +531,7 @@ def test_weights_of_others_stay_in_their_files(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_without_a_kernel_in_sixteen_bits(tmp_path: Path) -> None:
-    """Its numbers are its numbers, and its masters are none of them."""
+    """The scalars of an optimizer's state are saved and loaded; its masters are not among them."""
 
     def objects(turn: int) -> tuple[Any, Any]:
         model = make("gpt", dtype=torch.bfloat16)
@@ -548,7 +555,7 @@ def test_an_optimizer_without_a_kernel_in_sixteen_bits(tmp_path: Path) -> None:
 
 
 class Held:
-    """Savers that wait until they are let go, in the place where a test wants them."""
+    """A hold on all savers: each waits at the start of `run` until the test sets `may_go`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go = threading.Event(), threading.Event()
@@ -566,7 +573,7 @@ class Held:
 def test_steps_save_what_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any
 ) -> None:
-    """The saver's thread comes too late for everything."""
+    """The saver's thread starts too late for every chunk: the steps save what they change."""
     held = Held(monkeypatch)
     model, optimizer = build(torch.bfloat16, **(fields or on_disk(tmp_path)))
     train(model, optimizer, range(0, 2))
@@ -594,7 +601,7 @@ def test_a_step_waits_for_a_chunk_that_is_being_written(
     def slow(self: Saver, piece: HostChunk) -> None:
         if threading.current_thread() is not threading.main_thread() and not writing.is_set():
             writing.set()
-            assert waited.wait(WAIT_S)  # the step has come, and waits
+            assert waited.wait(WAIT_S)  # a step has reached the chunk, and waits
         write(self, piece)
 
     def seen(self: Saver, number: int) -> None:
@@ -615,8 +622,8 @@ def test_a_step_waits_for_a_chunk_that_is_being_written(
 def test_a_buffer_is_not_reused_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is unwritten at the save goes to disk unchanged, and its buffer to another chunk, in a
-    pass that changes nothing.
+    """A chunk that is dirty at the save is written unchanged before a pass that changes nothing
+    uses its buffer for another chunk.
     """
     model, optimizer = build(**on_disk(tmp_path))
     train(model, optimizer, range(0, 3))
@@ -629,7 +636,7 @@ def test_a_buffer_is_not_reused_while_it_is_written(
         in_buffer = piece.chunk.number in self._here and not is_resident
         if in_buffer and not writing.is_set():
             writing.set()
-            assert released.wait(WAIT_S)  # somebody wants the buffer
+            assert released.wait(WAIT_S)  # the pass below needs the buffer
         write(self, piece)
 
     def seen(self: Saver, piece: HostChunk) -> None:
@@ -691,7 +698,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     original, left = saving._Shards.write, [after]
 
     def write(self: Any, name: str, begin: int, values: Tensor) -> None:
-        if "/" in name:  # of the optimizer
+        if "/" in name:  # a tensor of the optimizer
             left[0] -= 1
             if left[0] < 0:
                 raise StoreError("no space left", errno=28)
@@ -703,7 +710,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 def test_a_failed_save_does_not_spoil_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write fails in a step, which goes on; the ticket tells."""
+    """The write fails during a step, which goes on; the ticket reports the error."""
     plain, reference = build()
     expected = train(plain, reference, range(0, 6))
     held = Held(monkeypatch)
@@ -719,7 +726,7 @@ def test_a_failed_save_does_not_spoil_training(
     assert set(tmp_path.iterdir()) == before
     monkeypatch.undo()
     assert losses + train(model, optimizer, range(4, 6)) == expected
-    offload.save(tmp_path / "d", model, optimizer)  # told already: nothing is in its way
+    offload.save(tmp_path / "d", model, optimizer)  # the ticket has told of it: no refusal
     optimizer.close()
 
 
@@ -746,7 +753,7 @@ def test_errors_that_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_comes_while_a_save_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It waits, as long as it must, and does not disturb."""
+    """The call waits until the background save has ended, and does not disturb it."""
     held = Held(monkeypatch)
     model, optimizer = build(**on_disk(tmp_path))
     train(model, optimizer, range(0, 1))
@@ -822,7 +829,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None
 
 
 def test_a_plain_optimizer_in_the_background(tmp_path: Path) -> None:
-    """All of it is written at the call, for anybody may change it."""
+    """All of its state is written during the call, since any code may change it afterwards."""
     model, optimizer = build()
     train(model, optimizer, range(0, 2))
     expected = state_of(model, optimizer)

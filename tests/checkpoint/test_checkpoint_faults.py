@@ -35,14 +35,14 @@ def used_bytes(path: Path) -> int:
 
 @pytest.fixture
 def parent(tmp_path: Path) -> Path:
-    """A directory with an older checkpoint in it, and things of others."""
+    """Make a directory with an older checkpoint and a file that is none of ours."""
     save(tmp_path / "old", OLD)
     (tmp_path / "notes.txt").write_text("mine")
     return tmp_path
 
 
 def rehearse(parent: Path) -> FaultyDisk:
-    """A save without a fault: how many calls there are. All is as before afterwards."""
+    """Save without a fault, to count the calls, and restore the directory afterwards."""
     disk = FaultyDisk()
     metrics = Metrics()
     save(parent / "new", NEW, keep=1, disk=disk, metrics=metrics, buffer_bytes=SMALL)
@@ -59,7 +59,7 @@ def rehearse(parent: Path) -> FaultyDisk:
 
 
 def operation_of(call: str) -> str:
-    """What an error says of a call."""
+    """Return the operation that an error names for a call of the disk."""
     return {
         "open_new": "open",
         "fsync_dir": "fsync of directory",
@@ -72,7 +72,7 @@ def operation_of(call: str) -> str:
 def test_every_call_fails(parent: Path) -> None:
     good = rehearse(parent)
     used = used_bytes(parent)
-    saved = good.point_of("parent synced")  # from there on it is saved, whatever happens
+    saved = good.point_of("parent synced")  # from there on it is saved, and no fault undoes that
     assert len(good.calls) > 40
     failures = 0
     for nth in range(1, len(good.calls) + 1):
@@ -107,7 +107,7 @@ def fallbacks(metrics: Metrics) -> list[str]:
 
 
 def put_back(parent: Path) -> None:
-    """After a save that could not remove the older one."""
+    """Restore the directory after a save that could not remove the older checkpoint."""
     assert same(read(parent / "new"), NEW)
     assert find_newest(parent) == parent / "new"
     for directory in [path for path in parent.iterdir() if path.is_dir()]:
@@ -118,7 +118,7 @@ def put_back(parent: Path) -> None:
 
 
 def test_a_disk_that_dies_shows_nothing_new(parent: Path) -> None:
-    """From one call on everything fails, removals too: what is left is hidden, and the next save
+    """From one call on every call fails, removals too: what is left is hidden, and the next save
     removes it.
     """
     good = rehearse(parent)
@@ -170,7 +170,7 @@ def test_missing_parents_go_with_a_save_that_fails(tmp_path: Path) -> None:
 
 
 class ShortDisk(StraightDisk):
-    """Writes a few bytes of a manifest at a time; none at all after `most` of them."""
+    """A disk that writes few bytes of a manifest at a time, and none after `most` of them."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -255,7 +255,7 @@ def test_bytes_spoilt_on_the_way_are_found_before_anything_older_goes(
 ) -> None:
     count = attempts_of_save(parent, engine)
     for nth in range(1, count + 1):
-        disk = EngineFault(engine, Fault(kind, nth, seed=nth % 8))  # of its first byte
+        disk = EngineFault(engine, Fault(kind, nth, seed=nth % 8))  # a bit of its first byte
         with pytest.raises(CorruptionError) as caught:
             save(parent / "new", NEW, keep=1, disk=disk, buffer_bytes=SMALL)
         assert caught.value.errno == errno.EBADMSG and caught.value.file

@@ -60,7 +60,7 @@ def test_pieces_in_any_order_from_many_threads(tmp_path: Path, seed: int) -> Non
             for name, begin, end in mine:
                 data = tensors[name][int(begin) : int(end)].copy()
                 shard.write(name, int(begin), data)
-                data[:] = 0xEE  # it is the caller's again
+                data[:] = 0xEE  # the buffer is the caller's again
 
         threads = [threading.Thread(target=work, args=(pieces[i::4],)) for i in range(4)]
         for thread in threads:
@@ -205,7 +205,7 @@ def test_every_flipped_byte_of_data_is_found(tmp_path: Path) -> None:
 
 
 def test_files_are_read_past_the_cache_and_waited_for(tmp_path: Path) -> None:
-    """io_uring would answer EAGAIN for files that may not be waited for, again and again."""
+    """io_uring would answer EAGAIN again and again for files that are open with O_NONBLOCK."""
     data = random_bytes(600_000, 8)
     save(tmp_path / "a", {"model": {"w": data}})
     with CheckpointReader(tmp_path / "a") as reader:

@@ -1,5 +1,5 @@
-"""What a save does to the directory it is in: older checkpoints, leftovers, others' files, modes,
-other savers.
+"""What a save does to the directory it is in: older checkpoints, leftovers, files of other
+programs, modes, other savers.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_one_that_is_being_read_stays(tmp_path: Path) -> None:
 
 
 class SpoilingDisk(StraightDisk):
-    """One bit of the `nth` write is wrong on the disk; the manifest's are writes, too."""
+    """A disk that flips a bit of the `nth` write; the writes of the manifest count, too."""
 
     def __init__(self, nth: int) -> None:
         self.nth, self.count = nth, 0
@@ -156,7 +156,7 @@ def test_nothing_older_goes_before_the_new_one_was_read_back(tmp_path: Path) -> 
 
 
 def test_the_points_come_in_their_order(tmp_path: Path) -> None:
-    """At each of them one thing more has happened."""
+    """At each point one thing more has happened."""
     save(tmp_path / "old", CONTENTS)
     seen: list[str] = []
 
@@ -186,7 +186,7 @@ def test_the_points_come_in_their_order(tmp_path: Path) -> None:
 
 
 def leave(parent: Path, name: str, token: str, kind: str = "part") -> Path:
-    """What a killed saver leaves."""
+    """Make a hidden directory as a killed saver leaves it."""
     path = parent / f".{name}.{token * 16}.{kind}"
     path.mkdir(mode=0o700)
     (path / "model-00001.safetensors").write_bytes(bytes(5000))
@@ -273,7 +273,7 @@ def test_a_directory_taken_for_a_leftover_is_made_again(tmp_path: Path) -> None:
         save(tmp_path / "b", CONTENTS, disk=Hopeless())
 
 
-# Newer Pythons warn of forks in a process with threads, which is the very thing here.
+# Newer Pythons warn of forks in a process with threads, which is what this test does.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_leaves_the_save_alone(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "a") as writer:
@@ -335,7 +335,7 @@ def test_parents_may_be_missing_or_links(tmp_path: Path, monkeypatch: pytest.Mon
     assert names(tmp_path / "a") == ["b", "d"]
     with CheckpointWriter("a/e") as writer:
         fill(writer, CONTENTS)
-        monkeypatch.chdir("/")  # a path is what it was when it was given
+        monkeypatch.chdir("/")  # relative paths were resolved when they were given
         writer.commit({}, "abc123", keep=1)
     assert names(tmp_path / "a") == ["b", "e"]
 
@@ -358,7 +358,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
 
 
 class Meeting(CheckpointDisk):
-    """Both savers have come to a point before one goes on."""
+    """A disk of one of two savers: neither goes on from `point` before both have reached it."""
 
     def __init__(self, barrier: threading.Barrier, point: str) -> None:
         self._barrier, self._point = barrier, point
@@ -405,7 +405,9 @@ def test_two_savers_to_one_path(tmp_path: Path, point: str) -> None:
     """Both have begun before either could see the other; one of them wins."""
 
     class Blind(Meeting):
-        """Neither has its lock yet when the other looks."""
+        """A disk that lets neither saver make and lock its directory before both have looked
+        around.
+        """
 
         def mkdir(self, dir_fd: int, name: str) -> None:
             self._barrier.wait(HANG_S)

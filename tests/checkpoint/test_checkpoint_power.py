@@ -22,11 +22,11 @@ from offload.checkpoint.format.verify import verify
 from offload.core.errors import OffloadError
 
 OLD, NEW = contents_of(1), contents_of(2)
-DRAWS = chosen(test=30, torture=2000, quick=3)  # of each prefix
+DRAWS = chosen(test=30, torture=2000, quick=3)  # disk states of each prefix of the changes
 
 
 class Recording:
-    """One save with keep=1 beside two older checkpoints and somebody's notes."""
+    """The record of one save with keep=1 beside two older checkpoints and a file of the user's."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir()
@@ -57,19 +57,21 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Where disks are shown as they may be; in memory where there is such a place, for speed."""
+    """Yield a place for the disks as they may be after a failure; in memory where possible, for
+    speed.
+    """
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
         yield Path(directory) / "disk"
 
 
 def found_after(tree: Tree, place: Path, images: dict[str, dict[str, bytes]]) -> str:
-    """Which checkpoint is there after the power is back: "old", "new", or what is wrong."""
+    """Return which checkpoint is found after the power is back: "old", "new", or what is wrong."""
     shutil.rmtree(place, ignore_errors=True)
     tree.write_to(place)
     assert (place / "notes.txt").read_text() == "mine"
     try:
-        with warnings.catch_warnings():  # of torn ones
+        with warnings.catch_warnings():  # about torn checkpoints
             warnings.simplefilter("ignore")
             newest = find_newest(place)
         findings = verify(newest)
@@ -121,13 +123,15 @@ def test_the_next_save_cleans_up_after_a_power_failure(
 
 
 def without(changes: list[Change], number: int) -> list[Change]:
-    """A save that forgets one of its syncs, the `number`-th."""
+    """Return the changes of a save that leaves out the `number`-th of its syncs."""
     at = [i for i, change in enumerate(changes) if change.call in SYNCS][number]
     return changes[:at] + changes[at + 1 :]
 
 
 def test_every_single_sync_is_needed(recording: Recording, place: Path, seed: int) -> None:
-    """The states would show it if one were left out: a torn or lost checkpoint is found."""
+    """If a save left out any one sync, some state of the disk would show it: a torn or lost
+    checkpoint.
+    """
     syncs = [change.call for change in recording.changes if change.call in SYNCS]
     assert syncs == ["fsync", "fsync", "fsync", "fsync_dir", "fsync_dir", "fsync_dir"]
     for number in range(len(syncs)):

@@ -1,4 +1,4 @@
-"""What an outside trial of the checkpoints has found, each as a test."""
+"""The faults that an independent trial of the checkpoints has found, each as a test."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def flip(path: Path, offset: int) -> None:
 
 
 class Stubborn:
-    """Refuses every state but its own."""
+    """An object that refuses every state but its own."""
 
-    made = itertools.count()  # an id may come again when its object is freed
+    made = itertools.count()  # not id(): it may be reused when its object is freed
 
     def __init__(self) -> None:
         self.number = next(self.made)
@@ -211,7 +211,7 @@ def test_kills_during_a_load_leave_the_checkpoint(
     assert os.listdir(tmp_path) == ["saves"] and os.listdir(tmp_path / "saves") == ["1"]
     assert verify(tmp_path / "saves" / "1").is_whole
     assert offload.load(tmp_path / "saves", model, optimizer) == 1
-    offload.save(tmp_path / "saves" / "2", model, optimizer, keep=1)  # nobody reads the first
+    offload.save(tmp_path / "saves" / "2", model, optimizer, keep=1)  # no process reads the first
     assert os.listdir(tmp_path / "saves") == ["2"]
 
 
@@ -222,7 +222,7 @@ def test_kills_during_a_load_leave_the_checkpoint(
 def test_an_interrupted_save_leaves_no_engine(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the engine is made, and when nobody has it yet."""
+    """Ctrl-C while the engine is made, and after that before any variable holds it."""
     model, optimizer = build("plain", tmp_path)
     offload.save(tmp_path / "first", model, optimizer)
     before = Handles.now()

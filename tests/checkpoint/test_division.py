@@ -1,4 +1,4 @@
-"""Who writes and who checks which bytes: every byte once, everybody about as many."""
+"""Which rank writes and which rank checks which bytes: every byte once, each rank about as many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_byte_has_one_writer(seed: int, count: int) -> None:
     sizes = drawn(seed)
     places = places_of(sizes)
     rng = random.Random(seed)
-    mixed = {name: rng.random() < 0.3 for name in places}  # those that are spread over ranks
+    mixed = {name: rng.random() < 0.3 for name in places}  # those that are sharded over ranks
     bounds = {
         name: [place.nbytes * k // count for k in range(count + 1)]
         for name, place in places.items()

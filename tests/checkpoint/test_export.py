@@ -50,7 +50,7 @@ def close(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["wrap", "prepare"])
 def test_a_plain_training_goes_on_from_an_export(kind: str, tmp_path: Path) -> None:
-    """Model by Hugging Face's library, optimizer by torch.load with nothing but weights."""
+    """Hugging Face's safetensors reads the model, torch.load with `weights_only` the optimizer."""
     model, optimizer = build(kind, tmp_path)
     train(model, optimizer, range(0, 3))
     offload.save(tmp_path / "saves" / "3", model, optimizer)
@@ -60,7 +60,7 @@ def test_a_plain_training_goes_on_from_an_export(kind: str, tmp_path: Path) -> N
     out, file = tmp_path / "model", tmp_path / "optimizer.pt"
     assert main(["export", str(tmp_path / "saves"), str(out), "--optimizer", str(file)]) == 0
     tensors = safetensors.load_file(out / "model.safetensors")
-    assert sorted([*tensors, "head.weight"]) == sorted(names)  # tied: there once
+    assert sorted([*tensors, "head.weight"]) == sorted(names)  # tied: stored once
     plain, own = build("plain", tmp_path)
     assert plain.load_state_dict(tensors, strict=False).missing_keys == ["head.weight"]
     own.load_state_dict(torch.load(file, weights_only=True))
@@ -69,7 +69,7 @@ def test_a_plain_training_goes_on_from_an_export(kind: str, tmp_path: Path) -> N
 
 
 def conv(seed: int) -> tuple[Any, Any]:
-    """Parameters in several orders of memory."""
+    """Make a model and its optimizer, with parameters in several memory orders."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Conv3d(2, 3, 2))
     model[0].to(memory_format=torch.channels_last)
@@ -91,7 +91,7 @@ def step_of_conv(model: Any, optimizer: Any) -> None:
 def test_moments_are_exported_in_their_parameters_order_of_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused steps of torch's go by memory alone."""
+    """torch's fused steps go through memory and ignore strides, so the orders must be the same."""
     monkeypatch.setattr(exporting, "PIECE_BYTES", 64)
     model, optimizer = conv(0)
     if kind == "wrap":
@@ -153,7 +153,7 @@ def test_shards_have_an_index_and_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
     assert {*found, "head.weight"} == set(state)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-    # It is what prepare reads.
+    # `prepare` reads the exported files.
     with torch.device("meta"):
         other: Any = Gpt(layers=2).to(torch.bfloat16)
     other.head.weight = other.embedding.weight
@@ -163,7 +163,7 @@ def test_shards_have_an_index_and_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_plain_states_go_in_and_out(tmp_path: Path) -> None:
-    """`load` is for checkpoints; what torch.save has written goes in by load_state_dict."""
+    """`load` is for checkpoints; what torch.save has written is loaded by `load_state_dict`."""
     plain, own = build("plain", tmp_path)
     train(plain, own, range(0, 3))
     torch.save([plain.state_dict(), own.state_dict()], tmp_path / "plain.pt")
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_export_needs_little_memory(tmp_path: Path) -> None:
-    """A process that may hold far less than the checkpoint has."""
+    """The export takes far less memory than the checkpoint has bytes."""
     model = torch.nn.Linear(4096, 8192)  # 128 MiB, and moments twice as large
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():

@@ -170,7 +170,7 @@ TREES: list[Any] = [
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and type all the way down, and in order."""
+    """Return whether both are equal in value and type all the way down, and in order."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
@@ -546,7 +546,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     with (tmp_path / "f" / MANIFEST).open("r+b") as file:
         file.seek(1000)
         file.write(b"#")
-    with (tmp_path / "h" / MANIFEST).open("r+b") as file:  # it claims no number any more
+    with (tmp_path / "h" / MANIFEST).open("r+b") as file:  # it has no readable number any more
         file.write(b"[")
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "bare").mkdir()
@@ -564,7 +564,9 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 def test_what_the_system_refuses_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the newest, and another would be taken in its place."""
+    """A checkpoint that cannot be opened may be the newest: an older one would be taken in its
+    place.
+    """
     for name, number in {"a": 1, "b": 2}.items():
         write_checkpoint(tmp_path / name, number)
     own_open, own_pread = os.open, os.pread

@@ -33,7 +33,7 @@ def random_numbers() -> Iterator[None]:
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Types and bits, too."""
+    """Return whether both are equal, types and bits included."""
     if type(got) is not type(expected):
         return False
     if isinstance(got, Tensor):
@@ -59,7 +59,7 @@ def test_every_byte_is_there(path: Path) -> None:
 
 
 def warned(is_plain: bool) -> AbstractContextManager[object]:
-    """A plain optimizer cannot keep the masters of bf16 parameters, which is told."""
+    """Expect a warning if the optimizer is plain: it cannot keep the masters of bf16 parameters."""
     return pytest.warns(UserWarning, match="fp32 masters") if is_plain else nullcontext()
 
 
@@ -109,7 +109,7 @@ def check_state(model: Any, optimizer: Any, kind: str) -> None:
 
 
 def test_the_script_still_makes_the_same(tmp_path: Path) -> None:
-    """Up to its date, and what later versions add to the state of schedulers."""
+    """All is the same but the date, and what later versions add to the state of schedulers."""
     golden.make(tmp_path / "c")
     old, new = (
         Manifest.parse((path / "manifest.json").read_bytes())

@@ -1,8 +1,8 @@
-"""Files that somebody has made to do harm: refused with an error of ours, or harmless.
+"""Files that were made to do harm: refused with an error of ours, or harmless.
 
-The judges run in processes of their own (hostile_layouts.py, hostile_mutants.py), where an audit
-hook hears all that Python does, inotify tells of every file outside that is opened, and memory is
-limited; a process that hangs or crashes fails its test.
+The judges run in processes of their own (support/hostile_layouts.py and hostile_mutants.py), where
+an audit hook hears all that Python does, inotify tells of every file outside that is opened, and
+memory is limited; a process that hangs or crashes fails its test.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_memory_grows_with_the_manifest_and_no_more(
 ) -> None:
     part = chosen(test=32, torture=16)
     program = BIG % (format_limits.MOST_MANIFEST_BYTES // part, (4096 << 20) // part)
-    # Some are below the number of values that is allowed; a `MemoryError` is what may not come.
+    # Some fills keep to the allowed number of values and are read; none may end in a `MemoryError`.
     assert run_program(program, tmp_path, repr(fill)) in ("ok\n", "FormatError\n")
 
 

@@ -1,5 +1,5 @@
 """A training that is killed while it saves, thousands of times: nothing acknowledged is ever lost,
-nothing torn is ever taken for whole, nothing is left on the disk. kill_loop.py does it.
+nothing torn is ever taken for whole, nothing is left on the disk. support/kill_loop.py does it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.loops import chosen, tally
 from offload.checkpoint.disk import POINTS
 
 KILLS = chosen(test=52, torture=3000, quick=len(POINTS))
-WAYS = chosen(test=4, torture=4, quick=1)  # of wrapped and prepared, in the background or not
+WAYS = chosen(test=4, torture=4, quick=1)  # wrapped or prepared, in the background or not
 
 
 def run(folder: Path, kills: int, seed: int, *more: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def test_kills_lose_nothing(tmp_path: Path, seed: int) -> None:
     tally("kills", seen["kills"])
     assert seen["kills"] >= KILLS
     assert set(seen["at_points"]) == set(POINTS)
-    # At points alone: when random ones come is a matter of time.
+    # Only the kills at points are certain to be in a save; where a random kill falls is not.
     assert seen["in_a_save"] >= WAYS * (len(POINTS) - 4)
     assert seen["newer"] > 0 and seen["saves"] > 0
 

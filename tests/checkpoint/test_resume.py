@@ -29,7 +29,7 @@ from offload.params import units
 from offload.planning import planner
 
 DRAWN = chosen(test=54, torture=540)
-# Of the whole training; all but four at least come after the load, and schedulers change until 9.
+# Of the whole training: at most four come before the load, and schedulers change until step 9.
 STEPS = chosen(test=12, torture=24)
 KI = 1024
 
@@ -57,7 +57,7 @@ VALUES = {
     "has_scaler": {False, True},
     "channels_last": {False, True},
 }
-# Where things are: a kind, and how much host memory there is. None: all of it.
+# Where the state is: a kind, and how much host memory it gets. None: enough for everything.
 PLACES = [
     ("wrap", None),
     ("wrap", "some"),
@@ -81,7 +81,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, wherever its bytes are."""
+    """A training, independent of the tiers that hold its bytes."""
 
     model: str
     dtype: torch.dtype
@@ -111,7 +111,8 @@ def draw(number: int) -> Pair:
         dtype = torch.float32
     optimizer = rng.choice(list(OPTIMIZERS))
     places = list(PLACES)
-    # There a plain one has the same bits, and can take part. Otherwise it goes on with its own.
+    # Here a plain optimizer has the same bits and can be either half of a pair. In other cases it
+    # is paired with itself only.
     if dtype == torch.float32 and optimizer in ("Adam", "AdamW"):
         places += [("plain", None)] * 6
     before, after = rng.choice(places), rng.choice(places)
@@ -123,7 +124,7 @@ def draw(number: int) -> Pair:
         optimizer,
         rng.choice(list(SCHEDULERS)),
         has_scaler=rng.random() < 0.3,
-        # A prepared model has another order, in which convolutions have other bits.
+        # A prepared model has another memory order, in which convolutions have other bits.
         channels_last=model == "pictures" and "prepare" not in (before[0], after[0]),
     )
     return Pair(
@@ -139,7 +140,7 @@ def draw(number: int) -> Pair:
 
 
 def features(pair: Pair) -> set[Hashable]:
-    """What a pair has that some pair must have."""
+    """Return the features of a pair; each feature of any pair must be in a pair that is tested."""
     training, (before, had), (after, has) = pair.training, pair.before, pair.after
     return {
         ("kinds", before, after),
@@ -154,14 +155,14 @@ def features(pair: Pair) -> set[Hashable]:
 
 
 class Run:
-    """Objects of one training, in one place."""
+    """The objects of one training, in one place."""
 
     def __init__(
         self, training: Training, place: tuple[str, str | None], folders: list[Path]
     ) -> None:
         self.model = make(training.model, seed=3, dtype=training.dtype)
         kind, memory = place
-        if training.channels_last and kind != "prepare":  # which takes no other order
+        if training.channels_last and kind != "prepare":  # which takes no other memory order
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = OPTIMIZERS[training.optimizer](self.model.parameters())
         if kind == "prepare":
@@ -180,7 +181,7 @@ class Run:
         scaler = self.stateful.get("scaler")
         losses = []
         for _ in range(begin, end):
-            tokens = torch.randint(0, WORDS, (3, 6))  # from the state that every program has
+            tokens = torch.randint(0, WORDS, (3, 6))  # from the global generator
             loss = loss_of(self.model, tokens) * (1 + random.random() + numpy.random.random())
             (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is None:
@@ -195,7 +196,7 @@ class Run:
         return losses
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that training has made: parameters, buffers, moments, masters, counts."""
+        """Return all tensors that training has: parameters, buffers, moments, masters, counts."""
         found = dict(self.model.state_dict())
         for number, state in self.optimizer.state_dict()["state"].items():
             for name, value in state.items():
@@ -226,7 +227,7 @@ def _prepare_fields(training: Training, memory: str | None, folders: list[Path])
     if memory is None:
         return {"host_memory": "64MiB"}
     least = least_bytes(training)
-    # Free memory may be in pieces; that is not what is tested here.
+    # Free memory may be fragmented; that is not what is tested here.
     return {"host_memory": least if memory == "least" else 2 * least + 16 * KI, "nvme": folders}
 
 
@@ -312,7 +313,7 @@ def test_resume_equals_uninterrupted(
 
 
 def test_the_draw_has_everything() -> None:
-    """So that no change of the draw takes something out unseen."""
+    """A change of the draw must not remove a kind of case unnoticed."""
     kinds = {(p.before[0], p.after[0]) for p in PAIRS}
     names = ("plain", "wrap", "prepare")
     assert kinds == {(a, b) for a in names for b in names}

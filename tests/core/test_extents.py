@@ -19,7 +19,9 @@ CAPACITY, ALIGN = 64 * 16, 16
 
 
 class ExtentsMachine(RuleBasedStateMachine):
-    """Random takes and returns against a plain list that knows the owner of every byte."""
+    """A machine that takes and returns at random, against a plain list that knows the owner of
+    every byte.
+    """
 
     def __init__(self) -> None:
         super().__init__()

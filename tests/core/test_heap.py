@@ -75,7 +75,7 @@ def test_wrapping_keeps_what_is_freed(tmp_path: Path) -> None:
 
 
 class Process:
-    """Memory that is in use, and memory that is free and still resident."""
+    """A made-up process: bytes in use, and bytes that are free and still resident."""
 
     def __init__(self) -> None:
         self.used = 500 * MI
@@ -94,7 +94,7 @@ class Process:
         return True
 
     def pass_through(self, nbytes: int, reused: bool) -> None:
-        """Memory is taken and freed; what is free already serves for it, or does not."""
+        """Take `nbytes` and free them; resident free bytes serve for them if `reused`."""
         found = min(self.free, nbytes) if reused else 0
         self.free += nbytes - found
         self.peak = max(self.peak, self.private())
@@ -166,7 +166,7 @@ def test_nobody_to_serve_means_nothing_is_done() -> None:
 
 
 class Library(SimpleNamespace):
-    """glibc, as far as it is called."""
+    """A stand-in for glibc, with the two calls that the engine makes."""
 
     def __init__(self) -> None:
         self.told: dict[int, int] = {}
@@ -193,7 +193,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
         "optim.resources",
         "optim.session",
     ):
-        monkeypatch.setattr(f"offload.{name}.HEAP", mine)  # of others there may be users left
+        monkeypatch.setattr(f"offload.{name}.HEAP", mine)  # the real one may still have users
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(name)
     return made

@@ -32,14 +32,14 @@ from offload.core.drive_facts import DirectIo, Drive, Mount
 from offload.core.host_facts import UNLIMITED_BYTES, Cpu, HugePages, IoUring, Memlock, Memory
 
 GIB = 2**30
-V1_NO_LIMIT = 9223372036854771712  # what memory.limit_in_bytes holds when nobody set it
+V1_NO_LIMIT = 9223372036854771712  # what memory.limit_in_bytes holds when no limit is set
 
 Tree = Callable[[dict[str, str]], Path]
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """Makes a root directory with the given files."""
+    """Return a function that makes a root directory with the given files."""
 
     def plant(files: dict[str, str]) -> Path:
         root = tmp_path / "root"
@@ -53,7 +53,9 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def next_fd() -> int:
-    """The number that the next opened file gets: the same before and after when nothing leaks."""
+    """Return the number that the next opened file gets: the same before and after when nothing
+    leaks.
+    """
     fd = os.open(os.devnull, os.O_RDONLY)
     os.close(fd)
     return fd
@@ -475,7 +477,7 @@ def test_mount_without_mountinfo(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sysfs(tree: Tree) -> Path:
-    """An NVMe drive with a partition, a spinning drive, and LVM over both."""
+    """Plant an NVMe drive with a partition, a spinning drive, and LVM over both."""
     block = "sys/devices/pci/block"
     root = tree(
         {
@@ -529,7 +531,7 @@ def test_drive(sysfs: Path, mount: Mount, expected: Drive | None) -> None:
 
 @pytest.fixture
 def swap(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory that must be empty again at the end, without a leaked file."""
+    """Make an empty directory that must be empty again at the end, without a leaked file."""
     directory = tmp_path / "swap"
     directory.mkdir()
     fd = next_fd()
@@ -767,7 +769,7 @@ def test_direct_io_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_statx(monkeypatch: pytest.MonkeyPatch, mask: int, code: int = 0) -> None:
-    """A libc whose statx fills the fields at the places of <linux/stat.h>."""
+    """Put in a libc whose statx fills the fields at the places of <linux/stat.h>."""
 
     def statx(fd: int, path: bytes, flags: int, wanted: Any, buffer: Any) -> int:
         assert (path, flags, wanted.value) == (b"", 0x1000, 0x2000)

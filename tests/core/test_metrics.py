@@ -39,7 +39,7 @@ def test_a_span_counts_even_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_each_moment_of_a_step_belongs_to_one_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The innermost span has it, also when it raises; what is in no span is other."""
+    """The innermost span counts the time, also when it raises; time in no span is `other`."""
     clock = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 28.0])
     monkeypatch.setattr("offload.core.metrics.time.perf_counter", lambda: next(clock))
     metrics = Metrics()
@@ -121,7 +121,7 @@ def test_strict_raises_instead() -> None:
 
 
 def test_memory_is_looked_at_every_20_ms_at_most() -> None:
-    """It is done in the thread that trains."""
+    """The training thread does it."""
     metrics = Metrics()
     metrics.watch("host", lambda: 7)
     for at_s in (1.0, 1.006, 1.019, 1.021, 1.03, 1.05):

@@ -36,7 +36,9 @@ ALREADY = 712
 
 @dataclass
 class Runtime:
-    """What `torch.cuda.cudart()` gives. answers: of the next calls of `cudaHostRegister`."""
+    """A stand-in for what `torch.cuda.cudart()` gives. answers: of the next calls of
+    `cudaHostRegister`.
+    """
 
     answers: list[int] = field(default_factory=list)
     unregister_answer: int = 0
@@ -68,7 +70,7 @@ class Runtime:
         return code
 
     def launch(self, *_: object, **__: object) -> None:
-        """A kernel of anybody's."""
+        """Launch a kernel of the user's code, which gets an error that was left behind."""
         self.calls.append(("launch", self.current))
         code, self.last_error = self.last_error, self.last_error if self.is_lost else 0
         if code:
@@ -112,7 +114,7 @@ def test_a_refusal_is_told_and_leaves_no_error_behind(runtime: Runtime, code: in
     told = metrics.snapshot().fallbacks["pinned host memory"]
     assert f"cuda:1 refused 4 MiB: {REFUSALS[code]} ({code})" in told and "host_memory=" in told
     assert runtime.last_error == 0
-    runtime.launch()  # somebody's, who has done nothing wrong
+    runtime.launch()  # the user's code, which has done nothing wrong
     with pool.lease(MIB) as lease:
         assert lease.tensor().fill_(7).sum() == 7 * MIB
     pool.close()
@@ -195,7 +197,9 @@ def test_pages_are_there_before_the_device_asks_and_it_is_logged(
 
 
 def _resident_bytes(address: int, nbytes: int) -> int:
-    """Of the map that begins just below: the kernel's own count."""
+    """Return how many bytes of the map at `address` are resident by the kernel's own count, at most
+    `nbytes`.
+    """
     found = 0
     with open("/proc/self/smaps") as maps:
         is_inside = False

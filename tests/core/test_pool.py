@@ -304,7 +304,7 @@ def test_many_threads_never_share_a_byte() -> None:
 
 
 def test_a_forked_child_that_drops_a_pool_keeps_its_own_memory() -> None:
-    """The arena is not mapped in the child, so unmapping it there would hit whatever took its
+    """The arena is not mapped in the child, so unmapping it there would hit the maps that took its
     place.
     """
     code = """

@@ -167,8 +167,8 @@ def test_gather_waits_for_all_even_when_one_has_failed() -> None:
 
 
 def contexts_of(error: BaseException | None) -> list[BaseException]:
-    """It and its contexts. Others may be among them: a thread that was interrupted in a generator,
-    which other tests do, has an exception for ever in Python 3.11.
+    """Return the error and the chain of its contexts. Others may be among them: in Python 3.11 a
+    thread that was interrupted in a generator, as other tests do, keeps that exception for ever.
     """
     found: list[BaseException] = []
     while error is not None:
@@ -179,7 +179,7 @@ def contexts_of(error: BaseException | None) -> list[BaseException]:
 
 
 def test_gather_tells_a_time_out_and_keeps_the_others() -> None:
-    """Memory that is still in use matters more than what came first."""
+    """Memory that is still in use matters more than which error came first."""
     tickets: list[Ticket[int]] = [Ticket(f"read {i}") for i in range(5)]
     together = gather(tickets, "read all")
     broken = StoreError("broken", errno=errno.EIO)
@@ -324,7 +324,7 @@ def test_an_interrupted_wait_leaves_the_ticket() -> None:
 
 def test_an_interruption_behind_the_gate_leaves_the_ticket() -> None:
     class Gate:
-        """Lets through and is interrupted, as by a signal that comes in this moment."""
+        """A gate that lets through and is interrupted, as by a signal that comes in this moment."""
 
         def acquire(self, *_: object) -> bool:
             ticket.finish(3)
@@ -364,7 +364,7 @@ def test_an_error_that_nobody_waits_for_is_reported(monkeypatch: pytest.MonkeyPa
 def test_the_report_without_a_hook_of_ones_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python's own hook refuses what others have made; the error is printed all the same."""
+    """Python's own hook refuses what other code has made; the error is printed all the same."""
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     ticket = failed(OSError("disk on fire"))
     del ticket
@@ -438,7 +438,7 @@ def test_many_threads_end_and_chain_at_the_same_time() -> None:
         assert calls == [1]
 
 
-# --- urging: somebody waits, so the producer may hurry --------------------------------------------
+# --- urging: a thread waits, so the producer may hurry --------------------------------------------
 
 
 def urgent(what: str, urged: list[str]) -> Ticket[int]:
@@ -512,8 +512,8 @@ def test_a_second_attempt_to_wait_urges_again() -> None:
 
 
 def test_what_has_ended_refers_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A producer knows its ticket and the ticket its producer; without a collection both go, and
-    the error is told.
+    """A producer refers to its ticket and the ticket to its producer: both are freed without a
+    garbage collection, and the error is reported.
     """
     import weakref
 
@@ -554,7 +554,7 @@ def test_a_ticket_that_is_split_ends_for_both() -> None:
     assert not first.done and not second.done
     with pytest.raises(StoreTimeout):
         second.wait(0.0)
-    assert urged  # whoever waits for one hurries the act
+    assert urged  # a wait for either one hurries the act
     with pytest.raises(StateError, match="already"):
         whole.wait()
     whole.finish(7)

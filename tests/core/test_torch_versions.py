@@ -28,7 +28,7 @@ UNKNOWN = "2.99.1+cpu"
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another torch, which nobody was told of yet."""
+    """Pretend that torch has another version, of which no user was told yet."""
     monkeypatch.setattr(torch, "__version__", UNKNOWN)
     monkeypatch.setattr(torch_versions, "_told", set())
 
@@ -117,7 +117,7 @@ def test_an_unknown_version_is_told_once_at_the_caller(first: type) -> None:
 @pytest.mark.usefixtures("own_budget", "unknown")
 def test_a_warning_that_is_an_error_comes_before_anything_is_changed() -> None:
     optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
-    for _ in range(2):  # not only the first time: nobody has let it pass
+    for _ in range(2):  # not only the first time: the caller has not let it pass
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(offload.TorchVersionWarning):

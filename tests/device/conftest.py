@@ -34,7 +34,7 @@ def ranks_have_the_device() -> None:
 
 @pytest.fixture(params=CHOSEN, ids=NAMES)
 def fake(request: pytest.FixtureRequest) -> Iterator[DeviceModule]:
-    """The device under one schedule, with nothing allocated and nothing counted."""
+    """Load the device under one schedule, with nothing allocated and nothing counted."""
     module = load(*request.param)
     tally("schedules")
     torch.set_num_threads(1)

@@ -43,7 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def offloaded(
     nbytes: int, folder: Path | None, strict: bool = False
 ) -> Iterator[tuple[Activations, HostActivations]]:
-    """What autograd saves inside has so much host memory."""
+    """Offload the tensors that autograd saves in the block, with so much host memory."""
     metrics = Metrics(strict=strict)
     transfer = DeviceTransfer("fake", reads_in_flight_bytes=2 * PIECE, metrics=metrics)
     store = GrowingStore([folder], metrics) if folder else None
@@ -105,7 +105,9 @@ def test_the_same_bits(pieces: int, fake: DeviceModule, tmp_path: Path) -> None:
 
 
 def is_empty(outside: HostActivations) -> bool:
-    """Also of what was under way when nobody wanted it any more."""
+    """Return whether all host memory is free within 20 s, also that of copies that were in flight
+    when their tensor was dropped.
+    """
     end_s = time.monotonic() + 20.0
     while outside._pool.stats().used_bytes and time.monotonic() < end_s:
         torch.accelerator.synchronize()

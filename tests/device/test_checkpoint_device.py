@@ -1,5 +1,5 @@
 """Checkpoints of what is trained on a device: the bits of the moment of the save, under every
-schedule, and into whatever place they are loaded.
+schedule, loaded into a wrapped optimizer or a prepared model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients that come to the host while backward runs: the bits of the host, whatever happens to
+"""Gradients that come to the host while backward runs: the bits of the host, with any change of
 them before the step, under every schedule.
 """
 
@@ -37,8 +37,8 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
 
 
 class Net(nn.Module):
-    """One layer is used twice, one in every other step, one never; some weights are tied, one is
-    of another order of memory.
+    """A model of which one layer is used twice, one in every other step, one never; some weights
+    are tied, one is of another memory format.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def train(
     set_to_none: bool = True,
     **fields: Any,
 ) -> tuple[list[Tensor], offload.Report]:
-    """Parameters and state after some steps, of `batches` backward passes each."""
+    """Train some steps, of `batches` backward passes each; return parameters and state."""
     torch.manual_seed(3)
     model = Net().to(dtype).to(device)
     data = torch.randn(steps, 3, 5, 12).to(dtype)
@@ -359,7 +359,7 @@ def test_strict_says_that_gradients_do_not_come_early(fake: DeviceModule) -> Non
 
 
 def no_sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Nobody looks at what a gradient is like."""
+    """Return zeros as the sums of any gradient, so that no change shows in them."""
     return (torch.zeros(1, dtype=torch.int64, device=grad.device),) * 2
 
 
@@ -368,19 +368,19 @@ def never_changed(likeness: Any, grad: Tensor) -> bool:
 
 
 def no_ticket(home: GradBuffer) -> list[Any]:
-    """Nobody waits for a gradient."""
+    """Drop the ticket, so that no thread waits for the gradient."""
     home.ticket = None
     return []
 
 
 def no_mark(owner: GradBuffers, home: GradBuffer) -> Mark:
-    """The copy does not wait for what the device computes."""
+    """Mark an empty stream, so that the copy does not wait for the device's computation."""
     stream = torch.accelerator.current_stream(home.record.device)
     return Mark(stream, torch.Stream(home.record.device).record_event())
 
 
 def add_nothing(owner: GradBuffers) -> None:
-    """What a later backward brings is forgotten."""
+    """Drop the gradient that a later backward pass would add."""
     owner._staging_buffers.give_back(owner._addends.popleft().staging_buffer)
 
 

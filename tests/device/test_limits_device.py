@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
 
 
 class Layer(nn.Module):
-    """Makes nothing that is worth keeping beside its weight."""
+    """A layer that saves nothing for backward of a size comparable to its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def notes_of(model: nn.Module) -> dict[str, str]:
 
 
 def peak_under_autocast(act: Any) -> int:
-    """Bytes on the device beyond those at the start."""
+    """Return the peak of bytes on the device beyond those at the start."""
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
@@ -192,7 +192,7 @@ def run_twice(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_full_device_makes_idle_blocks_go_and_is_told_once(fake: DeviceModule) -> None:
-    """Somebody else has taken memory since: another process, NCCL, a library."""
+    """Memory was taken since by another user of the device: another process, NCCL, a library."""
     expected = run_twice(deep().to("fake"))
     model = deep()
     offload.prepare(model, device="fake", device_memory=100 * LAYER_BYTES)
@@ -244,14 +244,14 @@ def test_a_rank_takes_the_device_of_its_number(
         assert find_device("fake").index == 0, "the current one, as torch has it"
         assert find_device("fake:0").index == 0
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with torch.accelerator.device_index(1):  # somebody has chosen
+    with torch.accelerator.device_index(1):  # user code has chosen
         assert find_device("auto").index == 1
 
 
 def test_only_its_own_device_is_current_when_host_memory_is_pinned(
     fake: DeviceModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CUDA whatever is current then gets a context, of hundreds of megabytes."""
+    """On CUDA the device that is current then gets a context, of hundreds of megabytes."""
     seen: list[int] = []
     empty = torch.empty
 

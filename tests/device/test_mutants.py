@@ -36,7 +36,7 @@ def is_wrong(case: Callable, module: ModuleType) -> bool:
 
 
 def killer(mutant: Mutant) -> str | None:
-    """The first schedule and case that notice the fault."""
+    """Return the first schedule and case that notice the fault; None: none does."""
     with loaded(mutant) as module:
         for schedule, seed in (*SCHEDULES, FOURTH_EARLY):
             for case in CASES:

@@ -20,7 +20,7 @@ ALL = chosen(
 
 @pytest.fixture(scope="module")
 def results() -> dict[tuple[str, int], list[Any]]:
-    """What each rank has found, under each schedule."""
+    """Run all cases on two ranks; return what each rank found, by schedule."""
     each = run(2, cases.under_all, ALL)
     return {schedule: [found[n] for found in each] for n, schedule in enumerate(ALL)}
 

@@ -96,7 +96,7 @@ def test_the_bits_are_those_of_the_plain_model(
 
 
 def on_device(seed: int = 0) -> tuple[nn.Module, Any]:
-    """A plain model on the device."""
+    """Make a plain model on the device, with a wrapped optimizer."""
     model = make("gpt", seed).to("fake")
     return model, offload.wrap(adamw(model))
 
@@ -335,7 +335,7 @@ def test_what_does_not_fit_the_place_is_refused() -> None:
 
 
 def test_a_look_changes_nothing() -> None:
-    """Also between forward and backward."""
+    """Exposing the parameters changes nothing, also between forward and backward."""
     load("lazy", 0)
     theirs, other = on_device()
     model, optimizer = ready()
@@ -387,7 +387,7 @@ def test_state_dicts_go_out_and_in(tmp_path: Path) -> None:
 @under_some
 def test_gradients_add_up_as_on_the_device(fake: DeviceModule) -> None:
     """Two forward passes in one backward pass, over a weight that is used twice in each, on top of
-    what is there; zeroed in place; held by somebody; set by somebody.
+    an earlier gradient; zeroed in place; held by user code; set by user code.
     """
     theirs, other = on_device()
     model, optimizer = ready()
@@ -529,7 +529,7 @@ def test_create_graph_is_refused() -> None:
 
 
 class Small(nn.Module):
-    """Of layers whose 16-bit kernels the fake device has; some weights are frozen."""
+    """A model of layers whose 16-bit kernels the fake device has; some weights are frozen."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -728,7 +728,7 @@ def test_a_batch_that_is_many_times_longer_still_fits(sizes: list[int]) -> None:
 
 @under_some
 def test_lending_ends_for_all_when_one_cannot_be_taken_back(fake: DeviceModule) -> None:
-    """Others are not seen outside of runs, so that nobody changes a copy."""
+    """The others are placeholders outside of runs, so that user code cannot change a copy."""
     model, optimizer = ready()
     before = {name: values.clone() for name, values in model.state_dict().items()}
     params = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Shards of DTensors on a device: updated over desks, at the step."""
+"""Shards of DTensors on a device: updated through staging buffers, at the step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 
 def placed(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """With the part on the device, though the mesh is the CPU's: it has no collectives."""
+    """Make a DTensor with its local part on the device, though the mesh is the CPU's: the fake
+    device has no collectives.
+    """
     template = distribute_tensor(torch.empty(value.shape), mesh, [Shard(0)])
     made = like(template, value.to("fake"))
     assert isinstance(made, DTensor)

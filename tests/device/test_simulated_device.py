@@ -74,7 +74,7 @@ def record(directory: Path, host_bytes: int, device_bytes: int | None) -> Run:
 
 
 def copied(run: Run, activation_bytes: int = 0) -> tuple[list[int], list[float]]:
-    """Bytes that are moved in an iteration: as simulated, and as they were."""
+    """Return the bytes that an iteration moves: as simulated, and as measured."""
     work = replace(Workload.of_run(run), activation_bytes=activation_bytes)
     budgets = Budgets(run.about.host_bytes, run.about.device_bytes, 1, "keep")
     found = simulate(work, budgets, MACHINE, Tuning(prefetch_depth=2), STEPS)
@@ -88,7 +88,7 @@ def copied(run: Run, activation_bytes: int = 0) -> tuple[list[int], list[float]]
 def test_copies_are_those_of_a_real_run(
     fake: DeviceModule, times: float, seed: int, tmp_path: Path
 ) -> None:
-    """Whatever host memory there is; the device has room for all."""
+    """With any amount of host memory; the device has room for all."""
     host = int(times * least_host_bytes("gpt", torch.float32))
     simulated, real = copied(record(tmp_path, host, None))
     assert simulated == pytest.approx(real, rel=0.03)

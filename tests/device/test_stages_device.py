@@ -60,8 +60,8 @@ def test_an_error_in_the_middle_reaches_all_ranks(stage: int) -> None:
 
 
 def test_checksums_notice_every_change(fake: DeviceModule) -> None:
-    """Of values, of their places and of their signs; whatever the device, and in which order it
-    adds.
+    """Changes of values, of their places and of their signs are seen; the sum is the same on every
+    device, in any order of addition.
     """
     generator = torch.Generator().manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16):

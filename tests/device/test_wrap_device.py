@@ -89,7 +89,9 @@ def test_the_bits_are_those_of_the_host(
 
 
 def train(schedule: str, seed: int) -> bytes:
-    """A few steps on a device that is late with gradients and early with parameters."""
+    """Take a few steps on a device that is late with gradients and early with parameters; return
+    the bytes that it computed from old and new parameters.
+    """
     load(schedule, seed)
     params = on_device(tensors(0, torch.bfloat16), ["fake"])
     optimizer = offload.wrap(torch.optim.AdamW(params, lr=1e-2))
@@ -108,17 +110,17 @@ def train(schedule: str, seed: int) -> bytes:
 
 
 def no_join(transfer: DeviceTransfer) -> None:
-    """The device does not wait for its new parameters."""
+    """Let the device go on without waiting for its new parameters."""
 
 
 def no_mark(transfer: DeviceTransfer) -> Mark:
-    """Nobody waits for what the device was given before."""
+    """Mark an empty stream, so that no copy waits for earlier work of the device."""
     stream = torch.accelerator.current_stream(transfer.device)
     return Mark(stream, torch.Stream(transfer.device).record_event())
 
 
 def no_wait(pipeline: Pipeline, flight: Any, cause: str) -> None:
-    """The CPU does not wait for what it works on."""
+    """Drop the staging buffer's tickets: the CPU does not wait for the bytes it works on."""
     if flight.staging_buffer is not None:
         flight.staging_buffer.tickets = []
 
@@ -207,7 +209,9 @@ def test_a_closed_optimizer_steps_on_its_device(fake: DeviceModule, dtype: torch
 
 
 @pytest.mark.parametrize("where", [["fake"], ["fake:0", "cpu", "fake:1"]], ids=["one", "several"])
-def test_sgd_without_state_passes_over_desks(fake: DeviceModule, where: list[str]) -> None:
+def test_sgd_without_state_passes_over_staging_buffers(
+    fake: DeviceModule, where: list[str]
+) -> None:
     """It has chunks of no bytes; nothing goes through pageable memory."""
     there, here = (on_device(tensors(0, torch.float32), devices) for devices in (where, ["cpu"]))
     wrapped = offload.wrap(torch.optim.SGD(there, lr=0.1, weight_decay=0.1))

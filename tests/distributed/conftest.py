@@ -1,4 +1,4 @@
-"""What ranks compute with one thread each is compared with what this process computes."""
+"""Ranks compute with one thread each, and so does this process, with which they are compared."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread(threads_as_before: None) -> None:
-    """Products of matrices have other last bits with two."""
+    """Run torch on one thread: with two, products of matrices have other last bits."""
     torch.set_num_threads(1)

@@ -110,7 +110,7 @@ def test_one_rank_has_a_failing_disk(tmp_path: Path, victim: int) -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """point: where, or a moment after `delay_s`, if there is none."""
+    """The kill of one rank. point: the named point at which it dies; empty: after `delay_s`."""
 
     victim: int
     point: str

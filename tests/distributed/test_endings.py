@@ -1,4 +1,6 @@
-"""Processes that train together end as any program does, whatever they have closed before."""
+"""Processes that train together end as any program does, with open optimizers and models or with
+closed ones.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ WAYS = ["wrap closed", "wrap open", "wrap alone", "prepare closed", "prepare ope
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each program has said, and its exit code. A fresh interpreter has forked them, in which
-    offload was not imported.
+    """Run each program; return the folder with its output and its exit code. A fresh interpreter,
+    in which offload was not imported, has forked them.
     """
     folder = tmp_path_factory.mktemp("ended")
     with subprocess.Popen(

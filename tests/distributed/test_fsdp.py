@@ -42,7 +42,9 @@ DDP_BOUND = 1e-4
 
 
 def train_all_ways(rank: int, count: int, folder: str) -> dict[str, float | None]:
-    """By name of the case, the norm of a step."""
+    """Train every case with and without offload and compare the bits; return the norm of a step by
+    name of the case.
+    """
     done = {}
     for case in lib.cases(count):
         plain = case.build()
@@ -67,7 +69,7 @@ def train_all_ways(rank: int, count: int, folder: str) -> dict[str, float | None
 
 
 def norm_of_a_step(model: nn.Module, wrapped: Any) -> float:
-    """Of parameters with several meshes; all ranks see the same batch."""
+    """Check and return the norm of parameters with several meshes; all ranks see the same batch."""
     lib.loss_of(model, lib.batch(0, 0)).backward()
     whole = [p.grad.full_tensor().double() for p in model.parameters() if p.grad is not None]
     expected = math.sqrt(math.fsum(one.square().sum().item() for one in whole))
@@ -174,7 +176,7 @@ def assert_same_shards(
 
 
 def clip_over_the_mesh(rank: int) -> dict[str, float]:
-    """Norms as they came out, by mesh."""
+    """Compare clipped steps on several meshes with torch; return the norms by mesh."""
     found = {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for name, where, placements in (
@@ -209,7 +211,7 @@ def clip_over_the_mesh(rank: int) -> dict[str, float]:
 
 
 def refuse(rank: int) -> list[str]:
-    """What is refused, and that nobody waits for a rank that refuses."""
+    """Check what is refused, and that no rank waits for one that refuses; return the messages."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(12.0).view(6, 2)
     param = nn.Parameter(placed(whole, mesh))
@@ -245,7 +247,7 @@ def refuse(rank: int) -> list[str]:
     for key in before:
         assert torch.equal(now[key].to_local(), placed(full[key], mesh).to_local())
 
-    # A shard that somebody has replaced: of the same shape it counts, of another it is refused.
+    # A shard that user code has replaced: of the same shape it counts, of another it is refused.
     param._local_tensor = torch.full((3, 2), 7.0)
     param.grad = placed(torch.zeros(6, 2), mesh)
     wrapped.param_groups[0]["lr"] = 0.0
@@ -300,7 +302,7 @@ def refuse(rank: int) -> list[str]:
 
 
 def exchange_parameters(rank: int) -> None:
-    """Wrapped first, sharded afterwards: the groups get the shards, as accelerate does it."""
+    """Wrap first and shard afterwards: the groups get the shards, as accelerate does it."""
     case, runs = lib.Case("exchanged", turns=3), []
     for is_ours in (True, False):
         torch.manual_seed(1)
@@ -321,7 +323,7 @@ def exchange_parameters(rank: int) -> None:
 
 
 def thaw_add_and_overwrite(rank: int) -> None:
-    """A frozen shard that is trained later, one that is added, one that others write to."""
+    """Train a frozen shard later, add one, and overwrite one from outside of the optimizer."""
     mesh = init_device_mesh("cpu", (2,))
     for dtype in (torch.float32, torch.bfloat16):
         params = [nn.Parameter(placed(one, mesh)) for one in values(0, dtype)]
@@ -354,7 +356,7 @@ def thaw_add_and_overwrite(rank: int) -> None:
 
 
 def break_in_the_middle(rank: int) -> None:
-    """A step that fails half way: parameters must be loaded before the state can be."""
+    """Fail in the middle of a step: parameters must be loaded before the state can be."""
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(placed(torch.ones(6, 2), mesh))
     wrapped = offload.wrap(optim.AdamW([param], fused=True))
@@ -375,7 +377,7 @@ def break_in_the_middle(rank: int) -> None:
 
 
 def have_nothing(rank: int, folder: str) -> None:
-    """One rank has no element at all."""
+    """Train a parameter of which one rank has no element at all."""
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(placed(torch.ones(1, 3), mesh))
     plain = nn.Parameter(torch.ones(1, 3))
@@ -459,7 +461,7 @@ def begin(rank: int, folder: str) -> dict[str, dict[str, Any]]:
         found[case.name] = lib.whole_state(model, ours)
         save(model, ours, f"{folder}/two-{case.name}")
         for state in ours.state_dict()["state"].values():
-            moment = state["exp_avg"]  # in fp32, whatever the parameter is
+            moment = state["exp_avg"]  # in fp32 for every type of parameter
             assert moment.dtype == moment._spec.tensor_meta.dtype == torch.float32
         if case is FULL:
             to_plain_and_back(rank, model, ours)
@@ -479,7 +481,7 @@ def load(model: nn.Module, optimizer: Any, path: str) -> None:
 
 
 def to_plain_and_back(rank: int, model: nn.Module, ours: Any) -> None:
-    """The plain optimizer goes on from our state, and we from its."""
+    """Let the plain optimizer continue from our state, and ours from the plain one's."""
     full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state = get_optimizer_state_dict(model, ours)
     assert_unchanged(ours, state, model)
@@ -505,7 +507,7 @@ def to_plain_and_back(rank: int, model: nn.Module, ours: Any) -> None:
 
 
 def assert_unchanged(ours: Any, state: dict[str, Any], model: nn.Module) -> None:
-    """Asking for the state takes no step, although there are no gradients."""
+    """Check that asking for the state takes no step, although there are no gradients."""
     again = get_optimizer_state_dict(model, ours)
     assert float(again["state"]["norm.weight"]["step"]) == 2.0
     for name, values_ in state["state"].items():

@@ -34,7 +34,7 @@ def built(seed: int) -> tuple[nn.Module, Any]:
 
 
 def refusal(seed: int, host_bytes: int, folder: str, depth: int) -> int:
-    """What is told when so much is too little; it comes from this rank or from another."""
+    """Ask for too little; return the least that the refusal names, of this rank or of another."""
     model, optimizer = built(seed)
     with pytest.raises(OffloadError) as refused:
         offload.prepare(model, optimizer, host_memory=host_bytes, nvme=folder, prefetch_depth=depth)

@@ -64,7 +64,7 @@ def prepared(swap: Path) -> tuple[nn.Module, Any]:
 
 
 def on_disk(swap: Path) -> tuple[nn.Module, Any]:
-    """Most of the state; a step waits for the drive."""
+    """Make a model most of whose optimizer state is on disk, so that a step waits for the drive."""
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, offload.wrap(optimizer, release_grads=True, host_memory="256KiB", nvme=swap)
@@ -89,7 +89,7 @@ LOOPS = {
 
 
 def train_for_ever(rank: int, kill: Kill, swap: Path) -> None:
-    """Until a rank is killed. Raises what this one sees then."""
+    """Train until a rank is killed; raise the error that this rank sees then."""
     planner.CHUNK_NUMEL, planner.LEAST_CHUNK_NUMEL = 1024, 64  # type: ignore[misc]
     model, optimizer = LOOPS[kill.kind](swap)
     for turn in count():

@@ -1,4 +1,4 @@
-"""What an outside trial of several ranks has found; each failed before."""
+"""Findings of an outside trial with several ranks; each failed before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(rank: int, turn: int, model: nn.Module, optimizer: Any) -> None:
 
 
 def edit_on_one(rank: int, stage: int, turns: int) -> str:
-    """Rank 1 alone loads other weights, after some steps."""
+    """Load other weights on rank 1 alone, after some steps."""
     model = gpt()
     outside = DDP(model) if stage == 1 else model
     optimizer = offload.wrap(adamw(model), release_grads=stage == 2)
@@ -57,7 +57,7 @@ def test_parameters_that_were_changed_on_one_rank_are_told(stage: int, turns: in
 
 
 def add_without_room(rank: int, swap: Path) -> str:
-    """Only one rank has a part of the parameters that come later, and no disk for its state."""
+    """Add parameters later of which only one rank has a part, and no room for its state."""
     planner.CHUNK_NUMEL, planner.LEAST_CHUNK_NUMEL = 1024, 64  # type: ignore[misc]
     units.LARGE_BYTES = 2048  # type: ignore[misc]
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
@@ -122,7 +122,7 @@ def test_groups_of_others_and_models_in_ddp_are_refused_with_a_remedy() -> None:
 
 
 def one_rank_alone(rank: int) -> str:
-    """The same program, started with one process."""
+    """Run the same program, started with one process."""
     model = gpt()
     optimizer: Any = offload.wrap(adamw(model), release_grads=True)
     with optimizer.no_sync():

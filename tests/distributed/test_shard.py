@@ -131,7 +131,7 @@ def count_on_the_network(rank: int) -> tuple[int, int]:
 
 
 def _received_bytes() -> int:
-    """By all connections of this process so far, as the kernel counts them."""
+    """Return the bytes that this process's connections have received, as the kernel counts them."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
@@ -300,7 +300,7 @@ def test_ranks_on_one_machine_share_it() -> None:
 
 
 class PressedWhenAllAreThere:
-    """A store, and Ctrl-C when the last rank has come; sees: whether that is seen before it."""
+    """A store that raises SIGINT when the last rank has come. sees: what `check` returns then."""
 
     def __init__(self, store: Any, sees: bool) -> None:
         self._store, self._sees = store, sees
@@ -316,7 +316,7 @@ class PressedWhenAllAreThere:
 
 
 def meet_with_ctrl_c(rank: int) -> list[tuple[str, float]]:
-    """How each meeting ended, the last of which nobody has disturbed, and after how long."""
+    """Meet three times, the last one undisturbed; return how each ended, and after how long."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     plain, found = side_channel.default_store, []
     for sees in (False, True, None):

@@ -114,7 +114,7 @@ def four(rank: int, directory: str) -> None:
 
 
 def budget_for(model: nn.Module, directory: str, depth: int) -> int:
-    """The least, nearly, with which the model works."""
+    """Find the least budget, within 16 KiB, with which the model works."""
     for nbytes in range(1 << 14, 1 << 24, 1 << 14):
         try:
             offload.plan(
@@ -380,7 +380,7 @@ def beginnings(rank: int, directory: str) -> None:
 
 
 def failed_start(rank: int, directory: str) -> None:
-    """What has begun is undone on all ranks, when it fails on one."""
+    """Check that a start that fails on one rank is undone on all."""
     plain, model = seeded(Gpt), seeded(Gpt)
     take_in, calls = ShardedResidency.take_in, []
 
@@ -403,7 +403,7 @@ def failed_start(rank: int, directory: str) -> None:
 
 
 class Mixed(nn.Module):
-    """Two types of parameters in each layer."""
+    """A model with two types of parameters in each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ def other_kinds(rank: int, directory: str) -> None:
 
 
 def experts_as_layers(rank: int, directory: str) -> None:
-    """Layers of which each rank runs others must be gathered together."""
+    """Train layers of which each rank runs different ones: they must be gathered together."""
     plain, model = seeded(Experts), seeded(Experts)
     losses = train(in_ddp(plain), adamw(plain), rank, FEW_STEPS)
     model, optimizer = offload.prepare(model, adamw(model), units=[Experts])
@@ -470,7 +470,7 @@ def evaluated(rank: int, directory: str) -> None:
 
 
 def interrupted(rank: int, directory: str) -> None:
-    """Passes that end with an exception, on all ranks."""
+    """End passes with an exception, on all ranks, and train after that."""
     plain, model = seeded(Gpt), seeded(Gpt)
     model, optimizer = offload.prepare(model, adamw(model))
 
@@ -493,7 +493,9 @@ def interrupted(rank: int, directory: str) -> None:
 def follow(
     model: Any, optimizer: torch.optim.Optimizer, rank: int, schedule: list[list[str]]
 ) -> list[float]:
-    """What is drawn for each step: passes that are reduced later, looks without gradients."""
+    """Run the passes that were drawn for each step: passes that are reduced later, forward passes
+    without gradients; return the losses.
+    """
     losses, number = [], 0
     for step in schedule:
         for act in step:
@@ -512,7 +514,7 @@ def follow(
 
 
 def drawn(rank: int, directory: str) -> None:
-    """Any budget, depth and order of passes: the same bits."""
+    """Draw budget, depth and order of passes: the bits are always the same."""
     draw = random.Random(SEED)
     for _ in range(DRAWS):
         name = draw.choice(list(MODELS))
@@ -538,7 +540,7 @@ def drawn(rank: int, directory: str) -> None:
 
 
 def quick(model: nn.Module, **fields: Any) -> Any:
-    """With a deadline that a test can wait for."""
+    """Prepare the model with a deadline that a test can wait for."""
     found = offload.prepare(model, adamw(model), **fields)
     ranks = made_of(model).ranks
     assert ranks is not None
@@ -636,7 +638,9 @@ OF_FOUR: dict[str, Case] = {
 
 
 def run_cases(rank: int, count: int, names: list[str], directory: str) -> dict[str, str | None]:
-    """What each has raised; those behind the first that raises are not there."""
+    """Run the cases; return the traceback of each, or None. Those behind the first that raises are
+    left out.
+    """
     found: dict[str, str | None] = {}
     for name in names:
         case = (OF_TWO if count == 2 else OF_FOUR)[name]

@@ -32,7 +32,7 @@ SMALL = 16 << 10  # of buckets, so that there are several, and parameters that a
 
 
 def compare(plain: Loop, ours: Loop, steps: int = STEPS) -> None:
-    """Every loss and every parameter after every step."""
+    """Check that every loss and every parameter is the same after every step."""
     for _ in range(steps):
         assert same_tensors(plain.step(), ours.step())
         assert same_tensors(plain.params, ours.params)
@@ -71,7 +71,7 @@ def check_bytes(ours: Loop, make: Any) -> None:
 
 
 def same_state(ours: Loop) -> None:
-    """All ranks get the same whole state."""
+    """Check that all ranks get the same whole state."""
     state = ours.optimizer.state_dict()["state"]
     sums = [float(v.double().sum()) for each in state.values() for v in each.values()]
     found: list[Any] = [None] * dist.get_world_size()
@@ -97,7 +97,9 @@ def test_two_ranks_have_the_bits_of_ddp(stage: int, tmp_path: Path) -> None:
 
 
 def refused_on_one(rank: int, stage: int, directory: str) -> None:
-    """A rank that cannot write what it gets tells so itself, and the others do not wait for it."""
+    """Check that a rank that cannot write what it receives raises its own error, and that the other
+    ranks do not wait for it.
+    """
     buckets.BUCKET_BYTES = SMALL
     on_disk = {"nvme": directory, "host_memory": (600 if stage == 1 else 900) << 10}
     ours = Loop(stage, Wide, settings=on_disk)
@@ -125,7 +127,7 @@ def test_a_rank_that_cannot_write_the_state_lets_nobody_wait(stage: int, tmp_pat
 
 
 def clipped(rank: int, stage: int) -> None:
-    """By torch's function where gradients are to be seen; by ours, within the update."""
+    """Clip with torch's function where gradients can be seen (stage 1), and within the update."""
     buckets.BUCKET_BYTES = SMALL
     if stage == 1:
         compare(Loop(0, gpt, clip=0.3), ours := Loop(1, gpt, clip=0.3))

@@ -33,7 +33,7 @@ STEPS = chosen(test=2, torture=4)
 
 
 class Odd(nn.Module):
-    """Parameters of all sizes, in other orders of memory, frozen, unused, without elements."""
+    """A model with parameters of all sizes and memory formats, frozen, unused, without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def optimizers(rank: int, stage: int) -> None:
 
 
 class Wide(nn.Module):
-    """Most elements are those of one parameter that is channels_last: every rank has some."""
+    """A model most of whose elements are in one channels_last parameter: every rank has some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_all_optimizers_and_odd_parameters(stage: int) -> None:
 
 
 def changes(rank: int, stage: int) -> None:
-    """Groups that are added, parameters that are thawed, states that are loaded."""
+    """Add groups, thaw parameters and load states between steps."""
     pair = Pair(my_ranks(), stage, adamw)
     pair.step()
     for model, optimizer in ((pair.plain, pair.alone), (pair.shared, pair.ours)):
@@ -241,7 +241,7 @@ def changes(rank: int, stage: int) -> None:
 
 
 def gradients(rank: int, stage: int) -> None:
-    """What becomes of them: zeros, dropped, several passes, closures."""
+    """Train with gradients that are zeroed, dropped, or come from a closure."""
     pair = Pair(my_ranks(), stage, adamw)
     pair.step()
     pair.backward()
@@ -281,7 +281,7 @@ def test_changes_in_the_middle(stage: int) -> None:
 
 
 class Stack(nn.Module):
-    """Layers that are recomputed in backward, in passes of their own."""
+    """A stack of layers that are recomputed in backward, in passes of their own."""
 
     def __init__(self, reentrant: bool = True) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def reducing(rank: int) -> None:
 
 
 def several_passes(ranks: Ranks) -> None:
-    """Without `no_sync` each pass is averaged, and the means are added up."""
+    """Check that without `no_sync` each pass is averaged, and the means are added up."""
     pair = Pair(ranks, 2, adamw)
     sums: dict[int, Tensor] = {}
     for turn in range(3):
@@ -376,7 +376,9 @@ def test_gradients_are_averaged_whatever_way_they_come() -> None:
 
 
 def memory(rank: int) -> tuple[float, float]:
-    """Of gradients: what stays, and what is there at once, in shares of all."""
+    """Check the bytes of gradients that are there at once; return those that stay, and those of the
+    state, as shares of all parameters.
+    """
     my_ranks()
     buckets.BUCKET_BYTES = 64 << 10
     torch.manual_seed(0)
@@ -410,7 +412,7 @@ def test_gradients_take_their_share_of_memory(count: int) -> None:
 
 @contextmanager
 def refused(kind: type[OffloadError], text: str) -> Any:
-    """On every rank, and nobody waits for anybody."""
+    """Expect this error of the block; every rank gets it, and no rank waits for another."""
     with pytest.raises(kind, match=text):
         yield
     gc.collect()
@@ -437,7 +439,7 @@ def refusals(rank: int) -> None:
 
 
 def alone(optimizer: Any) -> None:
-    """Nothing is asked of others."""
+    """Call on rank 1 alone what needs no other rank."""
     if dist.get_rank() == 1:
         assert "ranks" not in str(offload.plan(adamw(small()), process_group=False))
         optimizer.state_dict()
@@ -486,7 +488,7 @@ def test_a_refusal_on_one_rank_is_one_on_all() -> None:
 
 
 def parted(rank: int) -> str:
-    """One asks for the whole state, the other goes on."""
+    """Ask for the whole state on one rank and step on the other."""
     my_ranks()
     params = small()
     optimizer = offload.wrap(adamw(params))
@@ -508,7 +510,7 @@ def test_ranks_that_part_ways_are_told() -> None:
 
 
 def uneven(rank: int) -> None:
-    """Other numbers of backward passes; an error in all, and everything can still be let go of."""
+    """Run another number of backward passes on each rank: all get an error, and close as ever."""
     my_ranks()
     params = small()
     optimizer = offload.wrap(adamw(params), release_grads=True)
@@ -523,7 +525,7 @@ def uneven(rank: int) -> None:
 
 
 def late(rank: int) -> None:
-    """The others do nothing at all: it is given up after a while."""
+    """Wait for a rank that does nothing at all: the call gives up after a while."""
     my_ranks()
     sharded_coordinator.RENDEZVOUS_S = 1.0
     params = small()
@@ -537,7 +539,7 @@ def late(rank: int) -> None:
 
 
 def frozen(rank: int, stage: int) -> None:
-    """Nothing is shared until something is trained; what is frozen costs no byte."""
+    """Check that nothing is shared until a parameter is trained; frozen ones cost no byte."""
     ranks = my_ranks()
     params = small()
     for param in params:
@@ -568,7 +570,7 @@ def test_what_is_frozen_costs_nothing(stage: int) -> None:
 
 
 def broken(rank: int) -> str:
-    """An error in the middle of a step: on the other rank, too, and no step after it."""
+    """Fail in the middle of a step: the other rank fails, too, and no step follows."""
     my_ranks()
     torch.manual_seed(0)
     params = [nn.Parameter(torch.ones(2000)) for _ in range(5)]
@@ -609,7 +611,7 @@ def test_a_rank_that_ends_is_noticed() -> None:
 
 
 def in_groups(rank: int) -> float:
-    """Two and two: other groups have nothing to do with it."""
+    """Train in two groups of two ranks: neither depends on the other."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     params = small(1.0 + rank // 2)
     optimizer = offload.wrap(
@@ -661,7 +663,7 @@ def scaled(rank: int) -> None:
 
 
 def overlapping(rank: int, directory: str) -> list[str]:
-    """What a step does, in its order: new values go out while others are still to be made."""
+    """Record the acts of a step in order: new values go out while others are still computed."""
     my_ranks()
     buckets.BUCKET_BYTES = 64 << 10
     model = nn.Sequential(*(nn.Linear(90, 90) for _ in range(12)))
@@ -686,7 +688,7 @@ def test_new_values_go_out_while_others_are_made(tmp_path: Any) -> None:
 
 
 def checkpoints(rank: int, directory: str) -> None:
-    """One that a single process has saved is loaded by each rank, which keeps its part."""
+    """Load a checkpoint of a single process on each rank, which keeps its part."""
     pair = Pair(my_ranks(), 2, adamw)
     for _ in range(2):
         pair.step()

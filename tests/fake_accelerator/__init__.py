@@ -18,10 +18,11 @@ _module: DeviceModule | None = None
 def load(
     schedule: str | None = None, seed: int | None = None, budget_bytes: int | None = None
 ) -> DeviceModule:
-    """Registers the device in this process, for good, and sets it up; again: sets it up anew.
+    """Register the device in this process, for good, and set it up; a later call sets it up anew.
 
-    What is not given comes from the environment: FAKE_ACCELERATOR_SCHEDULE (eager, lazy, seeded),
-    FAKE_ACCELERATOR_SEED and FAKE_ACCELERATOR_BUDGET (bytes a device; 1 GiB if not set).
+    An argument that is not given comes from the environment: FAKE_ACCELERATOR_SCHEDULE (eager,
+    lazy, seeded), FAKE_ACCELERATOR_SEED and FAKE_ACCELERATOR_BUDGET (bytes a device; 1 GiB if not
+    set).
     """
     global _module
     if _module is None:

@@ -24,7 +24,7 @@ UNITS = (
 
 
 def _command() -> list[str]:
-    """The compiler and its flags; what they say is part of the cache's key."""
+    """Return the compiler and its flags, which are part of the cache's key."""
     flags = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden"]
     flags += ["-Wall", "-Werror=return-type"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
@@ -45,7 +45,7 @@ def _key(command: list[str]) -> str:
 
 
 def _compile(directory: Path, command: list[str], target: Path) -> None:
-    """Compiles the units at the same time and links them. The library appears whole or not."""
+    """Compile the units at the same time and link them. The library appears whole or not at all."""
     running = []
     for number, files in enumerate(UNITS):
         unit = directory / f"unit{number}.cpp"
@@ -70,7 +70,9 @@ def _compile(directory: Path, command: list[str], target: Path) -> None:
 
 
 def library() -> Path:
-    """The path of the compiled extension, built if need be. Safe to call from several processes."""
+    """Return the path of the compiled extension, built if need be. Several processes may call it at
+    once.
+    """
     command = _command()
     directory = CACHE / _key(command)
     target = directory / "fake_accelerator.so"

@@ -11,7 +11,7 @@ from .checks import check, raises
 
 
 def is_late(stream: torch.Stream) -> bool:
-    """Whether work on the stream is still waiting. Asking makes it advance, so use it once."""
+    """Return whether work on the stream still waits. Asking makes it advance, so use it once."""
     return not stream.query()
 
 

@@ -11,7 +11,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Adds a check to the list. It gets the device, set up as asked, with nothing allocated."""
+    """Add a check to the list. It gets the device, set up as asked, with nothing allocated."""
     CHECKS[function.__name__] = function
     return function
 

@@ -40,7 +40,7 @@ class _Work(dist._Work):
 
 
 class FakeGroup(dist.ProcessGroup):
-    """What offload calls, and no more."""
+    """A process group that has the calls that offload makes, and no more."""
 
     def __init__(self, store: Any, rank: int, count: int, timeout: timedelta) -> None:
         super().__init__(rank, count)
@@ -52,7 +52,7 @@ class FakeGroup(dist.ProcessGroup):
         return self._count
 
     def abort(self) -> None:
-        """Nothing waits for others on the device here."""
+        """Do nothing: no device waits for another rank here."""
 
     def shutdown(self) -> None:
         self._gloo = None
@@ -68,7 +68,7 @@ class FakeGroup(dist.ProcessGroup):
         return self._run(act)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Work:
-        """Sums in the order of ranks, in the type of what is given."""
+        """Sum in the order of ranks, in the type of `given`."""
 
         def act() -> None:
             whole = [part.view(given.dtype) for part in self._everybody(given)]
@@ -81,7 +81,7 @@ class FakeGroup(dist.ProcessGroup):
         return self._run(act)
 
     def _everybody(self, given: Tensor) -> list[Tensor]:
-        """The bytes of all, once the stream has come here."""
+        """Return the bytes of all ranks, once the stream has done its earlier work."""
         own = given.detach().cpu().reshape(-1).view(torch.uint8)  # waits for the stream
         found = [torch.empty_like(own) for _ in range(self._count)]
         self._gloo.allgather([found], [own]).wait()

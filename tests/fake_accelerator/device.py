@@ -12,12 +12,14 @@ Device = torch.device | str | int | None
 
 
 def _signed(number: int) -> int:
-    """The 64 bits of a number as torch's operators take them."""
+    """Return 64 bits as the signed number that torch's operators take."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 class DeviceModule(ModuleType):
-    """Answers torch (counts, seeds, streams) and the tests (schedule, budget, counters)."""
+    """The module that answers torch (counts, seeds, streams) and the tests (schedule, budget,
+    counters).
+    """
 
     def __init__(self) -> None:
         super().__init__("torch.fake", __doc__)
@@ -79,7 +81,7 @@ class DeviceModule(ModuleType):
             self._core.set_generator_state(index, _signed(int(seed)), 0)
 
     def get_rng_state(self, device: Device = None) -> torch.Tensor:
-        """Seed and offset, sixteen bytes."""
+        """Return seed and offset, sixteen bytes."""
         state = self._core.generator_state(self._index(device))
         return torch.tensor(state, dtype=torch.int64).view(torch.uint8)
 
@@ -89,19 +91,19 @@ class DeviceModule(ModuleType):
     # What tests ask for.
 
     def set_schedule(self, schedule: str, seed: int = 0) -> None:
-        """Finishes all work, then changes the rule: "eager", "lazy" or "seeded".
+        """Finish all work, then change the rule: "eager", "lazy" or "seeded".
 
         Side streams made afterwards use the bits 1, 2, ... of the seed (the default stream: bit 0).
         """
         self._core.set_schedule(schedule, _signed(seed))
 
     def set_budget(self, nbytes: int, device: Device = None) -> None:
-        """The bytes that a device can hold. Without a device: each of them."""
+        """Set the bytes that a device can hold. Without a device: of each of them."""
         for index in range(self.device_count()) if device is None else [self._index(device)]:
             self._core.set_budget(index, nbytes)
 
     def counters(self, device: Device = None) -> dict[str, int]:
-        """The counters of one device, or their sums over all. The README says what they count."""
+        """Return one device's counters, or their sums over all. The README says what they count."""
         indices = range(self.device_count()) if device is None else [self._index(device)]
         each = [self._core.counters(index) for index in indices]
         return {name: sum(one[name] for one in each) for name in each[0]}
@@ -111,13 +113,15 @@ class DeviceModule(ModuleType):
             self._core.reset_counters(index)
 
     def register_host_memory(self, address: int, nbytes: int) -> None:
-        """From now on copies from and to these host bytes can be asynchronous."""
+        """Register these host bytes: copies from and to them can be asynchronous from now on."""
         self._core.register_host_memory(address, nbytes)
 
     def unregister_host_memory(self, address: int) -> None:
-        """Takes a registration back; refused while queued copies use the bytes."""
+        """Take a registration back; refused while queued copies use the bytes."""
         self._core.unregister_host_memory(address)
 
     def operators_without_shapes(self) -> list[str]:
-        """Operators that had to wait for their stream because torch has no Meta kernel for them."""
+        """List operators that had to wait for their stream because torch has no Meta kernel for
+        them.
+        """
         return list(self._core.operators_without_shapes())

@@ -29,7 +29,7 @@ struct Block {
   std::vector<Place> until;      // after the free: reusable once all of these are passed
 };
 
-// The memory of one device: a half that nobody can read, whose addresses tensors get, and the half with the bytes.
+// The memory of one device: a half that cannot be read, whose addresses tensors get, and the half with the bytes.
 struct Memory {
   char* base = nullptr;
   size_t budget = size_t{1} << 30;

@@ -7,7 +7,7 @@
 
 namespace fake {
 
-// Every byte of device memory, fresh or freed, holds this until somebody writes it: NaN in all floating point types.
+// Every byte of device memory, fresh or freed, holds this until it is written: NaN in all floating point types.
 constexpr int kPoison = 0xFF;
 
 // The bytes behind a device address (null for null). Only work that runs on a stream may touch them.

@@ -29,7 +29,7 @@ LAYERS, WIDTH, STEPS, RATE = 4, 16, 3, 0.1
 
 
 class Offload:
-    """Trains a chain of tanh layers with two device slots and two staging buffers."""
+    """A training of a chain of tanh layers with two device slots and two staging buffers."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -49,7 +49,7 @@ class Offload:
         self.pending: list[tuple[int, torch.Tensor, torch.Event]] = []
 
     def fetch(self, layer: int) -> torch.Event:
-        """Starts a layer's way to its slot; the event says when it is there."""
+        """Start the upload of a layer to its slot; the event says when it is there."""
         place = layer % 2
         staged = self.staged[place]
         if staged is not None and self.fault != "staging buffer reused too early":
@@ -70,7 +70,7 @@ class Offload:
         return self.slots[layer % 2]
 
     def forward(self) -> list[torch.Tensor]:
-        """The inputs of each layer, and the output."""
+        """Return the inputs of each layer, and the output."""
         values = [self.inputs]
         there = self.fetch(0)
         for layer in range(LAYERS):
@@ -98,7 +98,7 @@ class Offload:
             self.update()
 
     def send(self, layer: int, gradient: torch.Tensor) -> None:
-        """Starts a gradient's way to the host."""
+        """Start the download of a gradient."""
         while not self.pool:
             self.update()
         buffer = self.pool.pop()
@@ -112,7 +112,7 @@ class Offload:
             self.pool.append(buffer)
 
     def update(self) -> None:
-        """Waits for the oldest gradient and applies it."""
+        """Wait for the oldest gradient and apply it."""
         layer, buffer, done = self.pending.pop(0)
         if self.fault != "device-to-host read without wait":
             done.synchronize()
@@ -121,7 +121,7 @@ class Offload:
             self.pool.append(buffer)
 
     def run(self) -> list[torch.Tensor]:
-        """The parameters and the last output."""
+        """Train, and return the parameters and the last output."""
         for _ in range(STEPS):
             self.step()
         output = self.forward()[-1]
@@ -136,7 +136,7 @@ class Offload:
 
 
 def on_the_host() -> list[torch.Tensor]:
-    """The same training in a few lines, on the CPU."""
+    """Do the same training in a few lines, on the CPU."""
     generator = torch.Generator().manual_seed(3)
     layers = [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(LAYERS)]
     inputs = torch.randn(8, WIDTH, generator=generator)

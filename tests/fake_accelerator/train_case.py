@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def train(device: str, autocast: bool = False, foreach: bool | None = None) -> list[torch.Tensor]:
-    """The losses and the parameters after a few steps, on the CPU."""
+    """Train a few steps on `device`; return the losses and the parameters, on the CPU."""
     torch.manual_seed(7)
     model = Model()
     data = torch.randint(0, 61, (STEPS, 4, 17))

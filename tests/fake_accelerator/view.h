@@ -18,7 +18,7 @@ at::Tensor empty_strided_on(int device, c10::IntArrayRef sizes, c10::IntArrayRef
 bool is_new(const at::Tensor& tensor);
 void forget_new();
 
-// Dispatch state for kernels over plain CPU or meta tensors, whatever the caller was in the middle of.
+// Dispatch state for kernels over plain CPU or meta tensors, in place of the caller's (autograd, autocast, modes).
 class PlainDispatch {
  public:
   PlainDispatch();

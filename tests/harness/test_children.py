@@ -75,7 +75,7 @@ def test_files_that_are_passed_keep_their_numbers() -> None:
     for least in (3, 4, 7, 40):
         read, write = os.pipe()
         with open(read) as answers:
-            number = fcntl.fcntl(write, fcntl.F_DUPFD, least)  # one that nobody has here
+            number = fcntl.fcntl(write, fcntl.F_DUPFD, least)  # one that is free here
             code = f"import os; os.write({number}, b'here')"
             children.run([sys.executable, "-c", code], pass_fds=[number], check=True)
             os.close(number)
@@ -111,7 +111,7 @@ sys.exit(subprocess.run([sys.executable, "-c", "raise SystemExit(5)"]).returncod
 
 @pytest.mark.parametrize("session", [False, True])
 def test_children_of_children(session: bool) -> None:
-    """All have torch; each is waited for by whoever started it, in its group."""
+    """All have torch; each is waited for by the process that started it, in its group."""
     options = {"capture_output": True, "text": True, "start_new_session": session, "timeout": 60}
     command = [sys.executable, "-c", NESTED]
     done = children.run(command, nested=True, **options)

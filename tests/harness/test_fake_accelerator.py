@@ -40,7 +40,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @functools.cache
 def answer(module: str, *arguments: str) -> Any:
-    """What a module of the package prints; it runs once for all tests."""
+    """Run a module of the package, once for all tests, and return what it prints."""
     done = run("-W", "error", "-m", f"fake_accelerator.{module}", *arguments)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
     return json.loads(done.stdout)

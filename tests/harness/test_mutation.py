@@ -133,14 +133,14 @@ print(json.dumps([fault.applied(Path("offload")) for fault in ALL]))
 
 
 def texts() -> set[str]:
-    """Everything that is quoted where faults are described."""
+    """Return every string of the file that describes the faults."""
     nodes = ast.walk(ast.parse(FAULTS.read_text()))
     values = {node.value for node in nodes if isinstance(node, ast.Constant)}
     return {value for value in values if isinstance(value, str)}
 
 
 def copied(root: Path) -> Path:
-    """The modules that have faults, the faults, and what is needed to apply them."""
+    """Copy to `root` the modules that have faults, the faults, and what is needed to apply them."""
     modules = [PACKAGE.joinpath(*text.split(".")).with_suffix(".py") for text in texts()]
     library = (TESTS / "support" / "mutation").glob("*.py")
     packages = [FAULTS.parent / "__init__.py", FAULTS.parents[1] / "__init__.py"]
@@ -153,7 +153,7 @@ def copied(root: Path) -> Path:
 
 
 def applied(root: Path) -> list[str]:
-    """The sources with one fault each, from a copy."""
+    """Return the sources with one fault each, from a copy."""
     done = subprocess.run(
         [sys.executable, "apply_all.py"], cwd=root, capture_output=True, text=True
     )
@@ -174,7 +174,7 @@ def test_every_fault_has_its_one_place_and_compiles(as_they_are: list[str]) -> N
 
 
 def names_of_places() -> list[str]:
-    """Functions and classes of the package that the descriptions of faults name."""
+    """List functions and classes of the package that the descriptions of faults name."""
     words = {word for text in texts() if " " not in text for word in text.split(".")}
     defined = re.compile(r"^ *(?:def|class) (?!__)(\w+)", re.MULTILINE)
     found = {name for path in PACKAGE.rglob("*.py") for name in defined.findall(path.read_text())}
@@ -216,7 +216,9 @@ def test_formatting_and_the_order_of_functions_do_not_matter(
 
 
 def reordered(text: str) -> str:
-    """Without comments, formatted otherwise, and what a class or module defines in reverse."""
+    """Return the source without comments, formatted otherwise, and with what a class or module
+    defines in reverse.
+    """
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef):

@@ -168,7 +168,7 @@ def test_contexts_name_tests(context: str, nodeid: str | None) -> None:
 
 
 def recorded(path: Path, lines: dict[tuple[str, str], list[int]]) -> Path:
-    """What coverage.py writes, as far as it is read. lines: by file and context."""
+    """Write what coverage.py writes, as far as it is read. lines: by file and context."""
     with sqlite3.connect(path) as database:
         database.execute("create table file (id integer primary key, path text)")
         database.execute("create table context (id integer primary key, context text)")
@@ -316,7 +316,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def judge_of(root: Path, limit_s: float | None = None, also: Sequence[str] = ()) -> Judge:
-    """also: tests that execute `one`, too."""
+    """Return a judge of the checkout, with what a run recorded. also: tests that execute `one`,
+    too.
+    """
     file = str(root / "tank" / "__init__.py")
     lines = {(file, f"tests/test_tank.py::{name}|run"): [line] for name, line in LINES.items()}
     lines[file, "tests/device/test_tank_device.py::test_flag|run"] = [15]
@@ -326,7 +328,7 @@ def judge_of(root: Path, limit_s: float | None = None, also: Sequence[str] = ())
 
 
 def site_in(root: Path, function: str) -> Site:
-    """The fault in one of the constants of a function."""
+    """Return the last fault in a constant of this function."""
     found = [
         site
         for site in sites.sites(root, "tank")
@@ -379,7 +381,7 @@ signal.pause()
         descendant = psutil.Process(int(process.stdout.readline()))
     judge.kill(process)
     with suppress(psutil.NoSuchProcess):
-        while descendant.status() != psutil.STATUS_ZOMBIE:  # until somebody has taken note of it
+        while descendant.status() != psutil.STATUS_ZOMBIE:  # or until it is reaped
             time.sleep(0.01)
     assert process.returncode == -signal.SIGKILL
 

@@ -55,12 +55,12 @@ class Terminal(io.StringIO):
 
     @property
     def lines(self) -> list[str]:
-        """As they were shown, one over the other."""
+        """The lines as they were shown, each over the one before it."""
         return self.getvalue().rstrip("\n").split("\r")[1:]
 
 
 class Clock:
-    """Of the line: it goes on when it is told to."""
+    """A clock for the progress line; it advances only when a test sets it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -77,7 +77,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run(bar: Progress[Any], clock: Clock, step_s: float = 1.0) -> Progress[Any]:
-    """A loop whose steps take that long; its loss is the number of the step."""
+    """Run a loop whose steps take `step_s` each; its loss is the number of the step."""
     for number, _ in enumerate(bar, start=1):
         clock.now_s += step_s
         bar.set(loss=torch.tensor(float(number), requires_grad=True))
@@ -303,7 +303,9 @@ class Handle:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What a kernel of IPython's shows. `shell.kernel` is what its terminal does not have."""
+    """Put a kernel of IPython's in place that records what it shows. `shell.kernel` is what
+    IPython's terminal does not have.
+    """
     seen: list[Any] = []
 
     def display(shown: Any, *, raw: bool, display_id: bool) -> Handle:

@@ -1,4 +1,6 @@
-"""Where the numbers of a run go: TensorBoard and Weights & Biases, in small doubles, or nowhere."""
+"""Where the numbers of a run go: TensorBoard and Weights & Biases, mostly as small stand-ins, or
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scalars:
-    """As TensorBoard's writer."""
+    """A stand-in for TensorBoard's writer."""
 
     def __init__(self) -> None:
         self.seen: dict[int, dict[str, float]] = {}
@@ -36,7 +38,7 @@ class Scalars:
 
 
 class Run:
-    """As one of W&B."""
+    """A stand-in for a run of W&B."""
 
     def __init__(self) -> None:
         self.seen: dict[int, dict[str, float]] = {}
@@ -108,7 +110,7 @@ def test_tensorboards_own_writer_takes_them(tmp_path: Path) -> None:
     assert any(path.stat().st_size for path in (tmp_path / "logs").iterdir())
 
 
-# --- when there is nobody to tell -----------------------------------------------------------------
+# --- when there is nowhere to write ---------------------------------------------------------------
 
 
 def test_among_ranks_the_first_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def loop(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for(child: subprocess.Popen[str], word: str, count: int = 1) -> list[list[str]]:
-    """Lines up to the `count`-th that begins with `word`."""
+    """Read lines up to the `count`-th that begins with `word`; return all of them."""
     found: list[list[str]] = []
     assert child.stdout is not None
     for line in child.stdout:
@@ -64,11 +64,11 @@ def wait_for(child: subprocess.Popen[str], word: str, count: int = 1) -> list[li
 
 
 def end(child: subprocess.Popen[str], number: int, within_s: float) -> list[list[str]]:
-    """Send the last signal; returns the lines that come until the process has ended."""
+    """Send the last signal; return the lines that come until the process has ended."""
     begin = time.monotonic()
     child.send_signal(number)
     assert child.stdout is not None and child.stderr is not None
-    out = child.stdout.read()  # not communicate(): it knows nothing of what is buffered here
+    out = child.stdout.read()  # not communicate(), which misses what is buffered here
     err = child.stderr.read()
     assert child.wait(60) == 128 + number, err[-2000:]
     assert time.monotonic() - begin < within_s
@@ -102,7 +102,7 @@ def test_a_training_saves_goes_on_and_ends(tmp_path: Path, seed: int) -> None:
         last = find_newest(folder / "saves")
         assert last.name.startswith("at"), number
         extra, found = loaded(last)
-        # The last one was saved at the end of a step after which nothing was told.
+        # The last save is at the end of a step that the child has not told of any more.
         assert extra["step"] == max(digests) + 1
         assert not hidden_in(folder)
         for each in (folder / "saves").iterdir():
@@ -114,7 +114,7 @@ def test_a_training_saves_goes_on_and_ends(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.timeout(max(300, 15 * ENDS))
 def test_many_ends_at_any_moment(tmp_path: Path, seed: int) -> None:
-    """Each within the limit, with its last step saved; nothing is left on the disk."""
+    """Each training ends within the limit, its last step saved; nothing is left on the disk."""
     done = children.run(
         children.program("support.signal_loop", tmp_path, "many", seed, ENDS),
         capture_output=True,
@@ -147,12 +147,12 @@ def test_a_loop_that_forgets_the_point_is_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["idle", "slow", "slow background"])
 def test_the_limit_holds_and_nothing_is_left(how: str, tmp_path: Path) -> None:
-    """No step ever ends; a save takes too long; a save of the user's own does."""
+    """No step ends; the save takes too long; a background save of the user's own takes too long."""
     with loop(tmp_path, how) as child:
         wait_for(child, "ready" if how == "idle" else "step", 1 if how == "idle" else 2)
         if how == "slow background":
             wait_for(child, "stuck")
-        # The save would look up after a minute; the process is gone long before, and the next one
+        # The save sleeps for a minute; the process has ended long before, and the next save
         # removes what it has left.
         end(child, signal.SIGTERM, 30.0)
     assert not [name for name in os.listdir(tmp_path / "saves") if not name.startswith(".")]
@@ -162,7 +162,7 @@ def test_the_limit_holds_and_nothing_is_left(how: str, tmp_path: Path) -> None:
 
 
 def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
-    """Between any two of its points, from another thread; older ones stay."""
+    """Another thread cancels it at each point before the rename; older checkpoints stay."""
     from offload.checkpoint import saving, writer
     from offload.checkpoint.disk import POINTS, CheckpointDisk
 
@@ -184,7 +184,7 @@ def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
                         thread.join()
 
             writer.CheckpointDisk = Cancels  # type: ignore[misc]
-            if point == "created":  # the save is not known yet
+            if point == "created":  # `cancel_all` does not know the save yet
                 offload.save(tmp_path / f"{number}", model, optimizer)
                 continue
             with pytest.raises(SystemExit):
@@ -239,7 +239,7 @@ def test_handlers_are_as_before_and_mistakes_are_told(tmp_path: Path) -> None:
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    """Exit code and stderr of a process that does it."""
+    """Run `work` in a forked process; return its exit code and stderr."""
     out, into = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -284,7 +284,7 @@ def test_a_signal_to_a_forked_child_is_not_the_trainings(tmp_path: Path) -> None
             time.sleep(0.6)
             step(model, optimizer)
 
-    # The second one is forked past Python, as a library may: no hook of ours has run in it.
+    # The second fork bypasses Python, as one by a library may: none of our hooks has run in it.
     for fork, code in ((os.fork, -signal.SIGTERM), (ctypes.PyDLL(None).fork, 143)):
         assert in_child(functools.partial(train, fork, code)) == (0, "")
     assert not os.listdir(tmp_path)
@@ -298,7 +298,7 @@ def test_a_live_child_does_not_keep_close_waiting(tmp_path: Path) -> None:
             if pid == 0:
                 os.write(begun, b"1")
                 time.sleep(60)
-        os.read(ready, 1)  # a signal in the middle of the fork would be nobody's
+        os.read(ready, 1)  # a signal in the middle of the fork would be lost
         os.kill(pid, signal.SIGTERM)
         assert os.waitpid(pid, 0)[1] == signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -371,7 +371,7 @@ def test_one_saver_at_a_time(tmp_path: Path) -> None:
 def test_training_goes_on_after_a_save_that_it_did_not_need(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGUSR1, and the disk is full, say."""
+    """The save on SIGUSR1 fails, as on a full disk."""
     model, optimizer = small()
     offload.wrap(optimizer, host_memory="1MiB")
     (tmp_path / "file").touch()

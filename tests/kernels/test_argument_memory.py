@@ -29,7 +29,7 @@ NAMES = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 @pytest.fixture(params=kernels.available_isas()[:: max(1, len(kernels.available_isas()) - 1)])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The best native set and plain torch."""
+    """Force the best native set, or plain torch."""
     with kernels.forced_isa(request.param):
         yield request.param
 
@@ -47,7 +47,7 @@ def adam(*tensors: Tensor, **options: Any) -> list[Tensor]:
 
 
 class Wrapper(Tensor):
-    """As DTensor: looks like host memory and has none."""
+    """A tensor that, like a DTensor, looks like host memory and has none."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:
@@ -278,7 +278,7 @@ def test_modes_of_torch_change_nothing(isa: str, mode: str) -> None:
 
 
 class Hostile(Tensor):
-    """Raises for every operation of torch that its code could see."""
+    """A tensor that raises for every operation of torch that its code could see."""
 
     @classmethod
     def __torch_function__(cls, *_: object) -> object:

@@ -26,7 +26,7 @@ ADAM = rules.Adam.at(1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.
 
 @pytest.fixture(params=kernels.available_isas()[:: max(1, len(kernels.available_isas()) - 1)])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The best native set and plain torch: the same checks, but other consequences."""
+    """Force the best native set, or plain torch: the same checks, but other consequences."""
     with kernels.forced_isa(request.param):
         yield request.param
 
@@ -49,7 +49,7 @@ def call(arguments: dict[str, Any], **options: Any) -> None:
 
 
 def read_only() -> Tensor:
-    """A tensor on a read-only map of a file: writing to it would kill the process."""
+    """Make a tensor on a read-only map of a file: writing to it would kill the process."""
     with tempfile.TemporaryFile() as file:
         file.truncate(4 * N)
         view = mmap.mmap(file.fileno(), 4 * N, access=mmap.ACCESS_READ)
@@ -303,7 +303,7 @@ def test_only_a_rule_is_a_rule(isa: str, rule: Any) -> None:
 
 
 class Hostile(Tensor):
-    """Raises for every operation of torch, its own repr included."""
+    """A tensor that raises for every operation of torch, its own repr included."""
 
     @classmethod
     def __torch_function__(cls, *_: object) -> object:

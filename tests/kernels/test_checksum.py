@@ -107,7 +107,7 @@ def test_lengths_of_equal_bytes_differ(value: int) -> None:
 
 
 def test_blocks_that_change_places_are_seen() -> None:
-    """Words, lanes, steps and pages: whatever moves as a whole."""
+    """Words, lanes, steps and pages: all that may move as a whole."""
     rng = np.random.default_rng(3)
     for unit in (1, 4, 32, STRIPE, 512, 4096):
         data = random_bytes(16 * 4096, unit)

@@ -33,7 +33,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def step_of_torch(
     optimizer: torch.optim.Optimizer, param: Tensor, grad: Tensor, step: int, **states: Tensor
 ) -> list[Tensor]:
-    """Parameter and states after torch's step number `step`, from the given states."""
+    """Return parameter and states after torch's step number `step`, from the given states."""
     optimizer.state[param] = {
         "step": torch.tensor(float(step - 1)),
         **{name: state.clone() for name, state in states.items()},
@@ -127,7 +127,9 @@ def test_the_sign_of_zero_when_momentum_is_the_gradient(
 
 
 def divisors() -> list[float]:
-    """What sqrt(1 - beta2**step) can be, and the hardest mantissas: all ones, all zeros, 1 more."""
+    """List values that sqrt(1 - beta2**step) can take, the hardest mantissas (all ones, all zeros,
+    1 more), and drawn ones.
+    """
     settings = [
         (beta2, step)
         for beta2 in (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1 - 1e-7, 1 - 2.0**-53)
@@ -140,7 +142,7 @@ def divisors() -> list[float]:
 
 
 def adam_that_shows_its_denominator(divisor: float) -> rules.Adam:
-    """A rule whose step is p - m / (sqrt(v) / divisor), with m and v left as they are."""
+    """Return a rule whose step is p - m / (sqrt(v) / divisor), with m and v left as they are."""
     rule = rules.Adam.at(
         1, lr=1.0, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=0.0, decoupled=False
     )
@@ -157,7 +159,7 @@ def adam_that_shows_its_denominator(divisor: float) -> rules.Adam:
 
 
 def check_division(divisor: float, roots: np.ndarray) -> None:
-    """sqrt(v) / divisor, for v = roots**2, is what a plain fp32 division gives.
+    """Check that sqrt(v) / divisor, for v = roots**2, is what a plain fp32 division gives.
 
     m is a little less than the quotient: then m / quotient lies below 1, where fp32 numbers are
     denser than the quotients, and a last bit of the quotient shows.

@@ -64,7 +64,7 @@ print(json.dumps(answers))
 
 @functools.cache
 def answers() -> dict[str, subprocess.CompletedProcess[str]]:
-    """What each of these says in a process of its own, before which only torch was imported."""
+    """Run each of these jobs in a process of its own, before which only torch was imported."""
     doctor = HIDE + "from offload.tools.cli import main; sys.exit(main(['doctor', '--json']))"
     jobs = {"hidden": (HIDE + WORK, {}), "doctor": (doctor, {})}
     for isa in (*kernels.available_isas(), "avx1024"):

@@ -40,12 +40,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def flushes() -> bool:
-    """Whether this thread's arithmetic makes zero of a denormal."""
+    """Return whether this thread's arithmetic makes zero of a denormal."""
     return float.fromhex("0x1p-1022") * float("0.5") == 0.0
 
 
 def rounding() -> int:
-    """The mode in which this thread's arithmetic rounds (not what the C library believes)."""
+    """Return the mode in which this thread's arithmetic rounds (not what the C library says)."""
     one, little = float("1"), float.fromhex("0x1p-60")
     up, negative_up = one + little > 1.0, -one - little < -1.0
     if up:
@@ -75,8 +75,9 @@ def caller_flushes() -> Iterator[None]:
 
 
 def every_call(threads: int) -> list[tuple[str, Callable[[], None], list[Tensor]]]:
-    """Each kernel on numbers whose results are inexact and partly denormal: its name, the call, and
-    the tensors that it writes. Made before the settings change, which torch's operations follow.
+    """Prepare each kernel on numbers whose results are inexact and partly denormal: its name, the
+    call, and the tensors that it writes. Call it before the settings change, which torch's
+    operations follow.
     """
     generator = torch.Generator().manual_seed(5)
     grad = torch.randn(NUMEL, generator=generator) * 1e-38

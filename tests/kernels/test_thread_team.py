@@ -25,7 +25,7 @@ RULE = rules.Adam.at(3, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0
 
 
 def fresh(numel: int) -> list[torch.Tensor]:
-    """Parameter, gradient and states, the same ones for the same `numel`."""
+    """Make parameter, gradient and states, the same ones for the same `numel`."""
     generator = torch.Generator().manual_seed(numel)
     param, grad = (torch.randn(numel, generator=generator) for _ in range(2))
     return [param, grad, torch.zeros(numel), torch.zeros(numel)]
@@ -92,10 +92,10 @@ def test_at_first_there_are_as_many_threads_as_torch_has(settings: dict[str, str
 
 
 def native_calls(wide: list[torch.Tensor], half: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Every kernel of the native core by its name, on four fp32 tensors and one of bf16, which the
-    caller must keep.
+    """Return every kernel of the native core by its name, on four fp32 tensors and one of bf16,
+    which the caller must keep.
 
-    Not through `kernels`: the checks there let go of the GIL for reasons of their own.
+    Not through `kernels`: the checks there release the GIL for reasons of their own.
     """
     addresses, n = [tensor.data_ptr() for tensor in wide], half.numel()
 
@@ -116,7 +116,7 @@ def native_calls(wide: list[torch.Tensor], half: torch.Tensor) -> dict[str, Call
 
 @pytest.mark.parametrize("name", ["adam", "sgd", "adagrad", "lion", "block_sums", "cast"])
 def test_other_python_threads_run_during_a_call(name: str) -> None:
-    """The switch interval is made so long that the main thread only gets on if the call lets go of
+    """The switch interval is made so long that the main thread only gets on if the call releases
     the GIL.
     """
     wide = [torch.ones(4 << 20) for _ in range(4)]
@@ -186,7 +186,9 @@ def test_a_forked_child_has_a_team_of_its_own() -> None:
 
 
 def test_forked_while_others_compute() -> None:
-    """A child forked in the middle of a parent's call must not inherit a lock that nobody opens."""
+    """A child forked in the middle of a parent's call must not inherit a lock that no thread
+    releases.
+    """
     code = """
 import os, threading, torch
 from offload import kernels

@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 @cache
 def trained(name: str, numel: int, kinds: tuple[str, ...], draw: int = 0) -> Trained:
-    """A start, a gradient of each kind, and what torch's optimizer makes of them: once for all
+    """Make a start, a gradient of each kind, and what torch's optimizer makes of them: once for all
     instruction sets.
     """
     with torch.random.fork_rng(devices=[]):
@@ -81,7 +81,7 @@ def trained(name: str, numel: int, kinds: tuple[str, ...], draw: int = 0) -> Tra
 def check(
     case: OptimizerCase, expected: Trained, slices: Slices | None = None, shift: int = 0
 ) -> None:
-    """Our kernels come to what torch's optimizer came to, whole or in slices."""
+    """Check that our kernels come to what torch's optimizer came to, whole or in slices."""
     got = train_ours(case, expected.start, expected.grads, slices, shift)
     compare(case, got, expected.by_torch, f"{expected.start.numel()} elements, cut at {slices}")
 
@@ -155,7 +155,9 @@ def test_cuts_and_alignment_do_not_change_bits(isa: str, multiple: int) -> None:
 @settings(max_examples=chosen(test=30, torture=1500))
 @given(data=st.data())
 def test_drawn_settings_equal_torch_fused(data: st.DataObject) -> None:
-    """Any betas, rates, sizes, cuts and instruction sets: those one thinks of, and the others."""
+    """Any betas, rates, sizes, cuts and instruction sets, not only those that a person would
+    choose.
+    """
     tally("hypothesis examples")
     case = adam_case(
         "drawn",
@@ -221,7 +223,9 @@ def test_cuts_of_a_large_parameter(isa: str) -> None:
 
 
 def lion_published(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" in double: p_t and m_t."""
+    """Compute Algorithm 2 of "Symbolic Discovery of Optimization Algorithms" in double: p_t and
+    m_t.
+    """
     p, g, m = p.double(), g.double(), m.double()
     update = torch.sign(LION["beta1"] * m + (1 - LION["beta1"]) * g)
     p = p - LION["lr"] * (update + LION["weight_decay"] * p)
@@ -260,8 +264,8 @@ def mixed(
     shift: int,
     scale: float,
 ) -> list[Tensor]:
-    """Parameter, states and 16-bit output after steps with these gradients, each in memory of its
-    own with guards, which are looked at.
+    """Return parameter, states and 16-bit output after steps with these gradients, each in memory
+    of its own with guards, which are checked.
     """
     zeros = [torch.zeros(len(start)) for _ in case.states]
     param, *states = (unaligned(tensor, shift) for tensor in (start, *zeros))

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "crc32.h"
-#include "thread_team.h"
 #include "kernels.h"
+#include "thread_team.h"
 
 using namespace offload;
 
@@ -96,7 +96,7 @@ void each_rule(const Table& t, const Visit& visit) {
   visit(t.lion, LionScalars{0.9f, 0.1f, 0.99f, 0.01f, -0.01f, 0.999f});
 }
 
-// The tensors of one update; `guard` elements on both sides of `count` ones, which nobody may write.
+// The tensors of one update; `guard` elements on both sides of `count` ones, which no kernel may write.
 struct Tensors {
   int64_t guard;
   std::vector<float> p, m, v, g;
@@ -145,7 +145,7 @@ void digest_updates(Digest& digest, const Table& t, int64_t count) {
       kernel(b, scalars, cut, count);
       digest.add(x.p), digest.add(x.m), digest.add(x.v), digest.add(x.narrow, out);
       if (out == DType::none) return;
-      for (int64_t i = 0; i < count; i += 3) x.narrow[i] = x.half[i];  // set by somebody else
+      for (int64_t i = 0; i < count; i += 3) x.narrow[i] = x.half[i];  // as set by user code
       Buffers adopting = b;
       adopting.adopt = true;
       kernel(adopting, scalars, 0, cut);

@@ -244,7 +244,7 @@ void late_ends(const Maker& make, const std::string& directory, uint64_t seed) {
   close(file.fd);
 }
 
-// One piece fails, another is lost. Whoever is told anything but ETIMEDOUT would reuse memory that is still in use.
+// One piece fails, another is lost. A caller that is told anything but ETIMEDOUT would reuse memory still in use.
 void failed_and_lost(const Maker& make, const std::string& directory, uint64_t seed) {
   const File file = open_file(directory, true, piece);  // the second piece lies behind the end: ENODATA
   Random random{seed};

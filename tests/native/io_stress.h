@@ -1,5 +1,5 @@
 // What the stress program of the native I/O engines works with: random numbers, guarded memory, unnamed files, and a
-// desk that hands out requests and sees that each of them ends exactly once.
+// Desk that submits requests and checks that each of them ends exactly once.
 #pragma once
 
 #include <dirent.h>
@@ -59,7 +59,7 @@ struct Random {
 
 inline void sleep_ms(int64_t milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
-// True once `condition` holds; looks again and again until nobody would still wait.
+// True once `condition` holds; polls it every millisecond, for `hang_s` seconds at most.
 inline bool wait_until(const std::function<bool()>& condition) {
   for (int i = 0; i < int(hang_s * 1000); ++i) {
     if (condition()) return true;

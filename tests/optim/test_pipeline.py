@@ -1,4 +1,4 @@
-"""Chunks through few buffers: the newest bytes are found wherever they are, whatever fails."""
+"""Chunks through few buffers: the update finds the newest bytes of each, also after a failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNKS, BUFFERS, NUMEL = 12, 3, 1024
 
 
 class InOneDirection:
-    """Places that take chunks by number, wherever they are; nothing needs a desk."""
+    """A staging stand-in that takes the chunks by number; no chunk needs a staging buffer."""
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
         return sorted(chunks, key=lambda chunk: chunk.number)
@@ -37,7 +37,7 @@ class InOneDirection:
 
 
 class Counted:
-    """Tiers on a drive, and what each chunk must hold: how often it was added to."""
+    """The tiers on a drive, and the value that each chunk must hold: how often it was added to."""
 
     def __init__(self, tiers: Tiers, store: DiskStore) -> None:
         self.tiers, self.store = tiers, store
@@ -46,7 +46,7 @@ class Counted:
         self.expected = [0.0] * CHUNKS
 
     def add(self, numbers: range) -> None:
-        """One to each element of these chunks; counted where it has been done."""
+        """Add one to each element of these chunks, and count each chunk that has changed."""
 
         def act(piece: HostChunk, _: StagingBuffer | None) -> bool:
             piece.memory.add_(1.0)
@@ -127,7 +127,7 @@ def test_any_order_finds_the_newest(counted: Counted, seed: int, places: Any) ->
 def test_a_failure_while_reading_all_loses_nothing(
     counted: Counted, nth: int, forever: bool
 ) -> None:
-    """What lies in buffers must be written to make room; where that fails, it stays."""
+    """Unwritten chunks must be written to make room; where a write fails, the chunk stays."""
     counted.add(range(CHUNKS))
     counted.add(range(4, CHUNKS))
     counted.store.engine.inject(Fault(FaultKind.ERROR, nth, forever))
@@ -144,7 +144,7 @@ def test_a_failure_while_reading_all_loses_nothing(
 def test_a_write_that_does_not_begin_loses_nothing(
     counted: Counted, nth: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C, or a refusal, where a chunk is handed to the store."""
+    """Ctrl-C, or a refusal, comes when a chunk is handed to the store."""
     counted.add(range(CHUNKS))
     for numbers in (range(CHUNKS), range(6)):
         counted.add(range(CHUNKS))

@@ -1,5 +1,5 @@
 """Gradients that host memory has no room for: they go through the store, and a handle stands for
-each. Plain torch is the judge, bit for bit.
+each. They must have the bits of plain torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGET = 400 * KI
 
 
 class Net(nn.Module):
-    """Layers of 64 KiB, and a number."""
+    """A model of six layers of 64 KiB and a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pieces for a gradient."""
+    """Make chunks so small that a gradient is spilled in several ranges."""
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 1024)
 
 
@@ -77,7 +77,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[tuple[nn.Module, Any, nn.Module, Any]]:
-    """A plain model with its optimizer, and one whose gradients are spilled."""
+    """Yield a plain model with its optimizer, and a prepared copy whose gradients are spilled."""
     torch.manual_seed(0)
     plain = Net()
     ours = copy.deepcopy(plain)
@@ -89,7 +89,7 @@ def both(tmp_path: Path) -> Iterator[tuple[nn.Module, Any, nn.Module, Any]]:
 
 
 def one_spilled(model: nn.Module) -> tuple[str, Any]:
-    """A parameter whose gradient is, of several pieces."""
+    """Return the name of a matrix whose gradient is spilled, in several ranges, and the matrix."""
     return next(
         (name, param)
         for name, param in model.named_parameters()
@@ -169,7 +169,7 @@ def in_order(model: nn.Module, _: Any) -> Any:
         grad.mul_(third)
         grad /= 0.7
         grad *= 1.1
-    third.zero_()  # whose it is may change it
+    third.zero_()  # the caller may change its tensor later
 
 
 def foreach(model: nn.Module, _: Any) -> Any:
@@ -270,7 +270,7 @@ def test_every_operation_has_the_bits_of_plain_torch(both: Any, passes: int) -> 
         assert spilled_in(ours), act.__name__
         a, b = act(plain, theirs), act(ours, mine)
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), act.__name__
-        if step % 2:  # what is added to an edited one
+        if step % 2:  # accumulate onto edited gradients
             backward(plain, ours, step=99)
         assert_same(plain, ours)
         theirs.step()
@@ -283,11 +283,11 @@ def test_every_operation_has_the_bits_of_plain_torch(both: Any, passes: int) -> 
         assert torch.equal(theirs.state[p]["exp_avg_sq"], mine.state[q]["exp_avg_sq"])
 
 
-# --- gradients that somebody else has -------------------------------------------------------------
+# --- gradients that other code holds --------------------------------------------------------------
 
 
 def flat_buffer(model: nn.Module) -> torch.Tensor:
-    """Gradients become views of one tensor."""
+    """Make the gradients views of one tensor, and return it."""
     each = list(model.parameters())
     buffer = torch.zeros(sum(param.numel() for param in each))
     for param, part in zip(each, buffer.split([p.numel() for p in each]), strict=True):
@@ -436,7 +436,7 @@ def test_a_fused_norm_is_that_of_gradients_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_plan_made_anew_finds_the_gradients(both: Any) -> None:
-    """Pieces are cut for the plan of the update; between backward and step it may change."""
+    """A gradient is spilled in the ranges of the plan, which may change before the step."""
     plain, theirs, ours, mine = both
     for step in range(2):
         backward(plain, ours, step=step)
@@ -454,7 +454,7 @@ def test_a_plan_made_anew_finds_the_gradients(both: Any) -> None:
 
 
 def swap_files(folder: Path) -> list[Path]:
-    """Open files without a name in a directory."""
+    """List the open files of this process in a directory, which need not have a name."""
     each = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
     return [one for one in each if _target(one).startswith(str(folder))]
 
@@ -467,7 +467,7 @@ def _target(link: Path) -> str:
 
 
 def damage(folder: Path, wanted: bytes, change: Callable[[bytes], bytes]) -> int:
-    """Change these bytes wherever they lie in files of the directory; how often."""
+    """Change these bytes in each open file of the directory that has them; return how many have."""
     found = 0
     for file in swap_files(folder):
         data = file.read_bytes()
@@ -498,7 +498,7 @@ def test_damage_between_backward_and_step_is_noticed(
     with pytest.raises(CorruptionError, match=f"gradient .* of {name}"):
         mine.step()
     with pytest.raises(StateError):
-        mine.state_dict()  # chunks are from different steps: nobody gets them
+        mine.state_dict()  # chunks are from different steps: none is returned
 
 
 def test_damage_is_noticed_by_whoever_looks(both: Any, tmp_path: Path) -> None:
@@ -519,7 +519,9 @@ def test_damage_is_noticed_by_whoever_looks(both: Any, tmp_path: Path) -> None:
 
 @contextmanager
 def failing_writes(model: nn.Module, code: int = errno.EIO) -> Iterator[None]:
-    """From the first write of a gradient on no operation works."""
+    """Let all operations of the store fail from the first write of a gradient on, while the block
+    runs.
+    """
     store = prepared_of(model).store
     real = store.write
 
@@ -538,7 +540,7 @@ def failing_writes(model: nn.Module, code: int = errno.EIO) -> Iterator[None]:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_failed_write_is_told_before_anything_changes(both: Any, code: int) -> None:
-    """In backward, where another write is waited for, or else in step."""
+    """Backward raises the error if it waits for another write, otherwise `step` does."""
     plain, theirs, ours, mine = both
     backward(plain, ours)
     theirs.step()
@@ -607,7 +609,7 @@ def test_no_map_of_a_file_has_gradients(both: Any, tmp_path: Path) -> None:
 
 @contextmanager
 def staging(folder: Path, nbytes: int = 8 * KI, **options: Any) -> Iterator[SpillArea]:
-    """An area whose slots are pages."""
+    """Open a spill area whose slots are one page each, while the block runs."""
     memory = torch.empty(nbytes, dtype=torch.uint8)
     store = DiskStore(folder, 4 << 20, **options)
     try:
@@ -625,7 +627,7 @@ def gradient(area: SpillArea, values: torch.Tensor) -> SpilledGradientValues:
 
 
 def taken_of(area: SpillArea, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Addresses of the slots that are used from now on."""
+    """Return a set that collects the addresses of the slots taken from now on."""
     found: set[int] = set()
     real = area.take
 
@@ -669,7 +671,7 @@ def test_a_drive_that_answers_again_gives_staging_memory_back(tmp_path: Path) ->
         with pytest.raises(StoreTimeout):
             lost = gradient(area, torch.randn(2048))
             area.settle()
-            del lost  # held until then: else nobody is told
+            del lost  # a write of a freed gradient fails without an error
         engine.inject(Fault(FaultKind.NONE))
         deadline_s = time.monotonic() + 30
         while engine.abandoned_bytes and time.monotonic() < deadline_s:
@@ -703,7 +705,7 @@ def test_an_interrupted_addition_gives_its_slots_back(
     for param in ours.parameters():
         if isinstance(param.grad, SpilledGradient) and param.grad.away.error is not None:
             param.grad = None
-    area._free.clear()  # as one that is interrupted before it can give any back
+    area._free.clear()  # as after an interrupt before a slot was returned
     assert area.has_free()
     mine.step()
 
@@ -711,7 +713,7 @@ def test_an_interrupted_addition_gives_its_slots_back(
 def test_an_interrupted_backward_keeps_no_memory_of_what_is_closed(
     own_budget: Budget, tmp_path: Path
 ) -> None:
-    """torch has the rest of its graph in a queue until the next backward."""
+    """torch keeps the rest of its graph in a queue until the next backward."""
     model = Net()
     optimizer = adamw(model)
     offload.prepare(model, optimizer, host_memory=BUDGET, nvme=tmp_path)
@@ -732,7 +734,7 @@ def test_an_interrupted_backward_keeps_no_memory_of_what_is_closed(
 
 
 def test_slots_in_use_are_not_handed_out_again(tmp_path: Path) -> None:
-    """Those that need no read have nothing under way."""
+    """A range that an edit has zeroed needs no read, so its slot has no transfer in flight."""
     with staging(tmp_path) as area:
         zeros = gradient(area, torch.randn(16 * KI))
         zeros.edit(GradientEdit.of("zero_", (), {}))

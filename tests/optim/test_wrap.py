@@ -1,4 +1,4 @@
-"""`offload.wrap`: any loop, its optimizer's state elsewhere, not a bit different."""
+"""`offload.wrap`: any training loop, its state in memory or on disk, has the bits of torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net(nn.Module):
-    """Parameters of many sizes and shapes; one is used every third time, one never."""
+    """A model with parameters of many sizes and shapes; one is used every third time, one never."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ CASES = chosen(test=covering(DRAWN, features), torture=DRAWN, quick=covering(DRA
 def test_the_bits_are_those_of_torch(
     case: Draw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp32 parameters and state after some steps, wherever the state lives."""
+    """fp32 parameters and state after some steps are torch's, wherever the state lives."""
     monkeypatch.setattr(planner, "CHUNK_NUMEL", case.chunk_numel)
     kernels.set_num_threads(case.threads)
     nets = Net(), Net()
@@ -244,7 +244,7 @@ def test_weights_that_were_loaded_win_over_the_master(small_chunks: None) -> Non
         other.norm.bias.fill_(0.25)
     net.load_state_dict(other.state_dict())
     optimizer.zero_grad(set_to_none=False)
-    optimizer.step()  # by nothing
+    optimizer.step()  # with gradients of zero
     assert_same_model(net, other)
     assert not torch.equal(before["up.weight"], net.up.weight)
     net.up.weight.data = before["up.weight"].clone()  # what no version counter sees
@@ -295,7 +295,7 @@ def test_other_optimizers_of_torch_run_slice_by_slice(
 
 
 class SignSgd(Optimizer):
-    """Somebody's own."""
+    """A user-defined optimizer that updates each element by itself."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -358,7 +358,7 @@ def test_lion_by_itself_and_wrapped(tmp_path: Path, small_chunks: None) -> None:
 
 
 def tight(optimizer: Optimizer, directory: Path) -> dict[str, Any]:
-    """Budgets under which most of the state is on disk."""
+    """Return budgets under which most of the state is on disk."""
     largest = max(chunk.nbytes for chunk in offload.plan(optimizer).chunks)
     return {"host_memory": 3 * largest + 4096, "nvme": directory}
 
@@ -538,7 +538,7 @@ def test_state_before_the_first_step_is_empty_and_existing_state_is_taken_over()
 def test_state_larger_than_the_budget_is_saved_and_loaded(
     tmp_path: Path, small_chunks: None
 ) -> None:
-    """`torch.save` of mapped tensors, loaded safely into a plain optimizer."""
+    """`torch.save` takes mapped tensors, and a plain optimizer loads them with `weights_only`."""
     net, optimizer = wrapped_net(host_memory=70_000, nvme=tmp_path)
     net(words(0), 0).backward()
     optimizer.step()
@@ -555,7 +555,7 @@ def test_state_larger_than_the_budget_is_saved_and_loaded(
 
 
 def twins(*sizes: tuple[int, ...], **settings: Any) -> tuple[list[Any], list[Any], Any, Any]:
-    """Parameters for a plain and a wrapped AdamW, and both."""
+    """Return the parameters of a plain and of a wrapped AdamW, and both optimizers."""
     sides = []
     for _ in range(2):
         generator = torch.Generator().manual_seed(5)
@@ -621,7 +621,7 @@ def test_groups_that_are_exchanged_are_seen() -> None:
 
 
 def test_settings_that_need_other_state_are_refused_in_time() -> None:
-    """Also when they come with a state_dict: nothing has changed then."""
+    """Settings that come with a state_dict are refused, too, and then nothing has changed."""
     left, right, _, wrapped = twins((8, 4))
     before = right[0].detach().clone()
     wrapped.param_groups[0]["amsgrad"] = True
@@ -688,7 +688,7 @@ def test_state_of_a_frozen_parameter_is_loaded_and_goes_on() -> None:
 
 
 class Counting(SignSgd):
-    """Keeps a count where nobody who runs it slice by slice can."""
+    """An optimizer that counts its steps in its group, which an update by slices cannot keep."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
@@ -760,7 +760,7 @@ def test_what_cannot_work_is_refused_before_anything_changes(
 
 
 class Holder(Optimizer):
-    """What accelerate's `prepare` and Lightning make of an optimizer."""
+    """An optimizer that holds another, as accelerate's `prepare` and Lightning make it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -1,5 +1,5 @@
-"""A wrapped optimizer in the wrong hands: two threads, a signal handler, a forked child; closed
-twice, forgotten. Refused or harmless; never silently wrong.
+"""The misuse of a wrapped optimizer: by two threads, by a signal handler, in a forked child; closed
+twice, or forgotten. Each is refused or harmless, never silently wrong.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
 def test_a_second_thread_is_refused(
     first: str, where: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the first one's result is what it would have been."""
+    """The result of the first thread's call is what it would have been without the second."""
     here, there = parameters(), parameters()
     plain, wrapped = AdamW(here, lr=1e-2, fused=True), adamw(there, tmp_path)
     for params, optimizer in ((here, plain), (there, wrapped)):
@@ -99,7 +99,7 @@ def test_a_second_thread_is_refused(
 def test_a_signal_handler_in_the_middle_of_a_step_is_refused(
     second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that saves, say: the state is half old. It runs in the very thread that steps."""
+    """A handler runs in the thread that steps. If it saved then, half of the state would be old."""
     params = parameters()
     optimizer = adamw(params)
     give_gradients(params, 0)
@@ -135,7 +135,7 @@ def test_two_threads_may_take_turns() -> None:
 
 @pytest.mark.parametrize("act", CALLS)
 def test_a_forked_child_is_refused(act: str, tmp_path: Path) -> None:
-    """And the parent goes on."""
+    """The child's call raises, and the parent goes on."""
     params = parameters()
     optimizer = adamw(params, tmp_path)
     train(params, optimizer, 0)
@@ -178,7 +178,7 @@ def test_closing_twice_is_harmless() -> None:
 
 
 class Closable(AdamW):
-    """Has a `close` of its own, which comes back."""
+    """An optimizer with a `close` of its own, which it has again after it was wrapped."""
 
     closed = 0
 
@@ -214,7 +214,7 @@ def test_a_forgotten_optimizer_gives_its_memory_back_at_once(
 
 
 def test_garbage_is_collected_before_a_plan_is_made(own_budget: Budget) -> None:
-    """A trainer that holds an optimizer is itself held by what it holds."""
+    """A trainer in a reference cycle keeps its optimizer until garbage is collected."""
 
     class Trainer:
         def __init__(self) -> None:

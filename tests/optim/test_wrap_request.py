@@ -89,7 +89,7 @@ def test_the_device_may_be_named_where_parameters_are_there() -> None:
 def test_a_wrap_that_is_refused_leaves_the_limit(
     tmp_path: Path, own_budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused by the plan, or when files are opened."""
+    """The plan refuses it, or opening the files does."""
     first = offload.wrap(AdamW(parameters()), host_memory="64KiB")
 
     def no_room(*_: Any, **__: Any) -> Any:
@@ -125,13 +125,13 @@ def test_a_second_optimizer_is_told_what_the_first_one_holds(
     assert own_budget.used_bytes <= 48 << 10
     first.close()
     second.close()
-    third = offload.wrap(AdamW(parameters()))  # nobody holds anything: the limit has ended
+    third = offload.wrap(AdamW(parameters()))  # no optimizer is open: the limit has ended
     assert own_budget.limit_bytes is None
     third.close()
 
 
 def test_another_plan_later_on_keeps_to_what_others_have_left() -> None:
-    """The first one was granted all of it when it was alone."""
+    """The first optimizer was granted the whole budget when it was alone."""
     params = parameters()
     first = offload.wrap(AdamW(params, lr=1e-2, fused=True), host_memory="80KiB")
     second = offload.wrap(AdamW(parameters()), host_memory="80KiB")
@@ -151,7 +151,7 @@ def test_another_plan_later_on_keeps_to_what_others_have_left() -> None:
 
 
 class Holder(Optimizer):
-    """What accelerate's `prepare` makes of an optimizer."""
+    """An optimizer that holds another, as accelerate's `prepare` makes it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -37,7 +37,7 @@ def no_room(*_: Any, **__: Any) -> Any:
 
 
 def both(directory: Path) -> tuple[list[nn.Parameter], Optimizer, list[nn.Parameter], Any]:
-    """Plain and wrapped, after two steps."""
+    """Return the parameters and the optimizer of a plain and of a wrapped AdamW after two steps."""
     here, there = parameters(), parameters()
     plain, wrapped = AdamW(here, lr=1e-2, fused=True), adamw(there, directory)
     for params, optimizer in ((here, plain), (there, wrapped)):
@@ -119,7 +119,9 @@ def test_a_fault_while_state_moves_over_loses_nothing(
 
 
 def broken(directory: Path) -> tuple[list[nn.Parameter], Any, dict[str, Any], list[Tensor]]:
-    """An optimizer whose third step broke off, and its checkpoint after the second."""
+    """Return parameters and optimizer after a third step that failed halfway, and the `state_dict`
+    and weights after the second.
+    """
     params = parameters()
     optimizer = adamw(params, directory)
     train(params, optimizer, 0, 1)
@@ -168,7 +170,7 @@ def test_a_broken_load_is_told_as_such_and_can_be_repeated(tmp_path: Path) -> No
 def test_a_load_after_a_step_that_broke_off_may_break_off_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not make the parameters any better, and there is no state to go on with."""
+    """A load that fails mends nothing: there is no state to go on with until one succeeds."""
     params, optimizer, saved, weights = broken(tmp_path)
     with torch.no_grad():
         for param, weight in zip(params, weights, strict=True):
@@ -192,7 +194,7 @@ def test_a_load_after_a_step_that_broke_off_may_break_off_as_well(
 def test_an_interrupted_state_dict_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while chunks are read, and while torch puts the dictionary together."""
+    """Ctrl-C comes while chunks are read, and while torch puts the dictionary together."""
     here, plain, there, wrapped = both(tmp_path)
 
     def interrupt(*_: Any) -> Any:
@@ -248,7 +250,7 @@ def test_a_closed_optimizer_of_half_parameters_steps(
     dtype: torch.dtype,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As one that was given the same state, rounded; and it can be wrapped again."""
+    """It steps as a plain one with the same state, rounded, does; and it can be wrapped again."""
     params = parameters(dtype)
     optimizer = offload.wrap(kind(params, lr=1e-2, **settings))
     train(params, optimizer, 0, 1)
@@ -320,10 +322,10 @@ def test_momentum_that_is_turned_on_later_works_as_the_error_advises() -> None:
 
 
 def test_loading_reads_nothing(tmp_path: Path) -> None:
-    """All of it is replaced; what is not, counts for nothing."""
+    """All of the state is replaced; a parameter that the `state_dict` leaves out starts anew."""
     here, plain, there, wrapped = both(tmp_path)
     saved = plain.state_dict()
-    del saved["state"][2]  # a parameter of the very chunk that others are in
+    del saved["state"][2]  # other parameters are in the same chunk
     before = offload.report(wrapped)
     wrapped.load_state_dict(saved)
     after = offload.report(wrapped)
@@ -342,7 +344,9 @@ def test_loading_reads_nothing(tmp_path: Path) -> None:
 def test_a_copy_while_the_plan_is_made_anew_is_accounted_for(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """State that fits in the budget once and not twice."""
+    """The state fits in the budget once. Its copy has room in an ample budget or goes to the
+    directory; without either, the report tells of a fall-back.
+    """
     made = []
     store = aside_module.DiskStore
     monkeypatch.setattr(aside_module, "DiskStore", lambda *a, **k: made.append(a) or store(*a, **k))
@@ -379,7 +383,7 @@ def test_a_plan_that_does_not_fit_costs_no_copy(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_interrupted_load_is_refused_or_has_changed_nothing() -> None:
-    """Ctrl-C before any instruction that replaces groups, counts and state."""
+    """Ctrl-C comes before any instruction that replaces groups, counts and state."""
     params = parameters()
     optimizer = adamw(params)
     train(params, optimizer, 0, 1)
@@ -388,7 +392,7 @@ def test_an_interrupted_load_is_refused_or_has_changed_nothing() -> None:
     new["param_groups"][0]["lr"] = 0.5
     for state in new["state"].values():
         state["step"] += 5
-    # Each of the first ones, which come before and behind the load itself.
+    # Each of the first 59, which are before and after the load itself, then every third.
     for instruction in itertools.chain(range(1, 60), itertools.count(60, 3)):
         optimizer.load_state_dict(old)
         with (

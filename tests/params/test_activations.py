@@ -73,7 +73,7 @@ def counts(made: Prepared) -> dict[str, int]:
 
 
 def kept_bytes() -> int:
-    """Of what autograd keeps in memory of the model's run, each storage once."""
+    """Return the bytes that autograd keeps in memory of the model's run, each storage once."""
     gc.collect()
     found = [each.tensor for each in gc.get_objects() if type(each) is engine._KeptTensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
@@ -91,7 +91,9 @@ def nothing_is_outside(made: Prepared) -> bool:
 
 
 def is_empty(store: GrowingStore) -> bool:
-    """Also what was being written when it was freed: its room comes back when that has ended."""
+    """Return whether the store is empty. A chunk that was freed while it was written gives its room
+    back when the write has ended: wait for that.
+    """
     end_s = time.monotonic() + 20.0
     while store.used_bytes and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -99,7 +101,9 @@ def is_empty(store: GrowingStore) -> bool:
 
 
 def compare(ours: nn.Module, plain: nn.Module, steps: int = 4) -> None:
-    """Losses, gradients, buffers and parameters over some steps, with evaluation in between."""
+    """Train both models for some steps, with evaluation in between, and assert that losses, random
+    numbers, gradients and evaluated outputs are the same.
+    """
     theirs = adamw(plain)
     mine = prepared_of(ours).session.optimizer  # type: ignore[union-attr]
     for step in range(steps):
@@ -110,7 +114,7 @@ def compare(ours: nn.Module, plain: nn.Module, steps: int = 4) -> None:
             for micro in range(1 + step % 2):
                 loss = loss_of(model, batch(10 * step + micro))
                 loss.backward()
-            losses.append((loss.detach(), torch.rand(3)))  # and the random numbers behind it
+            losses.append((loss.detach(), torch.rand(3)))  # and the random numbers after it
         assert torch.equal(losses[0][0], losses[1][0])
         assert torch.equal(losses[0][1], losses[1][1])
         assert_same_gradients(ours, plain)
@@ -152,7 +156,7 @@ def test_the_report_tells_where_they_are(tmp_path: Path) -> None:
 def test_bits_of_the_plain_model(name: str, mode: str, tmp_path: Path) -> None:
     plain, ours = make(name), make(name)
     with prepared(ours, mode, tmp_path) as made:
-        if mode == "offload":  # nearly all of them
+        if mode == "offload":  # nearly all go to the drive
             made.engine.activations._activation_store.limit_bytes = 2048  # type: ignore[union-attr]
         compare(ours, plain, steps=chosen(test=2, torture=4))
         if mode == "offload":
@@ -167,7 +171,7 @@ def test_bits_of_the_plain_model(name: str, mode: str, tmp_path: Path) -> None:
 
 
 def runs_of(model: nn.Module, function: Callable[[], Any]) -> int:
-    """How often the layers of a GPT compute their second half."""
+    """Count how often the layers of a GPT compute their second half while the function runs."""
     handles, calls = [], []
     for layer in model.layers:  # type: ignore[union-attr]
         handles.append(layer.up.register_forward_pre_hook(lambda *_: calls.append(1)))
@@ -252,7 +256,7 @@ class Pair:
 
 
 class Odd(nn.Module):
-    """Layers with keywords and outputs of many kinds, and a buffer that decides what comes out."""
+    """A model of layers with many kinds of keywords and outputs, and buffers that change these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +333,9 @@ GLOBAL_NUMPY = np.random.default_rng(0)
 
 
 class Noisy(nn.Module):
-    """A layer that draws random numbers from somewhere of its own."""
+    """A layer that draws random numbers from the source that `way` names. begin: its first runs,
+    which draw none.
+    """
 
     def __init__(self, way: str, begin: int = 0) -> None:
         super().__init__()
@@ -368,7 +374,7 @@ class Noisy(nn.Module):
         if self.runs_left:
             self.runs_left -= 1
             return x * self.inner(x)
-        return self.inner(x * self.noise(x)).square() + x  # what a second run needs is not last
+        return self.inner(x * self.noise(x)).square() + x  # the last operation saves nothing
 
 
 class NoisyModel(nn.Module):
@@ -405,12 +411,14 @@ def test_a_layer_draws_the_same_random_numbers_again_wherever_it_has_them_from(
             for loss in reversed(losses):
                 loss.backward(retain_graph=True)
                 loss.backward()
-            loss_of(model, batch(2)).backward()  # and what is drawn later goes on
+            loss_of(model, batch(2)).backward()  # and later draws go on
         assert_same_gradients(ours, plain)
 
 
 class AfterDropout(nn.Module):
-    """Draws from torch's default generator, which it hands over after others have drawn from it."""
+    """A layer that hands torch's default generator over after its dropout has drawn from it.
+    is_own: the layer has it as an attribute.
+    """
 
     def __init__(self, is_own: bool) -> None:
         super().__init__()
@@ -424,7 +432,7 @@ class AfterDropout(nn.Module):
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_the_default_generator_may_be_handed_over(is_own: bool, tmp_path: Path) -> None:
-    """The state that it had then was taken for that at the layer's beginning."""
+    """Its state when it is first seen in use is not that at the layer's beginning."""
     plain, ours = noisy("attribute"), noisy("attribute")
     for model in (plain, ours):
         torch.manual_seed(0)
@@ -576,7 +584,7 @@ def test_a_forward_of_somebody_elses_is_put_back(tmp_path: Path) -> None:
 
 @contextmanager
 def kept_within(nbytes: int, folder: Path) -> Iterator[tuple[Activations, GrowingStore]]:
-    """Everything that autograd saves inside, with so much memory for it."""
+    """Keep all that autograd saves in `Activations` with so much memory, while the block runs."""
     metrics = Metrics()
     store = GrowingStore([folder], metrics)
     made = Activations(DiskActivations(store, nbytes), torch.device("cpu"), metrics)
@@ -644,7 +652,7 @@ def test_what_is_saved_twice_is_stored_once_and_views_come_back(tmp_path: Path) 
     expected, x.grad = x.grad, None
     with kept_within(1, tmp_path) as (_made, store):
         loss = run(x)
-        chain(torch.ones(8, 8, requires_grad=True))  # lets them all go
+        chain(torch.ones(8, 8, requires_grad=True))  # its saves evict all of them
         saved = [each for each in gc.get_objects() if type(each) is PackedTensor]
         pieces = {each._piece for each in saved if each._piece.nbytes == x.nbytes}
         assert len(pieces) == 1 and store.used_bytes < 2.5 * x.nbytes
@@ -675,7 +683,7 @@ def test_changes_in_place_are_noticed(is_late: bool, tmp_path: Path) -> None:
         loss = y.sum()
         y.detach().mul_(2.0)
         del y
-        other = chain(x, 4)  # lets it go, late
+        other = chain(x, 4)  # evicts it after the change, if is_late
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1"):
             loss.backward()
         del other, loss
@@ -792,7 +800,7 @@ def test_the_store_grows(tmp_path: Path) -> None:
 
 
 def test_a_layer_by_itself_is_run_again_after_its_values_were_loaded(tmp_path: Path) -> None:
-    """Values that are in memory since they were loaded are those of the forward pass, too."""
+    """Values that are resident since they were loaded count as those of the forward pass, too."""
     plain, ours = make("gpt"), make("gpt")
     with prepared(ours, "recompute", tmp_path, host_memory=TIGHT):
         for model in (plain, ours):

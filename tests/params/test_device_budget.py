@@ -1,4 +1,4 @@
-"""How much blocks may have on a device, by what others hold there and by how much they grew."""
+"""How much blocks may have on a device, by what other code holds there and how far that grew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.params.device_budget import DeviceBudget
 
 
 def allowed(device_budget: DeviceBudget, phase: str = "forward") -> int:
-    """At the first unit of a run of that phase."""
+    """Return the bytes that blocks may have at the first unit of a run of that phase."""
     with device_budget.moving((phase, 0)):
         return device_budget.blocks_bytes
 
@@ -176,7 +176,7 @@ def test_blocks_keep_the_least_for_all_that_a_longer_batch_may_want() -> None:
     assert allowed(device_budget) == LIMIT - 870 - 80, "they have less without the guess"
 
 
-# --- what others would give up --------------------------------------------------------------------
+# --- what can be reclaimed ------------------------------------------------------------------------
 
 
 def test_what_can_be_reclaimed_is_not_held_by_others() -> None:
@@ -197,5 +197,5 @@ def test_excess_is_what_must_go_before_more_is_taken() -> None:
         assert device_budget.excess_bytes(150) == 0, "300 + 500 + 150, and 50 of room"
         assert device_budget.excess_bytes(160) == 10
         assert device_budget.excess_bytes(100) == -50, "as much is free"
-        gauge.grow(others=-120)  # it has gone
+        gauge.grow(others=-120)  # it is reclaimed
         assert device_budget.excess_bytes(160) == 10 - 120

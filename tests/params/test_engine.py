@@ -1,5 +1,5 @@
-"""A model within a budget: the same losses and gradients to the bit, whatever runs in whatever
-order.
+"""A model within a budget: the same losses and gradients to the bit, for any model and any order of
+runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def prepared(
     depth: int = 2,
     spill: SpilledGradientParams | None = None,
 ) -> Iterator[Engine]:
-    """The model with host memory for a share of its parameters; 0: the least that works."""
+    """Run the model with host memory for a share of its parameters while the block runs; 0: the
+    least that works.
+    """
     found = find_units(model)
     sizes = [unit.nbytes for unit in found]
     pages = [-(-max(size, 1) // 4096) * 4096 for size in sizes]
@@ -231,7 +233,7 @@ def test_a_gradient_belongs_to_whoever_holds_it(tmp_path: Path) -> None:
 
 
 def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is still on its way to the store is waited for before its update."""
+    """An update of a block waits until a write of the block to the store has ended."""
     model = make("gpt")
     with prepared(model, 1.5) as engine:
         block, ticket = engine.residency.blocks[1], Ticket[None]("a slow write")
@@ -242,13 +244,13 @@ def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.Monkey
         engine.residency.await_arrival(block)
         assert ticket.done and block.is_stored
         engine.residency.end(block, has_changed=False)
-        block.is_stored = False  # nothing was written in truth
+        block.is_stored = False  # in fact nothing was written
 
 
 def test_a_loss_that_is_dropped_leaves_nothing_behind() -> None:
-    """A node that keeps its own output must not keep itself alive."""
+    """An autograd node that saves its own output must not keep itself alive."""
     gc.collect()
-    gc.freeze()  # what is there already is not looked at again for every model
+    gc.freeze()  # collections skip what exists already
     for name in MODELS:
         model = make(name)
         with prepared(model, 0.4):

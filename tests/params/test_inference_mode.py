@@ -1,5 +1,5 @@
-"""Evaluation under `torch.inference_mode()` around training: what the engine makes there is trained
-later, and must not be of that mode.
+"""Evaluation under `torch.inference_mode()` around training: the tensors that the engine makes
+there are trained later, so they must not be inference tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
 
 @pytest.fixture(autouse=True)
 def no_tensor_of_that_mode() -> Iterator[None]:
-    """Nothing that the engine still holds was made in inference mode."""
+    """Assert that no tensor that outlives the test is an inference tensor."""
     gc.collect()
     before = {id(t) for t in gc.get_objects() if isinstance(t, Tensor)}
     yield
@@ -54,18 +54,18 @@ def least_bytes(name: str, folder: Path) -> int:
 
 
 def evaluate(model: nn.Module, number: int) -> Tensor:
-    """As trainers do it; the answer is of that mode, its copy is not."""
+    """Evaluate as trainers do; return a copy of the answer, which is no inference tensor."""
     model.eval()
     with torch.inference_mode():
         answer = model(batch(number))
-        for _ in range(2):  # generation: what comes out goes in again
+        for _ in range(2):  # generation: outputs are the next inputs
             answer = model(answer.reshape(-1)[:18].abs().mul(7).long().remainder(40).view(3, 6))
     model.train()
     return answer.clone()
 
 
 def train(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Evaluated before the first step, between steps, and between backward and step."""
+    """Train, and evaluate before the first step, between steps, and between backward and step."""
     seen = [evaluate(model, 7)]
     for number in range(STEPS):
         torch.manual_seed(number)
@@ -103,7 +103,7 @@ def test_evaluation_before_and_between_steps(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("host_bytes", [44 * KI, 1000 * KI])
 def test_every_call_inside_the_mode(mode: Any, host_bytes: int, tmp_path: Path) -> None:
-    """Prepared, saved, loaded, looked at and closed there; trained outside."""
+    """The model is prepared, edited, saved, loaded and closed in the mode, and trained outside."""
     plain, model = make("gpt"), make("gpt")
     theirs, optimizer = adamw(plain), adamw(model)
     with mode():

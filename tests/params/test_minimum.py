@@ -1,5 +1,5 @@
-"""The least host memory that a refusal tells: it trains, a page less is refused before anything is
-allocated, and a page less without the refusal does not train.
+"""The least host memory that a refusal names: a model trains with it; a page less is refused before
+anything is allocated, and without the refusal a page less does not train.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
 
 
 class Drawn(nn.Module):
-    """Layers of odd sizes; some frozen, some tied, some checkpointed two at a time, some with the
-    weights of others.
+    """A model of layers of odd sizes, drawn at random: some are frozen; two may share a bias, all
+    may be checkpointed in one or two segments, and the model itself may use a layer's weight.
     """
 
     def __init__(self, draw: random.Random) -> None:
@@ -45,7 +45,7 @@ class Drawn(nn.Module):
         )
         self.width, self.segments = width, draw.choice([0, 0, 1, 2])
         self.borrows = draw.random() < 0.3
-        if draw.random() < 0.3:  # tied
+        if draw.random() < 0.3:  # two layers share a bias
             self.layers[-1][2].bias = self.layers[0][2].bias
         for layer in self.layers:
             layer.requires_grad_(draw.random() < 0.8)
@@ -140,14 +140,14 @@ def test_what_prepare_tells(
 def assert_no_less_works(
     seed: int, least: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page less for parameters, with the refusal out of the way."""
+    """Assert that a page less for parameters does not train when the refusal is out of the way."""
     enough = shares.UnitSizes.least_bytes.fget  # type: ignore[attr-defined]
     model, optimizer = built(seed)
     with monkeypatch.context() as patch:
         patch.setattr(shares.UnitSizes, "least_bytes", property(lambda self: enough(self) - PAGE))
         try:
             made = offload.plan(model, optimizer, host_memory=least - PAGE, **options)
-        except CapacityError as error:  # with all of it in memory, which is less than in passing
+        except CapacityError as error:  # to hold all parameters takes less than to fetch them
             assert told(error) == least
             return
         if made.shares.holds_all_params or made.shares.params >= enough(sizes_of(model)):

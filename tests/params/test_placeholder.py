@@ -1,4 +1,4 @@
-"""Guarded parameters: what they are is known, what they hold is out of reach."""
+"""Placeholders: the shape and type of a parameter are known, its values are out of reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 class Keeper:
-    """Owns one parameter's values; brings them when it may."""
+    """The owner of one parameter's values, which restores them at a use when it may."""
 
     device = torch.device("cpu")
 
@@ -147,7 +147,7 @@ def test_every_type(dtype: torch.dtype) -> None:
     param = nn.Parameter(values.clone(), requires_grad=False)
     keeper = Keeper(param)
     assert param.dtype == dtype
-    with torch._C.DisableTorchFunctionSubclass():  # past every check
+    with torch._C.DisableTorchFunctionSubclass():  # bypasses the checks
         lost = Tensor.sum(param)
     is_number = not (dtype.is_floating_point or dtype.is_complex)
     assert lost == 6 * torch.iinfo(dtype).min if is_number else lost.isnan()
@@ -156,7 +156,7 @@ def test_every_type(dtype: torch.dtype) -> None:
 
 
 def test_gradients_flow_as_ever() -> None:
-    """A forward pass brings the values; backward gives the parameter its gradient."""
+    """A forward pass fetches the values; backward gives the parameter its gradient."""
     param, plain = weight(), weight()
     Keeper(param, may_bring=True)
     for one in (param, plain):
@@ -172,6 +172,6 @@ def test_identity_and_class_come_back() -> None:
     before = id(param)
     keeper = Keeper(param)
     assert type(param) is OffloadedParameter
-    make_placeholder(param, keeper)  # again: nothing
+    make_placeholder(param, keeper)  # a second time: no change
     restore(param, keeper.values)
     assert type(param) is Special and id(param) == before and vars(param) == {}

@@ -1,4 +1,4 @@
-"""The scheduler: within the budget, nothing that is in use, the farthest first."""
+"""Prefetch: it keeps the budget and the blocks in use, and evicts the block used farthest ahead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_farthest_goes() -> None:
     # 7 is never used again, 0 later than 1.
     assert look_ahead(TierState(ONES, 3, {0, 7, 2}), uses, 1) == PrefetchMoves((7,), (1,))
     assert look_ahead(TierState(ONES, 2, {0, 2}), uses, 1) == PrefetchMoves((0,), (1,))
-    # What is needed before it is not dropped for it.
+    # A block that is needed earlier is not evicted for it.
     assert look_ahead(TierState(ONES, 2, {1, 2}), uses, 3) == PrefetchMoves()
 
 
@@ -78,7 +78,7 @@ def test_moves_are_always_legal(data: st.DataObject) -> None:
 
 
 def simulate(order: list[int], sizes: list[int], budget: int, depth: int, rounds: int) -> int:
-    """Fetches that somebody had to wait for, in the last round of a known order."""
+    """Return how many uses had to wait for a fetch, in the last round of a known order."""
     held: set[int] = set()
     waits = 0
     for turn in range(rounds):
@@ -101,7 +101,7 @@ def simulate(order: list[int], sizes: list[int], budget: int, depth: int, rounds
 def test_a_known_order_hits(budget: int) -> None:
     order = [*range(10), *reversed(range(10))]
     waits = simulate(order, ONES, budget, depth=2, rounds=3)
-    assert waits == (18 if budget == 1 else 0)  # the turning points are at hand even then
+    assert waits == (18 if budget == 1 else 0)  # the turning points hit even then
 
 
 def test_reuse_is_as_good_as_can_be() -> None:

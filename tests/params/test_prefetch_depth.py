@@ -56,7 +56,7 @@ def test_reads_that_overlap_count_once() -> None:
 
 
 def test_waits_are_no_computing(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = count()  # a second for each look
+    clock = count()  # each reading is a second later
     monkeypatch.setattr(pace_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     trace = Trace("x", 7)
     prefetch = PrefetchDepth(Metrics(), trace, SIZES, "parameters ", depth=5)

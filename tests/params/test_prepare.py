@@ -1,4 +1,4 @@
-"""`offload.prepare` as users call it: the model stays one that others can treat as theirs."""
+"""`offload.prepare` as users call it: other code can still use the model as a plain one."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def with_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
 
 
 def tight(folder: Path) -> dict[str, Any]:
-    """A budget in which not all parameters have room."""
+    """Return a budget in which not all parameters have room."""
     return {"host_memory": 120 * KI, "nvme": folder}
 
 
 @pytest.fixture
 def gpt(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
-    """A prepared model, most of it away, after a step."""
+    """Yield a prepared model after a step, with most of it evicted."""
     model = make("gpt")
     model, optimizer = offload.prepare(model, adamw(model), **tight(tmp_path))
     step(model, optimizer, 0)
@@ -158,8 +158,8 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was(
 def test_nothing_is_looked_over_where_everything_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for all, no step reads all parameters only to see whether somebody edited them, nor
-    asks what is needed next.
+    """With room for all, no step reads all parameters only to look for external edits, nor asks
+    which units come next.
     """
     looks: list[int] = []
     real, ahead = kernels.checksum, residency.look_ahead
@@ -212,7 +212,7 @@ EDITS = {
 @pytest.mark.parametrize("how", EDITS)
 @pytest.mark.parametrize("inside", [True, False])
 def test_edits_are_kept(gpt: tuple[nn.Module, Any], how: str, inside: bool) -> None:
-    """Inside `resident`, and of whatever happens to be in memory."""
+    """Edits inside `resident` are kept, and edits of parameters that happen to be in memory."""
     model, optimizer = gpt
     plain, theirs = plain_after(0)
     for seed in chosen(test=(1, 2), torture=(1, 2, 3)):
@@ -270,7 +270,7 @@ def test_too_much_at_once_is_refused(gpt: tuple[nn.Module, Any]) -> None:
     assert step(model, optimizer, 1) == step(plain, theirs, 1)
 
 
-# --- what others do with a model ------------------------------------------------------------------
+# --- what other code does with a model ------------------------------------------------------------
 
 
 def test_state_dict_is_that_of_the_plain_model(gpt: tuple[nn.Module, Any]) -> None:
@@ -309,7 +309,7 @@ def test_loading_between_forward_and_backward_is_refused(gpt: tuple[nn.Module, A
     with pytest.raises(StateError, match="have changed since the forward pass"):
         loss.backward()
     assert_same_model(model, make("gpt", seed=3))
-    model.zero_grad()  # some gradients had come
+    model.zero_grad()  # backward had set some
 
 
 def test_to_where_it_is_does_nothing(gpt: tuple[nn.Module, Any]) -> None:
@@ -368,7 +368,7 @@ def test_two_models_share_one_budget(tmp_path: Path) -> None:
 
 
 def test_with_room_for_all_autograd_is_left_alone(tmp_path: Path) -> None:
-    """Nothing is packed; that parameters have changed is seen by their versions."""
+    """No saved tensor is packed; torch's version counters notice that parameters have changed."""
     (plain, theirs), (model, optimizer) = plain_after(), plain_after()
     offload.prepare(model, optimizer, host_memory="64MiB", nvme=tmp_path)
     for seed in range(3):
@@ -417,8 +417,8 @@ def test_the_plan_says_what_will_be_where(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_state_without_masters_goes_on(tmp_path: Path) -> None:
-    """What a plain optimizer has for 16-bit parameters: the master is the parameter, also where
-    that is away already.
+    """The state of a plain optimizer for 16-bit parameters has no master: the parameter becomes it,
+    even if it is evicted already.
     """
     plain, ours = (make("gpt", dtype=torch.bfloat16) for _ in range(2))
     theirs, mine = adamw(plain), adamw(ours)
@@ -444,7 +444,7 @@ def test_state_without_masters_goes_on(tmp_path: Path) -> None:
 
 
 class Interrupted(nn.Module):
-    """Ctrl-C in the middle of a layer, when told so."""
+    """A layer that raises `KeyboardInterrupt` after its inner one while `now` is set."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -458,7 +458,7 @@ class Interrupted(nn.Module):
 
 
 def test_an_interrupt_in_forward_leaves_the_model_usable(tmp_path: Path) -> None:
-    """torch calls no hook for it."""
+    """torch calls no hook when `KeyboardInterrupt` ends a forward pass."""
     models = [make("gpt") for _ in range(2)]
     for model in models:
         model.layers[2] = Interrupted(model.layers[2])  # type: ignore[index,operator]
@@ -491,7 +491,7 @@ def test_threads_do_not_disturb_each_other(gpt: tuple[nn.Module, Any]) -> None:
             try:
                 with torch.no_grad():
                     return torch.equal(model(batch(seed)), expected[seed])
-            except CapacityError:  # others are at it: no room for two layers at once
+            except CapacityError:  # other threads run: no room for two layers at once
                 continue
         return True
 
@@ -567,7 +567,7 @@ def test_views_that_somebody_holds_are_named(tmp_path: Path) -> None:
     offload.close(model)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler itself
 def test_a_compiled_model(tmp_path: Path) -> None:
     plain, theirs = plain_after()
     model, optimizer = plain_after()
@@ -581,7 +581,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
 
 
 class Turned(nn.Module):
-    """Its weight is used as a complex one, conjugated, as state-space models do it."""
+    """A layer that uses its weight as a complex one, conjugated, as state-space models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -593,7 +593,7 @@ class Turned(nn.Module):
 
 
 class Decaying(nn.Module):
-    """Changes its weight in place whenever it runs, before it uses it."""
+    """A layer that changes its weight in place whenever it runs, before it uses it."""
 
     def __init__(self) -> None:
         super().__init__()

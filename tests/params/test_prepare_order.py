@@ -1,5 +1,5 @@
-"""Whatever is done with a prepared model in whatever order: the same bits as the plain one, nothing
-that hangs, nothing that is left behind.
+"""A prepared model in any order of acts: it has the bits of the plain one, nothing hangs, and no
+memory is left behind.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Pair:
         self.draw_alike()
 
     def do_fail_backward(self, number: int) -> None:
-        """In the middle of it; gradients may have come or not, so they are thrown away."""
+        """Fail in the middle of backward; some gradients may be set, so clear them."""
         for model in self.models:
             inner = next(iter(model.children()))
             while list(inner.children()):
@@ -134,7 +134,7 @@ class Pair:
             model.zero_grad()
 
     def draw_alike(self) -> None:
-        if self.name == "branches":  # one may have drawn before it failed
+        if self.name == "branches":  # one may draw before it fails
             self.ours.draw.set_state(self.plain.draw.get_state())  # type: ignore[union-attr,operator]
 
     def do_drop(self, number: int) -> None:
@@ -176,7 +176,7 @@ class Pair:
             model.load_state_dict(saved)
 
     def close(self) -> float | None:
-        """Compare what is left; the hit rate."""
+        """Compare parameters and state at the end, and return the hit rate."""
         self.waiting.clear()
         made = prepared_of(self.ours)
         assert made is not None and made.engine is not None
@@ -217,7 +217,7 @@ class _Broken(torch.autograd.Function):
 
 
 def test_any_order(tmp_path: Path, own_budget: Any) -> None:
-    """Of what hypothesis draws; in some of the orders blocks had to come from the store."""
+    """Hypothesis draws the orders; in some of them blocks had to be fetched from the store."""
     warm_up(tmp_path)
     rates: list[float] = []
 
@@ -255,8 +255,8 @@ def test_everything_once(name: str, tmp_path: Path, own_budget: Any) -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """Torch imports some of itself when it is first used. What comes of it is not looked at again
-    by every `gc.collect()`.
+    """Train once, since torch imports some of its modules at their first use, and freeze the
+    objects that this makes, so that not every `gc.collect()` visits them again.
     """
     pair = Pair("around", folder, 20.0, 1)
     pair.do("train", 0)
@@ -268,8 +268,8 @@ def warm_up(folder: Path) -> None:
 
 @contextmanager
 def folder_for(is_on_drive: bool, folder: Path) -> Iterator[Path]:
-    """A drive takes most of the time of a short run, so most runs have a file system in memory,
-    where there is one.
+    """Keep a directory for swap files while the block runs. A drive takes most of the time of a
+    short run, so most runs have one in a file system in memory, where there is one.
     """
     if is_on_drive or not os.access(SHARED, os.W_OK) or disk_usage(SHARED).free < 32 << 20:
         yield folder
@@ -281,7 +281,7 @@ def folder_for(is_on_drive: bool, folder: Path) -> Iterator[Path]:
 def do_all(
     name: str, times: float, depth: int | str, acts: list[str], folder: Path
 ) -> float | None:
-    """The hit rate."""
+    """Do the acts with a new pair, and return the hit rate."""
     pair = Pair(name, folder, times, depth)
     for number, act in enumerate(acts):
         pair.do(act, number)
@@ -289,7 +289,7 @@ def do_all(
 
 
 def test_an_order_that_was_seen_once_is_known(tmp_path: Path) -> None:
-    """After a change of order its next repetition already hits."""
+    """After a change of order the first repetition of the new order already hits."""
     pair = Pair("gpt", tmp_path, 3.0, 3)
     made = prepared_of(pair.ours)
     assert made is not None

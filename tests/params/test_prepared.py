@@ -1,4 +1,4 @@
-"""A prepared model and its optimizer: the bits of plain training, whatever is on disk."""
+"""A prepared model and its optimizer: the bits of plain training, with any share of memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def compare(
     make_one: Make,
     own_budget: Budget,
 ) -> Any:
-    """Plain training, with exact masters for 16-bit parameters, against a prepared model."""
+    """Assert that a prepared model has the bits of plain training, which has exact masters for
+    16-bit parameters; return the prepared model's counts.
+    """
     plain, ours = make(name, dtype=dtype), make(name, dtype=dtype)
     theirs, mine = offload.wrap(make_one(plain)), make_one(ours)
     before = own_budget.used_bytes
@@ -92,7 +94,7 @@ def compare(
 def test_bits_with_little_memory(name: str, tmp_path: Path, own_budget: Budget) -> None:
     least = least_bytes(name, torch.float32, adamw)
     counts = compare(name, torch.float32, tmp_path, least, adamw, own_budget)
-    assert counts.get("disk_read_bytes", 0) > 0 or name == "pictures"  # whose least holds all
+    assert counts.get("disk_read_bytes", 0) > 0 or name == "pictures"  # its least holds all
 
 
 ANY_MEMORY = list(itertools.product([torch.float32, torch.bfloat16], [1.0, 1.2, 1.5, 20.0]))
@@ -199,7 +201,7 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(tmp_path: Path) -> None
 
 
 class Wide(nn.Module):
-    """Eight layers of 4 MiB."""
+    """A model of eight layers of 4 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path) -> None:
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
         assert all(grad.here is None for grad in spilled)
-        del spilled  # whoever keeps them keeps their room
+        del spilled  # a handle that is kept keeps its room
         theirs.zero_grad()
         mine.zero_grad()
     prepared.close()
@@ -278,7 +280,7 @@ def least_that_works(refused: Callable[[], object]) -> int:
 
 
 def test_a_program_that_just_ends_says_nothing(tmp_path: Path) -> None:
-    """With a loss in a global, writes under way, and nothing closed."""
+    """It ends with a loss in a global, with writes in flight, and with nothing closed."""
     code = """
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
 """Units that are used together: checkpointed in one segment, or one by the code of another. They
-are in memory one at a time all the same, so that the least host memory is enough.
+are resident one at a time all the same, so that the least host memory is enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
 
 
 class Layer(nn.Module):
-    """other: a layer whose weights it uses, too."""
+    """A layer of two linear ones. other: a layer whose weights it uses, too."""
 
     def __init__(self, other: Layer | None = None) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Chain(nn.Module):
 
 
 class Normed(Chain):
-    """A segment ends with a layer norm, whose backward asks for its bias before its input."""
+    """A chain whose segments end with a layer norm: backward asks for its bias before its input."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -82,7 +82,7 @@ class Normed(Chain):
 
 
 class Weights(Chain):
-    """Backward of a product asks for its weight before its input."""
+    """A chain of products whose backward asks for the weight before the input."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -93,7 +93,7 @@ class Weights(Chain):
 
 
 class Nested(Chain):
-    """Checkpoints within a checkpoint."""
+    """A chain with checkpoints within a checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         for begin in (0, 3):
@@ -237,7 +237,7 @@ def test_a_state_dict_that_is_interrupted_leaves_the_memory_to_others(
 
 
 class Mixed(Chain):
-    """One operation with parameters of two units."""
+    """A chain with one operation on parameters of two units."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers[0], self.layers[1]
@@ -257,7 +257,7 @@ def test_what_one_operation_needs_at_once_is_named(
         train(model, optimizer)
     assert "autograd function" not in str(refused.value)
     offload.close(model)
-    model, optimizer = built("mixed")  # as the message says
+    model, optimizer = built("mixed")  # with larger units, as the message advises
     offload.prepare(model, optimizer, host_memory=10 * least, nvme=tmp_path, units=[nn.Sequential])
     plain, theirs = built("mixed")
     expected, seen = train(plain, theirs), train(model, optimizer)
@@ -266,7 +266,7 @@ def test_what_one_operation_needs_at_once_is_named(
 
 
 def test_what_runs_in_another_thread_is_left_alone(tmp_path: Path) -> None:
-    """A kernel there may be reading it."""
+    """A kernel of the other thread may be reading the block."""
     least = least_bytes(tmp_path, "borrowed")
     model, optimizer = built("borrowed")
     offload.prepare(model, optimizer, host_memory=least, nvme=tmp_path)
@@ -280,7 +280,7 @@ def test_what_runs_in_another_thread_is_left_alone(tmp_path: Path) -> None:
         assert first.memory is not None and first.memory.data_ptr() == memory
         other.submit(residency.done, first.unit).result(60)
     residency.use(second.unit, Phase.FORWARD)
-    residency.use(first.unit, Phase.FORWARD)  # of the same thread it may be taken
+    residency.use(first.unit, Phase.FORWARD)  # this thread may take the memory of its own
     assert second.memory is None
     residency.done(first.unit)
     residency.done(second.unit)

@@ -53,7 +53,9 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def saved(model: nn.Module, path: Path, **changes: Tensor | None) -> Path:
-    """Each parameter under its first name; changes: other values, or None to leave them out."""
+    """Save each parameter under its first name, and the buffers. changes: other values, or None to
+    leave them out.
+    """
     tensors: dict[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
     tensors |= dict(model.named_buffers())
     for name, value in changes.items():
@@ -135,7 +137,7 @@ def test_other_floats_are_cast(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("offload.params.start._CAST_BYTES", 1000)  # in several goes
+    monkeypatch.setattr("offload.params.start._CAST_BYTES", 1000)  # in several parts
     source = make("pictures", seed=5, dtype=given)
     path = saved(source, tmp_path / "x.safetensors")
     ours = on_meta("pictures").to(wanted)
@@ -246,7 +248,7 @@ def test_a_damaged_or_missing_file_changes_nothing(tmp_path: Path) -> None:
 
 
 class Lost(nn.Module):
-    """Has tensors that nothing would fill."""
+    """A module with tensors that nothing fills."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +258,7 @@ class Lost(nn.Module):
 
 
 class Lazy(Lost):
-    """Promises to fill them, and does not."""
+    """A module whose `reset_parameters` does not fill all of its tensors."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)
@@ -319,8 +321,8 @@ def test_a_failure_on_the_way_leaves_a_meta_model(
 def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each parameter has its old values or those of the file, and what was to stay in the file has
-    the old ones: they go last.
+    """Each parameter has its old values or those of the file. One that was to stay in the file has
+    the old ones: they are released last.
     """
     path = saved(make("gpt", seed=3), tmp_path / "x.safetensors")
     ours, old, new = make("gpt"), make("gpt"), make("gpt", seed=3)
@@ -357,7 +359,7 @@ def test_a_failure_on_the_way_loses_no_value_of_a_model_in_memory(
 def test_weights_that_change_while_the_model_is_prepared_are_noticed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last file has changed: not even what the first one has is taken."""
+    """The last file has changed: not even the values of the first one are taken."""
     ours, old = make("gpt"), make("gpt")
     values = {name: p.detach() for name, p in make("gpt", seed=3).named_parameters()}
     values |= dict(make("gpt", seed=3).named_buffers())
@@ -405,7 +407,7 @@ def test_attributes_of_meta_parameters_stay() -> None:
 
 
 class Styled(nn.Module):
-    """`_init_weights` for all modules below, as many models have it; one layer is tied."""
+    """A model with `_init_weights` for all modules below, as many have it; one layer is tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,7 +508,7 @@ def test_lora_writes_nothing_but_adapters(tmp_path: Path) -> None:
 
 
 def test_without_an_optimizer_nothing_is_written_or_reserved(tmp_path: Path) -> None:
-    """Also without any directory for swap files."""
+    """It works without any directory for swap files, too."""
     path = saved(make("gpt", seed=6), tmp_path / "x.safetensors")
     plain, ours = make("gpt", seed=6), on_meta("gpt")
     assert offload.prepare(ours, weights=path, host_memory=24 * KI) is ours
@@ -601,7 +603,7 @@ def test_files_and_engine_go_with_a_model_that_nobody_closes(tmp_path: Path) -> 
 
 
 def test_an_edited_weight_of_a_file_stays_where_there_is_no_disk(tmp_path: Path) -> None:
-    """It can go nowhere, so others go; and the model can be had back."""
+    """Its block cannot be evicted, so others are; and `close` gives the model back."""
     torch.manual_seed(0)
     made = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
     save_file(made.state_dict(), tmp_path / "model.safetensors")

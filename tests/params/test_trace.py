@@ -1,4 +1,4 @@
-"""The trace: what was seen once is known, and a change of order costs one miss."""
+"""The trace: an order that was seen once is known, and a change of order costs one miss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORWARD, BACKWARD, EVALUATION = Phase
 
 
 def run(trace: Trace, phase: Phase, units: list[int]) -> int:
-    """Misses of one pass."""
+    """Record one pass, and return its misses."""
     before = trace.misses
     for unit in units:
         trace.record(phase, unit)
@@ -35,7 +35,7 @@ def step(trace: Trace, units: list[int]) -> int:
 def test_a_pass_that_was_seen_is_known() -> None:
     trace = Trace("m", 5)
     step(trace, [0, 1, 2, 3, 4])
-    assert step(trace, [0, 1, 2, 3, 4]) == 1  # that it begins anew
+    assert step(trace, [0, 1, 2, 3, 4]) == 1  # only that it begins again was new
     assert step(trace, [0, 1, 2, 3, 4]) == 0
     ahead = [use.unit for use in islice(trace.ahead(), 12)]
     assert ahead == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 0, 1]
@@ -44,7 +44,7 @@ def test_a_pass_that_was_seen_is_known() -> None:
 def test_the_first_backward_is_the_forward_in_reverse() -> None:
     trace = Trace("m", 5)
     run(trace, FORWARD, [0, 1, 2, 3, 4])
-    assert run(trace, BACKWARD, [4, 3, 2, 1, 0]) == 1  # its beginning
+    assert run(trace, BACKWARD, [4, 3, 2, 1, 0]) == 1  # only its beginning was new
     other = Trace("m", 3)
     run(other, FORWARD, [0, 1, 2, 0, 1, 2])  # two forwards before a backward
     other.record(BACKWARD, 2)
@@ -68,8 +68,8 @@ def test_evaluation_between_steps_disturbs_nothing() -> None:
         step(trace, order)
     run(trace, EVALUATION, [0, 2, 4])
     assert step(trace, order) == 1
-    assert run(trace, EVALUATION, [0, 2, 4]) <= 1  # that it comes at all; then it is known
-    assert step(trace, order) == 0  # also that training goes on after it
+    assert run(trace, EVALUATION, [0, 2, 4]) <= 1  # its beginning; the rest is known
+    assert step(trace, order) == 0  # training after it is known, too
 
 
 def test_another_order_costs_its_own_misses_once() -> None:
@@ -80,7 +80,7 @@ def test_another_order_costs_its_own_misses_once() -> None:
     assert 0 < first <= len(other)
     run(trace, BACKWARD, other[::-1])
     step(trace, usual)
-    assert run(trace, FORWARD, other) <= 1  # where the two part
+    assert run(trace, FORWARD, other) <= 1  # where the two orders part
     run(trace, BACKWARD, other[::-1])
     assert step(trace, usual) <= 1
 
@@ -92,7 +92,7 @@ def test_another_order_costs_its_own_misses_once() -> None:
     )
 )
 def test_the_next_repetition_of_any_order_hits(orders: list[list[int]]) -> None:
-    """A round of several orders that was seen twice is known by heart."""
+    """A round of several orders that was seen twice is predicted."""
     tally("hypothesis examples")
     trace = Trace("m", 10)
     # Orders that share long runs cannot be told apart before they part.
@@ -112,7 +112,7 @@ def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missed == 0
     assert len(trace._history) <= 101 and len(trace._seen) < 400
     run(trace, EVALUATION, [5])
-    assert next(trace.ahead(), None) is None  # never seen: nothing is foretold
+    assert next(trace.ahead(), None) is None  # never seen: nothing is predicted
 
 
 def test_pace() -> None:
@@ -137,7 +137,7 @@ def test_kept_and_taken_up_again() -> None:
 
 
 def test_to_a_file_and_back(tmp_path: Path) -> None:
-    """It foretells from the first use on, and what was recorded before goes on to count."""
+    """It predicts from the first use on, and what was recorded before loading still counts."""
     trace, order, path = Trace("model of 3", 3), [0, 1, 2], tmp_path / "order.json"
     for _ in range(2):
         step(trace, order)
@@ -157,7 +157,7 @@ def test_to_a_file_and_back(tmp_path: Path) -> None:
 
 
 def test_a_long_history_can_be_loaded(tmp_path: Path) -> None:
-    """Also one that a forward pass cannot be found in: that takes no time of its square."""
+    """A history without a forward pass loads, too; the search for one takes no quadratic time."""
     trace = Trace("m", KEEP_TOKENS)
     for unit in range(KEEP_TOKENS):
         trace._learn(trace._token(Use(Phase.BACKWARD, unit)))

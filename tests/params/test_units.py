@@ -34,7 +34,7 @@ class Gpt(nn.Module):
 
 
 def check(model: nn.Module, found: list[Unit]) -> None:
-    """What must hold for any model."""
+    """Assert what must hold for any model."""
     owned = [member.param for unit in found for member in unit.members]
     assert len(owned) == len(set(owned)) and set(owned) == set(model.parameters())
     names = dict(model.named_parameters())

@@ -85,7 +85,7 @@ def test_the_table_reads() -> None:
         assert words in text
 
 
-def test_desks_shrink_where_there_is_no_disk() -> None:
+def test_staging_buffers_shrink_where_there_is_no_disk() -> None:
     """State on a device that fits but for the staging buffers: smaller chunks need smaller ones."""
     there = [ParamSpec("p", 16 * MI, FIELDS, device_bytes=4)]
     large = make_plan(there, None, has_disk=False)
@@ -104,7 +104,7 @@ def test_desks_shrink_where_there_is_no_disk() -> None:
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
-def test_parameters_without_state_need_desks_only(has_disk: bool) -> None:
+def test_parameters_without_state_need_staging_buffers_only(has_disk: bool) -> None:
     there = [ParamSpec("p", 16 * MI, (), device_bytes=4), ParamSpec("q", 9, ())]
     plan = make_plan(there, None, has_disk)
     assert plan.state_bytes == plan.disk_bytes == 0 and len(plan.chunks) == 4

@@ -1,4 +1,4 @@
-"""The profile: one schema for whoever writes it and whoever reads it, and what comes of it."""
+"""The profile: one schema for writing and reading it, and what the engine does with it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HOST_BYTES = 390 << 10
 
 
 def layers(count: int = 6) -> nn.Sequential:
-    """Repeated layers of two products each."""
+    """Make repeated layers of two products each."""
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(count))
     )
 
 
 def whole_profile(**changes: Any) -> Profile:
-    """With something in every field."""
+    """Make a profile with a value in every field."""
     cpu, cores = profile.this_machine()
     tuned = Tuned(
         model=tuning.fingerprint_of(layers().parameters()),
@@ -71,7 +71,7 @@ def whole_profile(**changes: Any) -> Profile:
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the machine's own is looked for."""
+    """Return the path where the machine's own profile is looked for, in a new directory."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     path = profile.own_path()
     path.parent.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_what_is_written_is_read_in_every_field(tmp_path: Path) -> None:
 
 
 def damaged() -> list[tuple[Any, str]]:
-    """What is done to the file's content, and what the refusal names."""
+    """List changes to the file's content, each with what the refusal must name."""
     return [
         (lambda d: d.pop("format"), "format"),
         (lambda d: d.update(version=2), "version"),

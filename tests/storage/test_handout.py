@@ -1,5 +1,5 @@
-"""What leaves the engine and has no room in memory: one file for many tensors, written by calls
-that are checked, and nothing changed where they fail.
+"""Tensors that leave the engine and have no room in memory: one file for many of them, written by
+calls that are checked, and nothing changed where they fail.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROW = torch.Size([1000])
 
 
 def here(directory: Path) -> list[str]:
-    """Descriptors of this process on files there."""
+    """List what this process has open below `directory`, once for each descriptor."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -73,7 +73,7 @@ def rooms(made: Handout, count: int) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(own_budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a little state is more than memory has room for."""
+    """Make chunks small, so that a little state is more than memory has room for."""
     monkeypatch.setattr("offload.planning.planner.CHUNK_NUMEL", 1024)
 
 
@@ -128,7 +128,7 @@ def test_elements_go_where_they_belong(tmp_path: Path) -> None:
 
 
 class Shorter(System):
-    """Writes a few bytes at a time."""
+    """A system that writes a few bytes at a time."""
 
     def write(self, fd: int, data: memoryview, begin: int) -> int:
         return super().write(fd, data[:999], begin)
@@ -165,7 +165,7 @@ def test_tensors_that_are_seen_before_the_last_room_is_made_share_a_file(tmp_pat
 
 
 class Limited(System):
-    """Room for so many reservations in a directory; in one file, where it says so."""
+    """A system where a directory has room for so many reservations; with EFBIG, each file in it."""
 
     def __init__(self, rooms: dict[Path, int], code: int) -> None:
         self._rooms, self._code, self._where = rooms, code, dict[int, Path]()
@@ -255,7 +255,7 @@ def test_too_many_open_files_are_told_as_such(
 
 
 def both(directory: Path) -> tuple[list[nn.Parameter], AdamW, list[nn.Parameter], Any]:
-    """Plain and wrapped, after two steps, with most of the state on disk."""
+    """Make a plain and a wrapped optimizer, after two steps, with most of the state on disk."""
     mine, others = parameters(), parameters()
     plain, wrapped = AdamW(mine, lr=1e-2, fused=True), adamw(others, directory)
     for params, optimizer in ((mine, plain), (others, wrapped)):
@@ -360,7 +360,7 @@ def test_a_plan_that_is_made_anew_keeps_the_state_to_the_bit(moved: bool, tmp_pa
 
 
 def trained(directory: Path) -> tuple[nn.Module, Any, list[Tensor]]:
-    """A prepared model and its optimizer after a step, and what its parameters must be."""
+    """Make a prepared model and its optimizer after a step, and what its parameters must be."""
     layers = [
         nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(24)))
         for _ in range(2)
@@ -467,7 +467,7 @@ assert all(torch.equal(a, b) for a, b in zip(model.parameters(), values, strict=
 print("well")
 """
 
-# Whoever touches a map that the engine has made dies by SIGSEGV, until it is allowed again.
+# A process that touches a map of the engine's dies by SIGSEGV, until the map is allowed again.
 FORBIDDEN_MAPS = """
 import ctypes, mmap, sys
 import torch
@@ -517,7 +517,7 @@ print("well")
 
 @pytest.mark.parametrize("script", [FEW_DESCRIPTORS, FORBIDDEN_MAPS], ids=["few", "forbidden"])
 def test_in_a_child(script: str, tmp_path: Path) -> None:
-    """With 40 descriptors for 640 tensors; and with maps that nobody may touch."""
+    """With 40 descriptors for 640 tensors; and with maps that no code may touch."""
     done = children.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

@@ -65,14 +65,14 @@ def store(engine: str, tmp_path: Path) -> Iterator[DiskStore]:
 
 @pytest.fixture
 def narrow(engine: str, tmp_path: Path) -> Iterator[DiskStore]:
-    """One operation at a time."""
+    """Open a store with one operation at a time."""
     with open_store(tmp_path, engine, depth=1, piece_bytes=PIECE) as store:
         yield store
 
 
 @pytest.fixture
 def hasty(engine: str, tmp_path: Path) -> Iterator[DiskStore]:
-    """A store that gives up after 0.3 s, with two places in flight."""
+    """Open a store that gives up after 0.3 s, with two places in flight."""
     with open_store(tmp_path, engine, depth=2, piece_bytes=PIECE, timeout_s=0.3) as store:
         yield store
 
@@ -125,7 +125,7 @@ def test_a_chunk_in_several_extents(engine: str, tmp_path: Path) -> None:
 
 
 def submit_all(store: DiskStore, order: list[str]) -> dict[str, Any]:
-    """Write-backs, then prefetches, behind a plug; `order` gets their names as they end."""
+    """Submit write-backs, then prefetches, behind a plug; `order` gets their names as they end."""
     data = random_bytes(BLOCK, 1)
     write(store, "r", data)
 
@@ -225,7 +225,7 @@ def test_an_answer_that_comes_late_ends_the_matter(hasty: DiskStore) -> None:
 
 
 def test_memory_is_let_go_with_the_operation(store: DiskStore) -> None:
-    """Not held by a worker until its next one: a lease would not come back."""
+    """No worker holds it until its next operation: a lease would not come back."""
     source = random_bytes(700, 3)
     kept = weakref.ref(source)
     write(store, "w", source)
@@ -235,8 +235,9 @@ def test_memory_is_let_go_with_the_operation(store: DiskStore) -> None:
 
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_memory_is_let_go_before_its_ticket_ends(store: DiskStore, kind: str) -> None:
-    """Whoever waits may need the room for the next block at once, and gives up where there is none:
-    the engine's thread must not hold the piece for as long as it takes to come back from its call.
+    """The waiting thread may need the room for the next block at once, and gives up where there is
+    none: the engine's thread must not hold the piece for as long as it takes to come back from its
+    call.
     """
     write(store, "w", random_bytes(700, 3))
     memory = random_bytes(700, 4)
@@ -360,7 +361,7 @@ def test_the_end_finishes_what_is_in_flight_and_cancels_the_rest(narrow: DiskSto
 
 
 def test_closing_while_others_submit(engine: str, tmp_path: Path) -> None:
-    """Whoever was let in gets an answer."""
+    """Every thread that was let in gets an answer."""
     for _ in range(5):
         store = open_store(tmp_path, engine, timeout_s=5.0)
         write(store, "w", random_bytes(100, 1))
@@ -438,7 +439,7 @@ def test_a_closed_store_keeps_no_file(engine: str, tmp_path: Path) -> None:
 def test_an_error_that_nobody_waits_for_is_reported(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When its ticket goes, not at some collection later."""
+    """When its ticket is freed, not at some garbage collection later."""
     seen: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     gc.disable()
@@ -556,7 +557,9 @@ def test_a_process_that_was_stopped_does_not_blame_the_drive(engine: str, tmp_pa
 
 
 def test_a_read_that_was_written_off_does_not_touch_its_target_later(hasty: DiskStore) -> None:
-    """Where the bytes have come to a buffer of the engine's own, nobody need fear them."""
+    """The bytes come late to a buffer of the engine's own, which is not copied to the target any
+    more.
+    """
     write(hasty, "w", random_bytes(700, 1))
     target = np.zeros(700, dtype=np.uint8)
     hasty.engine.inject(Fault(FaultKind.DELAY, code=900))

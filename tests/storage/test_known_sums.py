@@ -54,14 +54,14 @@ RULES: list[rules.Rule] = [
 
 
 def sums_of(memory: Tensor) -> list[int]:
-    """Of every whole block, by the plain call."""
+    """Return the checksum of every whole block, by the plain call."""
     flat = memory.view(-1)
     whole = range(0, flat.numel() - BLOCK + 1, BLOCK)
     return [kernels.checksum(flat[begin : begin + BLOCK]) for begin in whole]
 
 
 def room_for(numel: int) -> tuple[KnownSums, KnownSums]:
-    """Places for the sums of so many elements, and the memory around them."""
+    """Make places for the sums of so many elements; return them, and the memory around them."""
     around = np.full(numel // BLOCK + 2, 77, dtype=np.uint64)
     return around[1:-1], around
 
@@ -146,7 +146,7 @@ def test_wrong_room_is_refused_before_anything_changes(sums: Any, message: str) 
 
 
 def all_sums(data: Any) -> KnownSums:
-    """Of every block, the last one, which may be short, included."""
+    """Return the checksum of every block, the last one, which may be short, included."""
     tensor = torch.from_numpy(data)
     parts = [tensor[at : at + SUM_BYTES] for at in range(0, len(data), SUM_BYTES)]
     return np.array([kernels.checksum(part) for part in parts], dtype=np.uint64)
@@ -236,7 +236,7 @@ def test_faults_of_known_bytes(tmp_path: Path, name: str, kind: FaultKind, every
 @pytest.mark.parametrize("name", NATIVE_ENGINES)
 @pytest.mark.parametrize("hole", [SUM_BYTES, 3 * 4096])
 def test_chunks_in_several_places(tmp_path: Path, name: str, hole: int) -> None:
-    """Where a place ends within what one sum is of, nothing is known: all is computed."""
+    """Where an extent ends within the bytes of one sum, no sum is known: all are computed."""
     with DiskStore(tmp_path, 8 * hole, engine=name) as store:
         for number in range(8):
             store.write(str(number), random_bytes(hole, number)).wait(HANG_S)
@@ -331,7 +331,7 @@ def test_training_writes_with_sums_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str, dtype: torch.dtype
 ) -> None:
     """Nearly all bytes of large parameters are known when they are written, and no read is refused,
-    whatever changes the state in between: steps without some gradients, loads.
+    however the state changes in between: steps without some gradients, loads.
     """
     known = written = 0
     real = Tiers.write
@@ -355,7 +355,7 @@ def test_training_writes_with_sums_of_its_own(
 
 
 def train(make: str, dtype: torch.dtype, **place: Any) -> list[Tensor]:
-    """Seven steps, one without most gradients and one after a load of what was saved before."""
+    """Train seven steps, one without most gradients and one after a load of an earlier save."""
     torch.manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (9 * 524288, 524288, 70_001)]
     saved: Any = None

@@ -84,7 +84,7 @@ def narrow(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStore
 
 
 def room(store: Store, *sizes: int) -> int:
-    """What chunks of these sizes take."""
+    """Return the bytes that chunks of these sizes take."""
     align = 1 if isinstance(store, MemoryStore) else BLOCK
     return sum(-(-nbytes // align) * align for nbytes in sizes)
 
@@ -425,7 +425,9 @@ def test_the_later_write_wins(disk: DiskStore) -> None:
 
 
 def test_a_target_that_is_given_other_memory_keeps_its_own(narrow: DiskStore) -> None:
-    """The usual way to free a parameter: what is in flight must not hit whoever comes next."""
+    """The usual way to free a parameter: a read in flight must not hit the next owner of its
+    memory.
+    """
     write(narrow, "w", random_bytes(BLOCK, 1))
     tensors = [torch.zeros(BLOCK, dtype=torch.uint8) for _ in range(2)]
     kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]

@@ -54,7 +54,9 @@ def begin_of(store: DiskStore, name: str) -> int:
 
 
 def assert_caught(store: DiskStore, name: str, at: int) -> None:
-    """`at`: a byte of the chunk that is wrong; the error names the piece it is in."""
+    """Check that the read is refused. at: a byte of the chunk that is wrong; the error names the
+    piece it is in.
+    """
     with pytest.raises(CorruptionError, match=r"is not what was written; .*do not trust") as caught:
         read(store, name)
     error = caught.value
@@ -70,7 +72,7 @@ def assert_good(store: DiskStore) -> None:
 
 @contextmanager
 def spoilt(store: DiskStore, name: str, begin: int, data: bytes) -> Iterator[None]:
-    """Other bytes in the file for a while, `begin` behind the chunk's begin."""
+    """Keep other bytes in the file while the block runs, `begin` behind the chunk's begin."""
     offset = begin_of(store, name) + begin
     before = peek(store, 0, offset, len(data))
     assert before != data, "nothing would be wrong"
@@ -113,7 +115,7 @@ def test_a_chunk_of_zeros_that_is_full_of_something(store: DiskStore) -> None:
 
 
 def test_what_fills_the_last_block_does_not_count(store: DiskStore) -> None:
-    """No bytes of anybody's lie there: not a false alarm."""
+    """No bytes of a chunk lie there, so this is no corruption."""
     with spoilt(store, "layer.0", NBYTES, b"\xff" * (BLOCK - 777)):
         assert_good(store)
 

@@ -45,7 +45,7 @@ def usable_engines() -> list[str]:
 
 
 def some_bytes(nbytes: int, shift: int, seed: int) -> np.ndarray:
-    """Random bytes whose address is `shift` behind the begin of a page."""
+    """Return random bytes whose address is `shift` behind the begin of a page."""
     whole = np.empty(nbytes + 8192, dtype=np.uint8)
     begin = -whole.ctypes.data % 4096 + shift
     found = whole[begin : begin + nbytes]
@@ -54,7 +54,7 @@ def some_bytes(nbytes: int, shift: int, seed: int) -> np.ndarray:
 
 
 def open_fds() -> set[str]:
-    """What is open, without the standard streams and the listing itself."""
+    """List what is open, without the standard streams and the listing itself."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -74,7 +74,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def round_trips(directory: Path) -> None:
-    """Awkward sizes at awkward addresses, with every engine; the directory stays as it was."""
+    """Write and read awkward sizes at awkward addresses, with every engine; the directory stays as
+    it was.
+    """
     print(f"seed {SEED}")
     before = sorted(os.listdir(directory))
     for engine in usable_engines():
@@ -104,12 +106,12 @@ def round_trips(directory: Path) -> None:
 
 
 def overwrites_in_full_space(directory: Path) -> None:
-    """All that is reserved can be written again and again, however full the drive is otherwise."""
+    """Write all that is reserved again and again, however full the drive is otherwise."""
     free = System().free_bytes(directory)
     capacity = min(free * 3 // 4, chosen(test=32 * MIB, torture=free)) // MIB * MIB
     with DiskStore(directory, capacity, timeout_s=60) as store:
         rest = System().free_bytes(directory)
-        with open(directory / "ballast", "wb") as ballast:  # somebody else takes what is left
+        with open(directory / "ballast", "wb") as ballast:  # another program takes what is left
             try:
                 for _ in range(rest // MIB + 1):
                     ballast.write(bytes(MIB))
@@ -197,7 +199,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="EACCES"):
             DiskStore(tmp_path, MIB)
         return
-    # Root may write everywhere: be nobody, once everything is imported.
+    # Root may write everywhere: be an ordinary user, once everything is imported.
     run_here(as_nobody, Path("/usr"))
 
 
@@ -212,7 +214,7 @@ def as_nobody(directory: Path) -> None:
 
 
 class Watched(System):
-    """Notes what is done to files."""
+    """A system that notes how many bytes are reserved."""
 
     def __init__(self) -> None:
         self.reserved: list[int] = []
@@ -314,7 +316,7 @@ def test_a_full_mount(tmp_path: Path) -> None:
 
 
 def full(directory: Path) -> None:
-    """1 MiB is left of 8."""
+    """Open stores where 1 MiB is left of 8."""
     free = System().free_bytes(directory)
     assert free == MIB
     with pytest.raises(CapacityError) as caught:

@@ -27,7 +27,7 @@ CAPACITY, ALIGN = 96 * 16, 16
 
 
 def facts(extents: Any, taken: dict[int, int]) -> tuple[Any, ...]:
-    """All that can be asked."""
+    """Return the answers to all that can be asked."""
     sizes = (1, ALIGN, 5 * ALIGN + 1, 40 * ALIGN, CAPACITY, CAPACITY + 1, 1 << 62)
     return (
         extents.capacity,

@@ -1,4 +1,4 @@
-"""Whatever can fail does: right bytes or a typed error, the old data still there, no leak."""
+"""All that can fail does: right bytes or a typed error, the old data still there, no leak."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[FaultKind, int]] = {
     "delay": (FaultKind.DELAY, 3),
 }
 FATAL = {"EIO", "ENOSPC", "EDQUOT"}  # at once; the others are mended unless they last
-SILENT = {"flip", "lost write"}  # nobody knows until the bytes are read
+SILENT = {"flip", "lost write"}  # not noticed until the bytes are read
 REMEDIES = {
     errno.EIO: "use another drive",
     errno.ENOSPC: "make room on it",
@@ -90,8 +90,8 @@ class Case:
 
 
 def cases_of(kind: str) -> list[Case]:
-    """Every position, in writes and in reads, once and for ever; few of those that last long, and
-    out of torture few of those that last for ever.
+    """List every position, in writes and in reads, once and for ever; few of those that last long,
+    and out of torture few of those that last for ever.
     """
     slow = kind in ("lost completion", "EAGAIN")
     lasting = chosen(test=(1, 6, OPERATIONS), torture=range(1, OPERATIONS + 1))
@@ -104,7 +104,7 @@ def cases_of(kind: str) -> list[Case]:
 
 
 def check_error(error: OffloadError, name: str, store: DiskStore, case: Case) -> None:
-    """It says all there is to know."""
+    """Check that the error says all there is to know."""
     assert isinstance(error, StoreError), repr(error)
     assert error.errno is not None
     assert error.tensor == name
@@ -159,7 +159,7 @@ class Trial:
         return random_bytes(CHUNKS[name], self.seed)
 
     def run(self, case: Case) -> bool:
-        """Whether the fault was met."""
+        """Run one case; return whether its fault was met."""
         store = self.store
         data = {n: self.fresh(n) if case.is_write else np.empty_like(self.right[n]) for n in CHUNKS}
         start = store.write if case.is_write else store.read
@@ -185,7 +185,7 @@ class Trial:
         return met
 
     def check_errors(self, case: Case, errors: dict[str, OffloadError], met: bool) -> None:
-        """As many as must be."""
+        """Check that there are as many errors as there must be."""
         stuck = [n for n, e in errors.items() if e.errno == errno.ETIMEDOUT]  # type: ignore
         if case.is_write:
             self.stuck_writes += sum(-(-CHUNKS[name] // BLOCK) * BLOCK for name in stuck)
@@ -204,7 +204,9 @@ class Trial:
             assert len(errors) == (case.kind in FATAL or case.kind == "flip")
 
     def check_bytes(self, case: Case) -> None:
-        """All chunks are right, the old ones after a failed write; what was spoilt is found."""
+        """Check that all chunks are right, the old ones after a failed write, and that spoilt ones
+        are found.
+        """
         spoilt = 0
         for name in CHUNKS:
             try:
@@ -235,7 +237,7 @@ class Trial:
 
 
 def try_all(directory: Path, engine: str, cases: Sequence[Case], timeout_s: float) -> int:
-    """With one store; how many faults were met."""
+    """Run the cases with one store; return how many faults were met."""
     trial = Trial(directory, engine, timeout_s)
     try:
         return sum(trial.run(case) for case in cases)

@@ -60,7 +60,7 @@ def store(tmp_path: Path, pool: Pool, engine: str) -> Iterator[DiskStore]:
 
 
 def in_child(act: Callable[[], None]) -> int:
-    """Fork; the child does `act` and ends without clean-up. Its process number."""
+    """Fork; the child does `act` and ends without clean-up. Return its process number."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -171,7 +171,9 @@ def test_the_parent_is_right_through_many_forks(store: DiskStore, pool: Pool, se
 
 
 def refuse_all(store: DiskStore, snapshot: object, pool: Pool, lease: Lease) -> None:
-    """In the child: everything is a `StateError`, at once, also with the parent's locks held."""
+    """Check in the child that everything is a `StateError`, at once, also with the parent's locks
+    held.
+    """
     memory = bytearray(MIB)
     acts: dict[str, Callable[[], object]] = {
         "write": lambda: store.write("b", memory),
@@ -298,7 +300,7 @@ def test_the_end_of_a_child_disturbs_nobody(tmp_path: Path) -> None:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Each item tries the parent's store and says whether it was refused."""
+    """A dataset whose items try the parent's store and say whether they were refused."""
 
     def __init__(self, store: DiskStore, pool: Pool) -> None:
         self._store, self._pool = store, pool

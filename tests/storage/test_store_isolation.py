@@ -1,4 +1,4 @@
-"""Many processes with disk stores in one directory: nobody sees another's bytes, and a process that
+"""Many processes with disk stores in one directory: none sees another's bytes, and a process that
 is killed leaves nothing behind.
 
 The processes run this file. Each has a pattern of its own and checks every read against a model.
@@ -43,14 +43,14 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def pattern(owner: int, generation: int, nbytes: int) -> np.ndarray:
-    """Bytes that only `owner` writes: every word has its number and the write's."""
+    """Make bytes that only `owner` writes: every word has its number and the write's."""
     words = np.arange(-(-nbytes // 8), dtype=np.uint64)
     words += np.uint64((owner << 48) | (generation << 24))
     return words.view(np.uint8)[:nbytes]
 
 
 def work(directory: Path, owner: int, seed: int, stop: int, report: int) -> None:
-    """Write, read, check, until pipe `stop` ends; tells pipe `report` how many reads were right."""
+    """Write, read, check, until pipe `stop` ends; tell pipe `report` how many reads were right."""
     rng = random.Random(seed)
     model: dict[str, tuple[int, int]] = {}  # generation and size
     reads = 0
@@ -65,7 +65,7 @@ def work(directory: Path, owner: int, seed: int, stop: int, report: int) -> None
 def step(
     store: DiskStore, model: dict[str, tuple[int, int]], owner: int, rng: random.Random
 ) -> int:
-    """One random act; returns how many reads were checked."""
+    """Do one random act; return how many reads were checked."""
     name = f"chunk {rng.randrange(6)}"
     if name not in model or rng.random() < 0.4:
         nbytes = rng.choice([0, 1, 4095, 4097, rng.randrange(2 * MIB)])
@@ -126,7 +126,7 @@ class Worker:
         assert not os.path.exists(f"/proc/{self.pid}/fd")
 
     def finish(self) -> int:
-        """End it kindly; how many reads it has checked."""
+        """End it kindly; return how many reads it has checked."""
         os.write(self._stop, b"x")
         found = self._line()
         assert self._end() == 0, f"owner {self.owner}: wrong bytes, see standard error"
@@ -140,8 +140,8 @@ class Worker:
 
 
 def disturb(directory: Path, seed: int) -> int:
-    """Workers in one directory, random ones killed and replaced, the rest ended kindly; how many
-    reads were checked.
+    """Run workers in one directory, kill and replace random ones, and end the rest kindly; return
+    how many reads were checked.
     """
     rng = random.Random(seed)
     workers = [Worker(directory, owner, seed + owner) for owner in range(1, PROCESSES + 1)]
@@ -170,7 +170,9 @@ def free_bytes(directory: Path) -> int:
 
 
 def disturb_alone(directory: Path, seed: int, is_alone: bool) -> None:
-    """is_alone: nobody else uses the file system, so every byte must come back."""
+    """Disturb, and look for what is left. is_alone: no other process uses the file system, so every
+    byte must come back.
+    """
     before = free_bytes(directory)
     print("reads", disturb(directory, seed), flush=True)
     assert os.listdir(directory) == []
@@ -214,7 +216,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def swap_fds(directory: Path) -> list[int]:
-    """Files that this process has open in `directory`, which have no name."""
+    """List files that this process has open in `directory`, which have no name."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Stores against a model: a dictionary of bytes, whatever is done in whatever order."""
+"""Stores against a model: a dictionary of bytes, with any acts in any order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ BATCH = st.lists(
 
 
 class Machine(RuleBasedStateMachine):
-    """`held` has the bytes of each name by generation; `pinned` those of each snapshot."""
+    """A state machine: `held` has the bytes of each name by generation; `pinned` those of each
+    snapshot.
+    """
 
     snapshots = Bundle("snapshots")
 
@@ -89,7 +91,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), nbytes=SIZES, seed=SEEDS)
     def write(self, name: str, nbytes: int, seed: int) -> None:
-        """The new generation lies beside the old one."""
+        """Write a generation, which lies beside the old one."""
         data = random_bytes(nbytes, seed)
         if self.used() + self.room(nbytes) > CAPACITY:
             with pytest.raises(CapacityError, match=name):
@@ -147,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.used() < CAPACITY // 4)
     @rule(batches=st.lists(BATCH, min_size=2, max_size=4), seed=SEEDS)
     def at_once(self, batches: list[list[tuple[str, int, int]]], seed: int) -> None:
-        """Threads with two names each, and one more that all of them write."""
+        """Write from threads with two names each, and one more that all of them write."""
         sizes = [nbytes for batch in batches for _, _, nbytes in batch]
         if sum(map(self.room, sizes)) + 4 * BLOCK > CAPACITY // 2:
             return

@@ -235,7 +235,7 @@ SIZES = (5, 4096, 300_000, 1 << 20, (2 << 20) + 77)
 
 @pytest.fixture(params=ENGINES)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A file of several tensors, an engine, and a block of all of them, in reversed order."""
+    """Make a file of several tensors, an engine, and a block of all of them, in reversed order."""
     generator = torch.Generator().manual_seed(2)
     header, data, begin = {}, b"", 0
     for number, nbytes in enumerate(SIZES):

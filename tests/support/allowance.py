@@ -1,5 +1,6 @@
-"""A device whose memory is only counted, and what `DeviceBudget` must do with it in any case. These
-checks are also made of the faulty versions in `device/mutants.py`.
+"""A stand-in for a device, whose memory is only counted, and checks of `DeviceBudget` with it.
+
+The same checks run against the faulty versions of `device/mutants.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ LIMIT, LEAST, UNITS = 1000, 100, 4
 
 
 class Gauge:
-    """Stands for `DeviceGauge`. blocks, others: bytes that they hold."""
+    """A stand-in for `DeviceGauge`.
+
+    blocks: bytes that the blocks of units hold.
+    others: bytes that everything else on the device holds.
+    """
 
     def __init__(self, others: int = 0) -> None:
         self.blocks, self.others = 0, others
@@ -46,7 +51,10 @@ def run(
     phase: Hashable = "forward",
     growths: Iterable[int] = (0, 0, 0, 0),
 ) -> None:
-    """One run of that phase, unit by unit; others grow so far within each, and are gone after."""
+    """Run the phase unit by unit.
+
+    growths: for each unit, the bytes by which the rest grows while it runs; they are freed after.
+    """
     for unit, growth in enumerate(growths):
         with device_budget.moving((phase, unit)):
             pass

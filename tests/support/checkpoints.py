@@ -1,4 +1,4 @@
-"""For the tests of checkpoints: small ones, with known bytes."""
+"""Small checkpoints with known bytes, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_bytes(nbytes: int, seed: int) -> Bytes:
 
 
 def contents_of(seed: int) -> dict[str, dict[str, Bytes]]:
-    """Two sections, with tensors of odd sizes that share blocks, and an empty one."""
+    """Make two sections, with tensors of odd sizes that share blocks, and an empty tensor."""
     sizes = {
         "model": {"a": 5000, "empty": 0, "b": 1, "c": 12288, "d": 3},
         "optimizer": {"a/exp_avg": 9001, "step": 8},
@@ -61,7 +61,7 @@ def save(
 
 
 def read(path: Path) -> dict[str, dict[str, Bytes]]:
-    """All bytes of a checkpoint, every one checked."""
+    """Read all bytes of a checkpoint, and check every one."""
     found: dict[str, dict[str, Bytes]] = {}
     with CheckpointReader(path) as reader:
         reader.check()

@@ -27,7 +27,7 @@ from typing import Any
 
 _TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PR_SET_CHILD_SUBREAPER = 36
-# What an interpreter or a library reads when it starts, which is over by now.
+# Read by an interpreter or a library when it starts: too late for a forked child.
 _TOO_LATE = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES", "OMP_", "KMP_")
 # How threads wait (OMP_WAIT_POLICY) is a matter of speed alone.
 _TAKEN_OVER = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
@@ -69,7 +69,7 @@ class Popen(subprocess.Popen):
 
 
 def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run to the end, as `subprocess.run`."""
+    """Run the command to its end, as `subprocess.run` does."""
     check, timeout = options.pop("check", False), options.pop("timeout", None)
     given = options.pop("input", None)
     if given is not None:
@@ -89,8 +89,9 @@ def run(command: list[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
 
 
 def start(command: Any, *args: Any, nested: bool = False, **options: Any) -> Any:
-    """What `subprocess.Popen` does, with torch loaded where the command is this Python: for its
-    place, in tests of what starts processes.
+    """Start a process as `subprocess.Popen` does, with torch loaded if the command is this Python.
+
+    Tests of code that starts processes patch it in for `subprocess.Popen`.
     """
     if is_this_python(command):
         return Popen(command, *args, nested=nested, **options)
@@ -114,7 +115,7 @@ def _check(command: Any, bound: dict[str, Any]) -> None:
 
 
 def program(module: str, *args: object) -> list[str]:
-    """The command that runs a module below tests/, such as `support.kill_loop`."""
+    """Return the command that runs a module below tests/, such as `support.kill_loop`."""
     start = f"import sys; sys.path.insert(0, {_TESTS!r}); import runpy; "
     run = f"sys.argv[0] = {module!r}; runpy.run_module({module!r}, run_name='__main__')"
     return [sys.executable, "-c", start + run, *map(str, args)]
@@ -128,7 +129,10 @@ class _Server:
         adopt_orphans()
 
     def start(self, request: dict[str, Any], files: list[int]) -> int:
-        """The process id of a new child with these three files and this request."""
+        """Have a child forked, and return its process id.
+
+        files: its standard input, output and error, and the others that are passed to it.
+        """
         message = json.dumps(request).encode()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         self._here.sendmsg([len(message).to_bytes(4, "little")], rights)
@@ -140,7 +144,7 @@ class _Server:
 
 @functools.cache
 def _server() -> _Server:
-    """Of this process, which is started for the first child."""
+    """Return this process's server; the first call starts it."""
     here, there = socket.socketpair()
     paths = os.pathsep.join([_TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
     with there:
@@ -155,7 +159,7 @@ def _server() -> _Server:
 
 
 def _end(owner: int, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Of the server, in the process that has started it: forks of that one run this as well."""
+    """End the server, but only in the process that started it: its forks run this as well."""
     if os.getpid() == owner:
         link.close()
         process.kill()
@@ -163,7 +167,7 @@ def _end(owner: int, link: socket.socket, process: subprocess.Popen[bytes]) -> N
 
 
 def use_server(link: socket.socket) -> None:
-    """All children of this process are forked by the server at the other end of `link`."""
+    """Have all children of this process forked by the server at the other end of `link`."""
     global _server
     server = _Server(link)
     _server = functools.cache(lambda: server)

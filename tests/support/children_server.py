@@ -1,9 +1,9 @@
 """The server behind `support.children`: imports what is slow to import, then forks on request.
 
-A request is some files (standard input, output, error and what else is passed) and JSON: argv, cwd,
-env, session, group, the numbers of the files and nested. The child is forked twice, so that it is
-adopted by the process that asked. It returns from `serve` and runs its program at the top level of
-this module: it ends as any interpreter ends.
+A request is some files (standard input, output, error and those that are passed) and JSON: argv,
+cwd, env, session, group, numbers (the descriptors that the files get) and nested. The child is
+forked twice, so that the process that asked adopts it. It returns from `serve` and runs its program
+at the top level of this module: it ends as any interpreter ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_FILES = 16
 
 
 def serve(link: socket.socket) -> dict[str, Any] | None:
-    """Fork for every request. Returns the request in a child, None when nobody asks any more."""
+    """Fork for every request. Return the request in a child, None when the link is closed."""
     gc.collect()
     gc.freeze()
     while True:
@@ -65,7 +65,7 @@ def serve(link: socket.socket) -> dict[str, Any] | None:
 
 
 def start_of_child(link: socket.socket) -> dict[str, Any]:
-    """Serve; returns in the children alone, with the request that each is for."""
+    """Serve, and return in each child with its request; the server itself exits here."""
     request = serve(link)
     if request is None:
         os._exit(0)
@@ -82,7 +82,7 @@ def start_of_child(link: socket.socket) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Take over what the request says: files, directory, environment, arguments, search path."""
+    """Take over the request's session or group, files, directory, environment and search path."""
     if request["session"]:
         os.setsid()
     elif os.getpgrp() != request["group"]:
@@ -102,7 +102,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 def _take_files(files: list[int], numbers: list[int]) -> None:
-    """Give each file its number, which may be that of another one now."""
+    """Give each file its descriptor number, which another of them may have now."""
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for file in files]
     for file in files:
         os.close(file)
@@ -145,7 +145,7 @@ def execute(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The own folder and the search path of whoever asked come first and are not the child's.
+    # The own folder and the search path of the asking process come first; a child has its own.
     own = os.environ["PYTHONPATH"].split(os.pathsep)
     _SEARCH_PATH = [path for path in sys.path[1:] if path not in own]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the children that run

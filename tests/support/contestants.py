@@ -19,6 +19,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def start(command: list[str], **options: Any) -> Any:
-    """In the place of `subprocess.Popen`."""
+    """Start a contestant; patched in for `subprocess.Popen`."""
     assert command[0] == sys.executable
     return children.Popen([sys.executable, "-c", _START, *command[1:]], **options)

@@ -1,4 +1,4 @@
-"""Few of many drawn cases that have everything which any of them has."""
+"""A choice of few among many drawn cases, such that it has every feature that any of them has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Stand-ins for `CheckpointDisk`: one that records, one that fails. Their engine does everything at
-once, in the caller's thread, through the disk, so that the order of all operations is known.
+"""Stand-ins for `CheckpointDisk`: a plain one, and one that counts its calls and fails at one.
+Their engine does everything at once, in the caller's thread, through the disk, so that the order of
+all operations is known. The one that records is in `power_loss.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SECTOR = 512
 
 
 class StraightEngine(IOEngine):
-    """Reads and writes at once."""
+    """An I/O engine that reads and writes at once, in the caller's thread."""
 
     def __init__(self, disk: StraightDisk) -> None:
         super().__init__("straight", 1 << 20, 30.0)
@@ -58,7 +59,7 @@ class StraightEngine(IOEngine):
 
 
 class StraightDisk(CheckpointDisk):
-    """Claims that files are written past the page cache, in whole blocks, without doing so."""
+    """A disk that claims to write files by direct I/O, in whole blocks, without doing so."""
 
     def go_direct(self, fd: int) -> int:
         return 4096
@@ -80,8 +81,9 @@ GROWING = {"mkdir", "open_new", "allocate", "write", "write_data", "fsync", "fsy
 
 @dataclass
 class FaultyDisk(StraightDisk):
-    """The `nth` call (from 1) fails with `code`; forever: all calls named there from then on, too.
+    """A disk whose `nth` call (from 1) fails with `code`.
 
+    forever: operations that fail from then on, too.
     A sync that failed must not be tried again on the same file.
     """
 
@@ -97,7 +99,7 @@ class FaultyDisk(StraightDisk):
         self.points.append((len(self.calls), point))
 
     def point_of(self, name: str) -> int:
-        """How many calls come before a point."""
+        """Return how many calls come before a point."""
         return next(count for count, point in self.points if point == name)
 
     def _count(self, operation: str, file: str) -> None:

@@ -1,4 +1,4 @@
-"""Small checkpoints written by the plainest means, for the tests of those who read them."""
+"""Small checkpoints written by the plainest means, for the tests of their readers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALUES: dict[str, Any] = {
 def write_shard(
     directory: Path, name: str, specs: tuple[TensorSpec, ...], seed: int
 ) -> tuple[int, list[SavedTensor]]:
-    """The file's bytes and its tensors."""
+    """Write a shard of random bytes; return the file's size and its tensors."""
     draw = random.Random(seed)
     header, places = build_header(specs)
     data, saved = bytearray(header), []
@@ -71,7 +71,7 @@ def write_checkpoint(
     shards: Mapping[str, tuple[TensorSpec, ...]] = SHARDS,
     values: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """A whole checkpoint of random bytes."""
+    """Write a whole checkpoint of random bytes."""
     directory.mkdir(mode=0o700, parents=True)
     files: dict[str, int] = {}
     tensors: dict[str, SavedTensor] = {}

@@ -1,4 +1,4 @@
-"""What is in the golden checkpoints: made by formulas, so that every machine knows every value."""
+"""The contents of the golden checkpoints, made by formulas: every machine knows every value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ LR = 0.03125
 
 
 class Model(nn.Module):
-    """Two dtypes, tied weights, a frozen one, buffers of other types, one without elements."""
+    """A model with two dtypes, tied weights, a frozen parameter, and buffers of other types, one of
+    them without elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class Model(nn.Module):
 
 
 def values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of some tensor: numbers with few bits, exact in each type."""
+    """Make the values of a tensor by its name: numbers with few bits, exact in each type."""
     begin = sum(name.encode()) % 31
     numel = math.prod(shape)
     numbers = (torch.arange(numel) * 7 + begin) % 61 - 30
@@ -48,7 +50,7 @@ def values(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def fields(model: nn.Module) -> dict[int, dict[str, Tensor]]:
-    """The optimizer's state; masters have bits that their parameters do not."""
+    """Make the optimizer's state; masters have bits that their parameters do not."""
     found: dict[int, dict[str, Tensor]] = {}
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     for number, (name, param) in enumerate(trained):
@@ -65,7 +67,7 @@ def fields(model: nn.Module) -> dict[int, dict[str, Tensor]]:
 
 
 def extra() -> dict[str, Any]:
-    """Of every kind that a checkpoint can have."""
+    """Make a value for `extra` of every kind that a checkpoint can hold."""
     return {
         "none": None,
         "truth": [True, False],
@@ -82,7 +84,7 @@ def extra() -> dict[str, Any]:
 
 
 def build() -> tuple[Model, Any, Any]:
-    """Model, optimizer with two groups, scheduler: all without values yet."""
+    """Build the model, an optimizer with two groups, and a scheduler: all without values yet."""
     torch.manual_seed(0)
     model = Model()
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -92,7 +94,7 @@ def build() -> tuple[Model, Any, Any]:
 
 
 def fill(model: Model, optimizer: Any, scheduler: Any) -> None:
-    """Everything gets its value. The optimizer is wrapped: others have no masters."""
+    """Give everything its value. The optimizer must be wrapped: a plain one has no masters."""
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             name = name.replace("head.weight", "embedding.weight")

@@ -1,4 +1,4 @@
-"""Directories that somebody has made to lead a reader astray: `LAYOUTS`, each a function that
+"""Directories that an attacker has made to lead a reader astray: `LAYOUTS`, each a function that
 spoils a whole checkpoint. `python hostile_layouts.py ROOT` judges them all and prints JSON.
 """
 
@@ -25,7 +25,7 @@ SHARD, OTHER = "model-00001.safetensors", "model-00002.safetensors"
 TIB = 1 << 40
 Spoil = Callable[[Path], object]
 LAYOUTS: dict[str, Spoil] = {}
-# What is no damage: readers never look at it.
+# Changes that are no damage: readers never look at them.
 HARMLESS: dict[str, Spoil] = {}
 
 
@@ -87,7 +87,7 @@ def bind(file: Path) -> None:
 def make_device(file: Path, kind: int, number: int) -> None:
     if os.geteuid() == 0:
         os.mknod(file, kind | 0o600, number)
-    else:  # the nearest that others can make
+    else:  # the nearest that a user without privileges can make
         file.symlink_to("/dev/zero")
 
 
@@ -138,7 +138,7 @@ def a_shard_has_two_names_inside(path: Path) -> None:
 
 
 def seal(path: Path, text: bytes) -> None:
-    """`text`: a document in braces, without digest."""
+    """Write a manifest with a digest that is right. text: a document in braces, without digest."""
     body = text[:-1]
     put_manifest(path, body + b',"sha256":"%b"}\n' % hashlib.sha256(body).hexdigest().encode())
 
@@ -264,7 +264,7 @@ def a_manifest_and_more(path: Path) -> None:
 
 
 def put_header(name: str, make: Callable[[bytes], bytes]) -> None:
-    """make: from the good first 4096 bytes."""
+    """Add a layout with another header, which `make` makes from the good first 4096 bytes."""
 
     def act(path: Path) -> None:
         data = (path / SHARD).read_bytes()

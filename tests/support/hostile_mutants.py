@@ -1,6 +1,6 @@
 """Manifests and headers with changes that a fuzzer would make and a person would not: every byte
-flipped, thousands of changes to the structure. `python hostile_mutants.py ROOT SEED COUNT` judges
-them and prints JSON.
+flipped, thousands of changes to the structure. `python hostile_mutants.py ROOT SEED COUNT PATTERNS`
+judges them and prints JSON. PATTERNS: by how many bit patterns each byte is changed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ STRANGE: list[Any] = [
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every container of a tree, with every key or index in it."""
+    """List every container of a tree, with every key or index in it."""
     found: list[tuple[Any, Any]] = []
     stack = [tree]
     while stack:
@@ -147,7 +147,7 @@ def mutate_header(good: dict[str, Any], draw: random.Random) -> bytes:
 class Judges:
     def __init__(self, path: Path, watch: Watch, patterns: int) -> None:
         self.path, self.watch = path, watch
-        self.patterns = patterns  # of which each byte is changed
+        self.patterns = patterns  # how many each byte is changed by
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.manifest = (path / MANIFEST).read_bytes()
@@ -160,12 +160,14 @@ class Judges:
             self.watch.problems.clear()
 
     def patterns_at(self, offset: int) -> list[int]:
-        """As many as are wanted; over five neighbours all there are."""
+        """Return the bit patterns to try at an offset; five neighbours together try all of them."""
         turned = offset % len(PATTERNS)
         return [*PATTERNS[turned:], *PATTERNS[:turned]][: self.patterns]
 
     def flip_manifest(self) -> None:
-        """As damage does it, and as somebody does it who can make the digest right again."""
+        """Flip bits of the manifest as damage does, and as an attacker does, who corrects the
+        digest.
+        """
         end = self.manifest.rindex(b",")
         for offset in range(len(self.manifest)):
             for pattern in self.patterns_at(offset):
@@ -231,7 +233,7 @@ def tensors_of(text: bytes) -> dict[str, tuple[Any, ...]]:
 
 
 def parse_twice(text: bytes) -> None:
-    """What is sound can be written again and is then the same."""
+    """Parse a manifest; if it is sound, check that it is the same once written and parsed again."""
     found = Manifest.parse(text)
     assert Manifest.parse(found.to_bytes()) == found
 

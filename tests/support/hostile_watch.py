@@ -1,5 +1,5 @@
-"""Watches over a process that reads hostile files: what it opens, whether it runs code, what it
-takes. Runs in a process of its own, because an audit hook stays for good.
+"""A watch over a process that reads hostile files: what it opens, whether it runs code, how much
+memory it takes. Runs in a process of its own, because an audit hook stays for good.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from offload.checkpoint.format.values import decode
 from offload.checkpoint.format.verify import verify
 from offload.core.errors import ConfigError, CorruptionError, FormatError
 
-# What reading a checkpoint may do, of all that Python tells an audit hook about. So nothing is
-# imported, compiled, run, started, sent, loaded, changed or removed.
+# The audit events that reading a checkpoint may cause. So nothing is imported, compiled, run,
+# started, sent, loaded, changed or removed.
 HARMLESS = frozenset({"open", "os.listdir", "object.__getattr__", "sys._getframe"})
 IN_ACCESS, IN_OPEN = 0x1, 0x20
 
 
 class Watch:
-    """Armed only while the judges run. problems: what they did and must not."""
+    """An audit hook and an inotify watch, armed only while the judges run.
+
+    problems: what the judges did and must not do.
+    """
 
     def __init__(self, root: Path, outside: Path) -> None:
         self.problems: list[str] = []
@@ -68,7 +71,7 @@ class Watch:
                 self.problems.append("a file outside was opened or read")
 
     def _drain(self) -> bool:
-        """Whether the kernel has seen anybody open a file outside since the last time."""
+        """Return whether any process has opened or read a file outside since the last call."""
         try:
             return len(os.read(self._inotify, 65536)) >= struct.calcsize("iIII")
         except BlockingIOError:
@@ -76,7 +79,7 @@ class Watch:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """From here on this process gets so much more address space, then `MemoryError`."""
+    """Limit the address space of this process to so much more than now; then `MemoryError`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -86,7 +89,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def outcome(act: Callable[[], object]) -> str:
-    """`ok`, `damaged` or the name of a typed error; anything else goes through."""
+    """Run a reader; return `ok`, `damaged` or the name of a typed error. Other errors propagate."""
     try:
         found = act()
     except (FormatError, CorruptionError, ConfigError) as error:
@@ -96,7 +99,7 @@ def outcome(act: Callable[[], object]) -> str:
 
 
 def read_all(path: Path) -> None:
-    """As a reader does it: the manifest, its values, and the first bytes of every part."""
+    """Read a checkpoint as a reader does: manifest, values, and the first bytes of every part."""
     with CheckpointDirectory(path) as directory:
         manifest = directory.read_manifest()
         directory.check_files(manifest)
@@ -111,7 +114,7 @@ def read_all(path: Path) -> None:
 
 
 def judge(path: Path) -> dict[str, str]:
-    """What each reader says about a checkpoint, and about the directory it lies in."""
+    """Return what each reader says about a checkpoint, and about the directory it lies in."""
     return {
         "verify": outcome(lambda: verify(path)),
         "read": outcome(lambda: read_all(path)),
@@ -121,12 +124,12 @@ def judge(path: Path) -> dict[str, str]:
 
 
 def find_this(path: Path) -> None:
-    """Of all that lies there, no other is a whole checkpoint."""
+    """Check that no neighbour of a checkpoint is taken for a newer whole one."""
     assert find_newest(path.parent) == path
 
 
 def warm_up(path: Path) -> None:
-    """Everything that is imported and compiled late, before the watch begins."""
+    """Have everything imported and compiled that is so late, before the watch begins."""
     # To show a warning Python opens the file that it comes from.
     warnings.filterwarnings("ignore", r"checkpoint .* is passed over")
     assert set(judge(path).values()) == {"ok"}, judge(path)

@@ -18,7 +18,7 @@ VOCABULARY, LENGTH = 256, 12
 
 
 def llama(layers: int = 2) -> Any:
-    """Always the same one. Some 110,000 parameters, an AdamW state of 850 KiB."""
+    """Build the model, always the same one: some 110,000 parameters, an AdamW state of 850 KiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -29,7 +29,7 @@ def llama(layers: int = 2) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        attention_dropout=0.1,  # what a resumed run gets wrong without the generator's state
+        attention_dropout=0.1,  # a resumed run gets it wrong without the generator's state
         use_cache=False,
     )
     torch.manual_seed(3)
@@ -37,7 +37,7 @@ def llama(layers: int = 2) -> Any:
 
 
 def texts(count: int) -> list[dict[str, Tensor]]:
-    """Random words, as the items of a data set for causal language models."""
+    """Draw random words, as the items of a data set for causal language models."""
     generator = torch.Generator().manual_seed(11)
     words = torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in words]
@@ -49,13 +49,13 @@ def batch(number: int, size: int = 2) -> dict[str, Tensor]:
 
 
 def tight(optimizer: Optimizer, directory: Path) -> dict[str, Any]:
-    """A budget of three buffers: nearly all of the state is on the drive."""
+    """Return a budget of three buffers: nearly all of the state is on the drive."""
     largest = max((chunk.nbytes for chunk in offload.plan(optimizer).chunks), default=4096)
     return {"host_memory": 3 * largest, "nvme": directory}
 
 
 def adamw(params: Iterable[Any], directory: Path | None, **settings: Any) -> Any:
-    """AdamW as torch has it (directory: None), or wrapped with its state on the drive."""
+    """Make a plain AdamW (directory: None), or one that is wrapped, with its state on the drive."""
     optimizer = AdamW(params, **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **settings})
     if directory is None:
         return optimizer
@@ -66,6 +66,6 @@ def adamw(params: Iterable[Any], directory: Path | None, **settings: Any) -> Any
 
 
 def moved_bytes(optimizer: Any) -> int:
-    """Bytes that a wrapped optimizer has moved to and from the drive so far."""
+    """Return the bytes that a wrapped optimizer has moved to and from the drive so far."""
     told = offload.report(optimizer)
     return int(told.disk_read_bytes + told.disk_written_bytes)

@@ -57,7 +57,7 @@ def plain() -> tuple[Any, Any]:
 
 
 def truth() -> list[str]:
-    """What model and optimizer are after each step in plain torch."""
+    """Return the digests of model and optimizer before each step in plain torch."""
     model, optimizer = plain()
     found = []
     for step in range(MOST_STEPS + 1):
@@ -68,11 +68,13 @@ def truth() -> list[str]:
 
 
 class Wrong(Exception):
-    """What must not be."""
+    """A violation of what must hold after an interrupt."""
 
 
 class Late:
-    """Makes the thread of a save wait, so that the step beside it meets every chunk unsaved."""
+    """A patch that delays the thread of a save, so that the step beside it meets every chunk
+    unsaved.
+    """
 
     until_s = 0.0
     run = Saver.run
@@ -99,7 +101,7 @@ class Training:
         self.base = self.held()
 
     def begin(self) -> None:
-        """With a step, before which there is no state to save."""
+        """Begin with a step, before which there is no state to save, and a save."""
         self.model, self.optimizer = plain()
         self.step = 0
         self.open()
@@ -131,7 +133,7 @@ class Training:
         )
 
     def save_beside(self) -> None:
-        """A background save, and a step that overlaps it."""
+        """Take a background save, and a step that overlaps it."""
         step, Late.until_s = self.step, time.monotonic() + 1.0
         ticket = self._save(background=True)
         self.train()
@@ -144,7 +146,7 @@ class Training:
         self.step = self.saved[path]
 
     def load_beside(self) -> None:
-        """A background save, for whose end a load waits."""
+        """Begin a background save, and a load that waits for its end."""
         self._save(background=True)
         self.load()
 
@@ -170,7 +172,7 @@ class Training:
         try:
             torch.manual_seed(0)
             found = digest(self.model, self.optimizer)
-        except OffloadError as error:  # it says what is wrong; a load mends it
+        except OffloadError as error:  # the training says that it is broken; a load mends it
             self.counts["mended by a load"] += 1
             self.counts[type(error).__name__] += 1
             self.mend()
@@ -181,8 +183,8 @@ class Training:
         self.step = known[0]
 
     def settle(self) -> None:
-        """What is saved is whole; what is not there was not acknowledged."""
-        with contextlib.suppress(OffloadError):  # a background save that nobody waited for
+        """Check that each checkpoint is whole, and each acknowledged one there; drop old ones."""
+        with contextlib.suppress(OffloadError):  # of a background save that was not waited for
             offload.checkpoint.background.await_saves([self.model, self.optimizer])
         for path in self.saves.iterdir():
             if path.name.startswith("."):
@@ -213,7 +215,7 @@ class Training:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     def rewind(self) -> None:
-        """Back to the beginning, before the steps that plain torch has taken are over."""
+        """Return to the beginning before the steps that plain torch has taken run out."""
         if self.step < MOST_STEPS - 2:
             return
         self.close()
@@ -237,7 +239,7 @@ class Interrupter:
         sys.unraisablehook = self.ignore
 
     def ignore(self, what: object) -> None:
-        """Whoever kept it would keep memory."""
+        """Count an exception that Python ignores, and drop it: a reference would keep memory."""
         self.ignored += 1
 
     def interrupt(
@@ -258,7 +260,7 @@ class Interrupter:
         except KeyboardInterrupt:
             interrupted = True
         except OffloadError as error:
-            # Of a background save that the interrupt has ended.
+            # The error of a background save that the interrupt has ended.
             if moments.came_at is None:
                 raise
             training.counts[f"told as {type(error).__name__}"] += 1
@@ -276,8 +278,10 @@ class Interrupter:
         faulthandler.cancel_dump_traceback_later()
 
     def check_grad_mode(self, moments: Moments | Alarm) -> None:
-        """torch's own `no_grad` is Python: Ctrl-C at the beginning of its end leaves it in force,
-        as it does without us.
+        """Check that gradients are on again, unless torch's own `no_grad` was interrupted.
+
+        It is written in Python: Ctrl-C at the beginning of its exit leaves it in force, as it does
+        without the engine.
         """
         if torch.is_grad_enabled():
             return
@@ -288,7 +292,10 @@ class Interrupter:
         self.training.counts["no_grad left by torch"] += 1
 
     def run_over_locks(self, count: int) -> None:
-        """Those of `threading` all, of the others some, each by who has called it."""
+        """Interrupt at places in locks: at all in `threading`, at some of the others.
+
+        The same place with another caller is another place.
+        """
         found: dict[Place, str] = {}
         for name in ACTS:
             for place in self.interrupt(name, 0, is_shared).places:
@@ -306,7 +313,7 @@ class Interrupter:
             self.learn(name, self.interrupt(name, self.random.choice(self.known[name])))
 
     def run_by_clock(self, count: int) -> None:
-        """Without a tracer: many more in the same time, and none can be repeated."""
+        """Interrupt without a tracer: many more in the same time, and none can be repeated."""
         took_s = {}
         for name in ACTS:
             begin_s = time.monotonic()
@@ -318,7 +325,9 @@ class Interrupter:
             self.interrupt_by(Alarm(after_s), name, f"after {after_s:.6f} s")
 
     def learn(self, name: str, moments: Moments) -> None:
-        """Half of them any, half of them each place the first time: rare ones count as much."""
+        """Note moments to interrupt an act at: the first time of each place, so that rare places
+        count as much as others, and as many moments at random.
+        """
         if moments.came_at is None:
             places = list(moments.places.values())
             self.known[name] = places + [

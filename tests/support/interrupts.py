@@ -1,4 +1,4 @@
-"""Ctrl-C at any place: between two instructions of Python's, one after the other."""
+"""Ctrl-C at any place between two instructions of Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 
 
 def heed_interrupts() -> None:
-    """Have SIGINT raise. What a shell runs in the background ignores it, and so would all programs
-    that tests start.
+    """Have SIGINT raise KeyboardInterrupt.
+
+    A program that a shell runs in the background ignores SIGINT, and so would all programs that
+    tests start.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,8 +25,8 @@ def heed_interrupts() -> None:
 
 @contextmanager
 def interrupt_at(instruction: int, *kinds: type) -> Iterator[list[bool]]:
-    """KeyboardInterrupt before the n-th instruction of the methods of `kinds`, as a signal handler
-    raises it. Gives a list that is empty as long as it was not reached.
+    """Raise KeyboardInterrupt before the n-th instruction of the methods of `kinds`, as a signal
+    handler raises it. Gives a list that is empty as long as it was not reached.
     """
     methods = [method for kind in kinds for method in vars(kind).values()]
     codes = {method.__code__ for method in methods if hasattr(method, "__code__")}
@@ -68,7 +70,7 @@ _LOOKS = {
 
 
 class Code:
-    """The instructions of a function, and who handles what they raise."""
+    """The instructions of a function, and the handlers of what they raise."""
 
     def __init__(self, code: CodeType) -> None:
         self._operations = code.co_code  # a copy each time
@@ -76,9 +78,11 @@ class Code:
         self._handlers = [(entry.start, entry.end, entry.target) for entry in entries]
 
     def looks_between(self, before: int, at: int) -> bool:
-        """Whether a signal handler may run between these two instructions, and may be had to run
-        there: what it raises is raised by the first, what a tracer raises is raised by the second.
-        Where the first is the last one of a `with` or a `try`, others would handle it.
+        """Return whether Python may run a signal handler between these two instructions, and a
+        tracer can make it do so there.
+
+        What a signal handler raises is raised by the first instruction, what a tracer raises by the
+        second. If the first is the last one of a `with` or a `try`, another handler would catch it.
         """
         is_look = self._operations[before] in _LOOKS
         return is_look and self._handler_of(before) == self._handler_of(at)
@@ -87,16 +91,16 @@ class Code:
         return next((target for begin, end, target in self._handlers if begin <= at < end), None)
 
 
-Place = tuple[CodeType, int, CodeType | None]  # where, and for what many use, who has called it
+Place = tuple[CodeType, int, CodeType | None]  # where, and the caller if `is_shared` says so
 SHARED = ("threading.py", "contextlib.py", "locks.py")
 
 
 class Moments:
     """The moments in the main thread at which a signal handler may run, one after the other.
 
-    at: the number of the one at which SIGINT comes, as a real signal, so that whoever has another
-    handler is heard; or the place at which it comes, the first time. only: the code in which they
-    count; None: all there is.
+    at: the number of the moment at which SIGINT comes, or the place at which it comes, the first
+    time. It is a real signal, so that a handler other than Python's runs, too.
+    only: the code in which moments count; None: all code.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ def name_of(place: Place) -> str:
 
 
 class Alarm:
-    """A real SIGINT after some time, wherever the main thread is then."""
+    """A real SIGINT after some time, at any place of the main thread."""
 
     def __init__(self, delay_s: float) -> None:
         self.came_at: Place | None = None  # where the signal was noticed

@@ -1,4 +1,4 @@
-"""Torch's optimizers beside the update kernels that must match them, at awkward sizes and places.
+"""Torch's optimizers beside the update kernels that must match them, at odd sizes and addresses.
 
 Numbers, guarded memory and cases are those of `offload selftest`; here are more of them.
 """
@@ -39,7 +39,7 @@ SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 4097, 1048579]
 
 
 def assert_untouched_around(copy: Tensor, what: str) -> None:
-    """Nobody has written before or behind `copy`, a tensor of `unaligned`."""
+    """Raise AssertionError if memory before or behind `copy`, a tensor of `unaligned`, changed."""
     try:
         require_untouched_around(copy, what)
     except CheckFailed as error:
@@ -47,7 +47,7 @@ def assert_untouched_around(copy: Tensor, what: str) -> None:
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """A copy at an odd address, as a file format may hand it out."""
+    """Return a copy at an odd address, as a file format may hand it out."""
     memory = bytearray(tensor.nbytes + 1)
     copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=1)
     copy.copy_(tensor)
@@ -55,7 +55,7 @@ def misaligned(tensor: Tensor) -> Tensor:
 
 
 def cuts(numel: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """[0, numel) in at most `pieces` random slices; inner borders are multiples of `multiple`."""
+    """Cut [0, numel) into at most `pieces` random slices, inside at multiples of `multiple`."""
     inner = torch.randint(0, numel // multiple + 1, (pieces - 1,)) * multiple
     edges = sorted({0, numel, *inner.tolist()})
     return list(itertools.pairwise(edges))
@@ -111,8 +111,9 @@ def train_ours(
     slices: list[tuple[int, int]] | None = None,
     shift: int = 0,
 ) -> list[Tensor]:
-    """The same with kernels.update, each slice in memory of its own that starts `shift` elements
-    off.
+    """Train as `train_torch` does, with kernels.update.
+
+    Each slice is in memory of its own that starts `shift` elements off.
     """
     numel = start.numel()
     slices = [(0, numel)] if slices is None else slices

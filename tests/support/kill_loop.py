@@ -4,9 +4,9 @@
 Everything is imported once. Each loop is forked from here, so it starts in milliseconds; this
 process trains nothing and has no threads. A loop resumes from the newest checkpoint, tells by lines
 on a pipe what it has loaded, what it is about to save and what it has saved, and is killed: at a
-named point of a save, or at a moment that is drawn. What the next one finds must be the newest that
-was acknowledged, or a newer whole one, with the bits that every training has at that step.
-Prints what it has seen as JSON; anything wrong is an exception.
+named point of a save, or at a moment that is drawn. The next loop must find the newest checkpoint
+that was acknowledged, or a newer whole one, with the bits that every training has at that step.
+Prints its counts as JSON; anything wrong is an exception.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WAYS = [Way(kind, background) for kind in ("wrap", "prepare") for background in 
 
 
 class Killer(CheckpointDisk):
-    """Ends the process when it comes to `point` for the `count`-th time."""
+    """A disk that kills the process when it comes to `point` for the `count`-th time."""
 
     point, count = "", 0
     tell: Callable[..., None]
@@ -98,7 +98,7 @@ def train(model: Any, optimizer: Any, step: int) -> None:
 
 
 def digest(model: Any, optimizer: Any) -> str:
-    """Of all that a checkpoint brings back."""
+    """Return the digest of all that a checkpoint restores."""
     found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for name, value in sorted(model.state_dict().items()):
         found.update(name.encode() + value.contiguous().numpy().tobytes())
@@ -109,7 +109,7 @@ def digest(model: Any, optimizer: Any) -> str:
 
 
 def run_loop(way: Way, folder: Path, early: bool, tell: Callable[..., None]) -> None:
-    """Until it is killed. early: a mutant, which acknowledges what it has only begun."""
+    """Train and save until killed. early: a mutant, which acknowledges saves it has only begun."""
     make_small()
     writer.CheckpointDisk = Killer  # type: ignore[misc]
     Killer.tell = staticmethod(tell)
@@ -150,7 +150,7 @@ def run_loop(way: Way, folder: Path, early: bool, tell: Callable[..., None]) -> 
 
 
 def run_reference(tell: Callable[..., None]) -> None:
-    """Plain torch, in memory, never killed."""
+    """Train with plain torch, in memory, never killed."""
     model, optimizer = build("plain", Path())
     for step in range(REFERENCE_STEPS):
         tell("saving", step, digest(model, optimizer))
@@ -183,7 +183,7 @@ class Child:
             os._exit(code)
 
     def lines(self, until_s: float) -> list[list[str]]:
-        """What has come by then, or until the end; at least one call must see something."""
+        """Wait for lines until this time, and return those that came; raise EOFError at the end."""
         while True:
             left_s = max(0.0, until_s - time.monotonic())
             ready, _, _ = select.select([self.fd], [], [], left_s)
@@ -222,24 +222,24 @@ class Seen:
     at_points: dict[str, int] = field(default_factory=dict)
     saves: int = 0
     in_a_save: int = 0  # killed after it had begun and before it was acknowledged
-    newer: int = 0  # a whole one that nobody had acknowledged
+    newer: int = 0  # found a whole checkpoint that was not acknowledged yet
 
 
 class Contest:
-    """All kills of one way, in one folder."""
+    """A series of kills of one way, in one folder."""
 
     def __init__(self, way: Way, folder: Path, digests: dict[int, str], early: bool) -> None:
         self.way, self.folder, self.early = way, folder, early
         self.saves = folder / "saves"
         for each in (self.saves, folder / "swap"):
             each.mkdir(parents=True)
-        self.digests = digests  # of every step that any training has come to
+        self.digests = digests  # of every step that any training has reached
         self.newest = 0  # acknowledged
         self.saving = 0
         self.seen = Seen()
 
     def kill(self, point: str, count: int, delay_s: float) -> None:
-        """One loop; `point` is empty for one that is killed after a while."""
+        """Run one loop and kill it: at `point` for the `count`-th time, or after `delay_s`."""
         Killer.point, Killer.count = point, count
         child = Child(lambda tell: run_loop(self.way, self.folder, self.early, tell))
         begun_at = self.newest
@@ -284,7 +284,7 @@ class Contest:
             assert known == words[1], f"{self.way}: other bits at step {step} ({what})"
 
     def _look(self) -> None:
-        """At what a kill has left."""
+        """Check what a kill has left."""
         assert not os.listdir(self.folder / "swap"), f"{self.way}: swap files are left"
         try:
             path = find_newest(self.saves)
@@ -301,7 +301,7 @@ class Contest:
 
 
 def plan_kills(kills: int, rng: random.Random) -> list[tuple[str, int, float]]:
-    """Each named point at least once, and moments."""
+    """Draw the kills: each named point once, and then moments."""
     found = [(point, rng.randint(1, 2), 0.0) for point in POINTS]
     found += [("", 0, rng.uniform(0.0, MOST_DELAY_S)) for _ in range(kills - len(found))]
     rng.shuffle(found)

@@ -1,4 +1,4 @@
-"""What must be given back when a test has ended."""
+"""Checks that a test has released its memory, threads and files when it has ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WITHIN_S = 60.0
 def await_nothing_held(budget: Budget) -> None:
     """Wait until no host memory of the budget is in use, for a minute at most.
 
-    A thread of autograd's lets go of a graph a moment after `backward()` has returned, which on a
-    busy machine is any time later; the graph holds what the engine has given to it.
+    A thread of autograd frees a graph a moment after `backward()` has returned, which on a busy
+    machine is any time later; the graph holds memory of the engine.
     """
     end_s = time.monotonic() + WITHIN_S
     gc.collect()
@@ -35,23 +35,23 @@ def await_nothing_held(budget: Budget) -> None:
 
 @dataclass(frozen=True)
 class Handles:
-    """Threads, and open files with what they lead to."""
+    """The threads and open files of this process, files with what they lead to."""
 
     threads: frozenset[str]
     files: frozenset[tuple[str, str]]
 
     @classmethod
     def now(cls) -> Handles:
-        gc.collect()  # frames of what was raised
+        gc.collect()  # frames of exceptions that were raised
         files = set()
         for number in os.listdir("/proc/self/fd"):
-            with suppress(FileNotFoundError):  # that of the listing itself
+            with suppress(FileNotFoundError):  # the descriptor of the listing itself
                 files.add((number, os.readlink(f"/proc/self/fd/{number}")))
         threads = frozenset(thread.name for thread in threading.enumerate())
         return cls(threads, frozenset(files))
 
     def await_no_others(self) -> None:
-        """Wait until all that is there now was there before, for a minute at most."""
+        """Wait until there are no threads or files other than these, for a minute at most."""
         end_s = time.monotonic() + WITHIN_S
         while True:
             now = Handles.now()

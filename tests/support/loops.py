@@ -20,14 +20,14 @@ if LOOP not in NAMES:
 _given = os.environ.get("OFFLOAD_TEST_SEED", "20261116")
 if not _given.removeprefix("-").isdecimal():
     raise ValueError(f"OFFLOAD_TEST_SEED is {_given!r}; it is a whole number")
-SEED = int(_given)  # of what is drawn
+SEED = int(_given)  # of all drawn cases
 SHUFFLE = os.environ.get("OFFLOAD_TEST_SHUFFLE")  # the seed of another order of the tests
 
 counted: Counter[str] = Counter()
 
 
 def settings() -> str:
-    """For the head of a run."""
+    """Return a line for the head of a run."""
     order = f", shuffled by OFFLOAD_TEST_SHUFFLE={SHUFFLE}" if SHUFFLE else ""
     return f"seed {SEED} (change it with OFFLOAD_TEST_SEED){order}"
 

@@ -1,5 +1,5 @@
-"""A memory limit that the kernel enforces, for one process: a cgroup below our own, where the
-machine allows that.
+"""A memory limit that the kernel enforces, for one process: a cgroup below the caller's own, where
+the machine allows that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _GONE_S = 30.0  # by then the kernel has taken the last page of an ended process
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path | None]:
-    """A new group that may have so many bytes; None where there cannot be one. What has joined it
-    has ended when this ends.
+    """Make a cgroup that may have so many bytes; give None where that is not possible.
+
+    The processes that join it must have ended when the block ends.
     """
     group = _make(limit_bytes)
     try:
@@ -30,7 +31,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | None]:
 
 
 def join(group: str) -> None:
-    """Put this process into the group: what it takes from now on counts there."""
+    """Put this process into the group: memory that it takes from now on counts there."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
 
 

@@ -1,4 +1,4 @@
-"""Models of every kind for tests of tiered parameters, and what their runs are compared by."""
+"""Models of every kind for tests of tiered parameters, with their batches and their loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ WORDS, WIDTH = 40, 16
 
 
 class Layer(nn.Module):
-    """As in a transformer: attention and a small network. again: how checkpointing is done."""
+    """A transformer layer: attention and an MLP.
+
+    again: `use_reentrant` of activation checkpointing of the attention; None: without.
+    """
 
     def __init__(self, width: int = WIDTH, again: bool | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -36,7 +39,11 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embeddings. inside, around: checkpointing within layers, or of whole layers."""
+    """A small GPT with tied embeddings.
+
+    inside, around: `use_reentrant` of activation checkpointing within layers, or of whole layers;
+    None: without.
+    """
 
     def __init__(
         self,
@@ -75,7 +82,7 @@ class Adapted(nn.Module):
 
 
 class Lora(Gpt):
-    """Only adapters are trained."""
+    """A GPT of which only adapters are trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +93,7 @@ class Lora(Gpt):
 
 
 class Thrice(nn.Module):
-    """One layer is used three times, one never."""
+    """A model that uses one layer three times, one once and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +129,9 @@ class Experts(nn.Module):
 
 
 class Branches(nn.Module):
-    """Some layers are skipped, by a generator of its own; weights are also used without their
-    modules, and some by several.
+    """A model that skips layers at random, by a generator of its own.
+
+    Weights are also used without their modules, and some several times.
     """
 
     def __init__(self) -> None:
@@ -169,7 +177,7 @@ class _Residual(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Of torch's own layers, which use weights of modules that they do not run."""
+    """A model of torch's own layers, which use weights of modules that they do not run."""
 
     def __init__(self) -> None:
         super().__init__()

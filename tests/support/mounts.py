@@ -25,7 +25,8 @@ def run_here(
     check: Callable[[Path], None], directory: Path, setup: str = "", tools: tuple[str, ...] = ()
 ) -> None:
     """Run shell lines that mount something, then `check`, in a forked child with mounts of its own.
-    Skips by name where that is not possible.
+
+    Skips where that is not possible, and names what is missing.
     """
     for tool in ("mount", *tools):
         if shutil.which(tool) is None:
@@ -52,7 +53,7 @@ def run_here(
 
 
 def mount_and_check(check: Callable[[Path], None], directory: Path, setup: str) -> int:
-    """In the child; the code that it ends with."""
+    """Mount and run the check, in the child; return its exit code."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
         return errno.EPERM
     script = f"set -e; mount --make-rprivate /; {setup or ':'}"
@@ -63,7 +64,9 @@ def mount_and_check(check: Callable[[Path], None], directory: Path, setup: str) 
 
 
 def loop_mount(tmp_path: Path, make: str, size: str, sector: int = 512) -> str:
-    """Shell lines: a file system in a file, on a loop device that goes with the mount."""
+    """Return shell lines that mount a file system in a file, on a loop device that ends with the
+    mount.
+    """
     image, point = tmp_path / "image", tmp_path / "point"
     return f"""
       mkdir {point}; truncate -s {size} {image}; {make} {image} >/dev/null

@@ -1,11 +1,11 @@
-"""Power failures: what a save did is recorded, and the disk is shown as it may be afterwards.
+"""Power failures: the calls of a save are recorded, and the disk is shown as it may be afterwards.
 
-The model of the disk. Files and directories are inodes. What changed an inode is surely there once
+The model of the disk. Files and directories are inodes. A change of an inode is surely there once
 that very inode was synced; until then each change is there or not, by itself, in any order, and of
 a write any of its sectors. A sync of a file says nothing about its name in a directory, and one of
-a directory nothing about the files in it. One rename within a directory is one change. So nothing
-is taken from what journals of ext4 or XFS do beyond that: no order between changes of metadata, and
-a rename that lasts only from the sync of its parent on.
+a directory nothing about the files in it. One rename within a directory is one change. So the model
+assumes none of the further guarantees of the journals of ext4 or XFS: there is no order between
+changes of metadata, and a rename lasts only from the sync of its parent on.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any
 
 from support.disk_doubles import SECTOR, StraightDisk
 
-ROOT = 0  # the number of the directory that all happens in
+ROOT = 0  # the number of the directory that is watched
 
 
 @dataclass(frozen=True)
 class Change:
-    """One call. inode: whose contents it changes. call: as the method of `Disk`."""
+    """A call that changes the disk.
+
+    call: the name of the method of `CheckpointDisk`; "write" also for `write_data`.
+    inode: whose contents it changes.
+    """
 
     call: str
     inode: int
@@ -37,7 +41,7 @@ class Change:
 
 @dataclass
 class Tree:
-    """Everything on a disk: bytes of files, names in directories."""
+    """A whole disk: bytes of files, names in directories."""
 
     files: dict[int, bytearray] = field(default_factory=dict)
     names: dict[int, dict[str, int]] = field(default_factory=lambda: {ROOT: {}})
@@ -49,7 +53,7 @@ class Tree:
         )
 
     def apply(self, change: Change, sectors: set[int] | None = None) -> None:
-        """sectors: of a write that are there; None: all."""
+        """Apply a change. sectors: those of a write that have arrived; None: all."""
         call, inode = change.call, change.inode
         if call in ("mkdir", "open_new"):
             self.names.setdefault(inode, {})[change.name] = change.target
@@ -101,7 +105,7 @@ class Tree:
 
 
 class RecordingDisk(StraightDisk):
-    """Does everything, and keeps what changed what. `root` is the directory that it watches."""
+    """A disk that makes all calls and records the changes. root: the directory that it watches."""
 
     def __init__(self, root: Path) -> None:
         self.changes: list[Change] = []
@@ -192,8 +196,10 @@ _FEW = 8
 def crash_states(
     before: Tree, changes: list[Change], rng: random.Random, draws: int
 ) -> Iterator[tuple[int, Tree]]:
-    """The disk after a power failure behind each prefix of `changes`: how many changes came before,
-    and one of the trees that may be there. Each tree once for a prefix.
+    """Yield the states of the disk after a power failure behind each prefix of `changes`.
+
+    Each is the number of changes before it, and one of the trees that may be there; each tree comes
+    once for a prefix.
     """
     for count in range(len(changes) + 1):
         durable, open_changes = _split(changes[:count])
@@ -212,7 +218,7 @@ def crash_states(
 
 
 def _split(prefix: list[Change]) -> tuple[list[Change], list[Change]]:
-    """What is surely there, and what may be."""
+    """Split changes into those that are surely there, and those that may be."""
     synced: set[int] = set()
     durable: list[Change] = []
     uncertain: list[Change] = []
@@ -228,14 +234,14 @@ Choice = list[tuple[Change, "set[int] | None"]]
 
 
 def _choices(changes: list[Change], rng: random.Random, draws: int) -> Iterator[Choice]:
-    """Which of the uncertain changes are there."""
+    """Yield choices of the uncertain changes that are there."""
     data = [c for c in changes if c.call in ("allocate", "write", "truncate")]
     names = [c for c in changes if c not in data]
     yield []
     yield [(c, None) for c in changes]
     yield [(c, None) for c in data]
     yield [(c, None) for c in names]
-    if len(changes) <= _FEW:  # all there are
+    if len(changes) <= _FEW:  # all choices of whole changes
         for bits in range(1 << len(changes)):
             yield [(c, None) for i, c in enumerate(changes) if bits >> i & 1]
     for one in changes[-4:]:

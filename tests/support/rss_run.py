@@ -1,9 +1,8 @@
 """A child that trains a prepared model and tells its peak RSS: `tests/test_rss.py` starts it.
 
-Its argument is JSON: how (`prepare` or `wrap`), sizes_kib by layer (two gradients
-each), budget_bytes,
-tokens, steps, updates (whether `step()` is called), directory, and group (a cgroup to join, or
-None). Prints JSON.
+Its argument is JSON: how (`prepare` or `wrap`), sizes_kib by layer (two gradients each),
+budget_bytes, tokens, steps, updates (whether `step()` is called), directory, and group (a cgroup to
+join, or None). Prints JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Zeros(nn.Linear):
-    """Begins as zeros, which is cheap."""
+    """A linear layer that is initialized with zeros, which is cheap."""
 
     def reset_parameters(self) -> None:
         for param in self.parameters():
@@ -61,7 +60,7 @@ def forget_peak() -> None:
 
 def main(wish: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
-    torch.ones(64, 64) @ torch.ones(64, 64)  # loads what the first product loads
+    torch.ones(64, 64) @ torch.ones(64, 64)  # loads the libraries that the first product loads
     if wish["group"] is not None:
         join(wish["group"])
     forget_peak()

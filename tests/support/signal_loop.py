@@ -1,5 +1,5 @@
-"""A training that saves on signals, for test_signals.py: `signal_loop.py FOLDER HOW`. Tells what it
-does by lines on stdout.
+"""A training that saves on signals, for test_signals.py: `signal_loop.py FOLDER HOW`. Reports its
+progress by lines on stdout.
 
 With `many SEED COUNT` for HOW it forks so many trainings, one after the other, and ends each by
 SIGTERM at a moment that is drawn; what is wrong is an exception.
@@ -29,7 +29,7 @@ from support.models import Gpt, batch, loss_of
 
 
 class Slow(CheckpointDisk):
-    """Comes to no end within any limit of a test."""
+    """A disk whose saves do not end within any limit of a test."""
 
     def hook(self, point: str) -> None:
         if point == "data written":
@@ -89,7 +89,10 @@ LIMIT_S = 10.0
 
 
 def train_and_save(folder: Path, number: int, tell_parent: int) -> None:
-    """Resumes, trains, saves every second step in one of two ways, until SIGTERM."""
+    """Resume, train, and save every second step, until SIGTERM.
+
+    Trainings of odd numbers save in the background.
+    """
     make_small()
     torch.manual_seed(3)
     model: Any = Gpt(layers=1)
@@ -119,7 +122,7 @@ def train_and_save(folder: Path, number: int, tell_parent: int) -> None:
 
 
 def fork(folder: Path, number: int) -> tuple[int, int]:
-    """Process and pipe."""
+    """Fork a training; return its process id and the pipe on which it says that it trains."""
     out, into = os.pipe()
     pid = os.fork()
     if pid:

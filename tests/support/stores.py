@@ -1,4 +1,6 @@
-"""For the tests of the store: odd memory, direct looks into swap files, counts of what leaks."""
+"""Helpers for the tests of the store: odd memory, direct reads and writes of swap files, counts of
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def random_bytes(nbytes: int, seed: int) -> Bytes:
 
 
 def memory_at(shift: int, nbytes: int) -> Bytes:
-    """Memory whose address is `shift` behind a multiple of the page size; a guard page follows."""
+    """Return memory whose address is `shift` behind a multiple of the page size, with a page of
+    slack behind it.
+    """
     area = np.frombuffer(mmap.mmap(-1, shift + nbytes + BLOCK), dtype=np.uint8)
     return area[shift : shift + nbytes]
 
@@ -52,7 +56,7 @@ def write(store: Any, name: str, data: Bytes) -> None:
 
 
 def read(store: Any, name: str) -> Bytes:
-    """What is stored as `name`, or the error of reading it."""
+    """Return the bytes that are stored as `name`; raise the error of reading them."""
     target = np.empty(store.nbytes_of(name), dtype=np.uint8)
     store.read(name, target).wait(HANG_S)
     return target
@@ -60,7 +64,7 @@ def read(store: Any, name: str) -> Bytes:
 
 @contextmanager
 def opened(store: DiskStore, file: int = 0) -> Iterator[int]:
-    """Another way to the bytes of a swap file, through the page cache."""
+    """Open a swap file a second time, through the page cache."""
     fd = os.open(f"/proc/self/fd/{store._files[file].fd}", os.O_RDWR)
     try:
         yield fd
@@ -69,7 +73,7 @@ def opened(store: DiskStore, file: int = 0) -> Iterator[int]:
 
 
 def places(store: DiskStore, name: str) -> list[tuple[int, int, int]]:
-    """File, begin and bytes of each extent of a chunk."""
+    """Return file, begin and bytes of each extent of a chunk."""
     return [(e.file, e.begin, e.nbytes) for e in store._table.current[name].extents]
 
 
@@ -84,7 +88,7 @@ def poke(store: DiskStore, file: int, offset: int, data: bytes) -> None:
 
 
 def flip_bit(store: DiskStore, name: str, bit: int) -> None:
-    """Spoil one bit of a chunk in its file; again: mend it."""
+    """Flip one bit of a chunk in its file; a second call restores it."""
     for file, begin, nbytes in places(store, name):
         if bit < 8 * nbytes:
             (byte,) = peek(store, file, begin + bit // 8, 1)
@@ -95,7 +99,7 @@ def flip_bit(store: DiskStore, name: str, bit: int) -> None:
 
 
 def until(condition: Callable[[], bool], what: str = "it") -> None:
-    """Wait for something that comes soon, for a time that can only mean that it never does."""
+    """Wait until the condition holds; fail after `HANG_S`, which means that it never will."""
     end_s = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < end_s, f"{what} did not come"
@@ -112,7 +116,7 @@ def system_threads() -> int:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """No file and no thread outlives the block."""
+    """Check that no file and no thread outlives the block."""
     gc.collect()
     files, threads = open_files(), system_threads()
     yield
@@ -130,7 +134,7 @@ def plug(store: DiskStore, data: Bytes) -> Any:
 
 
 class Counter:
-    """A Python thread that counts as fast as it can: whether anybody lets it."""
+    """A Python thread that counts as fast as it can: it shows whether other code holds the GIL."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -151,8 +155,8 @@ class Counter:
 
 
 class SlowLock:
-    """A lock that leaves others much time when a thread of the engine's has let go of it: more than
-    a waiting writer sleeps between two looks.
+    """A lock that sleeps after a thread of the engine has released it, longer than a waiting writer
+    sleeps between two looks, so that other threads can take it.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from support.models import batch, loss_of
 
 
 def step(model: nn.Module, optimizer: Any, number: int, device: str = "cpu") -> Tensor:
-    """One step on the batch of this number; returns its loss, for which nobody has waited."""
+    """Take one step on the batch of this number; return its loss without a wait for the device."""
     loss = loss_of(model, batch(number).to(device))
     loss.backward()
     optimizer.step()
@@ -20,14 +20,17 @@ def step(model: nn.Module, optimizer: Any, number: int, device: str = "cpu") -> 
 
 
 def train(model: nn.Module, optimizer: Any, steps: range, device: str = "cpu") -> list[float]:
-    """The losses of these steps."""
+    """Take these steps, and return their losses."""
     return [float(step(model, optimizer, number, device)) for number in steps]
 
 
 def train_in_parts(
     model: nn.Module, optimizer: Any, steps: int, max_norm: float | None = 0.1
 ) -> list[float]:
-    """The losses of steps of one or two batches each, clipped between backward and step."""
+    """Take steps of one or two batches each, clipped between backward and step.
+
+    Returns the loss of the last batch of each step.
+    """
     losses = []
     for number in range(steps):
         torch.manual_seed(number)  # of dropout
@@ -43,7 +46,7 @@ def train_in_parts(
 
 
 def train_on_noise(model: nn.Module, optimizer: Any, width: int, steps: int = 3) -> None:
-    """Some steps of a model of plain vectors."""
+    """Take some steps of a model of plain vectors."""
     for _ in range(steps):
         model(torch.randn(8, width)).square().mean().backward()
         optimizer.step()

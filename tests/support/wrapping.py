@@ -21,7 +21,7 @@ def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Always the same ones."""
+    """Return new parameters, always with the same values."""
     return [nn.Parameter(tensor) for tensor in tensors(0, dtype)]
 
 
@@ -37,12 +37,12 @@ def train(params: Sequence[Tensor], optimizer: Any, *turns: int) -> None:
 
 
 def tight(optimizer: Optimizer, directory: Path) -> dict[str, Any]:
-    """A budget of two or three buffers: most of the state is on the drive."""
+    """Return a budget of three buffers: most of the state is on the drive."""
     largest = max(chunk.nbytes for chunk in offload.plan(optimizer).chunks)
     return {"host_memory": 3 * largest, "nvme": directory}
 
 
 def adamw(params: Sequence[Tensor], directory: Path | None = None, **settings: Any) -> Any:
-    """AdamW, wrapped; with a directory most of its state is there."""
+    """Return a wrapped AdamW; with a directory most of its state is there."""
     optimizer = AdamW(params, **{"lr": 1e-2, "fused": True, **settings})
     return offload.wrap(optimizer, **(tight(optimizer, directory) if directory else {}))

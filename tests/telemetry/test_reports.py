@@ -58,7 +58,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wrapped(tmp_path: Path, own_budget: Budget, small_chunks: None) -> Iterator[Any]:
-    """An AdamW on a small layer, most of its state on disk, with gradients."""
+    """Wrap an AdamW on a small layer, with gradients and with most of its state on disk."""
     made = optimizer()
     yield offload.wrap(made, host_memory=70_000, nvme=tmp_path)
     if isinstance(made, offload.optim.OffloadOptimizer):
@@ -174,7 +174,7 @@ def test_speeds_are_bytes_over_the_time_at_work() -> None:
 
 
 class Numbers:
-    """A writer as TensorBoard's."""
+    """A writer with an `add_scalar` like TensorBoard's."""
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
@@ -221,7 +221,7 @@ def test_the_table_reads(wrapped: Any) -> None:
 
 
 def spans_of(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """By the name of their row, in order of time."""
+    """Sort the spans of the trace by the name of their row, each row in order of time."""
     rows = {
         event["tid"]: event["args"]["name"]
         for event in trace["traceEvents"]
@@ -478,7 +478,7 @@ def test_memory_of_the_process_is_not_told_where_it_is_not_known(
 
 
 def test_steps_are_remembered_in_little_memory() -> None:
-    """4,096 of them, in memory that the first takes: a long run must not look as if it leaked."""
+    """The log keeps 4,096, in memory that the first one takes: a long run must not look leaky."""
     log = StepLog()
     causes = [f"step(): cause {n}" for n in range(10)]
     counters = [f"counter_{n}_bytes" for n in range(20)]
@@ -505,7 +505,7 @@ def test_steps_are_remembered_in_little_memory() -> None:
 
 
 def test_reports_of_a_long_run_take_no_more_memory_than_those_of_a_short_one() -> None:
-    """They are made every few steps: items are made of the columns when they are asked for."""
+    """Reports are made every few steps, so items are made from columns only when asked for."""
     model = nn.Linear(4, 4)
     with offload.wrap(torch.optim.AdamW(model.parameters()), host_memory="64KiB") as optimizer:
 

@@ -1,4 +1,4 @@
-"""The file of a run: what is written is read again, whatever else is refused."""
+"""The file of a run: what is written is read again, and any other file is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layers() -> nn.Sequential:
 
 @pytest.fixture(scope="module")
 def prepared_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model most of which is on disk."""
+    """Write the file of a run of a prepared model that is mostly on disk."""
     directory = tmp_path_factory.mktemp("run")
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -147,7 +147,7 @@ def test_other_files_are_refused_with_the_place(
 
 
 def test_random_damage_gives_a_run_or_a_refusal(prepared_file: Path, seed: int) -> None:
-    """Values of other kinds, anywhere in the part that is read."""
+    """A value of another kind is put anywhere in the part that is read."""
     whole = json.loads(prepared_file.read_text())["offload"]
     whole["events"], whole["samples"] = whole["events"][:20], whole["samples"][:5]
     chance = random.Random(seed)

@@ -1,5 +1,5 @@
 """`offload bench`: every figure is there and leads to the profile, nothing is left, nothing is
-written that was not announced. Sizes are tiny; how fast it was is nowhere asked.
+written that was not announced. Sizes are tiny; no test asks how fast it was.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TINY = BenchSizes(
     steps=2,
     warm_up_steps=1,
 )
-# What a profile has of a machine without an accelerator.
+# The speeds in the profile of a machine without an accelerator.
 MEASURED = (
     "memory_bytes_per_s",
     "update_bytes_per_s",
@@ -79,7 +79,7 @@ MEASURED = (
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small measurements, and a machine without a profile."""
+    """Make measurements small, on a machine that has no profile."""
     monkeypatch.setattr(default_sizes, "DEFAULT", TINY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
@@ -93,7 +93,7 @@ def drive(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever measures fails."""
+    """Fail if anything is measured."""
 
     def refuse(*args: Any) -> None:
         raise AssertionError("something was measured")
@@ -125,7 +125,7 @@ def tuned(name: str = "a model") -> Tuned:
 
 
 def known_profile(**changes: Any) -> Profile:
-    """Of this machine, with speeds that no machine has."""
+    """Make a profile of this machine, with speeds that no machine has."""
     cpu, cores = profile.this_machine()
     found = Profile(
         name="here",
@@ -258,7 +258,7 @@ def test_all_that_goes_to_drives_is_counted_and_within_what_was_announced(
     ):
         written[0] = 0
         with monkeypatch.context() as patch:
-            if "--sustained" in argv:  # of the flag the number alone is too large here
+            if "--sustained" in argv:  # the size that the flag gives is too large here
                 patch.setattr(bench, "replace", small_sustained)
             told = run_json(capsys, *map(str, drives), *argv)
         assert told["written_bytes"] == written[0] > 0
@@ -481,7 +481,9 @@ def test_figures_are_shown_also_when_the_file_cannot_be_written(
 
 
 def refusals() -> list[tuple[str, Callable[[Path], list[str]], str]]:
-    """A name, the arguments for a directory that is there, and what the message says."""
+    """List the refused calls: a name, the arguments for a directory that exists, and what the
+    message says.
+    """
     return [
         ("missing", lambda d: [str(d / "nope")], "is not there"),
         ("no directory", lambda d: [_file(d)], "is not a directory"),
@@ -648,7 +650,7 @@ def test_each_kind_of_traffic_moves_what_it_says(drive: Path) -> None:
         assert traffic.written_bytes == before + buffers_bytes, "which reading has to empty first"
         written = traffic.write()
         assert (written.read_bytes, written.written_bytes) == (0, TINY.disk_bytes)
-        for _ in range(3):  # the first one leaves some in buffers
+        for _ in range(3):  # the first pass leaves some in buffers
             mixed = traffic.mix()
         assert mixed.read_bytes == mixed.written_bytes == TINY.disk_bytes - buffers_bytes
         assert mixed.bytes_per_s == (mixed.read_bytes + mixed.written_bytes) / mixed.busy_s
@@ -706,7 +708,7 @@ def test_nothing_moved_has_no_speed() -> None:
 
 
 class EndlessTraffic:
-    """Busy until it is stopped; then it has ended, or fails."""
+    """A stand-in for traffic, busy until it is stopped; then it ends, or fails with `error`."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.written_bytes, self.error, self.passes = 0, error, 0
@@ -720,7 +722,7 @@ class EndlessTraffic:
 
 
 def in_turns(alone_s: float, beside_s: float) -> Callable[[], float]:
-    """A run that takes longer while another thread is busy."""
+    """Return a run that takes longer while another thread is busy."""
 
     def run() -> float:
         busy = any(thread.name == "busy drives" for thread in threading.enumerate())
@@ -849,7 +851,7 @@ def test_the_table_has_the_notes_and_what_was_written() -> None:
 
 
 def program(sizes: BenchSizes, before: str = "pass") -> list[str]:
-    """The command line with other sizes."""
+    """Return the command line of `offload bench` with other sizes. before: code that runs first."""
     text = (
         f"import sys; {before}\n"
         "from offload.tools.bench import sizes\n"
@@ -921,7 +923,7 @@ def test_ctrl_c_leaves_nothing(part: str, line: str, drive: Path) -> None:
 
 
 def test_with_an_accelerator_copies_and_products_are_its_own(drive: Path, tmp_path: Path) -> None:
-    library()  # the build has a time limit of its own
+    library()  # build it first, not within the time limit of the run
     path = tmp_path / "p.json"
     load = f"sys.path.insert(0, {str(HERE)!r}); from fake_accelerator import load; load('lazy', 1)"
     done = children.run(

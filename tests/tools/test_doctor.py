@@ -95,7 +95,7 @@ def use_core(monkeypatch: pytest.MonkeyPatch, **functions: Callable[[], Any]) ->
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands see the healthy machine and the good directory."""
+    """Make commands see the healthy machine and the good directory."""
     use_core(monkeypatch)
     monkeypatch.setattr(doctor, "read_machine", lambda: HEALTHY)
     monkeypatch.setattr(doctor, "read_directory", lambda path: replace(GOOD, path=path))
@@ -638,7 +638,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["python -m offload", "--version"])
-    monkeypatch.delitem(sys.modules, "offload.__main__", raising=False)  # of another test
+    monkeypatch.delitem(sys.modules, "offload.__main__", raising=False)  # imported by another test
     with pytest.raises(SystemExit) as leaving:
         runpy.run_module("offload", run_name="__main__")
     assert leaving.value.code == 0
@@ -650,7 +650,7 @@ def test_ctrl_c_while_it_is_imported(
 ) -> None:
     class Slow(ModuleType):
         def __getattr__(self, name: str) -> object:
-            if name.startswith("__"):  # whoever looks through all modules
+            if name.startswith("__"):  # asked by code that looks through all modules
                 raise AttributeError(name)
             raise KeyboardInterrupt
 
@@ -684,7 +684,7 @@ def test_real_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def run_doctor(
     command: str, *, path: Path | None = None, before: str = "pass"
 ) -> subprocess.CompletedProcess[str]:
-    """`command` in a shell, where $DOCTOR is the program; `before` runs in it first."""
+    """Run `command` in a shell, where $DOCTOR is the program; `before` runs in it first."""
     program = (
         f"import sys; {before}; from offload.tools.cli import main; sys.exit(main(sys.argv[1:]))"
     )

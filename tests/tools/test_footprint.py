@@ -42,7 +42,7 @@ def source_of(make: Callable[[], nn.Module]) -> FunctionSource:
 
 
 def kept_for_real(model: nn.Module, source: FunctionSource, batch: Tensor) -> int:
-    """Bytes behind all that autograd saves, but parameters and input."""
+    """Return the bytes behind all that autograd saves, without parameters and input."""
     known = {t.untyped_storage()._cdata for t in (*model.parameters(), batch)}
     kept: dict[int, Tensor] = {}
 
@@ -99,7 +99,7 @@ def test_shared_heads_cost_less_to_make_and_as_much_to_use() -> None:
 
 
 class Experts(nn.Module):
-    """As mixtures of experts compute: rows, sorted by expert, with one matrix of several each."""
+    """A mixture of experts: the rows are sorted by expert, and each expert has one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_each_row_has_one_expert_backward_too() -> None:
 
 
 class LearnedPlaces(nn.Module):
-    """T5's attention: what is added to it for places is learned."""
+    """A model with T5's attention: the bias that it adds for positions is learned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_attention_with_learned_places() -> None:
 
 
 class Attends(nn.Module):
-    """Attention over text (batch, tokens, 32), in one of the shapes that models have."""
+    """A model with attention over text (batch, tokens, 32), in one of the shapes that occur."""
 
     WAYS = ("widths", "widths and mask", "lengths", "shared", "shared widths", "dropout", "batch")
 
@@ -285,7 +285,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 class Checks(nn.Module):
-    """Looks at values as many models do, to refuse wrong ones or to take a short way."""
+    """A model that looks at values, as many do, to refuse wrong ones or to take a short way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def test_a_text_that_is_too_long_for_the_model_is_refused() -> None:
 
 
 class Elsewhere(nn.Module):
-    """Names a device where others would leave it open."""
+    """A model that names a device where most models leave it open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_a_model_that_names_its_device_is_counted_too() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_model_of_transformers_is_counted(kind: str, tmp_path: Path) -> None:
-    """Its masks are made of values that are not there."""
+    """Its masks are computed from values, and tensors on the meta device have none."""
     pytest.importorskip("transformers")
     from test_model_source import CONFIGS, config_file
 

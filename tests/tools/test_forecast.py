@@ -46,7 +46,7 @@ def machine(**changes: Any) -> Profile:
 
 @pytest.fixture
 def on(tmp_path: Path) -> str:
-    """A machine with one drive and 16 GiB of memory."""
+    """Save the profile of a machine with one drive and 16 GiB of memory; return its path."""
     machine().save(tmp_path / "machine.json")
     return str(tmp_path / "machine.json")
 
@@ -75,7 +75,9 @@ def test_bytes_are_where_the_engine_plans_them(
 
 
 def moved_for_real(directory: Path, host: str, activations: str) -> tuple[float, float]:
-    """Bytes read and written in a step, on average of two: which chunks wait in buffers differs."""
+    """Train, and return the bytes read and written in a step, as the mean of the last two: which
+    chunks wait in buffers differs.
+    """
     source = FunctionSource(MODEL, make)
     model: Any = make()
     optimizer: Any = torch.optim.AdamW(model.parameters())
@@ -102,7 +104,7 @@ def moved_for_real(directory: Path, host: str, activations: str) -> tuple[float,
 
 
 def tuned_machine(path: Path, host: str, tuning_: Tuning) -> str:
-    """On which that model was tuned."""
+    """Save the profile of a machine on which that model was tuned; return its path."""
     model = make()
     tuned = Tuned(
         model=tuning.fingerprint_of(model.parameters()),

@@ -46,7 +46,9 @@ PARAM = "group 0 param 1 (64, 64)"
 
 
 def fact(number: int, begin_s: float, end_s: float, waited_s: float = 0.1) -> StepFact:
-    """0.5 s of update, 0.1 s waited in step(), the rest of it other; 0.2 s waited outside."""
+    """Make a step of 0.5 s of update, `waited_s` of waits in step() and the rest other; 0.2 s of
+    waits are outside of step().
+    """
     step_s = end_s - begin_s
     return StepFact(
         number,
@@ -271,7 +273,7 @@ def test_shares_and_ratios_for_people() -> None:
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes, and whether all that was opened was closed."""
+    """A parser that collects every element with its attributes. `open`: what was not closed."""
 
     VOID = frozenset({"meta", "link", "input"})
 
@@ -445,7 +447,7 @@ def test_a_page_has_one_run_or_two() -> None:
 
 
 def numbers_in(place: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where numbers stand, as keys from the outside in."""
+    """List the paths to all numbers, as keys from the outside in."""
     if isinstance(place, dict | list):
         keys = place if isinstance(place, dict) else range(len(place))
         return [found for key in keys for found in numbers_in(place[key], (*path, key))]
@@ -453,7 +455,7 @@ def numbers_in(place: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_of_absurd_numbers_is_a_page_all_the_same(seed: int) -> None:
-    """Whatever the reader of the file lets through: none, tiny, huge, in no order."""
+    """Any numbers that the reader of the file lets through: zero, tiny, huge, in no order."""
     whole, chance = RUN.to_dict()["offload"], random.Random(seed)
     plain = json.loads(json.dumps(whole))
     places, pages = numbers_in(plain), 0
@@ -505,7 +507,9 @@ def test_embedded_data_ends_no_element() -> None:
 
 
 def test_colours_stand_out_from_what_is_behind_them() -> None:
-    """3:1 for what is drawn, 4.5:1 for text, by day and by night; and the picture has the same."""
+    """3:1 for what is drawn, 4.5:1 for text, in the light and in the dark theme; and the picture
+    has the light theme's colours.
+    """
     style = re.search(r"<style>(.*?)</style>", make_page([RUN], ["x"]), re.DOTALL)
     assert style
     day, night = (
@@ -523,7 +527,7 @@ def test_colours_stand_out_from_what_is_behind_them() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 has it."""
+    """Return the contrast ratio as WCAG 2 defines it."""
 
     def light(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

@@ -1,4 +1,6 @@
-"""Models that are named: a size, a config.json, a function. What they are made of and fed with."""
+"""Models that are named (a size, a config.json, a function): what they consist of, and their
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,7 @@ def nothing():
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """In the current directory, which is not on the path by itself."""
+    """Write a module to the current directory, which is not on the path by itself."""
     name = f"models_of_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

@@ -200,7 +200,7 @@ HOST_BYTES = 3 << 20
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model that was trained with most of it on disk."""
+    """Record the run of a model that was trained with most of it on disk; return the file."""
     directory = tmp_path_factory.mktemp("run")
     model: Any = StandIn(4, 128, 500, 4, 256, 64)
     optimizer: Any = torch.optim.AdamW(model.parameters())

@@ -38,7 +38,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def real_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model most of which is on disk."""
+    """Record the run of a model most of which is on disk; return the file."""
     directory = tmp_path_factory.mktemp("real")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
@@ -219,7 +219,9 @@ def test_a_page_needs_no_torch(trace: Path) -> None:
 
 
 def chromium(page: Path, *options: str, width: int = 1280, height: int = 1600) -> tuple[str, str]:
-    """What it prints to stdout, and its log with all of the page's console. Asks no network."""
+    """Open a page in Chromium; return its stdout, and its log with all of the page's console. The
+    browser itself asks no network.
+    """
     command = [
         str(CHROMIUM),
         "--headless",
@@ -246,7 +248,9 @@ def chromium(page: Path, *options: str, width: int = 1280, height: int = 1600) -
 
 
 def marks(page: Path, width: int = 1280) -> dict[str, str]:
-    """What the page has found out about itself; nothing may have been written to the console."""
+    """Return what the page's script found out about the page, from the data attributes of its root.
+    Nothing may have been written to the console.
+    """
     dom, log = chromium(page, "--dump-dom", width=width)
     assert "CONSOLE" not in log, log
     (root,) = re.findall(r"<html[^>]*>", dom)
@@ -254,7 +258,7 @@ def marks(page: Path, width: int = 1280) -> dict[str, str]:
 
 
 def looks(page: Path, *options: str) -> Any:
-    """The pixels of a screenshot: rows of red, green and blue from 0 to 1."""
+    """Return the pixels of a screenshot: rows of red, green and blue from 0 to 1."""
     image = pytest.importorskip("matplotlib.image")
     picture = page.with_suffix(".png")
     chromium(page, f"--screenshot={picture}", *options)
@@ -279,7 +283,7 @@ def test_a_browser_draws_everything_and_asks_for_nothing(
 
 
 def far_away() -> run_file.Run:
-    """A run with an event that is longer than anybody lives."""
+    """Return a run with an event of 1e17 seconds, three billion years."""
     return replace(RUN, events=(*EVENTS, Event(COMPUTE, "forward 0: first", -1e14, 1e17)))
 
 
@@ -362,7 +366,7 @@ def test_hands_and_keys_move_the_timeline_and_ask_it(trace: Path) -> None:
 
 @needs_chromium
 def test_without_javascript_there_is_no_empty_box(trace: Path) -> None:
-    """The policy forbids a script that was changed: the page must then do without."""
+    """The page's policy forbids a script that was changed: the page must then do without it."""
     assert report(trace) == 0
     page = trace.with_suffix(".html")
     page.write_text(page.read_text("utf-8").replace('"use strict";', '"use strict"; ', 1), "utf-8")

@@ -48,7 +48,7 @@ def setting_of(folder: Path) -> Setting:
 
 
 def failure_of(name: str, folder: Path) -> str:
-    """What a check says about the fault that is planted."""
+    """Run a check that must find a planted fault and leave no file; return what it says."""
     result = run_check(name, setting_of(folder))
     assert result.status is CheckStatus.FAILED, result
     assert list(folder.iterdir()) == []
@@ -69,7 +69,7 @@ def selftest(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_checks_pass_here_and_nothing_is_left(tmp_path: Path) -> None:
-    """Not on this machine's own device: there is none."""
+    """All but `prepare.device`, which needs an accelerator; and containers may forbid io_uring."""
     done = selftest("--quick", "--json", "--device", "cpu", "--nvme", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
@@ -120,7 +120,7 @@ def test_a_kernel_with_one_wrong_bit_fails(tmp_path: Path, monkeypatch: pytest.M
     assert "elements differ, first 999" in failure_of("kernels.reference", tmp_path)
     assert "beside torch: 1 of 70001 elements" in failure_of("kernels.torch_fused", tmp_path)
     assert "cut into slices" in failure_of("kernels.slices", tmp_path)
-    # Not where the judge is the same kernel, in memory: prepare.half.
+    # Not prepare.half: its judge is the same kernel, in memory.
     for name in ("wrap.memory", "wrap.disk", "wrap.half", "prepare.budgets"):
         assert "elements differ" in failure_of(name, tmp_path)
 
@@ -177,7 +177,7 @@ def test_a_sum_and_a_cast_that_are_wrong_fail(
 
 
 def flip_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that hands out a wrong byte, now and then, and says nothing."""
+    """Make a store flip a bit in each read from the 20th on, and say nothing."""
     real, left = DiskStore.read, [20]
 
     def flipped(self: DiskStore, name: str, target: Any, *rest: Any) -> Any:
@@ -243,7 +243,7 @@ def test_a_step_that_hides_errors_of_the_disk_fails(
 def test_a_transfer_that_does_not_copy_in_time_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU: the bytes of a write come after it has been said that they are there."""
+    """On the CPU: a write is reported as done, and its bytes are not copied."""
     late: list[Callable[[], None]] = []
     real = HostTransfer.write
 
@@ -258,7 +258,7 @@ def test_a_transfer_that_does_not_copy_in_time_fails(
 def test_host_memory_that_is_reused_too_early_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool that gives the same piece to two holders."""
+    """The pool leases the same memory to two holders."""
     monkeypatch.setattr(Extents, "take", lambda self, nbytes: 0)
     monkeypatch.setattr(Extents, "give_back", lambda self, begin: None)
     assert "leases of a full pool" in failure_of("budgets.pool", tmp_path)
@@ -278,7 +278,7 @@ def test_a_pool_that_exceeds_its_budget_fails(
 def test_a_process_that_grows_by_its_state_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Swapped bytes that stay in memory: what a store that is none would do."""
+    """The swapped bytes stay in host memory, as in a store that has no drive."""
     kept: list[bytes] = []
     real = DiskStore.write
 
@@ -300,7 +300,7 @@ def test_a_budget_that_is_not_refused_fails(
 
 
 def tear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save whose last bytes never reach the disk."""
+    """Make the last bytes of each save never reach the disk."""
     real = checkpoints.save
 
     def torn(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -446,7 +446,7 @@ print(json.dumps([run_check(name, setting).to_dict() for name in names]))
 
 
 def on_fake(folder: Path, fault: str, *names: str) -> list[CheckResult]:
-    """Checks on the fake accelerator, which runs nothing before somebody waits for it."""
+    """Run checks on the fake accelerator, which executes nothing until a thread waits for it."""
     from fake_accelerator.build import library
 
     library()
@@ -560,7 +560,7 @@ os._exit(code)
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The supervisor starts a worker with other checks; a folder for what they write."""
+    """Make the supervisor start a worker with other checks; return the folder they write to."""
     program = tmp_path / "worker.py"
     program.write_text(PLANTED)
     folder = tmp_path / "folder"
@@ -612,7 +612,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_it_leaves_no_process_and_no_file(number: int, tmp_path: Path) -> None:
-    """After SIGKILL of the command itself the processes end; a directory cannot go by itself."""
+    """After SIGKILL of the command itself its processes end, too, but the directory is left."""
     program, folder = tmp_path / "worker.py", tmp_path / "folder"
     program.write_text(PLANTED)
     folder.mkdir()
@@ -732,7 +732,7 @@ def test_what_cannot_be_done_is_exit_code_2(
 def test_a_directory_that_cannot_be_written_to_is_an_error_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by mkdir itself: root may write where the mode says otherwise."""
+    """`mkdtemp` itself fails here, for root may write where the mode says otherwise."""
 
     def refuse(**options: Any) -> str:
         raise PermissionError(13, "Permission denied")

@@ -55,7 +55,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Words in, words out. is_tied: embedding and head are one. thrice: how often layers run."""
+    """A model with words in and words out. is_tied: embedding and head are one. thrice: the layers
+    run three times.
+    """
 
     def __init__(self, is_tied: bool = True, thrice: bool = False) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Model(nn.Module):
 
 
 class Shared(nn.Module):
-    """Each pair of neighbours has the same weights inside: units need one another's."""
+    """A model in which each pair of neighbours shares a weight: units need one another's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,9 +106,11 @@ LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 
 @dataclass(frozen=True)
 class Case:
-    """host: KiB of memory. fields: of the call. passes: micro-batches of a step. late: layers a
-    step that a real run may read once more or once less, because the drive decides whether a block
-    has come when room is looked for.
+    """A training that is run and simulated.
+
+    host: KiB of host memory. passes: micro-batches of a step. fields: more arguments of `prepare`
+    or `wrap`. late: layers a step that a real run may read once more or once less, because it
+    depends on the drive whether a block has arrived when room is looked for.
     """
 
     host: int
@@ -149,14 +153,16 @@ CASES = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """A real run. counts: in all, after each step and what it has begun."""
+    """The record of a real run. counts: the totals after each step and the transfers that it has
+    begun.
+    """
 
     run: Run
     counts: list[Mapping[str, int]]
 
     def mean(self, count: str) -> float:
-        """A step, once the first two are over. Not by the steps of the run itself: a transfer that
-        ends late counts for the step after it.
+        """Return the mean of a count over the steps after the first two. It is not taken from the
+        steps of the run itself: there a transfer that ends late counts for the step after it.
         """
         first, last = self.counts[1], self.counts[-1]
         return (last.get(count, 0) - first.get(count, 0)) / (len(self.counts) - 2)
@@ -222,7 +228,7 @@ def test_bytes_and_hits_are_those_of_a_real_run(name: str, seed: int, tmp_path: 
 
 
 def test_the_cases_are_what_they_are_called(seed: int, tmp_path: Path) -> None:
-    """So that each kind of move is compared."""
+    """Otherwise a kind of move would not be compared."""
     found = {}
     for name in ("state on disk", "some parameters away", "everything on disk", "no prefetch"):
         (tmp_path / name).mkdir()
@@ -239,7 +245,7 @@ def test_the_cases_are_what_they_are_called(seed: int, tmp_path: Path) -> None:
 
 
 def chain(layers: int = 8, nbytes: int = 64 * MI, compute_s: float = 0.05) -> Workload:
-    """Layers one after the other, forward and backward, trained with AdamW."""
+    """Make a workload: layers one after the other, forward and backward, trained with AdamW."""
     numel = nbytes // 4
     fields = "exp_avg", "exp_avg_sq"
     units = tuple(UnitFact(f"layer {n}", nbytes, (n,), False, False) for n in range(layers))
@@ -324,7 +330,7 @@ def test_fetching_ahead_hides_reads_behind_compute() -> None:
 
 
 def test_the_depth_is_derived_from_the_speeds() -> None:
-    """As the engine does it: the slower the drive, the further ahead."""
+    """As in the engine: the slower the drive, the further ahead."""
     slow = dataclasses.replace(
         MACHINE,
         disk_read_bytes_per_s=6e8,

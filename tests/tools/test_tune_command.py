@@ -48,7 +48,7 @@ def layers(count: int = 6) -> nn.Sequential:
 
 
 def target() -> TrialTarget:
-    """As `layers` is opened by `prepared`."""
+    """Return the target of a trial that opens `layers` by `prepared`."""
     return TrialTarget(tuning.fingerprint_of(layers().parameters()), "cpu", HOST_BYTES, None, 1)
 
 
@@ -57,7 +57,7 @@ def target() -> TrialTarget:
 
 @pytest.fixture
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_budget: Any) -> Iterator[TrialOrder]:
-    """This process is a trial."""
+    """Make this process a trial."""
     made = TrialOrder(Tuning(1, 72 << 10, 4096, 5, 1), 2, 3, str(tmp_path / "result.json"))
     made.save(tmp_path / "order.json")
     monkeypatch.setenv(trial.ENVIRONMENT, str(tmp_path / "order.json"))
@@ -72,7 +72,7 @@ def prepared(directory: Path, **fields: Any) -> Any:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> int:
-    """How many steps there were when somebody ended it."""
+    """Train; return after how many steps the trial ended the loop, or `steps` if it did not."""
     for done in range(steps):
         model(torch.randn(4, WIDTH)).square().mean().backward()
         try:
@@ -93,7 +93,7 @@ def result_of(order: TrialOrder) -> TrialResult:
 def test_a_trial_runs_with_its_tuning_and_ends_after_its_steps(
     tmp_path: Path, order: TrialOrder
 ) -> None:
-    named = tmp_path / "none.json"  # a profile is not even looked for
+    named = tmp_path / "none.json"  # a trial does not even look for the profile
     model, optimizer = prepared(tmp_path, profile=named)
     with optimizer:
         made = model._offload_prepared
@@ -233,7 +233,7 @@ FEW = (*ONLY_DEPTH, "--try", "depth=1")
 
 @dataclasses.dataclass
 class Desk:
-    """Where the command runs: its directory, its profile and its temporary files."""
+    """The place where the command runs: its directory, its profile and its temporary files."""
 
     path: Path
     capsys: Any
@@ -243,7 +243,10 @@ class Desk:
         return self.path / "p.json"
 
     def fake(self, wanted: dict[str, Any], **changes: Any) -> list[str]:
-        """A program that is fastest with these settings. changes: of its result."""
+        """Return the command of a program that is fastest with the settings `wanted`. changes:
+        fields of its result; `hang` and `pids`: the trial from which on it hangs, and the file for
+        its process id.
+        """
         script = self.path / "fake.py"
         script.write_text(FAKE)
         described = json.dumps(dataclasses.asdict(target()))
@@ -260,7 +263,7 @@ class Desk:
         return code, *self.capsys.readouterr()
 
     def left(self) -> list[Path]:
-        """What is ours: torch has a directory of its own there."""
+        """List the temporary files that are ours: torch has a directory of its own there."""
         return list((self.path / "tmp").glob("offload*"))
 
 
@@ -276,7 +279,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Iterat
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of Python programs run here: what they are is not what such a test is about."""
+    """Run the trials of Python programs in this process, in tests that are not about processes."""
 
     def carry_out(self: trials.Program, order: Path, result: Path, *others: Any) -> Any:
         stderr = others[0]
@@ -494,7 +497,7 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # Nobody may have asked for its code yet.
+    # It may be a zombie: its parent has not read the exit code yet.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 

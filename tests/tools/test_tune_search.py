@@ -24,14 +24,15 @@ NO_LIMIT_S = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step takes on it, as the engine's parts would have it: reads of parameters hidden
-    behind the compute of so many units, optimizer state that streams in chunks, an update.
+    """A function from a tuning to the seconds of a step, as the engine's parts would have it: reads
+    of parameters hidden behind the compute of so many units, optimizer state that streams in
+    chunks, an update.
     """
 
     disk_bytes_per_s: float
     best_queue: int
     compute_s: float  # of one layer
-    ahead_bytes: int  # for parameters on their way
+    ahead_bytes: int  # for parameters in flight
     buffer_bytes: int  # for chunks
     best_threads: int
     start_s: float  # of each disk operation
@@ -41,7 +42,7 @@ class Machine:
         unit_bytes = tuning.unit_bytes or LAYER_BYTES
         queue = tuning.queue_depth or DERIVED_QUEUE
         rate = self.disk_bytes_per_s * min(1.0, (queue / self.best_queue) ** 0.5)
-        rate *= min(1.0, (4 * self.best_queue / queue) ** 0.2)  # too many stand in each other's way
+        rate *= min(1.0, (4 * self.best_queue / queue) ** 0.2)  # too many slow each other down
         return (
             self._passes_s(depth, unit_bytes, rate)
             + self._state_s(tuning.chunk_numel or DERIVED_CHUNK, rate)
@@ -49,14 +50,16 @@ class Machine:
         )
 
     def _passes_s(self, depth: int, unit_bytes: int, rate: float) -> float:
-        """Forward and backward: each unit's read is hidden as far as there is room and compute."""
+        """Return the seconds of forward and backward: each unit's read is hidden as far as there is
+        room and compute.
+        """
         units = LAYERS * LAYER_BYTES / unit_bytes
         read_s = self.start_s + unit_bytes / rate
         compute_s = self.compute_s * unit_bytes / LAYER_BYTES
         room = self.ahead_bytes / unit_bytes
-        hidden = min(1.0, depth / 3, room)  # what jitters is hidden by a few units
+        hidden = min(1.0, depth / 3, room)  # a few units ahead hide the jitter
         each_s = max(compute_s, read_s) + (1 - hidden) * min(compute_s, read_s)
-        too_many = max(0.0, depth - room)  # blocks that are thrown out before their use
+        too_many = max(0.0, depth - room)  # blocks that are evicted before their use
         return 2 * units * (each_s + 0.15 * too_many * read_s)
 
     def _state_s(self, chunk: int, rate: float) -> float:
@@ -100,7 +103,7 @@ SPACE = SearchSpace(
 
 @dataclass
 class Bench:
-    """Measures a machine with noise: each trial is a bit off as a whole, each step again."""
+    """A measurement with noise: each trial is a bit off as a whole, and each step again."""
 
     machine: Machine
     noise: float
@@ -183,7 +186,7 @@ def flat(noise: float, seed: int) -> Callable[[Tuning], Measured]:
 
 
 def test_where_nothing_matters_the_base_stays(seed: int) -> None:
-    """Somebody is always the luckiest of fifty; measured again beside the base he is not."""
+    """One of fifty trials is always the luckiest; measured again beside the base it is not."""
     kept = [
         Search(SPACE, flat(0.05, seed + n), NO_LIMIT_S).run().best == Tuning() for n in range(40)
     ]
@@ -211,7 +214,7 @@ def test_the_winner_is_measured_beside_the_base_at_the_end() -> None:
 
 
 def test_a_winner_that_the_end_does_not_confirm_is_dropped() -> None:
-    """The machine is slower from some moment on, for whatever differs from the base."""
+    """From some moment on the machine is slower with every tuning but the base."""
     asked = itertools.count()
     bench = Bench(SLOW_DISK, 0.0, 1)
     total = len(Search(SPACE, bench, NO_LIMIT_S).run() and bench.asked)
@@ -294,7 +297,7 @@ def test_a_knob_leaves_to_be_derived_what_would_be_derived() -> None:
     assert knob.turned(Tuning(threads=2), 64) == Tuning(threads=2, queue_depth=64)
     assert knob.neighbours(Tuning()) == [Tuning(queue_depth=8), Tuning(queue_depth=32)]
     assert knob.neighbours(Tuning(queue_depth=64)) == [Tuning(queue_depth=32)]
-    assert SPACE.knobs[0].neighbours(Tuning()) == []  # nobody knows what it is derived to
+    assert SPACE.knobs[0].neighbours(Tuning()) == []  # its derived value is not known
 
 
 def test_the_sweep_has_every_tuning_once() -> None:

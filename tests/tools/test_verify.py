@@ -45,7 +45,7 @@ def flip(file: Path, offset: int, mask: int = 1) -> None:
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A manifest changed by somebody who knows how to make its digest right again."""
+    """Change a manifest and make its digest right again."""
     found = json.loads((path / MANIFEST).read_bytes())
     del found["sha256"]
     change(found)
@@ -141,7 +141,7 @@ def test_files_are_what_they_should_be(what: str, path: Path) -> None:
 
 
 def test_tensors_in_other_places_are_seen(path: Path) -> None:
-    """A header that is right in itself, but of other tensors than those of the manifest."""
+    """The header is right in itself, but its tensors are not those of the manifest."""
     for specs in (
         (MODEL[0]._replace(name="layer.other"), MODEL[1]),
         (MODEL[0]._replace(shape=(13, 5)), MODEL[1]),

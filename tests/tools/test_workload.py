@@ -51,7 +51,7 @@ def about(steps: int = 0, **changes: Any) -> About:
 
 
 def iteration(at_s: float, slower: float = 1.0) -> list[Event]:
-    """Of ten seconds, a step in the first."""
+    """Make the events of an iteration of ten seconds, times `slower`, with a step in the first."""
 
     def use(name: str, begin_s: float, end_s: float) -> Event:
         return Event(COMPUTE, name, at_s + begin_s * slower, at_s + end_s * slower)
@@ -85,7 +85,7 @@ def test_an_iteration_is_read_from_its_events() -> None:
         (BACKWARD, 1),
         (BACKWARD, 0),
     ]
-    # Waiting is left out; what comes between forward and backward belongs to the last of forward.
+    # Waiting is left out; what is between forward and backward belongs to the last use of forward.
     assert [use.compute_s for use in work.uses] == pytest.approx([1.0, 1.0, 2.0, 1.5])
     assert work.between_s == pytest.approx(1.0 + 2.0)
     assert work.compute_s == pytest.approx(5.5)

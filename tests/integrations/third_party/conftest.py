@@ -1,4 +1,4 @@
-"""Set-up for tests with other people's packages: off-line, quiet, nothing left behind.
+"""Set-up for tests with third-party packages: off-line, quiet, nothing left behind.
 
 Models are made from a config, data from a seed. What the packages have for the network is switched
 off before they are imported, and a connection that is tried all the same is an error.
@@ -48,7 +48,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(own_budget: Budget) -> Iterator[None]:
-    """Also where a trainer holds the optimizer and nobody closes it."""
+    """Check that no host memory stays in use, also where a trainer holds the optimizer and the test
+    does not close it.
+    """
     yield
     if own_budget.used_bytes:
         await_nothing_held(own_budget)
@@ -56,7 +58,7 @@ def nothing_is_left(own_budget: Budget) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models have many chunks, too."""
+    """Make chunks small, so that small models have many, too."""
     monkeypatch.setattr(planner, "CHUNK_NUMEL", 4096)
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 256)
 

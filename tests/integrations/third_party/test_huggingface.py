@@ -101,7 +101,7 @@ def test_a_trainer_starts_saves_and_resumes(settings: dict[str, Any], tmp_path: 
     wrapped.optimizer.close()
 
     saved = {name: tmp_path / name / f"checkpoint-{SAVE_AT}" for name in ("plain", "wrapped")}
-    for name, checkpoint in saved.items():  # that of the plain run, too
+    for name, checkpoint in saved.items():  # a checkpoint of the plain run, too
         resumed = Run(tmp_path / f"resumed from {name}", tmp_path, **settings)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert_same_run(plain, resumed)
@@ -114,7 +114,7 @@ def test_a_trainer_starts_saves_and_resumes(settings: dict[str, Any], tmp_path: 
 
 
 def test_the_optimizer_that_a_trainer_makes_is_wrapped_in_one_line(tmp_path: Path) -> None:
-    """As docs/wrap.md has it: its groups of decay and `args.optim` stay."""
+    """As in docs/wrap.md: the trainer's weight-decay groups and `args.optim` stay."""
     trainers = []
     for nvme in (None, tmp_path):
         arguments = transformers.TrainingArguments(
@@ -146,12 +146,12 @@ def test_the_optimizer_that_a_trainer_makes_is_wrapped_in_one_line(tmp_path: Pat
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Without accelerate's shell, which a trainer leaves around its optimizer."""
+    """Return the optimizer without accelerate's wrapper, which a trainer leaves around it."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def test_a_trainer_makes_its_own_scheduler_and_nobody_closes(tmp_path: Path) -> None:
-    """The usual call: no scheduler given. What the optimizer holds goes with the trainer."""
+    """The usual call: no scheduler given. What the optimizer holds is released with the trainer."""
     models = []
     for nvme in (None, tmp_path):
         model = llama()
@@ -251,7 +251,7 @@ def test_accelerate_trains_saves_and_resumes(
 
 
 def test_a_signal_saves_accelerates_optimizer(accelerator: Any, tmp_path: Path) -> None:
-    """It has no hooks of its own."""
+    """Accelerate's wrapper of an optimizer has no hooks of its own."""
     model: Any = nn.Linear(3, 3)
     bare: Any = offload.wrap(torch.optim.AdamW(model.parameters()), host_memory="1MiB")
     model, optimizer = accelerator.prepare(model, bare)
@@ -289,17 +289,17 @@ def test_prepare_keeps_a_state_that_is_there(accelerator: Any, tmp_path: Path) -
     written_bytes = after.disk_written_bytes - counted.disk_written_bytes
     assert 0 < written_bytes <= after.plan.disk_bytes
     assert_same_state(before, optimizer.state_dict())
-    assert offload.report(accelerator._optimizers[0]).counts["steps"] == 1  # looks inside
+    assert offload.report(accelerator._optimizers[0]).counts["steps"] == 1  # it looks inside
     optimizer.close()
 
 
 def test_accelerates_optimizer_with_a_scaler(accelerator: Any, tmp_path: Path) -> None:
-    """What `mixed_precision="fp16"` makes; accelerate itself refuses that on a CPU. It exchanges
-    `step` in the instance for each call, to see whether the scaler has skipped it.
+    """The wrapper that `mixed_precision="fp16"` makes, which accelerate itself refuses on a CPU. It
+    replaces `step` of the instance for each call, to see whether the scaler has skipped it.
     """
     from accelerate.optimizer import AcceleratedOptimizer
 
-    models, runs = [llama(), llama()], []  # a plain fused step skips by itself, unseen
+    models, runs = [llama(), llama()], []  # a plain fused step skips in its kernel, unseen
     for model, nvme in zip(models, (None, tmp_path), strict=True):
         torch.manual_seed(5)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=2)

@@ -25,7 +25,7 @@ STEPS, SAVE_AT = 6, 3
 
 
 class Run:
-    """kind: wrap, prepare, or plain."""
+    """A `Trainer` on a small Llama, and its losses. kind: wrap, prepare, or plain."""
 
     def __init__(self, directory: Path, kind: str, swap: Path, **settings: Any) -> None:
         self.model = llama()
@@ -89,7 +89,7 @@ def test_a_trainer_saves_and_resumes_through_checkpoints(kind: str, tmp_path: Pa
     others = [name for name in files_below(saved) if name.endswith((".pt", ".pth", ".bin"))]
     assert not others and not list(saved.glob("*.safetensors"))
 
-    # What a training leaves that is killed while it saves is passed over.
+    # The leftovers of a training that was killed while it saved are passed over.
     last = tmp_path / "run" / f"checkpoint-{STEPS}"
     (last / "trainer_state.json").write_text('{"epoch": 0.1, "glo')
     (tmp_path / "run" / "checkpoint-7").mkdir()
@@ -151,7 +151,9 @@ def test_the_best_one_comes_back_and_older_ones_go(tmp_path: Path) -> None:
 def test_a_step_that_has_a_checkpoint_is_saved_again(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed from an older one. The old one is there until the new one is whole."""
+    """The training was resumed from an older checkpoint. The old one of the step stays until the
+    new one is whole.
+    """
     run = Run(tmp_path / "run", "wrap", tmp_path)
     offload.TrainerCallback(run.trainer)
     run.trainer.train()

@@ -18,7 +18,9 @@ STEPS = 4
 
 
 class Board(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """As those of W&B and TensorBoard: it is there before ours, and writes what it is handed."""
+    """A callback like those of W&B and TensorBoard: it is there before ours, and keeps what it
+    gets.
+    """
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, dict[str, float]]] = []
@@ -28,7 +30,9 @@ class Board(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 
 def train(kind: str, directory: Path) -> tuple[Board, Any, Any]:
-    """kind: wrap, prepare, or plain. What was logged, the trainer, and the optimizer."""
+    """Train a small Llama; return what was logged, the trainer, and the optimizer. kind: wrap,
+    prepare, or plain.
+    """
     model = llama()
     optimizer = adamw(model.parameters(), directory if kind == "wrap" else None)
     if kind == "prepare":

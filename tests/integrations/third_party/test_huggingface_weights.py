@@ -153,8 +153,8 @@ def test_adapters_of_peft_without_weights() -> None:
 
 @pytest.mark.parametrize("size", ["5GB", "150KB"])
 def test_save_pretrained_of_a_prepared_model(plain: Any, size: str, tmp_path: Path) -> None:
-    """The same files as the plain one's, byte for byte, within the budget. Of several shards each
-    tensor is the same: they are cut by memory, which is another's here.
+    """The same files as the plain one's, byte for byte, within the budget. With several shards only
+    the tensors are the same: shards are cut by the tensors' memory, which differs here.
     """
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM

@@ -19,8 +19,8 @@ import offload
 lightning = pytest.importorskip("pytorch_lightning")
 
 pytestmark = [
-    # Lightning asks for more workers than a test needs, is surprised that a run goes on where it
-    # was, and calls what torch 2.13 deprecates.
+    # Lightning warns of a directory that a resumed run uses again, asks for more workers than a
+    # test needs, and calls what torch 2.13 deprecates.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -119,7 +119,9 @@ def test_lightning_trains_saves_and_resumes(settings: dict[str, Any], tmp_path: 
 
 
 class Manual(Module):
-    """Sees the optimizer as Lightning hands it out: an object that imitates its class."""
+    """A module that sees the optimizer as Lightning hands it out: an object that imitates its
+    class.
+    """
 
     def __init__(self, nvme: Path | None) -> None:
         super().__init__(nvme)

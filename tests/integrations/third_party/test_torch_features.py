@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 
 
 class Run:
-    """A loop of one's own; plain (nvme: None) or wrapped."""
+    """A training loop without a trainer; plain (nvme: None) or wrapped."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Run:
         self.losses: list[Tensor] = []
 
     def steps(self, begin: int, end: int, spoil: int | None = None) -> Run:
-        """spoil: the step whose gradients overflow."""
+        """Train some steps. spoil: the step whose gradients overflow."""
         for step in range(begin, end):
             for part in range(self.accumulate):
                 half = self.autocast
@@ -128,7 +128,7 @@ def test_a_model_in_half_precision_follows_an_fp32_master(
 
 
 class Small(nn.Module):
-    """As few kernels as possible: each takes the C++ compiler seconds."""
+    """A model with as few kernels as possible: each takes the C++ compiler seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Small(nn.Module):
 @pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")  # torch's own
 def test_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code reads the parameters where they are; the step writes them there."""
+    """Compiled code reads the parameters in place; the step writes them there."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no pool of processes
     torch.compiler.reset()
@@ -189,7 +189,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lora_offloads_the_adapters_alone(tmp_path: Path, tiny_chunks: None) -> None:
-    """All parameters are in the optimizer; the frozen ones get no room."""
+    """All parameters are in the optimizer; the frozen ones get no state."""
     plain = Run(None, model=lora()).steps(0, 6)
     wrapped = Run(tmp_path, model=lora()).steps(0, 6)
     assert_same_run(plain, wrapped)
@@ -200,7 +200,7 @@ def test_lora_offloads_the_adapters_alone(tmp_path: Path, tiny_chunks: None) -> 
 
 
 def test_lora_resumes_and_thaws(tmp_path: Path, tiny_chunks: None) -> None:
-    """Saved after 3 steps, resumed in a new model; then the base model is trained, too."""
+    """Saved after 3 steps, resumed in a new model; then the base model's head is trained, too."""
     peft = pytest.importorskip("peft")
     whole = Run(None, model=lora()).steps(0, 3)
     first = Run(tmp_path, model=lora()).steps(0, 3)

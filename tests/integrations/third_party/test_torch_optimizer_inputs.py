@@ -45,7 +45,7 @@ def make_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def set_grads(params: list[nn.Parameter], step: int) -> None:
-    """The same for equal parameters; one parameter has none every other time."""
+    """Set gradients that are equal for equal parameters; parameter 2 has none every other time."""
     generator = torch.Generator().manual_seed(step)
     for number, param in enumerate(params):
         grad = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -88,7 +88,7 @@ def test_inputs_of_torch_give_its_bits(
     for a, b in zip(*params, strict=True):
         if is_fused(kwargs):
             assert torch.equal(bits(a), bits(b))
-        else:  # vectors and scalars of torch's loops round differently by where a slice is cut
+        else:  # torch's vector and scalar loops round differently: where a slice is cut matters
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     if is_fused(kwargs):
         assert_same_state(plain.state_dict(), wrapped.state_dict())
@@ -175,7 +175,9 @@ def test_differentiable_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sparse_gradients_are_refused_and_nothing_has_changed(name: str) -> None:
-    """SGD and Adagrad of torch's take them; ours says so instead of doing something else."""
+    """torch's own SGD and Adagrad take them; the wrapped ones refuse them instead of doing
+    otherwise.
+    """
     params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))]
     optimizer = offload.wrap(INFOS[name].optim_cls(params, lr=0.1))
     before = copy.deepcopy(optimizer.state_dict())
@@ -192,7 +194,7 @@ def test_sparse_gradients_are_refused_and_nothing_has_changed(name: str) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_of_torch_stay_those_of_torch(name: str) -> None:
-    """Wrong settings never reach us: torch refuses them when the optimizer is made."""
+    """Wrong settings never reach the wrapper: torch refuses them when the optimizer is made."""
     for given in INFOS[name].optim_error_inputs_func(device="cpu", dtype=torch.float32):
         params = given.optimizer_error_input.params
         params = [nn.Parameter(torch.ones(2))] if params is None else params

@@ -1,4 +1,4 @@
-"""Tells the recorder which test runs; a plugin of pytest. Writes how long each test took."""
+"""A pytest plugin that tells the recorder which test runs, and writes how long each test took."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Records which lines of the package run under which test, in every Python process of a run.
 
 A `.pth` file imports this where Python starts, so that it is the same for pytest, for the programs
-that tests start, and for what is forked from either. A process records under the test that runs
-when it begins, which pytest has written to a file: the environment of a fork server is that of the
-test that has started the server. Nothing is recorded without `CONTEXTS_DATA` (where the data
-goes, each process to a file of its own beside it) and `CONTEXTS_SOURCES` (patterns of files).
+that tests start, and for the forks of either. A process records under the test that runs when it
+begins. It reads that from a file that pytest writes, and not from its environment, since that of a
+fork server is the environment of the test that started the server. Nothing is recorded without
+`CONTEXTS_DATA` (where the data goes, each process to a file of its own beside it) and
+`CONTEXTS_SOURCES` (patterns of files).
 
-What is killed by SIGKILL has recorded nothing.
+A process that SIGKILL ends has recorded nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any, NoReturn
 
 DATA, SOURCES, NOW = "CONTEXTS_DATA", "CONTEXTS_SOURCES", "CONTEXTS_NOW"
 
-# As they are before a test puts something else in their place.
+# The real functions, from before a test patches them.
 _open, _close, _pread, _pwrite, _exit = os.open, os.close, os.pread, os.pwrite, os._exit
 _LENGTH = 4096  # of the file: a write of it is seen as a whole
-_present: Any = None  # what records in this process
+_present: Any = None  # the coverage object that records in this process
 
 
 def begin() -> None:
@@ -41,7 +42,7 @@ def begin() -> None:
 
 
 def _test() -> str:
-    """The context that pytest has written down last."""
+    """Return the context that pytest has written last."""
     path = os.environ.get(NOW)
     if path is None:
         return ""
@@ -53,13 +54,19 @@ def _test() -> str:
 
 
 def tell(path: str) -> None:
-    """In the process of pytest, once: what is started from here on finds the test in this file."""
+    """Make `path` the file in which processes started from now on find the running test.
+
+    The process of pytest calls it, once.
+    """
     _write(path, "")
     os.environ[NOW] = path
 
 
 def switch(context: str) -> None:
-    """In the process of pytest: another test runs from here on, here and in what is started."""
+    """Record under another context from now on, here and in processes started from now on.
+
+    The process of pytest calls it.
+    """
     _write(os.environ[NOW], context)
     _present.switch_context(context)
 
@@ -82,7 +89,7 @@ def run_in_this_thread() -> None:
 
 
 def _begin_again() -> None:
-    """In a forked process; what its parent has recorded is the parent's."""
+    """Begin to record in a forked process; what its parent has recorded stays the parent's."""
     _present.stop()
     begin()
     run_in_this_thread()

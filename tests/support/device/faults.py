@@ -1,5 +1,5 @@
-"""Faults of the device code that are described by hand: what is held, in which order, by whom, who
-waits for what. Those that can be found in the source are in `mutants.py`.
+"""Faults of the device code that are described by hand: in what is held, by what and in which
+order, and in what waits for what. Those that can be found in the source are in `mutants.py`.
 
 A fault whose place is no longer there raises `NoSuchPlace`, which says what to do.
 """
@@ -22,7 +22,7 @@ _WRITE = at("device.device", "DeviceTransfer.write").call("_upload")
 _WAIT_OF_OWNER = at("device.device", "DeviceTransfer._let_go_of_sources").call("wait_event")
 _BUSY = at("device.buffer", "DeviceBuffer.busy").returned()
 
-# Faults of the transfer that are no missing wait.
+# Faults of the transfer other than a missing wait.
 BY_HAND = [
     Fault("a fill's host memory free", dropped(_FILL.argument(6).element("host"))),
     Fault("a write's host memory free", dropped(_WRITE.argument(6).element("host"))),
@@ -72,7 +72,7 @@ BY_HAND = [
 
 _DETACH = at("params.copies", "Copies.detach")
 
-# Faults of what models that are prepared for a device rest on.
+# Faults of the code under models that are prepared for a device.
 OF_MODELS = [
     Fault(
         "nobody waits for a block",
@@ -102,7 +102,7 @@ OF_MODELS = [
     Fault(
         "a gradient stays and counts twice",
         dropped(
-            # The other is where it raises.
+            # The other call is where it raises.
             at("params.device_gradients", "DeviceGradients._take").call("set_own_grad", 2, of=2)
         ),
     ),
@@ -134,7 +134,7 @@ OF_MODELS = [
     Fault(
         "nothing is copied back",
         dropped(
-            # Of what is done at the end of a lending, in reverse.
+            # The callbacks at the end of a lending run in reverse order.
             at("params.device_residency", "DeviceResidency._end_lending").call("callback", 3, of=3)
         ),
     ),
@@ -183,7 +183,7 @@ OF_MODELS = [
     ),
 ]
 
-# And of models that are shared out over ranks; with the schedule that notices it.
+# Faults of models that are sharded over ranks, each with the schedule that notices it.
 OF_RANKS = [
     (
         Fault(
@@ -248,7 +248,7 @@ OF_RANKS = [
     ),
 ]
 
-# Of gradients that several streams make.
+# Faults of gradients that several streams make.
 OF_STREAMS = [
     Fault(
         "zeroed too late",
@@ -256,7 +256,7 @@ OF_STREAMS = [
     ),
 ]
 
-# Of optimizers that ranks share, stages 1 and 2.
+# Faults of optimizers that are sharded over ranks, stages 1 and 2.
 _IDLE = "Mark(None, torch.Stream(self.transfer.device).record_event())"
 _SEND = at("optim.reducer", "Reducer._send_round")
 _LATER = (

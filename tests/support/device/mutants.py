@@ -1,8 +1,8 @@
 """Faulty versions of the device code, made from its own source: without one wait, with an event
 that is recorded elsewhere, with work on another stream, and with the faults of `faults.py`.
 
-The first three are found in the source, so that a new one cannot be forgotten. `mutants` names all
-of the transfer; `loaded` gives the package with one of them in it.
+The first three are found in the source, so that a new one cannot be forgotten. `mutants` returns
+all of the transfer; `loaded` gives the transfer's module with one of them in it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def mutants_of_models() -> list[Mutant]:
 
 
 def mutants_of_ranks() -> list[tuple[Mutant, tuple[str, int]]]:
-    """Each with the schedule that notices it."""
+    """Return the mutants of sharded models, each with the schedule that notices it."""
     return [(mutant_of(fault), schedule) for fault, schedule in OF_RANKS]
 
 
 @contextmanager
 def patched(mutant: Mutant) -> Iterator[None]:
-    """The functions of a module as they would be with the fault, in the module and its classes."""
+    """Give the functions of a module and its classes their faulty code while the block runs."""
     module = importlib.import_module(f"offload.{mutant.module}")
     faulty = ModuleType(module.__name__)
     sys.modules[f"{module.__name__}?"] = faulty
@@ -62,7 +62,8 @@ def patched(mutant: Mutant) -> Iterator[None]:
         other = vars(faulty if owner is module else getattr(faulty, owner.__name__))[name]
         if isinstance(other, property):
             other = other.fget
-        # What a decorator is around, and in its place: whoever has the function has the fault.
+        # The function inside its decorators gets other code in place: all references to it have
+        # the fault.
         inner, changed = inspect.unwrap(function), inspect.unwrap(other)
         if _gist(inner) != _gist(changed):
             undo.append((inner, inner.__code__))
@@ -92,7 +93,7 @@ def _gist(function: Any) -> tuple[Any, ...]:
 
 
 def mutants() -> list[Mutant]:
-    """Of the transfer: those that are found in its source, then those that are described."""
+    """Return the mutants of the transfer: those found in its source, then those of `BY_HAND`."""
     found = []
     for path in sorted((PACKAGE / "device").glob("*.py")):
         module = f"device.{path.stem}"
@@ -102,7 +103,7 @@ def mutants() -> list[Mutant]:
 
 
 def _changes(tree: Tree) -> Iterator[tuple[str, str]]:
-    """Description and changed source, one fault each; `tree` is as before afterwards."""
+    """Yield description and changed source, one fault each; `tree` is as before afterwards."""
     for seat in list(seats(tree.root)):
         node = seat.node
         for what, replacement in _faults(seat):
@@ -134,7 +135,7 @@ def _faults(seat: Seat) -> Iterator[tuple[str, ast.AST]]:
 
 
 def synchronisations() -> int:
-    """How often the source speaks of streams and events, counted without parsing it."""
+    """Count how often the source names waits, events and streams, without parsing it."""
     words = [f".{word}(" for word in (*sorted(WAITS), "record_event")]
     words.append("with on(")
     texts = [path.read_text() for path in (PACKAGE / "device").glob("*.py")]
@@ -143,7 +144,7 @@ def synchronisations() -> int:
 
 @contextmanager
 def loaded(mutant: Mutant) -> Iterator[ModuleType]:
-    """`offload.device.device` as it would be with the fault."""
+    """Load `offload.device.device` with the fault while the block runs."""
     names = ["offload.device.buffer", "offload.device.device"]
     kept = {name: sys.modules.pop(name) for name in names}
     try:

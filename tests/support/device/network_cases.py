@@ -33,7 +33,10 @@ def network(schedule: str, seed: int) -> DeviceNetwork:
 
 
 def gather_and_sum(rank: int, schedule: str, seed: int) -> tuple[list[Tensor], int, int]:
-    """Blocks come ahead and are used; what is made of them is summed up, and comes home."""
+    """Prefetch blocks by all-gather and use them; reduce-scatter the results to host memory.
+
+    Returns the tensors seen, and the bytes sent by all-gathers and by reduce-scatters.
+    """
     net = network(schedule, seed)
     count = net.ranks.count
     pool = Pool(1 << 20, register=register, budget=Budget(1 << 24), device=net.transfer.device)

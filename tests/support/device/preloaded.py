@@ -1,4 +1,4 @@
-"""What the server of `support.ranks.launch` imports, too, where tests are those of the device."""
+"""Imports that the server of `support.ranks.launch` makes in addition for tests of the device."""
 
 from __future__ import annotations
 

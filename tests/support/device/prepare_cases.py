@@ -1,4 +1,4 @@
-"""Runs of models that are prepared for a device, beside those of plain models there: what is seen
+"""Runs of models that are prepared for a device, beside those of plain models there: what both see
 must be the same, to the bit.
 """
 
@@ -28,7 +28,7 @@ from support.loops import chosen
 from support.models import batch, loss_of, make
 
 STEPS = chosen(test=5, torture=10)
-FEW_STEPS = 3  # are enough for a fault to be noticed
+FEW_STEPS = 3  # enough for a fault to be noticed
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> list[Any]:
-    """What is seen in some steps: losses, gradients, evaluations."""
+    """Train some steps, and return what is seen: losses, gradients, evaluations."""
     seen: list[Any] = []
     can_evaluate = not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())  # on the fake
     for step in range(steps):
@@ -57,8 +57,9 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[Any]:
 
 @functools.cache
 def plain(name: str, dtype: torch.dtype, steps: int) -> tuple[list[Any], list[Tensor]]:
-    """What is seen of the plain model on the device, whose optimizer's state alone is in host
-    memory, and how it ends.
+    """Train the plain model on the device, with only the optimizer's state in host memory.
+
+    Returns what is seen, and the values at the end.
     """
     load("eager", 0)
     model = make(name, dtype=dtype).to("fake")
@@ -78,7 +79,11 @@ def least_host_bytes(name: str, dtype: torch.dtype) -> int:
 
 @functools.cache
 def device_bytes(name: str, dtype: torch.dtype) -> tuple[int, int, int]:
-    """For blocks one unit at a time, for all of them, and for everything else at its peak."""
+    """Measure the device memory of a training.
+
+    Returns the bytes for blocks one unit at a time, for all blocks, and for everything else at its
+    peak.
+    """
     load("eager", 0)
     model = make(name, dtype=dtype)
     optimizer = adamw(model)
@@ -140,7 +145,7 @@ def trains_right(folder: Path, schedule: tuple[str, int]) -> None:
 
 
 def large_loss(model: nn.Module) -> None:
-    """What comes after the model takes more than the model."""
+    """Run forward and backward with a loss that takes more device memory than the model."""
     logits = model(batch(0).to("fake"))
     torch.cat([logits] * 30).square().mean().backward()
 
@@ -148,7 +153,7 @@ def large_loss(model: nn.Module) -> None:
 @functools.cache
 def large_loss_bytes() -> int:
     load("eager", 0)
-    gc.collect()  # what other tests have left is not of this model
+    gc.collect()  # memory that other tests left is not this model's
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     model, _ = ready()
@@ -161,7 +166,7 @@ def large_loss_bytes() -> int:
 
 
 def starts_right(folder: Path, schedule: tuple[str, int]) -> None:
-    """Already the first step is within the budget."""
+    """Check that even the first step is within the budget."""
     limit = large_loss_bytes()
     load(*schedule)
     gc.collect()
@@ -182,11 +187,11 @@ def plain_sums() -> list[Tensor]:
 
 
 def sums_of(model: nn.Module) -> list[Tensor]:
-    """Gradients of several passes, of which some are held by somebody."""
+    """Return the gradients of several passes, some of which are still held when the next begins."""
     seen = []
     for seed in range(5):
         loss_of(model, batch(seed).to("fake")).backward()
-        if seed in (1, 3):  # what comes last is the first of its kind
+        if seed in (1, 3):  # so that the last pass is the first into its gradients
             seen += [p.grad for p in model.parameters()]
             model.zero_grad()
     seen += [p.grad for p in model.parameters()]
@@ -208,7 +213,7 @@ def louder(module: nn.Module, _: object) -> None:
 
 
 def edits(model: nn.Module, resident: Callable[..., Any]) -> list[Tensor]:
-    """Values that are changed in every way, and what comes of it."""
+    """Change values and gradients in every way, and return the outputs and values after each."""
     tokens = batch(0).to("fake")
     with torch.no_grad():
         seen = [model(tokens)]
@@ -247,7 +252,7 @@ def edits_right(folder: Path, schedule: tuple[str, int]) -> None:
 
 
 def look_back(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """What was computed before values change is looked at afterwards."""
+    """Compute outputs, change the values, and only then read the outputs."""
     seen: list[Tensor] = []
     for seed in range(2):
         loss_of(model, batch(seed).to("fake")).backward()
@@ -294,8 +299,10 @@ def looks_back_right(folder: Path, schedule: tuple[str, int]) -> None:
 
 
 def allows_right(folder: Path, schedule: tuple[str, int]) -> None:
-    """By a device that is only counted: whether a real one comes to have too much depends on how
-    far ahead blocks are fetched, and so on the time that the disk takes.
+    """Check `DeviceBudget` on a device whose memory is only counted.
+
+    Whether the fake device gets too full depends on the prefetch depth, and so on the time that the
+    disk takes.
     """
     for check in CHECKS:
         check()

@@ -1,4 +1,4 @@
-"""What ranks do with a model that is shared out over them and runs on their devices, for
+"""Trainings of a model that is sharded over ranks and runs on their devices, for
 test_stage3_device.py: each function runs in every process.
 """
 
@@ -46,7 +46,7 @@ from support.ranks.stage3 import (
 
 
 class Fork(nn.Module):
-    """Half of it runs on a stream of its own, forward and backward."""
+    """A layer of which half runs on a stream of its own, forward and backward."""
 
     side: Any = None
 
@@ -115,8 +115,10 @@ def train(
     micro: int = 1,
     reduces_once: bool = True,
 ) -> list[Any]:
-    """What is seen: losses, and evaluations in between. micro: batches a step, reduced once or
-    each.
+    """Train, and return what is seen: losses, and evaluations in between.
+
+    micro: batches a step.
+    reduces_once: gradients are reduced after the last batch only, and not after each.
     """
     seen: list[Any] = []
     for step in range(steps):
@@ -136,8 +138,8 @@ def train(
 
 
 class Plain:
-    """The same by plain means: a whole model on the device, the mean of gradients over the ranks,
-    and torch's optimizer in host memory.
+    """The reference: a whole model on the device, the mean of gradients over the ranks, and torch's
+    optimizer in host memory.
     """
 
     def __init__(self, make: Model) -> None:
@@ -151,7 +153,7 @@ class Plain:
         return nullcontext()
 
     def average(self) -> None:
-        """Add the mean of what the passes since the last time have given."""
+        """Add the mean over the ranks of the gradients since the last call."""
         params = list(self.model.parameters())
         for param, twin, mean in zip(params, self.twin.parameters(), means(params), strict=True):
             if mean is not None:
@@ -201,7 +203,11 @@ def trains_right(
     way: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, int]:
-    """The bits of plain training; what was counted. make: of the same model, done otherwise."""
+    """Check that a training has the bits of plain training, and return the engine's counts.
+
+    make: another way to build the same model.
+    way: options of `train`.
+    """
     seen, end = expected(name, rank, **(way or {}))
     what = f"{name} {way} {options}"
     before = settled_bytes()
@@ -295,7 +301,7 @@ def recomputed(rank: int, folder: Path) -> None:
 
 
 def counted(rank: int, folder: Path) -> None:
-    """Bytes of each kind, and device memory."""
+    """Check the bytes that are sent, uploaded and downloaded against theory; and device memory."""
     model, optimizer = ready(Wide, folder)
     made, params = made_of(model), sum(p.numel() * 4 for p in model.parameters())
     train(model, optimizer, rank, steps=2)  # the order of uses is known then
@@ -310,7 +316,8 @@ def counted(rank: int, folder: Path) -> None:
     theory = 3 * steps * params * (count - 1) / count
     assert 0.7 * theory < sum(made.ranks.sent_bytes.values()) <= 1.05 * theory
     up, down = (found[f"{way}_bytes"] - before[f"{way}_bytes"] for way in WAYS)
-    # Slices go up for forward and backward, but for what is still there; gradients come down once.
+    # Shards are uploaded for forward and backward unless they are still there; gradients are
+    # downloaded once.
     assert 0.7 * 2 * steps * params / count < up <= 1.05 * 2 * steps * params / count
     assert steps * params / count <= down <= 1.05 * steps * params / count
     use = offload.report(optimizer).model.shared
@@ -324,11 +331,11 @@ WAYS = ("host_to_device", "device_to_host")
 
 
 def bounded(rank: int, folder: Path) -> None:
-    """A model that is too large for its device, beside what it computes."""
-    settled_bytes()  # what others have left would count
+    """Train a model that is too large for its device; refuse budgets that are too small."""
+    settled_bytes()  # memory that earlier scenes left would count
     nbytes = device_bytes_for(Wide, folder)
     trains_right(rank, folder, "wide", device_memory=nbytes)
-    few = nbytes - 1 if rank == 0 else nbytes  # an error on one rank is one on all
+    few = nbytes - 1 if rank == 0 else nbytes  # an error on one rank is an error on all
     refused(
         CapacityError if rank == 0 else StateError,
         "device_memory: .*gathered from 2 ranks.*the least that works",
@@ -345,7 +352,7 @@ def lend(model: nn.Module) -> None:
 
 
 def device_bytes_for(make: Model, folder: Path) -> int:
-    """The least, without activations."""
+    """Return the least device memory that works, without activations."""
     model = seeded(make)
     try:
         offload.plan(model, adamw(model), device="fake", device_memory=4096)
@@ -360,7 +367,7 @@ def refused(kind: type[Exception], words: str, act: Callable[[], object]) -> Non
 
 
 def edited(rank: int, folder: Path) -> None:
-    """Values and gradients that are seen and changed from outside."""
+    """Read and change values and gradients from outside of runs."""
     plain = seeded(Gpt).to("fake")
     model, optimizer = ready(Gpt, folder)
     refused(StateError, "resident", lambda: model.head.weight.sum())
@@ -415,7 +422,10 @@ def step_inside(model: Any, optimizer: Any, rank: int) -> None:
 
 
 def saved(rank: int, folder: Path) -> None:
-    """All ranks save together; the training goes on with the same bits, on a device or not."""
+    """Save on all ranks, and load on the device and on the CPU.
+
+    On the device the training goes on with the same bits.
+    """
     model, optimizer = ready(Mixture, folder)
     train(model, optimizer, rank, steps=2)
     path = folder.parent / "checkpoint"
@@ -446,7 +456,7 @@ def saved(rank: int, folder: Path) -> None:
 
 
 def came_home(rank: int, folder: Path) -> None:
-    """Parameters, gradients and buffers go back to where they were."""
+    """Check that `close` puts parameters, gradients and buffers back where they were."""
     for home in ("fake", "cpu"):
         model = seeded(Gpt).to(home)
         model.register_buffer("scale", torch.ones(3, device=home))
@@ -463,7 +473,7 @@ def came_home(rank: int, folder: Path) -> None:
 
 
 class Filled(Gpt):
-    """Its norm is filled by another tensor's coming to its place."""
+    """A model whose norm is initialized by rebinding the weight to another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -518,8 +528,9 @@ SCENES: list[Scene] = [
 
 @contextmanager
 def late_uploads() -> Iterator[None]:
-    """Slices go up as late as they may: when somebody waits for it. The collectives of the fake
-    device would otherwise have waited for them.
+    """Upload shards as late as possible, when their ticket is waited for, while the block runs.
+
+    The collectives of the fake device would otherwise have waited for them.
     """
     gather, arrive = DeviceGatheredBlockMemory.gather, DeviceGathered.arrive
     slices: dict[Gathered, Tensor] = {}
@@ -553,7 +564,7 @@ def _late(upload: Ticket[None], own: Tensor) -> Ticket[None]:
 
 
 def forked(rank: int, folder: str, mutant: Mutant | None, schedules: list[tuple[str, int]]) -> bool:
-    """Whether gradients that two streams make are right, under all of these."""
+    """Return whether gradients that two streams make are right under all of these schedules."""
     mine = Path(folder) / str(rank)
     mine.mkdir()
     device(("eager", 0))
@@ -572,7 +583,7 @@ def forked(rank: int, folder: str, mutant: Mutant | None, schedules: list[tuple[
 def with_fault(
     rank: int, folder: str, mutant: Mutant | None, schedules: list[tuple[str, int]]
 ) -> None:
-    """On disk, where everything happens; with a fault in the code it should come to grief."""
+    """Train with state on disk, which runs all of the code: with a fault it should fail."""
     mine = Path(folder) / str(rank)
     mine.mkdir()
     device(("eager", 0))

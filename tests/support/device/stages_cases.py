@@ -1,6 +1,6 @@
-"""Optimizers of device parameters that ranks share, for test_stages_device.py: functions that take
-a rank run in every process. Beside each there is plain torch on the CPU, with gradients averaged by
-hand.
+"""Optimizers of device parameters that are sharded over ranks (stages 1 and 2), for
+test_stages_device.py: functions that take a rank run in every process. Beside each there is plain
+torch on the CPU, with gradients averaged by hand.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from support.device.mutants import Mutant, patched
 from support.device.transfer_cases import register
 from support.ranks.stages import reduce
 
-# Streams in the order in which they are made: that of the collectives, up, down, between devices.
-# Each is early and late, beside each other one.
+# A seed makes each stream early or late. Streams in the order in which they are made: that of the
+# collectives, upload, download, between devices. Over these seeds each is early and late, beside
+# each other one.
 ALL = [*SCHEDULES, *(("seeded", seed) for seed in (8, 11, 15, 16, 21, 26, 31))]
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 11), ("seeded", 21)]
 BUCKET_BYTES = 4 << 10  # so that there are several, and a parameter that is larger
 
 
 class Mixed(nn.Module):
-    """Of both types, of all sizes, unused, frozen, without elements, in another order of memory."""
+    """A model with parameters of both types and of all sizes: unused, frozen, without elements, in
+    another order of memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Mixed(nn.Module):
 
 
 class Forked(nn.Module):
-    """Half of it runs on a stream of its own, forward and backward."""
+    """A model of which half runs on a stream of its own, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ class Forked(nn.Module):
 
 
 class Wide(nn.Module):
-    """Large enough for what is rounded up not to count."""
+    """A model large enough that rounding up does not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +99,7 @@ def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
 
 
 class Reference:
-    """Plain torch on the CPU; 16-bit parameters have a master, which is updated."""
+    """A reference in plain torch on the CPU; of 16-bit parameters it updates fp32 masters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -117,14 +120,16 @@ class Reference:
 
 
 def reduce_all(model: nn.Module, ranks: Ranks) -> None:
-    """As DDP does it; `reduce` takes parameters of one type."""
+    """Average the gradients as DDP does; `reduce` takes parameters of one type."""
     for dtype in (torch.float32, torch.bfloat16):
         some = nn.ParameterList(p for p in model.parameters() if p.dtype == dtype)
         reduce(some, ranks)
 
 
 class Pair:
-    """A model on the device whose optimizer is shared, and the same on the CPU."""
+    """A model on the device whose optimizer is sharded, and the same model in plain torch on the
+    CPU.
+    """
 
     def __init__(
         self, ranks: Ranks, stage: int, make: Callable[[], nn.Module] = Mixed, **settings: Any
@@ -142,7 +147,10 @@ class Pair:
         return torch.randn(3 + self.ranks.rank, 13, generator=generator)
 
     def backward(self, passes: int, micros: int) -> None:
-        """Passes are averaged each for itself, of micro-batches in each."""
+        """Make gradients on both sides, in `passes` passes of `micros` micro-batches each.
+
+        Each pass is averaged over the ranks by itself.
+        """
         self.turn += 1
         self.plain.model.zero_grad()
         sums: dict[Tensor, Tensor] = {}
@@ -165,7 +173,7 @@ class Pair:
         self.grads = [q.grad for q in self.plain.params]
 
     def step_again(self) -> None:
-        """The last step once more, on the device, where the parameters are those before it."""
+        """Repeat the last step on the device, whose parameters are those before it again."""
         if self.stage == 2:
             self.model(self.input(0).to("fake")).backward()
         else:
@@ -174,7 +182,7 @@ class Pair:
         self.ours.step()
 
     def step(self, passes: int = 1, micros: int = 1) -> bool:
-        """Whether the device had the right parameters just before and just after."""
+        """Take a step; return whether the device had the right parameters just before and after."""
         self.backward(passes, micros)
         late, before = self.tripled(self.model), self.tripled(self.plain.model)
         self.ours.step()
@@ -208,7 +216,7 @@ def start() -> Ranks:
 
 
 def least_host_bytes(stage: int) -> int:
-    """With which some of the state has to go to the disk."""
+    """Return a budget with which some of the state must be on the drive."""
     made = torch.optim.AdamW(groups_of(list(Mixed().to("fake").parameters())), lr=1e-2)
     plan = offload.plan(made, release_grads=stage == 2)
     chunk = max(chunk.nbytes for chunk in plan.chunks)
@@ -216,14 +224,15 @@ def least_host_bytes(stage: int) -> int:
 
 
 def trains(pair: Pair) -> bool:
-    """Several steps, in stage 2 of several passes and micro-batches."""
+    """Take several steps, in stage 2 of several passes and micro-batches."""
     turns = ((1, 1), (1, 3), (2, 2)) if pair.stage == 2 else ((1, 1), (1, 1), (1, 1))
     return all([pair.step(*turn) for turn in turns])
 
 
 def the_same_bits(rank: int, stage: int, directory: str) -> dict[str, Any]:
-    """Under every schedule, under some also with state on disk; all device memory is given back.
-    Which schedules went wrong.
+    """Train under every schedule, under some also with state on disk; return those that went wrong.
+
+    All device memory must be freed after each.
     """
     ranks, wrong = start(), []
     for schedule in ALL:
@@ -247,15 +256,16 @@ def the_same_bits(rank: int, stage: int, directory: str) -> dict[str, Any]:
 
 
 def several_streams(rank: int) -> list[tuple[str, int]]:
-    """Schedules under which a backward pass on two streams goes wrong."""
+    """Return the schedules under which a backward pass on two streams goes wrong."""
     ranks = start()
     seeds = [("seeded", seed) for seed in (0, 1, 7, 8, 15, 26)]
     return [one for one in (("lazy", 0), *seeds) if goes_wrong(ranks, 2, Forked, one)]
 
 
 def moved(rank: int, stage: int) -> dict[str, Any]:
-    """Bytes of a step against theory, in shares of it: over the network, and between host and
-    device as the transfer counts them.
+    """Return the bytes of a step as multiples of those in theory.
+
+    They are counted on the network, and between host and device as the transfer counts them.
     """
     ranks = start()
     buckets.BUCKET_BYTES = 32 << 10
@@ -278,7 +288,7 @@ def moved(rank: int, stage: int) -> dict[str, Any]:
     found = {
         "up": (after["host_to_device_bytes"] - before["host_to_device_bytes"]) / share,
         "down": (after["device_to_host_bytes"] - before["device_to_host_bytes"]) / share,
-        # By whomever, in the step: the collectives of the fake device pass through host memory.
+        # All copies of the step: the collectives of the fake device pass through host memory.
         "all up": counted["h2d_bytes"] / share - ranks.count,
         "all down": counted["d2h_bytes"] / share - 1,
     }
@@ -301,7 +311,7 @@ def sent(pair: Pair) -> dict[str, int]:
 def with_faults(
     rank: int, stage: int, make: Callable[[], nn.Module], faults: list[Mutant]
 ) -> list[bool]:
-    """For each whether some schedule shows that it is there."""
+    """Return for each fault whether the training goes wrong under some schedule."""
     ranks, found = start(), []
     for fault in faults:
         with patched(fault):

@@ -1,5 +1,5 @@
-"""What else loops do with optimizers of device parameters that ranks share, for
-test_stages_device.py: functions that take a rank run in every process.
+"""Unusual training loops with sharded optimizers of device parameters, for test_stages_device.py:
+functions that take a rank run in every process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def otherwise(rank: int, stage: int, directory: str) -> None:
 
 
 def changes(pair: Pair) -> None:
-    """Another group, a state that is loaded, zeros instead of no gradients, none at all."""
+    """Add a group, load a state, step without any gradient, and with zeros instead of None."""
     pair.step()
     extra = nn.Linear(5, 40)
     nn.init.constant_(extra.weight, 0.01)
@@ -74,7 +74,7 @@ def changes(pair: Pair) -> None:
 
 
 def saved(pair: Pair, directory: str) -> None:
-    """A checkpoint that all ranks write and read."""
+    """Write and read a checkpoint on all ranks."""
     pair.step()
     offload.save(directory, pair.model, pair.ours)
     right = [p.detach().cpu() for p in pair.model.parameters()]
@@ -102,7 +102,7 @@ def clips_before(pair: Pair) -> None:
 
 
 def clips_in_the_update(pair: Pair) -> None:
-    """With the norm of all ranks, the same on all."""
+    """Clip by the norm over all ranks, which must be the same on all."""
     pair.backward(1, 1)
     squares = [p.grad.double().square().sum() for p in pair.plain.params if p.grad is not None]
     right = float(torch.stack(squares).sum().sqrt())
@@ -118,9 +118,9 @@ def sums(model: nn.Module) -> list[float]:
 
 
 def scales(pair: Pair) -> None:
-    """Where gradients are not finite all ranks skip the step."""
+    """Check that all ranks skip the step if gradients are not finite."""
     scaler = torch.amp.GradScaler("fake", init_scale=64.0)
-    scaler.scale(torch.ones((), device="fake"))  # makes it begin
+    scaler.scale(torch.ones((), device="fake"))  # so that it has a scale
     for turn in range(3):
         before = sums(pair.model)
         pair.backward(1, 1)
@@ -166,7 +166,7 @@ def refused(kind: type[Exception], text: str, act: Callable[[], object]) -> None
 
 
 def refusals(rank: int) -> None:
-    """Each on all ranks, and nobody waits for anybody."""
+    """Check that each refusal is raised on all ranks, and that no rank waits for another."""
     start()
     for stage in (1, 2):
         refuses_places(rank, partial(offload.wrap, release_grads=stage == 2))
@@ -189,7 +189,7 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def refuses_places(rank: int, wrap: Callable[[Any], Any]) -> None:
-    """Parameters that are not where they should be, values that differ, no room."""
+    """Refuse parameters that are in the wrong place, values that differ, and too little memory."""
     for places in (("fake", "cpu"), ("cpu", "fake"), ("fake:0", "fake:1")):
         refused(ConfigError, "all on one device", partial(wrap, sgd(ones(*places))))
     other = ones("fake" if rank else "cpu")
@@ -215,7 +215,9 @@ def refuses_places(rank: int, wrap: Callable[[Any], Any]) -> None:
 
 
 def three(rank: int) -> None:
-    """Some own nothing of small parameters; fp32 means are added in the order of ranks."""
+    """Train on three ranks: some own no part of small parameters, and fp32 means are added in the
+    order of ranks.
+    """
     ranks = start()
     load("seeded", 21)
     pair = Pair(ranks, 1)
@@ -227,7 +229,7 @@ def three(rank: int) -> None:
 
 
 def broken(rank: int, stage: int) -> str:
-    """An error in the middle of a step: on the other rank, too, and no step after it."""
+    """Raise an error in the middle of a step: the other rank raises, too, and no step follows."""
     pair = Pair(start(), stage, Wide)
     held = torch.accelerator.memory_allocated()
     for schedule in SOME[1:]:

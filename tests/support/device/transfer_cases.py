@@ -45,7 +45,7 @@ class Bench:
         return self.transfer.device
 
     def host(self, *shape: int) -> Tensor:
-        """Leased host memory; it returns when the tensor is gone."""
+        """Lease host memory; it returns to the pool when the tensor is freed."""
         numel = torch.Size(shape).numel()
         with self.pool.lease(4 * numel) as lease:
             return lease.tensor(torch.float32).view(shape)
@@ -55,7 +55,7 @@ class Bench:
         return target.copy_(torch.randn(shape, generator=self.numbers) / 4)
 
     def busy(self) -> Tensor:
-        """Work for the stream that computes, so that it has something to be late with."""
+        """Give the computing stream work, so that it has something to be late with."""
         return torch.ones(WIDTH, WIDTH, device=self.device) @ torch.ones(
             WIDTH, WIDTH, device=self.device
         )
@@ -63,7 +63,7 @@ class Bench:
 
 @contextmanager
 def bench(module: ModuleType | None, pool_bytes: int = 1 << 20, **options: Any) -> Iterator[Bench]:
-    """module: None runs on the CPU."""
+    """Open a pool and a transfer of this module; None runs on the CPU."""
     device = torch.device("fake") if module else None
     pool = Pool(pool_bytes, register=register, budget=Budget(1 << 24), device=device)
     transfer = module.DeviceTransfer("fake", **options) if module else HostTransfer()
@@ -83,7 +83,7 @@ def matrix(buffer: Any) -> Tensor:
 
 
 def train_with_fetched_parameters(module: ModuleType | None) -> list[Tensor]:
-    """Parameters live on the host and visit two buffers on the device; gradients come back."""
+    """Train with parameters in host memory that are fetched into two buffers on the device."""
     with bench(module, budget_bytes=2 * SIZE) as b:
         weights = [b.random(WIDTH, WIDTH) for _ in range(LAYERS)]
         inputs, target = (b.random(8, WIDTH).to(b.device) for _ in range(2))
@@ -112,7 +112,7 @@ def train_with_fetched_parameters(module: ModuleType | None) -> list[Tensor]:
 
 
 def train_with_resident_parameters(module: ModuleType | None) -> list[Tensor]:
-    """Parameters live on the device; the host updates a copy, and sends it back part by part."""
+    """Train with parameters on the device; the host updates copies and uploads them one by one."""
     with bench(module) as b:
         masters = [b.random(WIDTH, WIDTH) for _ in range(LAYERS)]
         weights = [master.clone().to(b.device) for master in masters]
@@ -143,8 +143,8 @@ def train_with_resident_parameters(module: ModuleType | None) -> list[Tensor]:
 
 
 def fill_in_parts_through_staging(module: ModuleType | None) -> list[Tensor]:
-    """A block arrives through two small pieces of host memory that are used again and again."""
-    with bench(module, pool_bytes=8192) as b:  # two pieces of a page
+    """Fill a block through two small staging buffers that are used again and again."""
+    with bench(module, pool_bytes=8192) as b:  # two staging buffers of one page each
         whole = torch.randn(SIZE, generator=b.numbers)
         if module is None:
             return [whole * 2]
@@ -166,7 +166,7 @@ def fill_in_parts_through_staging(module: ModuleType | None) -> list[Tensor]:
 
 
 def leases_of_forgotten_copies(module: ModuleType | None) -> list[Tensor]:
-    """Nobody waits for a copy and nobody holds its host memory: the pool may not reuse it yet."""
+    """Drop a copy's ticket and its host memory: the pool may not reuse the memory yet."""
     with bench(module, pool_bytes=64 * 4096) as b:
         results = []
         target = torch.zeros(1024, device=b.device)
@@ -180,14 +180,14 @@ def leases_of_forgotten_copies(module: ModuleType | None) -> list[Tensor]:
                 buffer = b.transfer.fetch(staged)
                 seen = buffer.use().view(torch.float32)
             del staged
-            spoiler = b.host(1024).fill_(-1)  # in the same piece, if it came back too early
+            spoiler = b.host(1024).fill_(-1)  # in the same memory, if it was released too early
             results.append((seen + 0.5).sum().view(1))
             del spoiler, seen
         return [torch.cat(results).cpu()]
 
 
 def memory_of_what_was_read(module: ModuleType | None) -> list[Tensor]:
-    """A gradient is dropped at once, and the next kernel gets its memory."""
+    """Drop a gradient while it is read, so that the next kernel may get its memory."""
     results = []
     for limit in (0, 1 << 20):
         with bench(module, **({"reads_in_flight_bytes": limit} if module else {})) as b:
@@ -203,8 +203,10 @@ def memory_of_what_was_read(module: ModuleType | None) -> list[Tensor]:
 
 
 def memory_of_what_is_written(module: ModuleType | None) -> list[Tensor]:
-    """A parameter is dropped while its new bytes are on their way: they must not land in what has
-    its memory now. Nor may they land while the old ones are still read.
+    """Drop a parameter while the write of its new bytes is in flight.
+
+    They must not land in the tensor that has its memory now. Nor may they land while a kernel still
+    reads the old ones.
     """
     with bench(module) as b:
         target = torch.ones(WIDTH, WIDTH, device=b.device)
@@ -218,7 +220,9 @@ def memory_of_what_is_written(module: ModuleType | None) -> list[Tensor]:
 
 
 def memory_of_what_was_fetched(module: ModuleType | None) -> list[Tensor]:
-    """Buffers come and go in the same bytes: released, forgotten, never used, kept by a view."""
+    """Fetch into the same memory again: after buffers were released, forgotten, never used, and
+    kept by a view.
+    """
     with bench(module, budget_bytes=2 * SIZE) as b:
         results, host = [], [b.random(WIDTH, WIDTH) for _ in range(4)]
         first, second = b.transfer.fetch(host[0]), b.transfer.fetch(host[1])
@@ -245,7 +249,7 @@ def memory_of_what_was_fetched(module: ModuleType | None) -> list[Tensor]:
 
 
 def several_streams(module: ModuleType | None) -> list[Tensor]:
-    """Two streams use one buffer; a read and a write name the place they come after."""
+    """Use one buffer on two streams; a read names the mark that it comes after."""
     if module is None:
         return [torch.full((4,), 12.0), torch.full((4,), 5.0), torch.full((4,), 2.0)]
     with bench(module, budget_bytes=512) as b:
@@ -267,7 +271,7 @@ def several_streams(module: ModuleType | None) -> list[Tensor]:
 
 
 def closing(module: ModuleType | None) -> list[Tensor]:
-    """After `close` everything is where it should be, without any other wait."""
+    """Close the transfer, and find all copies done without any other wait."""
     with bench(module) as b:
         target = torch.zeros(WIDTH, WIDTH, device=b.device)
         source = torch.full((WIDTH, WIDTH), 5.0, device=b.device) + b.busy()
@@ -284,7 +288,7 @@ def closing(module: ModuleType | None) -> list[Tensor]:
 
 
 def fills_and_uses_in_any_order(module: ModuleType | None) -> list[Tensor]:
-    """Two fills and a use at once; a fill after a use; a use without a fill."""
+    """Fill twice and use at once; fill after a use; use without a fill."""
     if module is None:
         parts = torch.cat([torch.full((64,), 1.0), torch.full((64,), 2.0)])
         return [parts * 2, torch.full((128,), 3.0), torch.full((128,), 5.0)]
@@ -307,7 +311,7 @@ def fills_and_uses_in_any_order(module: ModuleType | None) -> list[Tensor]:
 
 
 def a_tensor_that_is_kept(module: ModuleType | None) -> list[Tensor]:
-    """Not a view of what `use` gave, but that itself outlives the buffer."""
+    """Keep the tensor that `use` returned, and not a view of it, longer than the buffer."""
     with bench(module, **({"budget_bytes": 1024} if module else {})) as b:
         buffer = b.transfer.fetch(b.host(64).fill_(4.0))
         kept = buffer.use()
@@ -320,7 +324,7 @@ def a_tensor_that_is_kept(module: ModuleType | None) -> list[Tensor]:
 
 
 def a_forgotten_transfer(module: ModuleType | None) -> list[Tensor]:
-    """Nobody holds the transfer any more, as after an error; its copies are still to come."""
+    """Drop the last reference to the transfer, as after an error, with copies in flight."""
     with bench(module, pool_bytes=16 * 4096) as b:
         if module is None:
             return [torch.full((64,), 2.0), torch.full((64,), 6.0)]
@@ -340,7 +344,7 @@ def a_forgotten_transfer(module: ModuleType | None) -> list[Tensor]:
 
 
 def memory_let_go_in_order(module: ModuleType | None) -> list[Tensor]:
-    """More gradients than may wait, in parts, and by two streams."""
+    """Read more gradients, in parts, than may be in flight at once."""
     limit = {"reads_in_flight_bytes": 8192} if module else {}
     with bench(module, **limit) as b:
         tickets = []
@@ -355,7 +359,7 @@ def memory_let_go_in_order(module: ModuleType | None) -> list[Tensor]:
 
 
 def memory_let_go_by_another_stream(module: ModuleType | None) -> list[Tensor]:
-    """A read on one stream pushes out a gradient that belongs to another."""
+    """Read a gradient on one stream, which frees one that belongs to another stream."""
     side = torch.Stream("fake") if module else contextlib.nullcontext()
     with bench(module, **({"reads_in_flight_bytes": 4096} if module else {})) as b:
         with side:
@@ -373,8 +377,10 @@ def memory_let_go_by_another_stream(module: ModuleType | None) -> list[Tensor]:
 
 
 def filled_by_other_devices(module: ModuleType | None) -> list[Tensor]:
-    """The first half of a block comes from the host, the second from elsewhere, which is made of
-    the first here. It is filled and used again, or given up before anybody has used it.
+    """Fill the first half of a block from the host, and the second from another device.
+
+    Here the second half is computed from the first. The block is filled and used again, or released
+    before any use.
     """
     half = WIDTH * WIDTH // 2
     with bench(module, budget_bytes=SIZE) as b:
@@ -421,7 +427,7 @@ def filled_by_other_devices(module: ModuleType | None) -> list[Tensor]:
 
 
 def sums_over_devices(module: ModuleType | None) -> list[Tensor]:
-    """What the device has made goes across, and from there to the host."""
+    """Send what the device has computed across the devices, and from there to the host."""
     with bench(module) as b:
         found = []
         for number in range(3):
@@ -436,7 +442,7 @@ def sums_over_devices(module: ModuleType | None) -> list[Tensor]:
 
 
 def filled_by_several_streams(module: ModuleType | None) -> list[Tensor]:
-    """One stream makes all of it zero, another puts something there, and both go across."""
+    """Zero a buffer on one stream and write to it on another; send both results across."""
     half = WIDTH * WIDTH // 2
     with bench(module) as b:
         found = []
@@ -463,7 +469,7 @@ def filled_by_several_streams(module: ModuleType | None) -> list[Tensor]:
 
 
 def a_kernel_that_fails(module: ModuleType | None) -> list[Tensor]:
-    """Whoever waits for what depends on it hears of it."""
+    """Run a kernel that fails: a wait for a copy that depends on it raises its error."""
     if module is None:
         return [torch.ones(1)]
     with bench(module) as b:
@@ -475,7 +481,7 @@ def a_kernel_that_fails(module: ModuleType | None) -> list[Tensor]:
             told = 1.0
         try:
             torch.accelerator.synchronize()
-        except IndexError:  # nobody had been told
+        except IndexError:  # no wait had raised it
             told = 0.0
         return [torch.full((1,), told)]
 
@@ -503,5 +509,5 @@ CASES = [
 
 
 def run(case: Callable[[ModuleType | None], list[Tensor]], module: ModuleType | None) -> bytes:
-    """The bits of a case's results."""
+    """Run a case, and return the bytes of its results."""
     return b"".join(result.contiguous().numpy().tobytes() for result in case(module))

@@ -15,7 +15,7 @@ from support.fuzz.cases import draw, from_json, to_json
 from support.fuzz.surroundings import scratch
 from support.interrupts import heed_interrupts
 
-EVERY_S = 10.0  # between lines of progress
+EVERY_S = 10.0  # seconds between lines of progress
 
 
 def main() -> int:

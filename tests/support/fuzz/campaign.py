@@ -1,4 +1,4 @@
-"""Many cases, one after the other: how they ended, and what is printed of those that failed."""
+"""Many cases, one after the other: how they ended, and the report of those that failed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from support.fuzz.cases import Case, to_json
 from support.fuzz.runner import Outcome, run
 from support.fuzz.shrink import shrink
 
-WITHIN_S = 120.0  # one case; on a busy machine, too
+WITHIN_S = 120.0  # for one case; enough on a busy machine, too
 
 
 class Hung(AssertionError):
-    """A case did not end in time."""
+    """A case that did not end in time."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass
 class Campaign:
-    """Of cases that were run."""
+    """A run of many cases: their counts, and the failures."""
 
     folder: Path
     has_alarm: bool = True
@@ -56,7 +56,10 @@ class Campaign:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, case: Case, shrinks: bool = True) -> Failure | None:
-        """Run it; what has failed, smaller if that is asked for."""
+        """Run a case; return its failure, if it failed.
+
+        shrinks: whether to look for a smaller case that fails the same way.
+        """
         began_s = time.process_time()
         outcome = self._run(case)
         self.seconds += time.process_time() - began_s
@@ -83,7 +86,7 @@ class Campaign:
         return fails
 
     def _run(self, case: Case) -> Outcome | str:
-        """How it ended, or what it failed with, as text: an error would hold memory."""
+        """Run a case; return its outcome, or its error as text: the exception would hold memory."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         try:
@@ -111,14 +114,14 @@ class Campaign:
 
 
 def _kind(error: str) -> str:
-    """The class of an error, by its text; notes behind it tell of acts."""
+    """Return the class name of the error in a traceback's text; its notes may follow it there."""
     named = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", error, re.MULTILINE)
     return str(named[-1]) if named else ""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise `Hung` in the main thread when it is over; 0: never."""
+    """Raise `Hung` in the main thread if the block runs longer than this; 0: no limit."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Hung(

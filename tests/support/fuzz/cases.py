@@ -1,8 +1,7 @@
-"""A case of the fuzzer as pure data: a model, an optimizer, where things are, and a list of acts.
+"""A case of the fuzzer as pure data: a model, an optimizer, a loop, a place, and a list of acts.
 
 `draw(seed)` makes one, without torch and without the engine, so that anything can run it: the
-runner here, or a simulation. `to_json` and `from_json` are what a failure is printed and replayed
-by.
+runner here, or a simulation. A failure is printed by `to_json` and replayed by `from_json`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """segments: `checkpoint_sequential` over the layers in so many; 0: without."""
+    """The model of a case.
+
+    segments: `checkpoint_sequential` over the layers in so many segments; 0: without.
+    """
 
     layers: tuple[Layer, ...]
     width: int = 4
@@ -53,8 +55,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """groups: parameters are dealt out to so many. late: the last parameters are in none of them,
-    and come later by `add_param_group`.
+    """The optimizer of a case.
+
+    groups: number of parameter groups, to which the parameters are dealt out.
+    late: number of last parameters that are in no group, and are added by `add_param_group`.
     """
 
     kind: str
@@ -66,19 +70,24 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Loop:
-    """What is around the acts. schedule: "none", or made "before" or "after" it is offloaded."""
+    """The settings of the loop that hold for all acts.
+
+    schedule: the scheduler: "none", or made "before" or "after" the optimizer is offloaded.
+    """
 
     schedule: str = "none"
     max_grad_norm: float | None = None
     has_scaler: bool = False
     threads: int = 1
-    looks: bool = False  # at gradients after each backward: they may come back for that
+    looks: bool = False  # reads gradients after each backward, for which the engine may fetch them
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where things are. mode: "plain", "wrap" or "prepare". memory: of the host, as times of the
-    least that works; 0: enough for all, and no directory.
+    """The budgets and settings that the model and the optimizer are offloaded with.
+
+    mode: "plain", "wrap" or "prepare".
+    memory: host memory as a multiple of the least that works; 0: enough for all, and no directory.
     """
 
     mode: str
@@ -92,7 +101,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Act:
-    """One statement of the loop, or something that happens to it; `acts.py` has them by name."""
+    """One statement of the loop, or an event such as Ctrl-C; `sides.py` has a `do_...` of its name,
+    or `runner.py` handles it.
+    """
 
     name: str
     number: int = 0
@@ -121,7 +132,7 @@ class Case:
 
 
 def to_json(case: Case) -> str:
-    """Without what is as it always is."""
+    """Return the case as JSON, without fields that have their default."""
     return json.dumps(_plain(case), separators=(",", ":"))
 
 
@@ -171,7 +182,7 @@ def as_dict(case: Case) -> dict[str, Any]:
 
 
 def draw(seed: int) -> Case:
-    """The case of a number; always the same one."""
+    """Draw the case of a seed; always the same one."""
     return _Draw(seed).case()
 
 
@@ -192,7 +203,7 @@ class _Draw:
             modes.append("prepare")  # has more to it
         self.modes = modes
         self.is_generic = optimizer.kind in GENERIC
-        # What a plain optimizer has the same bits of, and can take part in.
+        # Cases of which a plain optimizer has the same bits, so that an act may move to it.
         halves = {model.dtype, *(layer.dtype for layer in model.layers)} & set(HALVES)
         has_momentum = optimizer.kind == "SGD" and dict(optimizer.settings)["momentum"]
         self.has_plain = optimizer.kind in FUSED and not halves and not has_momentum
@@ -337,7 +348,7 @@ class _Draw:
     # --- acts -------------------------------------------------------------------------------------
 
     def acts(self, case: Case) -> Iterator[Act]:
-        """A loop as users write it, with something else between any two of its statements."""
+        """Draw a loop as users write it, with other acts between some of its statements."""
         self.number = 0
         disturbed = self.rng.choice([0.0, 0.15, 0.15, 0.35])
         for _ in range(self.rng.choice([1, 2, 2, 3, 3, 4])):
@@ -356,8 +367,10 @@ class _Draw:
         return self.number
 
     def may_cast(self, model: Model) -> bool:
-        """docs/limits.md: where activations are not kept, by us or by the model itself, a weight
-        that is used again is cast anew under autocast, and its gradients have other bits.
+        """Return whether the model may run under autocast and keep its bits.
+
+        docs/limits.md: where activations are not kept, by the engine or by the model itself, a
+        weight that is used again is cast anew under autocast, and its gradients have other bits.
         """
         runs_again = self.has_let_go or model.segments or any(a.again for a in model.layers)
         return not runs_again or all(a.kind not in ("again", "borrow") for a in model.layers)

@@ -1,4 +1,4 @@
-"""Ctrl-C at the n-th moment at which the package could be interrupted, wherever that is."""
+"""Ctrl-C at the n-th moment at which the package can be interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INSTRUCTIONS = 6  # about, from one moment at which Python runs signal handlers
 
 @contextmanager
 def interrupt_within(instruction: int) -> Iterator[Moments]:
-    """SIGINT about so many instructions of the package from here, in this thread."""
+    """Raise SIGINT in this thread about so many instructions of the package from here."""
     with Moments(1 + instruction // _INSTRUCTIONS, _is_ours) as moments:
         yield moments
 

@@ -1,4 +1,4 @@
-"""What two runs of a case are compared by, and where they differ."""
+"""The comparison of two runs of a case: what is compared, and where they differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seen = dict[str, Any]
 
 
 class Differs(AssertionError):
-    """Two runs of one case do not agree."""
+    """A difference between two runs of one case."""
 
 
 def compare(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ def _shown(value: Any) -> str:
 
 
 def parameters_of(model: nn.Module) -> Seen:
-    """Each looked at where it is, module by module."""
+    """Return copies of all parameters, each made resident with its module; and of all buffers."""
     seen: Seen = {}
     for prefix, module in model.named_modules():
         own = list(module.named_parameters(prefix, recurse=False))
@@ -63,7 +63,7 @@ def gradients_of(model: nn.Module) -> Seen:
 
 
 def state_of(optimizer: Any) -> Seen:
-    """`state_dict()`, flat; without how torch is to run it."""
+    """Return `state_dict()`, flat, without the settings that say how torch runs the step."""
     found = optimizer.state_dict()
     seen: Seen = {}
     for number, state in found["state"].items():

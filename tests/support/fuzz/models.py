@@ -16,11 +16,11 @@ from support.models import Layer as Attention
 
 
 class Trouble(Exception):
-    """Raised by a layer of the user's."""
+    """An error that a layer of the user's model raises."""
 
 
 class Switch:
-    """Makes one layer fail: when it is run, or in its backward."""
+    """A switch that makes one layer fail, in its forward or in its backward."""
 
     def __init__(self) -> None:
         self.where, self.when = -1, ""
@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
     def run_experts(self, x: Tensor) -> Tensor:
-        """The data decide which of them run."""
+        """Run the expert that the data choose, row by row."""
         return torch.cat([self.experts[_choice(row, len(self.experts))](row) for row in x.split(1)])
 
     make_branch = make_mlp
@@ -149,7 +149,7 @@ class Block(nn.Module):
         return self.others()[self.spec.target](x)
 
     def run_borrow(self, x: Tensor) -> Tensor:
-        """With a weight of another unit, whose module does not run."""
+        """Use a weight of another unit, whose module does not run."""
         for param in self.others()[self.spec.target].parameters():
             if param.ndim == 2 and param.shape == (x.shape[-1], x.shape[-1]):
                 return functional.linear(x, param.to(x.dtype))
@@ -195,7 +195,7 @@ class Drawn(nn.Module):
 
 
 def build(spec: Model, seed: int = 5) -> Drawn:
-    """The model of a case, with the values of a seed. The random numbers of others do not move."""
+    """Build the model of a case, with the values of a seed. torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Drawn(spec, Switch())

@@ -1,4 +1,4 @@
-"""The optimizer of a case, as the user makes it, and what judges it: torch's own arithmetic.
+"""The optimizer of a case, as the user makes it, and its judge: torch's own arithmetic.
 
 In fp32 the judge is torch's class itself, fused where it has kernels. Where `offload` promises more
 than torch has (fp32 masters of 16-bit parameters, the norm in double, Lion), the judge puts that
@@ -23,7 +23,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def build(case: Case, model: nn.Module, has_late: bool) -> torch.optim.Optimizer:
-    """As users make it. has_late: with the group that comes later."""
+    """Build the optimizer of a case as users do. has_late: with the group that is added later."""
     spec = case.optimizer
     params = list(model.parameters())
     late = params[len(params) - spec.late :]
@@ -65,19 +65,22 @@ def _settings(spec: Optimizer) -> dict[str, Any]:
 
 
 def has_momentum(case: Case) -> bool:
-    """Of parameters that get their first gradients in different steps torch's fused SGD fails."""
+    """Return whether the case is SGD with momentum.
+
+    torch's fused SGD fails on parameters that get their first gradients in different steps.
+    """
     settings = dict(case.optimizer.settings)
     return case.optimizer.kind == "SGD" and bool(settings.get("momentum"))
 
 
 def judge(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """What the user's optimizer is compared with."""
+    """Build the judge that the user's optimizer is compared with."""
     made = build(case, model, has_late=False)
     is_half = any(param.dtype in _HALVES for param in model.parameters())
     is_more = case.optimizer.kind == "Lion" or case.loop.max_grad_norm is not None
     if is_half or is_more or has_momentum(case):
         return Masters(made, case.loop.max_grad_norm)
-    # A GradScaler then unscales by itself, as it does for ours.
+    # A GradScaler then unscales by itself, as it does for the engine's optimizers.
     made._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return made
 
@@ -140,7 +143,7 @@ class Masters(torch.optim.Optimizer):
         return self.masters[param]
 
     def _update(self) -> None:
-        """One at a time."""
+        """Step the inner optimizer, with a group for each parameter."""
         self.inner.param_groups = []
         for group in self.param_groups:
             params = [self.masters.get(p, p) for p in group["params"]]
@@ -152,7 +155,7 @@ class Masters(torch.optim.Optimizer):
             self.inner.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """In the form that `offload` has for it."""
+        """Return the state in the form of `offload`, which has the masters in it."""
         numbers = {p: i for i, p in enumerate(q for g in self.param_groups for q in g["params"])}
         groups = [
             {**group, "params": [numbers[p] for p in group["params"]]}
@@ -185,21 +188,23 @@ class Masters(torch.optim.Optimizer):
 
 
 def _adopt(master: Tensor, param: Tensor) -> None:
-    """Where a 16-bit parameter is not its rounded master, somebody has set it: it wins."""
+    """Take over elements of a 16-bit parameter that are not its rounded master: the user's code has
+    set them.
+    """
     if master is not param:
         other = master.to(param.dtype).view(torch.int16) != param.view(torch.int16)
         master.copy_(torch.where(other, param.float(), master))
 
 
 def _in_memory(grad: Tensor) -> Tensor:
-    """The elements in the order in which they lie in memory."""
+    """Return the elements in the order in which they lie in memory."""
     if grad.is_contiguous() or grad.ndim != 2:
         return grad.contiguous().view(-1)
     return grad.t().contiguous().view(-1)
 
 
 def _lion(inner: torch.optim.Optimizer) -> None:
-    """Chen et al., 2023, rounded as `docs/notes/update.md` has it."""
+    """Step as Lion does (Chen et al., 2023), rounded as in `docs/notes/update.md`."""
     for group in inner.param_groups:
         beta1, beta2 = group["betas"]
         rule = rules.LionRule.at(

@@ -61,7 +61,11 @@ REFUSALS = (
 
 @dataclass
 class Outcome:
-    """How a case ended. refused: by what; interrupts: how many were reached."""
+    """The end of a case.
+
+    refused: the documented refusal that ended it, if one did.
+    interrupts: how many of its interrupts were reached.
+    """
 
     case: Case
     refused: str | None = None
@@ -70,7 +74,7 @@ class Outcome:
 
 
 def run(case: Case, folder: Path) -> Outcome:
-    """Raises AssertionError, or whatever went wrong, with the act in a note."""
+    """Run a case. Raise AssertionError if the sides differ; any error has the act in a note."""
     found = Leftovers()
     with surroundings(folder, case.loop.threads) as budget:
         outcome = _Runner(case, folder).run()
@@ -120,7 +124,10 @@ class _Runner:
         self.both(ours, act)
 
     def both(self, ours: Offloaded, act: Act) -> None:
-        """The same on both, with the same random numbers, of which the same are left."""
+        """Do an act on both sides and compare them, also the state of the random generators.
+
+        Both begin with the same random numbers.
+        """
         before = _random_numbers()
         expected = self.theirs.do(act)
         after = _random_numbers()
@@ -131,7 +138,7 @@ class _Runner:
         compare(dict(_random_numbers()), dict(after))
 
     def swap(self, ours: Offloaded) -> None:
-        """Each loads the other's `state_dict`."""
+        """Have each side load the other's `state_dict`."""
         states = [side.optimizer.state_dict() for side in (self.theirs, ours)]
         ours.optimizer.load_state_dict(states[0])
         self.theirs.optimizer.load_state_dict(states[1])
@@ -139,8 +146,8 @@ class _Runner:
     # --- Ctrl-C -----------------------------------------------------------------------------------
 
     def interrupt(self, ours: Offloaded, act: Act) -> None:
-        """During one act of ours: it is as if it had not happened or as if it had ended, or a typed
-        error asks for a checkpoint.
+        """Interrupt one act of the offloaded side: it must not have happened, or have ended, or a
+        typed error must ask for a checkpoint.
         """
         if act.how == "backward":
             self.both(ours, Act("forward", int(act.value)))
@@ -149,7 +156,7 @@ class _Runner:
         inner = _inner(act)
         numbers = _random_numbers()
         place = self.interrupted(ours, inner, act.number)
-        if place is None:  # it came to its end
+        if place is None:  # the act ended
             _set_random_numbers(numbers)
             self.theirs.do(inner)
             return
@@ -163,7 +170,7 @@ class _Runner:
         self.theirs.saved, ours.saved = saved, path
 
     def interrupted(self, ours: Offloaded, inner: Act, instruction: int) -> str | None:
-        """Where Ctrl-C came; None if it did not, or if somebody has swallowed it."""
+        """Do the act with Ctrl-C; return where it came, None if it did not or was swallowed."""
         moments = None
         try:
             with sized(ours.place), interrupt_within(instruction) as moments:
@@ -173,7 +180,7 @@ class _Runner:
         return None
 
     def resolve(self, ours: Offloaded, inner: Act, saved: Any, path: Path) -> None:
-        """Find out what has come of an interrupted act, and bring both to one state again."""
+        """Find out how an interrupted act has ended, and bring both sides to one state again."""
         for side in (ours, self.theirs):
             side.waiting.clear()
             side.model.train()
@@ -183,7 +190,7 @@ class _Runner:
             compare(self.seen(ours), self.seen(self.theirs))
             return
         for side in (ours, self.theirs):
-            side.make_scaler()  # it was in the middle of a step
+            side.make_scaler()  # the old one was in the middle of a step
             side.is_unscaled = False
         with sized(ours.place):
             ours.load(path)
@@ -192,7 +199,7 @@ class _Runner:
             side.begin_anew()
 
     def is_either(self, ours: Offloaded) -> bool:
-        """Whether the step has not begun, or has ended."""
+        """Return whether the step has not begun or has ended: then the plain side takes it, too."""
         try:
             got = self.seen(ours)
         except StateError as error:
@@ -211,7 +218,7 @@ class _Runner:
 
 
 def _inner(act: Act) -> Act:
-    """What is interrupted."""
+    """Return the act that an `interrupt` interrupts."""
     if act.how in ("save", "background"):
         return Act("save", how=act.how.removeprefix("save"))
     return Act(act.how, int(act.value), "no_grad" if act.how == "evaluate" else "")

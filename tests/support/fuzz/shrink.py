@@ -1,4 +1,4 @@
-"""A smaller case that still fails."""
+"""The search for a smaller case that still fails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ Fails = Callable[[Case], bool]
 
 
 def shrink(case: Case, fails: Fails, tries: int = 200) -> Case:
-    """Leave out and simplify, as long as it still fails: acts first, in halves and then one by one,
-    then the model, the optimizer, the loop and the place. Ends after so many tries.
+    """Leave out and simplify parts of a case, as long as it still fails.
+
+    Acts come first, in halves and then one by one, then the model, the optimizer, the loop and the
+    place. Ends after `tries` runs.
     """
     left = tries
     is_smaller = True

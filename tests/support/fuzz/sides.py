@@ -1,7 +1,7 @@
 """One run of a case: a training loop on plain torch, or the same loop offloaded.
 
 Both do what an act says with the same statements; `Plain` and `Offloaded` differ only in how the
-optimizer comes about, and in what saving, loading, moving and closing is.
+optimizer is made, and in how they save, load, move and close.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAVE_S = 120.0  # a background save that takes longer hangs
 
 
 class Side:
-    """A model, its optimizer, and what else a loop has."""
+    """A model, its optimizer, and the rest of the state of a training loop."""
 
     model: Drawn
     optimizer: Any
@@ -57,7 +57,7 @@ class Side:
         return {name: value for name, value in found.items() if value is not None}
 
     def param(self, number: int) -> tuple[nn.Module, nn.Parameter]:
-        """One of the parameters, and a module that has it."""
+        """Return one of the parameters, and a module that has it."""
         found = [
             (module, param)
             for module in self.model.modules()
@@ -187,11 +187,11 @@ class Side:
         return {"output": found.clone()}
 
     def do_layer(self, act: Act) -> Seen:
-        """One by itself, outside of a run of the model."""
+        """Run one layer by itself, outside of a run of the model."""
         layers = self.model.layers
         layer: Any = layers[act.number % len(layers)]
         if layer.spec.kind in ("again", "borrow"):
-            return {}  # without parameters of its own it is no unit, and no run brings others'
+            return {}  # it has no parameters and is no unit: its run fetches no other unit's
         dtype = getattr(torch, self.case.model.dtype)
         x = torch.ones(2, 2, self.case.model.width, dtype=dtype, requires_grad=True)
         layer(x).float().square().sum().backward()
@@ -241,7 +241,7 @@ class Side:
         raise NotImplementedError
 
     def do_fail(self, act: Act) -> None:
-        """A layer of the user's raises. What has come of gradients until then is thrown away."""
+        """Have a layer raise. The gradients made until then are dropped."""
         switch = self.model.switch
         switch.where, switch.when = int(act.value) % len(self.model.layers), act.how
         try:
@@ -253,7 +253,7 @@ class Side:
         self.model.zero_grad()
 
     def begin_anew(self) -> None:
-        """Without graphs and gradients, as after an interrupt or in another place."""
+        """Drop graphs and gradients, as after an interrupt or before a move."""
         self.waiting.clear()
         self.model.zero_grad()
         if self.scaler is not None and self.is_unscaled:
@@ -261,13 +261,13 @@ class Side:
             self.is_unscaled = False
 
     def thaw(self) -> None:
-        """All that was frozen on the way."""
+        """Undo all freezes since the model was built."""
         drawn = dict(build(self.case.model).named_parameters())
         for name, param in self.model.named_parameters():
             param.requires_grad_(drawn[name].requires_grad)
 
     def do_plain_step(self, act: Act) -> Seen:
-        """After `close`."""
+        """Take a step with the plain optimizer, after `close`."""
         self.begin_anew()
         loss = loss_of(self.model, batch(self.case.model, act.number))
         loss.backward()
@@ -284,7 +284,7 @@ class Side:
 
 
 class Plain(Side):
-    """The judge's."""
+    """The judge's side, in plain torch."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -343,7 +343,11 @@ class Plain(Side):
 
 
 class Offloaded(Side):
-    """Ours. folders: for what does not fit in memory; checkpoints: a directory for saves."""
+    """The offloaded side.
+
+    folders: directories for swap files.
+    checkpoints: a directory for saves.
+    """
 
     def __init__(self, case: Case, folders: Sequence[Path], checkpoints: Path) -> None:
         super().__init__(case)
@@ -354,7 +358,7 @@ class Offloaded(Side):
         self.build(case.place)
 
     def build(self, place: Place, seed: int = 5) -> None:
-        """Model and optimizer in a place."""
+        """Build model and optimizer, and offload them as the place says."""
         self.place = place
         self.model = build(self.case.model, seed)
         self.optimizer = optimizers.build(self.case, self.model, self.has_late)
@@ -399,7 +403,10 @@ class Offloaded(Side):
         return 4096
 
     def may_thaw(self, number: int) -> bool:
-        """A prepared model has room only for what was trained then."""
+        """Return whether the parameter may be trained again.
+
+        A prepared model has room only for those that were trained when it was prepared.
+        """
         params = sum(1 for m in self.model.modules() for _ in m.parameters(recurse=False))
         return self.place.mode != "prepare" or number % params in self._trained
 
@@ -421,7 +428,7 @@ class Offloaded(Side):
         self.saved = path
 
     def settle(self) -> None:
-        """Background saves end well."""
+        """Wait for the background saves, and check that they succeeded."""
         for ticket, path in self._tickets:
             if ticket.state is not TicketState.COLLECTED:  # by a wait that was interrupted
                 assert ticket.wait(SAVE_S) == path

@@ -1,4 +1,6 @@
-"""What a case runs in: small sizes, a budget of its own, scratch directories; and what is left."""
+"""The environment of a case: small sizes, a budget of its own, scratch directories; and a check of
+what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _NEED_BYTES = 64 << 20
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory for many cases; in memory, where there is room."""
+    """Make a directory for many cases; in memory, if there is room."""
     is_shared = os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > _NEED_BYTES
     with TemporaryDirectory(prefix="offload-fuzz-", dir=SHARED if is_shared else None) as made:
         yield Path(made)
@@ -40,7 +42,7 @@ def scratch() -> Iterator[Path]:
 
 @contextmanager
 def surroundings(folder: Path, threads: int) -> Iterator[Budget]:
-    """For one case. Everything is as before when it has ended, also the random numbers."""
+    """Set up the environment of one case, and undo it after, also the random generators."""
     for name in ("a", "b", "checkpoints"):
         (folder / name).mkdir()
     before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -74,7 +76,7 @@ def _own_budget(patch: pytest.MonkeyPatch) -> Budget:
 
 @contextmanager
 def sized(place: Place) -> Iterator[None]:
-    """Chunks and units as small as the place wants them, while things are put there."""
+    """Make chunks and units as small as the place says while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "CHUNK_NUMEL", place.chunk_numel)
         patch.setattr(units, "LARGE_BYTES", place.large_bytes)
@@ -82,14 +84,16 @@ def sized(place: Place) -> Iterator[None]:
 
 
 class Leftovers:
-    """Descriptors and threads that are there before a case, and must be all there are after it."""
+    """The descriptors and threads that exist before a case; no others may exist after it."""
 
     def __init__(self) -> None:
         self._descriptors, self._threads = _descriptors(), set(threading.enumerate())
 
     def check(self, budget: Budget, folder: Path, was_interrupted: bool) -> None:
-        """Raise AssertionError unless everything was given back. After Ctrl-C a descriptor may be
-        left that no variable had yet, and a hidden directory that the next save removes.
+        """Raise AssertionError unless the case has released everything.
+
+        After Ctrl-C a descriptor may be left that no variable had yet, and a hidden directory that
+        the next save removes.
         """
         await_nothing_held(budget)
         threads = [thread for thread in threading.enumerate() if thread not in self._threads]

@@ -1,9 +1,9 @@
 """Faults in Python sources, put in by way of the syntax tree.
 
-A fault names the function it is in and a place there by what the place is: the call of a name, the
-condition or the operand that speaks of a name, an argument of a call. No text of the source and no
-line number is part of it, so neither formatting nor comments nor the order of functions matter;
-names are whole words, so that a script that renames an identifier in all files renames it here.
+A fault names the function it is in, and describes a place in it: the call of a name, the condition
+or the operand that contains a name, an argument of a call. No text of the source and no line number
+is part of it, so neither formatting nor comments nor the order of functions matter; names are whole
+words, so that a script that renames an identifier in all files renames it here.
 """
 
 from support.mutation.changes import (

@@ -1,4 +1,4 @@
-"""What can be done to a place."""
+"""The changes that can be made at a place."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from support.mutation.tree import Seat, Tree
 
 
 def dropped(place: Place) -> Edit:
-    """A statement, or a call that is one, goes; so does an operand, an argument or an element."""
+    """Drop a statement, or a call that is one; or an operand, an argument or an element."""
     return Edit(place, _drop)
 
 
 def becomes(place: Place, code: str) -> Edit:
-    """Another expression is there; the name `it` in it is the one that was."""
+    """Put another expression there; the name `it` in it stands for the old one."""
     return Edit(place, partial(_become, code))
 
 
 def never(place: Place) -> Edit:
-    """What was tested is False."""
+    """Make a condition False."""
     return becomes(place, "False")
 
 
 def stripped(place: Place) -> Edit:
-    """Of `x.f(...)` and of `x[...]` only `x` is left."""
+    """Leave only `x` of `x.f(...)` or of `x[...]`."""
     return Edit(place, _strip)
 
 
 def calling(place: Place, method: str) -> Edit:
-    """Another method of the same object is called; with dots, of an attribute of it."""
+    """Call another method of the same object; with dots, of an attribute of it."""
     return Edit(place, partial(_call, method))
 
 
 def swapped_with_next(place: Place) -> Edit:
-    """A statement, or a call that is one, happens after the one that follows it."""
+    """Put a statement, or a call that is one, after the one that follows it."""
     return Edit(place, _swap_with_next)
 
 
@@ -61,7 +61,7 @@ def _become(code: str, _: Tree, seat: Seat) -> None:
 
 
 class _With(ast.NodeTransformer):
-    """Puts a node wherever the name `it` is."""
+    """A transformer that puts a node in place of the name `it`."""
 
     def __init__(self, node: ast.AST) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""Which tests execute a line, from the data of coverage.py with contexts."""
+"""The tests that execute a line, from the data of coverage.py with contexts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ _PHASE = re.compile(r"\|(?:setup|run|teardown)$| \((?:setup|call|teardown)\)$")
 
 
 def nodeid_of(context: str) -> str | None:
-    """The node id of the test that a context speaks of; None: of none, while something is imported
-    say.
-    """
+    """Return the node id of the test in a context; None if it names none, as during an import."""
     found = _PHASE.search(context)
     return context[: found.start()] if found and "::" in context else None
 
 
 def nodeids_of_lines(data: Path, file: str, lines: Iterable[int]) -> set[str]:
-    """The tests that execute one of these. file: from the root of the checkout."""
+    """Return the tests that execute one of these lines. file: from the root of the checkout."""
     wanted = set(lines)
     with closing(sqlite3.connect(f"{data.resolve().as_uri()}?mode=ro", uri=True)) as database:
         rows = database.execute(
@@ -36,5 +34,5 @@ def nodeids_of_lines(data: Path, file: str, lines: Iterable[int]) -> set[str]:
 
 
 def _numbers(bits: bytes) -> set[int]:
-    """Line numbers as coverage.py keeps them: one bit for each."""
+    """Decode line numbers as coverage.py keeps them: one bit for each."""
     return {8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1}

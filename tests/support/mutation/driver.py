@@ -1,9 +1,9 @@
-"""Runs chosen tests of a checkout with its own Python, until one fails:
+"""A program that runs chosen tests of a checkout with its own Python, until one fails:
 `python driver.py CHOSEN TOLD [options of pytest]`.
 
-CHOSEN: a JSON list of node ids, in the order in which they run. TOLD: a file for what happens: the
-test that runs, the one that has failed, files that cannot be imported, which do not keep the others
-from being run. Needs nothing but pytest.
+CHOSEN: a JSON list of node ids, in the order in which they run. TOLD: a file in which it notes the
+test that runs, the one that has failed, and files that cannot be imported; the others run all the
+same. Needs nothing but pytest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST = 2000  # of a traceback, characters
 
 
 class Chosen:
-    """Runs these tests and no others, in this order; those that are not there are told."""
+    """A pytest plugin that runs only these tests, in this order, and notes missing ones."""
 
     def __init__(self, nodeids: list[str], told: Path) -> None:
         self._order = {nodeid: number for number, nodeid in enumerate(nodeids)}

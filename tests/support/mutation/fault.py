@@ -1,4 +1,4 @@
-"""A fault: what is changed where, and what is wrong then."""
+"""A fault: its name, and the edits that make it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Edit:
 
 
 class Fault:
-    """Edits of one module that together are one fault."""
+    """A fault: edits of one module, and `what` is wrong with them."""
 
     def __init__(self, what: str, *edits: Edit) -> None:
         self.what = what
@@ -33,11 +33,11 @@ class Fault:
         return f"{self.module} {self.what}"
 
     def applied(self, package: Path) -> str:
-        """The module's source with the fault in it."""
+        """Return the module's source with the fault in it."""
         path = package.joinpath(*self.module.split(".")).with_suffix(".py")
         tree = Tree(path.read_text())
         before = tree.unparsed()
-        # All places are found before the first of them is other than it was.
+        # All places are found before the first of them is changed.
         for seat, edit in [(edit.place.find(tree), edit) for edit in self.edits]:
             edit.change(tree, seat)
         after = tree.unparsed()

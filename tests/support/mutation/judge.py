@@ -1,4 +1,4 @@
-"""Whether the tests of a checkout notice a fault, each fault in the tests that execute it."""
+"""The judge of faults: whether the tests of a checkout that execute a fault notice it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SURVIVED = "survived"
 UNTESTED = "no test executes it"
 UNDECIDED = "undecided"  # the tests need longer than there was time
 
-_DEVICE = "tests/device/"  # they carry the mark `device` and need a process of their own
+_DEVICE = "tests/device/"  # tests that carry the mark `device` and need a process of their own
 _DRIVER = Path(__file__).with_name("driver.py")
 _LEAST_LIMIT_S, _TIMES_AS_LONG = 300.0, 5.0  # where no limit was given
 _UNKNOWN_S = 1.0  # of a test
@@ -36,9 +36,12 @@ _OURS = {"PYTEST_CURRENT_TEST", "COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONF
 
 @dataclass(frozen=True)
 class Verdict:
-    """outcome: see above. test: the one that has failed, or that ran when time was up; a file where
-    it was noticed only because that cannot be imported. missing: tests that there are not with the
-    fault, as their names are made of the source.
+    """The verdict on a fault.
+
+    outcome: one of the constants above.
+    test: the test that failed, or that ran when time was up; a file if the fault was noticed only
+    because that cannot be imported.
+    missing: how many tests do not exist with the fault, since their names are made of the source.
     """
 
     outcome: str
@@ -52,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Run:
-    """How one process with tests has ended. told: see driver.py."""
+    """The end of one process with tests. told: see driver.py."""
 
     code: int | None  # None: it was killed because time was up
     told: Mapping[str, Any]
@@ -64,7 +67,7 @@ class _Run:
 
     @property
     def only_lacks_files(self) -> bool:
-        """Whether all tests have passed that can be imported."""
+        """Whether all tests that can be imported have passed, and some files cannot."""
         has_ended = self.told.get("is_finished", False) and "failed" not in self.told
         return has_ended and bool(self.uncollected)
 
@@ -86,9 +89,13 @@ class _Run:
 
 @dataclass
 class Judge:
-    """root: a checkout that nobody else uses meanwhile. python: of its environment. data: of
-    coverage.py, with contexts. durations: seconds by node id. journal: a file that has the original
-    source while a fault is in place.
+    """A judge of faults in one checkout.
+
+    root: the checkout; no other process may use it meanwhile.
+    python: the interpreter of its environment.
+    data: the data of coverage.py, with contexts.
+    journal: a file that has the original source while a fault is in place.
+    durations: seconds by node id.
     """
 
     root: Path
@@ -99,14 +106,14 @@ class Judge:
     limit_s: float | None = None
     package: str = "offload"
     failing: set[str] = field(default_factory=set)  # tests that fail without any fault
-    _passing: set[str] = field(default_factory=set)  # those of which that is known
+    _passing: set[str] = field(default_factory=set)  # tests that are known to pass without one
 
     def __post_init__(self) -> None:
         recover(self.journal)
         self._check_environment()
 
     def _check_environment(self) -> None:
-        """Otherwise the faults would be in another package than the one that is tested."""
+        """Check that `python` imports the package from the checkout, where the faults are put."""
         code = f"import importlib.util as u; print(u.find_spec({self.package!r}).origin)"
         command = [str(self.python), "-c", code]
         said = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=True)
@@ -150,7 +157,7 @@ class Judge:
         return Verdict(SURVIVED, len(tests), missing=missing)
 
     def _passes_without(self, verdict: Verdict, tests: list[str]) -> bool:
-        """Whether what has failed passes without the fault; if not, it is not asked again."""
+        """Return whether the failed test passes without the fault; if not, it is not run again."""
         assert verdict.test is not None
         if verdict.test in self._passing:
             return True
@@ -180,7 +187,7 @@ class Judge:
 
 
 def ordered(tests: Iterable[str], durations: Mapping[str, float]) -> list[str]:
-    """The fastest first; those that take about as long by file, which share what they set up."""
+    """Order tests, the fastest first; those that take about as long by file, to share fixtures."""
 
     def rank(test: str) -> tuple[int, str, float, str]:
         seconds = durations.get(test, _UNKNOWN_S)
@@ -200,7 +207,10 @@ def _groups(tests: list[str]) -> list[list[str]]:
 
 
 def _ended(command: list[str], root: Path, output: Any, end_s: float) -> int | None:
-    """The exit code; None where it was killed because time was up. Nothing of it is left."""
+    """Run a command; return its exit code, None if it was killed because time was up.
+
+    None of its processes is left.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in _OURS}
     process = subprocess.Popen(
         command,
@@ -220,7 +230,7 @@ def _ended(command: list[str], root: Path, output: Any, end_s: float) -> int | N
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """The process, all in its session, and those of its descendants that have left it."""
+    """Kill the process, all in its session, and those of its descendants that have left it."""
     descendants = []
     with suppress(psutil.NoSuchProcess):
         descendants = psutil.Process(process.pid).children(recursive=True)
@@ -233,7 +243,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cpu_s() -> float:
-    """Of all children that have ended and were waited for."""
+    """Return the CPU seconds of all children that have ended and were waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -243,7 +253,10 @@ def _cpu_s() -> float:
 
 @contextmanager
 def in_place(path: Path, fault: Mutation, journal: Path) -> Iterator[None]:
-    """The fault is in the file inside. If we are killed, `recover` takes it out."""
+    """Put the fault into the file while the block runs.
+
+    If this process is killed, `recover` takes it out.
+    """
     assert path.read_text() == fault.original, path
     journal.write_text(json.dumps({"path": str(path.resolve()), "text": fault.original}))
     times = path.stat()
@@ -257,7 +270,7 @@ def in_place(path: Path, fault: Mutation, journal: Path) -> Iterator[None]:
 
 
 def recover(journal: Path) -> None:
-    """Take out the fault that a run before has left, if it has."""
+    """Take out the fault that an earlier run has left, if any."""
     if journal.exists():
         left = json.loads(journal.read_text())
         _write(Path(left["path"]), left["text"])

@@ -1,4 +1,4 @@
-"""Places in a function, by what they are."""
+"""Places in a function, described by the syntax there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ _TESTED = (ast.If, ast.While, ast.IfExp)
 
 
 class NoSuchPlace(LookupError):
-    """No place is as described, or more than one is."""
+    """An error: no place is as described, or more than one is."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """From one place to those inside it that are as `what` says. nth, of: which of how many."""
+    """A step from one place to those inside it that `what` describes.
+
+    nth, of: which of how many; None: the only one.
+    """
 
     what: str
     find: Callable[[Seat], Iterable[Seat]]
@@ -27,10 +30,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class Place:
-    """One place in a function of a module: `at("params.copies", "Copies.detach").call("hide")`.
+    """A place in a function of a module: `at("params.copies", "Copies.detach").call("hide")`.
 
-    Whatever is looked for must be there once. Where it is there more often, `nth` (from 1) says
-    which and `of` how many there are, so that one more does not move the place unnoticed.
+    Each step must match once. If it matches more often, `nth` (from 1) says which match is meant
+    and `of` how many there are, so that one more does not move the place unnoticed.
     """
 
     module: str
@@ -40,11 +43,11 @@ class Place:
     # --- what is looked for, anywhere inside ------------------------------------------------------
 
     def call(self, name: str, nth: int | None = None, of: int | None = None) -> Place:
-        """The call of a function or method of that name."""
+        """Find the call of a function or method of that name."""
         return self._search(f"call of {name}", lambda seat: _is_call(seat, name), nth, of)
 
     def condition(self, name: str, nth: int | None = None, of: int | None = None) -> Place:
-        """The condition of an `if` (also in an expression) or `while` that speaks of the name."""
+        """Find the condition of an `if` (also in an expression) or `while` that has the name."""
         return self._search(
             f"condition that speaks of {name}",
             lambda seat: (
@@ -55,7 +58,7 @@ class Place:
         )
 
     def operand(self, name: str, nth: int | None = None, of: int | None = None) -> Place:
-        """The operand of an `and` or `or` that speaks of the name."""
+        """Find the operand of an `and` or `or` that contains the name."""
         return self._search(
             f"operand of and/or that speaks of {name}",
             lambda seat: (
@@ -68,7 +71,7 @@ class Place:
         )
 
     def comparison(self, name: str, nth: int | None = None, of: int | None = None) -> Place:
-        """The comparison that speaks of the name."""
+        """Find the comparison that contains the name."""
         return self._search(
             f"comparison that speaks of {name}",
             lambda seat: isinstance(seat.node, ast.Compare) and _speaks_of(seat, name),
@@ -77,7 +80,7 @@ class Place:
         )
 
     def assignment(self, name: str, nth: int | None = None, of: int | None = None) -> Place:
-        """The statement that gives a variable or an attribute of that name its value."""
+        """Find the statement that assigns to a variable or an attribute of that name."""
         return self._search(
             f"assignment to {name}",
             lambda seat: (
@@ -89,7 +92,7 @@ class Place:
         )
 
     def returned(self, nth: int | None = None, of: int | None = None) -> Place:
-        """What is returned."""
+        """Find the returned value."""
         return self._search(
             "returned value", lambda seat: isinstance(seat.owner, ast.Return), nth, of
         )
@@ -97,24 +100,24 @@ class Place:
     # --- parts of what was found ------------------------------------------------------------------
 
     def argument(self, nth: int) -> Place:
-        """The nth positional argument of a call, from 1."""
+        """Take the nth positional argument of a call, from 1."""
         return self._part(
             f"argument {nth}", lambda seat: seat.field == "args" and seat.index == nth - 1
         )
 
     def element(self, name: str) -> Place:
-        """The element of a tuple or list that speaks of the name."""
+        """Take the element of a tuple or list that contains the name."""
         return self._part(
             f"element that speaks of {name}",
             lambda seat: seat.field == "elts" and _speaks_of(seat, name),
         )
 
     def right(self) -> Place:
-        """The right side of a comparison."""
+        """Take the right side of a comparison."""
         return self._part("right side", lambda seat: seat.field == "comparators")
 
     def receiver(self) -> Place:
-        """What a method is called on."""
+        """Take the object that a method is called on."""
         return self._then(
             _Step(
                 "receiver",
@@ -157,7 +160,7 @@ class Place:
         return " > ".join([f"{self.module} {self.function}", *(step.what for step in self.steps)])
 
     def find(self, tree: Tree) -> Seat:
-        """The one seat in a module's tree that is meant."""
+        """Return the one seat in a module's tree that is meant, or raise `NoSuchPlace`."""
         functions = tree.functions.get(self.function, [])
         if len(functions) != 1:
             raise NoSuchPlace(
@@ -167,7 +170,7 @@ class Place:
         seat = tree.seat_of(functions[0])
         for step in self.steps:
             seat = self._choose(step, list(step.find(seat)))
-        # As the tree has it, whose changes show in it.
+        # The tree's own seat of the node, which shows later changes of the tree.
         return tree.seat_of(seat.node)
 
     def _choose(self, step: _Step, found: list[Seat]) -> Seat:
@@ -186,7 +189,7 @@ class Place:
 
 
 def at(module: str, function: str) -> Place:
-    """A function by its qualified name, in a module of the package."""
+    """Return the place of a function, by its qualified name in a module of the package."""
     return Place(module, function)
 
 

@@ -1,7 +1,7 @@
 """Places where a random fault can be put into a package, and the faults themselves.
 
-Only code inside functions counts. What is never a place: annotations, signatures, messages of
-exceptions and asserts, formatted texts, what is logged, and what only a type checker reads.
+Only code inside functions counts. Excluded are annotations, signatures, messages of exceptions and
+asserts, formatted texts, calls that log, and code that only a type checker reads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _LOGGERS = {"log", "logger", "logging"}
-_SYMMETRIC = {"max", "min"}  # whatever the order of their arguments
+_SYMMETRIC = {"max", "min"}  # the order of their arguments does not matter
 
 
 @dataclass(frozen=True)
 class Site:
-    """One fault at one place. file: from the root of the checkout. function: its qualified name;
-    nth: which of those of the same name, from 0. place: fields of the syntax tree from the function
-    to the node. part: of the node: which comparison, which argument is swapped with the next.
+    """One fault at one place.
+
+    file: from the root of the checkout.
+    function: its qualified name.
+    nth: which of the functions of that name, from 0.
+    place: fields of the syntax tree from the function to the node.
+    part: which comparison of the node, or which argument is swapped with the next.
     """
 
     file: str
@@ -61,8 +65,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A file with the fault in it. lines: of the statement that has changed, without what it may
-    contain; all other lines are where they were.
+    """A file with the fault in it.
+
+    lines: those of the changed statement, without the statements inside it. All other lines keep
+    their numbers.
     """
 
     original: str
@@ -74,7 +80,7 @@ class Mutation:
 
 
 def sites(root: Path, package: str = "offload") -> list[Site]:
-    """All of a package in a checkout."""
+    """List all sites of a package in a checkout."""
     found = []
     for path in sorted((root / package).rglob("*.py")):
         found += sites_of(path.read_text(), path.relative_to(root).as_posix())
@@ -107,12 +113,12 @@ def sites_of(text: str, file: str) -> list[Site]:
 
 
 def drawn(candidates: list[Site], count: int, seed: int) -> list[Site]:
-    """So many different ones, each as likely as any other."""
+    """Draw so many different sites, each as likely as any other."""
     return random.Random(seed).sample(candidates, count)
 
 
 def _mutable(root: ast.AST, inside: bool) -> Iterator[Seat]:
-    """Seats of all that may be changed. inside: `root` is code of a function."""
+    """Yield the seats of all nodes that may be changed. inside: `root` is code of a function."""
     for name, value in ast.iter_fields(root):
         if isinstance(root, Function | ast.Lambda) and name != "body":
             continue
@@ -174,7 +180,7 @@ def _is_condition(seat: Seat) -> bool:
 
 
 def _has_opposite(node: ast.AST) -> bool:
-    """Whether another comparison is the same as its negation."""
+    """Return whether another comparison is the same as its negation."""
     return (
         isinstance(node, ast.Compare)
         and len(node.ops) == 1
@@ -186,7 +192,7 @@ def _has_opposite(node: ast.AST) -> bool:
 
 
 def _place_of(tree: Tree, node: ast.AST) -> tuple[Function, str]:
-    """The function that a node is in, and the way from there to it."""
+    """Return the function that a node is in, and the fields from there to it."""
     steps: list[str] = []
     while not steps or not isinstance(node, Function):
         seat = tree.seat_of(node)
@@ -209,7 +215,7 @@ def _node_at(function: ast.AST, place: str) -> ast.AST:
 
 
 def changed(node: ast.AST, operator: str, part: int) -> ast.AST:
-    """What is there with the fault."""
+    """Return the node that is there with the fault."""
     other: Any = copy.deepcopy(node)
     if operator == NEGATE:
         is_not = isinstance(other, ast.UnaryOp) and isinstance(other.op, ast.Not)
@@ -229,7 +235,7 @@ def changed(node: ast.AST, operator: str, part: int) -> ast.AST:
 
 
 def _shown(tree: Tree, seat: Seat, operator: str, part: int) -> tuple[str, str]:
-    """The statement with and without the fault, where it contains others without them."""
+    """Return the text of the statement without and with the fault, without statements inside it."""
     node = seat.node
     statement = tree.statement_of(node)
     if statement is node:
@@ -250,7 +256,7 @@ def _head(statement: ast.stmt) -> str:
 
 
 def mutation(root: Path, site: Site) -> Mutation:
-    """A site's file in a checkout that has the same source, without and with the fault."""
+    """Put the fault of a site into the text of its file in a checkout of the same source."""
     text = (root / site.file).read_text()
     if hashlib.sha256(text.encode()).hexdigest() != site.sha256:
         raise ValueError(f"{root / site.file}: is not the file that the faults were drawn from")
@@ -261,7 +267,7 @@ def mutation(root: Path, site: Site) -> Mutation:
     other = changed(node, site.operator, site.part)
     mutated = _replaced(text, node, other)
     seat.put(other)
-    # Where brackets or indentation were not as thought.
+    # Fails if brackets or indentation were not as assumed.
     assert ast.dump(ast.parse(mutated)) == ast.dump(tree.root), site
     return Mutation(text, mutated, lines)
 
@@ -276,7 +282,7 @@ def _lines_of(statement: ast.stmt) -> range:
 
 
 def _replaced(text: str, node: Any, other: ast.AST) -> str:
-    """Only the node's own text is another, and no line after it has another number."""
+    """Replace the text of a node and nothing else; the lines after it keep their numbers."""
     lines = text.encode().splitlines(keepends=True)
     begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset

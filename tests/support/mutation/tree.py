@@ -13,7 +13,7 @@ _SHARED = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)
 
 @dataclass(eq=False)
 class Seat:
-    """The place of a node in its owner: a field, or one of those in a list."""
+    """The place of a node in its owner: a field, or an element of a field that is a list."""
 
     owner: ast.AST
     field: str
@@ -33,7 +33,7 @@ class Seat:
         return next(n for n, one in enumerate(self.siblings) if one is self.node)
 
     def put(self, other: ast.AST) -> None:
-        """Have another node here."""
+        """Put another node here."""
         siblings, index = self.siblings, self.index
         if siblings is None or index is None:
             setattr(self.owner, self.field, other)
@@ -43,7 +43,7 @@ class Seat:
 
 
 def seats(root: ast.AST) -> Iterator[Seat]:
-    """Those of everything below `root`, in the order of the source, what is outside first."""
+    """Yield the seats of all nodes below `root`, in the order of the source, outer nodes first."""
     for name, value in ast.iter_fields(root):
         for node in value if isinstance(value, list) else [value]:
             if isinstance(node, ast.AST) and not isinstance(node, _SHARED):
@@ -53,7 +53,7 @@ def seats(root: ast.AST) -> Iterator[Seat]:
 
 @dataclass(eq=False)
 class Tree:
-    """One module."""
+    """The syntax tree of one module."""
 
     text: str
     root: ast.Module = field(init=False)
@@ -71,21 +71,21 @@ class Tree:
         return self._seats[node]
 
     def owners(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What the node is in, from the inside out."""
+        """Yield the nodes that contain the node, from the inside out."""
         while (seat := self._seats.get(node)) is not None:
             node = seat.owner
             yield node
 
     def function_of(self, node: ast.AST) -> Function | None:
-        """The innermost function whose code the node is."""
+        """Return the innermost function that contains the node, if any."""
         return next((one for one in self.owners(node) if isinstance(one, Function)), None)
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that the node is, or is in."""
+        """Return the innermost statement that the node is, or is in."""
         return next(one for one in [node, *self.owners(node)] if isinstance(one, ast.stmt))
 
     def qualified(self, node: ast.AST) -> str:
-        """The name of a function or class with those of all that it is in."""
+        """Return the name of a function or class, after those of all that contain it."""
         named = [
             one.name
             for one in [node, *self.owners(node)]

@@ -1,1 +1,1 @@
-"""What each rank does in tests with several processes, and how these are started."""
+"""Programs of the ranks in tests with several processes, and the launcher that starts them."""

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of checkpoints: functions that `launch` calls in processes."""
+"""Programs of each rank in the tests of checkpoints: functions that `launch` calls in processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from support.disk_doubles import FaultyDisk
 
 
 class Net(nn.Module):
-    """Odd sizes, so that ranks share blocks; a weight in another order of memory; a buffer that
-    may differ over ranks; a frozen weight.
+    """A model with odd sizes, so that ranks share blocks of a file; a weight in another order of
+    memory; a buffer that may differ over ranks; a frozen parameter.
     """
 
     def __init__(self, order: torch.memory_format = torch.channels_last) -> None:
@@ -44,8 +44,11 @@ class Net(nn.Module):
 
 
 def build(kind: str = "plain", seed: int = 3, folder: Path | None = None) -> tuple[Any, Any]:
-    """kind: plain; wrap, with stage 1 among ranks; reduce: with stage 2; prepare: with stage 3. Two
-    of four have their state on a disk.
+    """Build a model and its optimizer.
+
+    kind: plain; wrap, with stage 1 among ranks; reduce, with stage 2; prepare, with stage 3;
+    straight, a plain model in the memory order of a prepared one.
+    folder: of a swap file, which a wrapped optimizer gets if `seed` is even.
     """
     torch.manual_seed(seed)
     straight = kind in ("prepare", "straight")  # prepared models have no other order
@@ -65,7 +68,7 @@ def build(kind: str = "plain", seed: int = 3, folder: Path | None = None) -> tup
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    """The same batches on all ranks, so that all have the same gradients."""
+    """Train on the same batches on all ranks, so that all have the same gradients."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(4, 37, generator=generator)).backward()
@@ -84,7 +87,7 @@ def digest(model: nn.Module, optimizer: Any) -> str:
 
 
 def caught(act: Callable[[], Any]) -> tuple[str, str]:
-    """The error's type and text."""
+    """Return the type and the text of the error that `act` raises; empty if it raises none."""
     try:
         act()
     except BaseException as error:
@@ -100,10 +103,10 @@ def listed(folder: Path) -> list[str]:
 
 
 def same_bytes(rank: int, folder: Path, kind: str) -> dict[str, Any]:
-    """Saved by all."""
+    """Train and save on all ranks; return the path, the bytes this rank wrote and the digest."""
     model, optimizer = build(kind)
     train(model, optimizer, range(3))
-    model.norm.running_mean += rank  # the first one's counts
+    model.norm.running_mean += rank  # that of rank 0 is saved
     counts: list[int] = []
     count = Metrics.count
 
@@ -120,7 +123,7 @@ def same_bytes(rank: int, folder: Path, kind: str) -> dict[str, Any]:
 def resume(
     rank: int, count: int, folder: Path, kind: str, steps: range, background: bool
 ) -> dict[str, Any]:
-    """Load if there is something, train, save."""
+    """Load unless the steps begin at 0, train, save."""
     model, optimizer = build(kind, seed=8 if steps.start else 3)  # loading must bring the bits
     torch.manual_seed(100 + rank)
     found = None
@@ -145,7 +148,9 @@ def resume(
 
 
 def arguments_that_differ(rank: int, folder: Path) -> None:
-    """Every refusal is one on all ranks, nothing is made, and the next save is a good one."""
+    """Check that every refusal is raised on all ranks, writes nothing, and that a save after it
+    succeeds.
+    """
     rank_group.ARRIVAL_S = 1.0
     model, optimizer = build()
     train(model, optimizer, range(2))
@@ -185,7 +190,7 @@ def arguments_that_differ(rank: int, folder: Path) -> None:
     assert save("good") == folder / "good"
     refused("again", "is there already", lambda: save("good"), kinds)
     assert verify(folder / "good").is_whole
-    # Loads: one rank's model does not fit, and nobody's is changed.
+    # Loads: one rank's model does not fit, and no rank's is changed.
     before = digest(model, optimizer)
     if rank == 1:
         model.more = nn.Parameter(torch.zeros(2))
@@ -195,7 +200,7 @@ def arguments_that_differ(rank: int, folder: Path) -> None:
         del model.more
     assert digest(model, optimizer) == before
     assert offload.load(folder, model, optimizer) is None
-    # A byte that one rank looks at is wrong, and all hear of it.
+    # A byte that one rank reads is wrong, and all ranks raise.
     if rank == 0:
         file = folder / "good" / "optimizer-00001.safetensors"
         data = bytearray(file.read_bytes())
@@ -212,7 +217,7 @@ def arguments_that_differ(rank: int, folder: Path) -> None:
 
 
 def faults(rank: int, folder: Path, victim: int, stride: int) -> dict[str, int]:
-    """Each call of one rank's save fails once."""
+    """Have each call to the disk of one rank's save fail once; count them by operation."""
     model, optimizer = build()
     train(model, optimizer, range(2))
     offload.save(folder / "first", model, optimizer, keep=2)
@@ -264,9 +269,9 @@ class _Killer(CheckpointDisk):
 def kill(
     rank: int, folder: Path, victim: int, point: str, delay_s: float, background: bool
 ) -> dict[str, Any]:
-    """One rank is killed while all save, at a point or after a while; what the others see."""
+    """Kill one rank while all save, at a point or after a while; return what the others see."""
     writer.CheckpointDisk = participant_writer.CheckpointDisk = _Killer  # type: ignore[misc]
-    rank_group.ARRIVAL_S = 5.0  # for one that is killed before it has come
+    rank_group.ARRIVAL_S = 5.0  # for a rank that is killed before it arrives
     model, optimizer = build()
     train(model, optimizer, range(2))
     offload.save(folder / "1", model, optimizer, keep=2)
@@ -305,7 +310,7 @@ class _Stopper(CheckpointDisk):
 
 
 def stop(rank: int, folder: Path, victim: int, limit_s: float) -> dict[str, Any]:
-    """One rank is stopped while all save, and goes on when the others have said what they see."""
+    """Stop one rank while all save; it continues when the saves of the others have ended."""
     writer.CheckpointDisk = participant_writer.CheckpointDisk = _Stopper  # type: ignore[misc]
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     pids: list[Any] = [None] * dist.get_world_size()
@@ -327,7 +332,7 @@ def stop(rank: int, folder: Path, victim: int, limit_s: float) -> dict[str, Any]
 
 
 def signalled(rank: int, folder: Path, number: int, victim: int) -> dict[str, Any]:
-    """One rank gets a signal in the middle of a step; all save at the same one."""
+    """Signal one rank in the middle of a step; all save at the same step."""
     model, optimizer = build()
     steps, seen = 0, {}
     with offload.save_on_signal(
@@ -348,7 +353,10 @@ def signalled(rank: int, folder: Path, number: int, victim: int) -> dict[str, An
 
 
 def without_one_another(rank: int, folder: Path) -> int:
-    """Loops that never wait: the one that is behind goes on to where the other is."""
+    """Run loops that never wait for each other, and signal the rank that is behind.
+
+    It must go on to the step of the other before both save. Returns the number of steps.
+    """
     model, optimizer = build()
     steps = 0
     with offload.save_on_signal(
@@ -372,11 +380,11 @@ def without_one_another(rank: int, folder: Path) -> int:
     return steps
 
 
-# --- parameters that are spread over ranks --------------------------------------------------------
+# --- parameters that are sharded over ranks -------------------------------------------------------
 
 
 def build_sharded(kind: str, replicas: int = 1) -> tuple[nn.Module, Any]:
-    """FSDP2: rows of each parameter on each rank, in uneven parts; not all ranks have some."""
+    """Build a model with FSDP2: ranks have uneven shards of rows, and some have none."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -401,7 +409,7 @@ def train_sharded(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def wholes(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """All values, as one process would have them."""
+    """Return all values, gathered, as one process would have them."""
     found = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
     names = [name for name, _ in model.named_parameters()]
     for number, state in optimizer.state_dict()["state"].items():
@@ -427,6 +435,6 @@ def sharded(rank: int, folder: Path, kind: str, replicas: int, loads: bool) -> d
 def sharded_and_back(
     rank: int, folder: Path, kind: str, replicas: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Saved, and then loaded into a new model."""
+    """Save, and then load into a new model."""
     first = sharded(rank, folder, kind, replicas, loads=False)
     return first, sharded(rank, folder, kind, replicas, loads=True)

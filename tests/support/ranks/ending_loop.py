@@ -1,9 +1,10 @@
-"""Programs that end as programs do: FOLDER WAY... For each way two ranks train a little; it says
-what is closed before the end. What each says and its exit code come to FOLDER.
+"""Programs that end as programs do: `ending_loop.py FOLDER WAY...`. For each way two ranks train a
+little; the way says what is closed before the end. The errors of each and its exit code go to files
+in FOLDER.
 
 Each is a process of its own, which leaves by the end of the interpreter. All are forked from one
-that has torch imported, but not offload: what offload does at the end of a process is registered in
-an order that the program looks at.
+that has torch imported, but not offload: the exit handlers of offload are registered in an order
+that the program depends on.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ import torch
 import torch._dynamo  # which the first optimizer imports, in seconds
 import torch.distributed as dist
 
-BEFORE: set[str] = set()  # threads that are not ours
+BEFORE: set[str] = set()  # threads that are not the engine's
 DEADLINE_S = 120
 
 
 def _tasks() -> dict[str, str]:
-    """The names of this process's threads, Python's or not."""
+    """Return the names of this process's threads, Python's or not."""
     return {task.name: (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
 
 
 def _look_for_connections() -> None:
-    """Threads of gloo, each of which may let go of a tensor at any moment. The program's own may
-    be there: torch holds on to its group.
+    """Exit with code 3 if threads of gloo are left, each of which may free a tensor at any moment.
+
+    Those of the program's own process group may be there: torch keeps it.
     """
     left = [name for task, name in _tasks().items() if task not in BEFORE]
     left = [name for name in left if name.startswith("pt_gloo")]
@@ -43,7 +45,7 @@ def _look_for_connections() -> None:
 
 
 def train(rank: int, store: Path, how: str) -> None:
-    atexit.register(_look_for_connections)  # before those of offload: it is called after them
+    atexit.register(_look_for_connections)  # before offload's exit handlers: called after them
     import offload
 
     torch.set_num_threads(1)
@@ -73,7 +75,10 @@ def train(rank: int, store: Path, how: str) -> None:
 
 
 def leave_work_behind() -> None:
-    """Though nobody has the worker any more, and its thread is a daemon."""
+    """Leave work to a worker without any other reference to it, whose thread is a daemon.
+
+    The work must be done all the same.
+    """
     from offload.distributed.worker import Worker
 
     def act() -> Any:
@@ -84,7 +89,7 @@ def leave_work_behind() -> None:
 
 
 def fork(name: str, folder: Path) -> int:
-    """0 in the child, whose errors go to a file of that name."""
+    """Fork; return 0 in the child, whose errors go to a file of that name."""
     child = os.fork()
     if not child:
         signal.alarm(DEADLINE_S)  # it may hang anywhere
@@ -95,7 +100,7 @@ def fork(name: str, folder: Path) -> int:
 
 def main(folder: Path, ways: list[str]) -> None:
     gc.collect()
-    gc.freeze()  # what is imported is not walked over at each end
+    gc.freeze()  # so that garbage collection at each end does not walk over what is imported
     children: dict[str, int] = {}
     for how in ways:
         for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""FSDP2 models for tests, and what their runs are compared by. Runs in the ranks' processes."""
+"""FSDP2 models for tests, and comparisons of their runs. Runs in the processes of the ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from support.loops import chosen
 from support.models import Layer
 
 WORDS, WIDTH = 1001, 96  # no number of ranks divides it evenly
-LEAST_BYTES = 400 << 10  # of host memory: most of the state is elsewhere then
+LEAST_BYTES = 400 << 10  # a budget of host memory with which most of the state is on the drive
 
 
 class Model(nn.Module):
-    """A GPT with tied embeddings, and all that is awkward: fewer rows than ranks, frozen and unused
-    parameters.
+    """A GPT with tied embeddings, and awkward parameters: with fewer rows than ranks, frozen, and
+    unused.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class Case:
     clip: bool = False
     passes: int = 1  # before a step
     columns: bool = False  # matrices are cut by columns
-    copies: bool = False  # two rows of ranks, each with all parameters
-    parallel: bool = False  # two rows of ranks, each with half of each matrix of the small networks
+    copies: bool = False  # two replicas of two ranks (HSDP)
+    parallel: bool = False  # tensor parallel: two ranks share each matrix of the MLPs
     all_used: bool = False  # of those that are trained
     turns: int = chosen(test=3, torture=5)
     fields: tuple[dict[str, Any], ...] = ({},)  # for `wrap`, one run each
@@ -116,7 +116,7 @@ def cases(count: int) -> list[Case]:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two, with settings of their own; the frozen parameters are in one of them."""
+    """Return two groups, with settings of their own; the frozen parameters are in both."""
     params = list(model.parameters())
     matrices = [p for p in params if p.dim() == 2]
     rest = [p for p in params if p.dim() != 2]
@@ -140,13 +140,13 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def train(
     model: nn.Module, optimizer: Any, rank: int, case: Case, turns: Sequence[int] | None = None
 ) -> list[float]:
-    """The losses of each pass."""
+    """Train, and return the loss of each pass."""
     losses = []
     for turn in range(case.turns) if turns is None else turns:
         for index in range(case.passes):
             if case.passes > 1:
                 model.set_requires_gradient_sync(index == case.passes - 1)
-            # Ranks that have halves of one model see the same.
+            # Ranks that share the matrices of one model get the same batch.
             tokens = batch(rank // 2 if case.parallel else rank, turn * 10 + index)
             loss = loss_of(model, tokens)
             loss.backward()
@@ -159,7 +159,7 @@ def train(
 
 
 def assert_same(got: Any, expected: Any, what: str) -> None:
-    """DTensors that are placed alike, with the same bits here; or numbers."""
+    """Compare two tensors; DTensors must be placed alike and have equal shards on this rank."""
     assert type(got) is type(expected), (what, type(got), type(expected))
     if isinstance(expected, DTensor):
         assert got._spec == expected._spec, (what, got._spec, expected._spec)
@@ -169,7 +169,7 @@ def assert_same(got: Any, expected: Any, what: str) -> None:
 
 
 def assert_same_run(got: tuple[nn.Module, Any], expected: tuple[nn.Module, Any]) -> None:
-    """Parameters and state of two models and their optimizers."""
+    """Compare the parameters and the states of two models and their optimizers."""
     with torch.no_grad():
         for (name, param), other in zip(
             got[0].named_parameters(), expected[0].parameters(), strict=True
@@ -185,7 +185,7 @@ def assert_same_run(got: tuple[nn.Module, Any], expected: tuple[nn.Module, Any])
 
 
 def listed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without tuples: torch makes lists of them where a state_dict goes over ranks."""
+    """Make lists of tuples, as torch does when it passes a state_dict between ranks."""
     return [
         {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
         for group in groups
@@ -193,7 +193,7 @@ def listed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Of the model and the optimizer, as ordinary tensors, the same on all ranks."""
+    """Gather the state of the model and the optimizer as plain tensors, the same on all ranks."""
     options = StateDictOptions(full_state_dict=True)
     parts = get_state_dict(model, optimizer, options=options)
     found = {f"model.{name}": value for name, value in parts[0].items()}
@@ -203,7 +203,7 @@ def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def refused(function: Callable[[], object], kind: type[Exception]) -> str:
-    """What it said."""
+    """Return the text of the error that the function raises."""
     try:
         function()
     except kind as error:
@@ -212,7 +212,7 @@ def refused(function: Callable[[], object], kind: type[Exception]) -> str:
 
 
 def wrap(optimizer: Any, folder: str, **fields: Any) -> Any:
-    """On disk where `host_memory` says so."""
+    """Wrap an optimizer; if `host_memory` is given, with some of its state on the drive."""
     if "host_memory" not in fields:
         return offload.wrap(optimizer, **fields)
     directory = Path(folder)

@@ -35,8 +35,8 @@ import pytest
 from support.loops import SEED
 
 _FORKS = multiprocessing.get_context("forkserver")
-# Tests have threads. Who starts a process asks all others whether they have ended, as join() does:
-# of two that ask at once one reads the exit code and the other gets 255.
+# Tests have threads. Starting a process polls all others for their end, as join() does: of two
+# threads that poll at once one reads the exit code and the other gets 255.
 _ASKING = threading.Lock()
 _PRELOADED = "support.ranks.preloaded"
 _preload = [_PRELOADED]
@@ -47,8 +47,10 @@ _TELLING_S = 5.0
 
 @dataclass
 class Outcome:
-    """How one process has ended. error: its traceback, if it raised. exit_code: negative for a
-    signal, None where it was killed at the deadline.
+    """The end of one process.
+
+    error: its traceback, if it raised.
+    exit_code: negative for a signal, None if it was killed at the deadline.
     """
 
     result: Any = None
@@ -58,7 +60,10 @@ class Outcome:
 
 
 def run(count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240) -> list[Any]:
-    """The results of all, by rank; raises with the tracebacks where one has failed."""
+    """Run `function(rank, *args)` on each rank; return the results by rank.
+
+    Raises AssertionError with the tracebacks if one has failed.
+    """
     found = outcomes(count, function, *args, deadline_s=deadline_s)
     bad = [
         f"--- rank {rank} (exit code {one.exit_code}):\n{one.error or 'said nothing'}"
@@ -72,7 +77,7 @@ def run(count: int, function: Callable[..., Any], *args: Any, deadline_s: float 
 def outcomes(
     count: int, function: Callable[..., Any], *args: Any, deadline_s: float = 240
 ) -> list[Outcome]:
-    """How each has ended, whatever it was. `function(rank, *args)` runs in each."""
+    """Run `function(rank, *args)` on each rank; return how each has ended, also if one failed."""
     with _ASKING:
         _start_server()
     with tempfile.TemporaryDirectory() as directory:
@@ -102,13 +107,13 @@ def outcomes(
 
 
 def preload_device() -> None:
-    """Have the server load the fake accelerator, too; before the first `run`."""
+    """Have the server load the fake accelerator, too; call it before the first `run`."""
     _preload.insert(0, "support.device.preloaded")
 
 
 @functools.cache
 def _start_server() -> None:
-    """Start the server, which finds what it imports by the environment alone (Python 3.11)."""
+    """Start the server, which finds the modules it preloads by the environment (Python 3.11)."""
     _FORKS.set_forkserver_preload(_preload)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _TESTS, prepend=os.pathsep)
@@ -118,7 +123,7 @@ def _start_server() -> None:
 def _collect(
     pipes: list[Connection], processes: list[Any], deadline_s: float
 ) -> tuple[list[Outcome], list[int]]:
-    """How those have ended that have, and the ranks that are late."""
+    """Wait for the ranks; return how each has ended, and the ranks that missed the deadline."""
     found, begin = [Outcome() for _ in processes], time.monotonic()
     left = dict(enumerate(pipes))
     while left and (remaining := begin + deadline_s - time.monotonic()) > 0:
@@ -137,7 +142,7 @@ def _collect(
 
 
 def _ask(process: Any, store: str, rank: int) -> str:
-    """Where the threads of a rank stand."""
+    """Ask a rank where its threads stand, and return its stacks."""
     stacks, end = Path(f"{store}.{rank}"), time.monotonic() + _TELLING_S
     with suppress(ProcessLookupError):
         os.kill(process.pid, _TELL)
@@ -177,11 +182,14 @@ def _main(
         dist.destroy_process_group()
     except BaseException:
         _say(pipe, None, traceback.format_exc())
-        os._exit(1)  # the others must find out by themselves
+        os._exit(1)  # the other ranks must notice by themselves
     _say(pipe, result, None)
     pipe.close()
 
 
 def _say(pipe: Connection, result: Any, error: str | None) -> None:
-    """By value: a pipe's own way hands over shared memory of tensors, which ends with us."""
+    """Send result and error by value.
+
+    A pipe's own `send` would hand over shared memory of tensors, which ends with this process.
+    """
     pipe.send_bytes(pickle.dumps((result, error)))

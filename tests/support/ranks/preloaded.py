@@ -1,8 +1,8 @@
-"""What the server of `launch` imports before it forks, so that no process of a test has to.
+"""Imports that the server of `launch` makes before it forks, so that no process of a test has to.
 
-Importing is most of what a process of a test would do: torch, what the first optimizer imports
-(torch._dynamo), what FSDP2 imports, pytest, and what tests of ranks share. What is there by then is
-no garbage: collections in the processes need not walk over it, and copy its pages.
+Imports would take most of the time of such a process: torch, what the first optimizer imports
+(torch._dynamo), what FSDP2 imports, pytest, and what tests of ranks share. The imported objects are
+no garbage: collections in the processes need not walk over them, and copy their pages.
 """
 
 from __future__ import annotations

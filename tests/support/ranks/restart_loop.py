@@ -1,6 +1,6 @@
 """A training as `torchrun --max-restarts` runs it: each start goes on from the newest checkpoint,
 if there is one. `restart_loop.py FOLDER STEPS DYING`: in the first start rank 1 is killed in the
-step DYING. Rank 0 prints what it has come to.
+step DYING. Rank 0 prints the step it began with and the digest at the end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from support.ranks import checkpoint_cases as cases
 
 
 def train(rank: int, folder: Path, steps: int, dying: int | None) -> tuple[int, str]:
-    """The step it began with, and the digest at the end. dying: the step in which rank 1 is
-    killed.
+    """Train; return the step it began with, and the digest at the end.
+
+    dying: the step in which rank 1 is killed.
     """
     model, optimizer = cases.build()
     begin = 0

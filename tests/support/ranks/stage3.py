@@ -1,4 +1,4 @@
-"""Models, batches and loops for tests of a model that is shared out over ranks."""
+"""Models, batches and loops for tests of a model that is sharded over ranks (stage 3)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Model = Callable[[], nn.Module]
 
 
 class Mixture(nn.Module):
-    """Layers with experts: which of them run depends on the tokens, and so on the rank."""
+    """A model with experts; which of them run depends on the tokens, and so on the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mixture(nn.Module):
 
 
 class Routed(nn.Module):
-    """The last expert never runs on any rank."""
+    """A layer with experts, of which the last one never runs on any rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Routed(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters smaller than the number of ranks, of no elements, and used by nobody."""
+    """A model with parameters smaller than the number of ranks, without elements, and unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Odd(nn.Module):
 
 
 class Wide(nn.Module):
-    """Large enough for bytes to be counted."""
+    """A model large enough for bytes to be counted."""
 
     def __init__(self, width: int = 96, layers: int = 6) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Wide(nn.Module):
 
 
 def tokens(rank: int, number: int) -> Tensor:
-    """Another batch on each rank, of another size."""
+    """Draw a batch: another one on each rank, of another size."""
     draw = torch.Generator().manual_seed(SEED + 1000 * rank + number)
     return torch.randint(WORDS, (2 + rank, 9), generator=draw)
 
@@ -106,7 +106,11 @@ def train(
     syncs: bool = True,
     clip: Callable[[Iterable[Tensor]], object] | None = None,
 ) -> list[float]:
-    """Losses. micro: batches a step. syncs: after each of them, or only after the last."""
+    """Train, and return the losses.
+
+    micro: batches a step.
+    syncs: whether gradients are reduced after each of them, or only after the last.
+    """
     losses = []
     for step in range(steps):
         for part in range(micro):
@@ -123,7 +127,7 @@ def train(
 
 
 class Averaged(nn.Module):
-    """What DistributedDataParallel does, in the order of ranks, for each batch by itself."""
+    """A reference for DistributedDataParallel that adds in the order of ranks, batch by batch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -139,8 +143,9 @@ class Averaged(nn.Module):
 
 
 def means(params: list[nn.Parameter]) -> list[Tensor | None]:
-    """Of gradients over the ranks, in their order, in host memory; zero where a rank has none,
-    None where all have none.
+    """Return the means of the gradients over the ranks, added in their order, in host memory.
+
+    A missing gradient counts as zero; the mean is None if no rank has one.
     """
     count = dist.get_world_size()
     grads = [torch.zeros(p.shape) if p.grad is None else p.grad.cpu() for p in params]
@@ -194,14 +199,14 @@ def made_of(model: nn.Module) -> Prepared:
 
 
 def check_same(name: str, model: nn.Module, plain: nn.Module) -> None:
-    """To the bit, as all ranks see it."""
+    """Raise AssertionError unless the gathered state of the model equals that of the plain one."""
     found = model.state_dict()
     for key, values in plain.state_dict().items():
         assert torch.equal(values, found[key]), f"{name}: {key} differs"
 
 
 def clip_in_double(params: Iterable[Tensor]) -> Tensor:
-    """As torch's, but squares are added in double."""
+    """Clip as torch does, but add squares in double."""
     grads = [p.grad for p in params if p.grad is not None]
     norms = [grad.double().square().sum().sqrt().to(grad.dtype) for grad in grads]
     total = torch.linalg.vector_norm(torch.stack(norms), 2.0)

@@ -1,5 +1,5 @@
-"""Models, data and loops for tests of optimizers that ranks share. Functions that take a rank run
-in a process each (`launch.run`).
+"""Models, data and loops for tests of optimizers that are sharded over ranks (stages 1 and 2).
+Functions that take a rank run in a process each (`launch.run`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def mlp() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Tokens of one parity go to one expert, those of the other to another; some get none."""
+    """A layer of five experts that runs one or two of them, chosen by the rank and the turn; one
+    never runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Experts(nn.Module):
 
 
 class Adapted(nn.Module):
-    """LoRA: a frozen linear layer and a small product beside it."""
+    """A LoRA layer: a frozen linear layer and a product of low rank beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class Adapted(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Its head is its embedding."""
+    """A GPT whose head is its embedding."""
 
     def __init__(self, feed: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ def lora() -> nn.Module:
 
 
 class Wide(nn.Module):
-    """Enough state for a drive."""
+    """A model with enough state for a drive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,14 +114,14 @@ class Wide(nn.Module):
 
 
 def tokens(rank: int, turn: int) -> Tensor:
-    """Ranks have batches of different sizes."""
+    """Draw a batch: ranks have batches of different sizes."""
     generator = torch.Generator().manual_seed(1000 * rank + turn)
     return torch.randint(VOCAB, (2 + rank, LENGTH), generator=generator)
 
 
 @dataclass
 class Loop:
-    """One training, the same with and without us. stage: 0 is plain torch in DDP."""
+    """A training, the same with the engine and without. stage: 0 is plain torch in DDP."""
 
     stage: int
     make: Callable[[], nn.Module] = gpt
@@ -149,7 +151,7 @@ class Loop:
         ]
 
     def step(self) -> list[Tensor]:
-        """The losses of all micro-batches."""
+        """Take a step; return the losses of all micro-batches."""
         losses = []
         for micro in range(self.micro):
             is_last = micro == self.micro - 1
@@ -211,5 +213,5 @@ def mean(grad: Tensor, ranks: Ranks) -> Tensor:
 
 
 def furthest(left: list[Tensor], right: list[Tensor]) -> float:
-    """The largest difference of two elements."""
+    """Return the largest difference of two elements."""
     return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
