@@ -141,8 +141,8 @@ def _header(command: str, sittings: Sequence[Sitting]) -> list[str]:
         f"- command: `{command}`",
         f"- a GPT of {numel / 1e6:.0f} M parameters, 128 tokens a step, clipped by "
         "`clip_grad_norm_` (DeepSpeed: by its engine); each contestant is a process of its own",
-        "- in a session all contestants run two steps in turn; figures are medians over the turns, in "
-        "brackets the middle half; alone: one process at a time",
+        "- in a session all contestants run two steps in turn; figures are medians over the "
+        "turns, in brackets the middle half; alone: one process at a time",
         "- step(): `optimizer.step()`; DeepSpeed's `engine.step()` clips and frees gradients, too, "
         "and its `backward` writes them to the drive",
         "- x ours: whole step / that of offload with its state in the same place, turn by turn",
