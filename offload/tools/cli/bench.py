@@ -107,10 +107,16 @@ def run(args: argparse.Namespace) -> int:
     target = check_target(args.output)
     _warn_of_strangers(target, load_known(target))
     wanted = _make_request(args, directories, parts)
+    # Before the first line: what comes after it can be interrupted, an import only with noise.
+    from offload.tools.bench.record import make_profile
+
     progress = BenchProgress(sys.stderr)
     nbytes = format_size(wanted.most_written_bytes)
     progress.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
-    found, made = _measure(wanted, target, progress)
+    found = _measure(wanted, progress)
+    # Loaded again: another process may have written tunings in the meantime.
+    before, today = load_known(target), date.today().isoformat()
+    made = make_profile(found, before, read_memory(), read_accelerator(), today)
     code = 0
     saved: Path | None = target
     try:
@@ -154,20 +160,13 @@ def _make_request(
     return wanted
 
 
-def _measure(
-    wanted: BenchRequest, target: Path, progress: BenchProgress
-) -> tuple[SurveyResult, Profile]:
-    from offload.tools.bench.record import make_profile
+def _measure(wanted: BenchRequest, progress: BenchProgress) -> SurveyResult:
     from offload.tools.bench.survey import survey
 
     try:
-        found = survey(wanted, progress)
+        return survey(wanted, progress)
     finally:
         progress.end()
-    # Loaded again: another process may have written tunings in the meantime.
-    before = load_known(target)
-    today = date.today().isoformat()
-    return found, make_profile(found, before, read_memory(), read_accelerator(), today)
 
 
 def as_json(
