@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,15 @@ def test_the_architecture_is_one_listing() -> None:
     entries = {each.name for each in ROOT.iterdir() if not each.name.startswith(hidden)}
     assert len(entries) <= MOST_ENTRIES, sorted(entries)
     assert {name.removesuffix(".py") for name in entries} | {"_native"} == set(ROW_OF)
+
+
+def test_the_page_has_the_same_rows() -> None:
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    table = page[page.index("| package |") :].partition("\n\n")[0]
+    cells = [line.split(" | ")[0] for line in table.splitlines()[2:]]
+    found = [{name.removesuffix(".py") for name in re.findall(r"`([\w.]+)/?`", c)} for c in cells]
+    expected = [names - {"_native", "__init__", "__main__"} for names in ROWS]
+    assert found[::-1] == [names for names in expected if names]
 
 
 def test_every_folder_is_a_package_that_says_what_it_is_for() -> None:
