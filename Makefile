@@ -107,7 +107,7 @@ $(STAMP).packages: pyproject.toml $(STAMP).constraints
 	@touch $@
 
 # The installed finder knows the package's folders by name: a new one is found after another install.
-$(STAMP).native: $(STAMP).packages $(SOURCES) $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
+$(STAMP).native: $(STAMP).packages $(SOURCES) $(shell find offload -name __init__.py)
 	@echo "make: building the native core"
 	"$(PY)" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@

@@ -89,6 +89,11 @@ _LATE = {
 }
 
 
+def __dir__() -> list[str]:
+    """List the late names, too, for completion and `help`; none is loaded for it."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")

@@ -117,7 +117,7 @@ def prepare(
     If model and weights do not fit together, an error is raised and nothing has changed.
 
     units: module classes, or a function of name and module, that choose which modules are fetched
-    together; the default is the model's repeated layers.
+    together; the default is each repeated layer that has modules of its own, and the rest grouped.
 
     fields: those of `Config`.
     """

@@ -74,6 +74,11 @@ ERRORS = {
 }
 
 
+def test_names_that_are_loaded_late_are_listed_all_the_same() -> None:
+    """For completion and `help(offload)`."""
+    assert set(dir(offload)) >= NAMES
+
+
 def test_the_public_names() -> None:
     assert set(offload.__all__) == NAMES
     for name in NAMES:

@@ -2,7 +2,7 @@
 
 `Config` holds what the user wants, in bytes and names; the planner derives all else from it and
 shows it in the plan. Every field is checked here, alone and against the other fields, before the
-engine touches anything. Reads no environment variable.
+engine touches anything. Reads no environment variable but HOME, for a path with `~`.
 """
 
 from __future__ import annotations
@@ -115,61 +115,60 @@ class Config:
 
     Sizes may be given as strings and are kept in bytes; dtypes may be given as torch dtypes and are
     kept by name. The constructor raises `ConfigError` for a wrong value or an unknown field.
+
+    device: the accelerator that torch has, else the CPU ("auto"), or a device by name.
+
+    device_memory: bytes this process may hold on the device, activations included. None: the free
+    device memory less a margin.
+
+    host_memory: host bytes that the engine may hold. None: leaves 20 % of the machine (or cgroup)
+    free, and at least 8 GiB, but no more than 40 %.
+
+    nvme: one directory or several for bytes that do not fit in memory. Kept as a tuple of paths;
+    None: no disk.
+
+    param_dtype: compute dtype. None: as the model; for bf16 and fp16 an exact fp32 master is kept.
+    Others are not built yet and raise.
+
+    state_dtype: storage of the optimizer's moments: "float32". "bfloat16" and "int8" are not built
+    yet and raise.
+
+    activations: saved activations: "keep" on the device, "recompute" in backward, or "offload" to
+    the host; "auto": from the tuned profile, else "keep".
+
+    prefetch_depth: units fetched ahead; "auto": from the tuned profile, else from the trace.
+
+    max_grad_norm: clip the global gradient norm to this inside the update. None: no clipping here.
+
+    release_grads: wrap: free device gradients as they reach the host. `p.grad` is then None: clip
+    with `max_grad_norm`, and drop gradients with `optimizer.zero_grad()`, not the model's. Among
+    ranks: also average gradients over them during backward, without DistributedDataParallel.
+
+    process_group: process group to shard over. None: the default group, if initialized; False: no
+    sharding.
+
+    self_check: for this many first steps a sample of each slice is updated again by torch and
+    compared.
+
+    profile: file that `offload tune` wrote. None: the machine's own, if there is one.
+
+    strict: any degradation raises instead of being reported.
     """
 
     device: str | torch.device = "auto"
-    """The accelerator that torch has, else the CPU."""
-
     device_memory: int | str | None = None
-    """Bytes this process may hold on the device, activations included. None: the free device memory
-    less a margin.
-    """
-
     host_memory: int | str | None = None
-    """Host bytes that the engine may hold. None: leaves 20 % of the machine (or cgroup) free, and
-    at least 8 GiB, but no more than 40 %.
-    """
-
     nvme: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None
-    """One directory or several for bytes that do not fit in memory. Kept as a tuple of paths; None:
-    no disk.
-    """
-
     param_dtype: torch.dtype | str | None = None
-    """Compute dtype; for bf16 and fp16 an exact fp32 master is kept. None: as the model."""
-
     state_dtype: torch.dtype | str = "float32"
-    """Storage of the optimizer's moments: "float32", "bfloat16" or "int8"."""
-
     activations: str = "keep"
-    """Saved activations: "keep" on the device, "recompute" in backward, or "offload" to the host;
-    "auto": from the tuned profile, else "keep".
-    """
-
     prefetch_depth: int | str = "auto"
-    """Units fetched ahead; "auto": from the tuned profile, else from the trace."""
-
     max_grad_norm: float | None = None
-    """Clip the global gradient norm to this inside the update. None: no clipping here."""
-
     release_grads: bool = False
-    """wrap: free device gradients as they reach the host. `p.grad` is then None: clip with
-    `max_grad_norm`, and drop gradients with `optimizer.zero_grad()`, not the model's. Among ranks:
-    also average gradients over them during backward, without DistributedDataParallel.
-    """
-
     process_group: Any = None
-    """Process group to shard over. None: the default group, if initialized; False: no sharding.
-    """
-
     self_check: int = 0
-    """For this many first steps a sample of each slice is updated again by torch and compared."""
-
     profile: str | os.PathLike[str] | None = None
-    """File that `offload tune` wrote. None: the machine's own, if there is one."""
-
     strict: bool = False
-    """Any degradation raises instead of being reported."""
 
     def __post_init__(self) -> None:
         for field in ("device_memory", "host_memory"):

@@ -437,7 +437,7 @@ class _Waiting:
 
 class _Lander:
     """A thread that waits for copies on which other tickets depend: chained ones, or several
-    together. A thread that waits for a copy itself blocks on its own. Started when it is first
+    together. A caller that waits for one copy does so in its own thread. Started when it is first
     needed.
     """
 

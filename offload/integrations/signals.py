@@ -123,10 +123,10 @@ class save_on_signal:
         if hasattr(socket, "SO_PASSCRED"):
             self._from.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._to.setblocking(False)
-        self._guard = threading.Thread(
+        self._watcher = threading.Thread(
             target=_watch, args=(self._from, self._signals, limit_s), daemon=True
         )
-        self._guard.start()
+        self._watcher.start()
         # Python's C handler writes there at once, even during a long computation in a library.
         self._wakeup_before = signal.set_wakeup_fd(self._to.fileno(), warn_on_full_buffer=False)
         if self._wakeup_before != -1:  # that of an event loop; `_note` writes instead
@@ -265,7 +265,7 @@ class save_on_signal:
             return
         self._give_back()
         self._to.shutdown(socket.SHUT_WR)  # ends the thread
-        self._guard.join()
+        self._watcher.join()
         self._to.close()
 
     def _give_back(self) -> None:

@@ -81,8 +81,8 @@ class _Enough(Exception):
 
 class Traffic:
     """The chunks of a plan that are not resident, on these directories. `fill` comes first;
-    `chunks` are those that it has filled. keep_going: is called before each chunk; a pass ends
-    early when it returns False, and then nothing is in flight.
+    `chunks` are those that it has filled. `keep_going`, an argument of its passes, is called before
+    each chunk; a pass ends early when it returns False, and then nothing is in flight.
     """
 
     def __init__(self, plan: Plan, directories: Sequence[Path]) -> None:

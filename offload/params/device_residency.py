@@ -266,9 +266,9 @@ class DeviceResidency(Residency):
                 try:
                     yield
                 finally:
-                    self._end_lending(fresh)
+                    self._end_exposing(fresh)
 
-    def _end_lending(self, blocks: Sequence[Block]) -> None:
+    def _end_exposing(self, blocks: Sequence[Block]) -> None:
         """End the exposure of blocks. Go on with the rest if one cannot be taken back: its old
         values stay then.
         """

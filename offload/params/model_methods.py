@@ -259,7 +259,7 @@ class ReplacedModelMethods:
 def _own(
     module: nn.Module, original: Callable[..., Iterator[nn.Parameter]], *args: Any, **kwargs: Any
 ) -> Iterator[nn.Parameter]:
-    """Yield the module's parameters; refuse if `DataParallel` asks for them.
+    """Return an iterator over the module's parameters; refuse if `DataParallel` asks for them.
 
     `DataParallel` would copy all parameters to all devices at once. It asks for the parameters
     before it does anything else, and gives no other sign.

@@ -1,11 +1,12 @@
 """Placeholders: parameters whose values are in another tier. Their shape is here, their values are
 not.
 
-A placeholder keeps the parameter's identity, shape, type and gradient. Its values are a single NaN,
-expanded to the shape, and its class intercepts every operation on them: either the owner fetches
-the values (within a forward or backward pass of the model, where the owner can tell how long they
-are needed), or the operation raises an error that says what to do. So no code computes with a
-parameter that is not resident, and what evades every check computes NaN, not a plausible number.
+A placeholder keeps the parameter's identity, shape, type and gradient. Its values are a single NaN
+(the least integer; False), expanded to the shape, and its class intercepts every operation on them:
+either the owner fetches the values (within a forward or backward pass of the model, where the owner
+can tell how long they are needed), or the operation raises an error that says what to do. So no
+code computes with a parameter that is not resident, and what evades every check computes NaN, not a
+plausible number.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def make_placeholder(param: Tensor, owner: Owner) -> None:
     if isinstance(param, OffloadedParameter):
         setattr(param, _OWNER, owner)
     else:
-        _guard(param, owner, placeholder_storage(param.dtype), OffloadedParameter)
+        _become_placeholder(param, owner, placeholder_storage(param.dtype), OffloadedParameter)
 
 
 def make_device_placeholder(param: Tensor, owner: Owner, placeholder_storage: Tensor) -> None:
@@ -167,10 +168,12 @@ def make_device_placeholder(param: Tensor, owner: Owner, placeholder_storage: Te
     if isinstance(param, OffloadedDeviceParameter):
         setattr(param, _OWNER, owner)
     else:
-        _guard(param, owner, placeholder_storage, OffloadedDeviceParameter)
+        _become_placeholder(param, owner, placeholder_storage, OffloadedDeviceParameter)
 
 
-def _guard(param: Tensor, owner: Owner, value: Tensor, kind: type[OffloadedParameter]) -> None:
+def _become_placeholder(
+    param: Tensor, owner: Owner, value: Tensor, kind: type[OffloadedParameter]
+) -> None:
     setattr(param, _VALUES, type(param))
     setattr(param, _OWNER, owner)
     param.data = value.expand(param.shape)
@@ -297,7 +300,7 @@ def _index(device: torch.device) -> int:
 
 
 def placeholder_storage(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Make one value that cannot be taken for a parameter's: NaN, or the least integer."""
+    """Make the one value of a placeholder: NaN, the least integer, or False."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full((), torch.nan, dtype=dtype, device=device)
     if dtype == torch.bool:

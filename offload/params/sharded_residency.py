@@ -286,7 +286,7 @@ class ShardedResidency(Residency):
             try:
                 yield
             except BaseException:  # other ranks may not be here; each rank keeps its own values
-                self._end_lending(fresh)
+                self._end_exposing(fresh)
                 raise
             self._compare(fresh, before)
 
@@ -382,7 +382,7 @@ class ShardedResidency(Residency):
                 "rank must "
                 "make the same changes"
             )
-        self._end_lending(blocks)
+        self._end_exposing(blocks)
 
     def _take_in_rebound(self, blocks: Sequence[Block]) -> None:
         with self._lock:
@@ -391,7 +391,7 @@ class ShardedResidency(Residency):
             for block in shown:
                 take_in_rebound(block, self.tier.memory_of(block))
 
-    def _end_lending(self, blocks: Sequence[Block]) -> None:
+    def _end_exposing(self, blocks: Sequence[Block]) -> None:
         with self._lock:
             for block in blocks:
                 try:

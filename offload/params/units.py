@@ -1,9 +1,10 @@
 """Finds the units of a model: groups of modules whose parameters are fetched and evicted together.
 
 They follow the model's own structure: each of the repeated layers of a `ModuleList` or `Sequential`
-is a unit, a large layer is one, and the modules that are left are grouped up to a sensible size. A
-parameter that several modules share (tied weights) belongs to the first unit that has it; the other
-units that use it need that unit, too.
+is a unit if it has modules of its own, a large layer is one, and the modules that are left (a plain
+`Linear` of a `Sequential`, say) are grouped up to a sensible size. A parameter that several modules
+share (tied weights) belongs to the first unit that has it; the other units that use it need that
+unit, too.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ def share_out_sizes(
     works = min(least + least_state, whole) + least_activations
     if works > budget:
         raise CapacityError(
-            f"{allowed}; {beside}one unit at a time needs {format_size(least)} for parameters, "
+            f"{allowed}; {beside}one unit at a time needs {format_size(least)} for parameters "
+            f"and gradients in transit, "
             f"{format_size(least_state)} for optimizer state and "
             f"{format_size(least_activations)} for activations, with all gradients on disk; "
             f"the least that works is about {works + fixed_bytes} bytes"
@@ -270,7 +271,7 @@ def _spill(gradients: Sequence[int], room: int) -> list[int]:
 
 
 def on_device_bytes(nbytes: int) -> int:
-    """Return the bytes that such a block takes on a device: allocators round up."""
+    """Return the bytes that a block of `nbytes` takes on a device: allocators round up."""
     return -(-nbytes // _DEVICE_ALIGN) * _DEVICE_ALIGN
 
 
@@ -291,7 +292,7 @@ def check_device(
 
 
 def check_device_bytes(blocks: int, buffer_bytes: int, others_bytes: int, limit_bytes: int) -> None:
-    """Refuse such a limit where one unit at a time needs so many bytes for `blocks`."""
+    """Refuse a limit in which not even one unit at a time works. blocks: the bytes of that unit."""
     works = blocks + on_device_bytes(buffer_bytes) + others_bytes + DEVICE_SPARE_BYTES
     if works > limit_bytes:
         raise CapacityError(

@@ -171,7 +171,7 @@ class ModelUse:
     held_bytes: int  # of parameters, in host memory now
     disk_bytes: int  # in use now: parameters, gradients, optimizer state, activations
     depth: int  # units that are prefetched
-    hits: int  # blocks not ready for a use, but in host memory or in flight
+    hits: int  # blocks that a use had to attach and found in host memory or in flight
     misses: int
     waited_s: float
     round_s: float | None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from offload.core.config import format_size
 from offload.core.strict_json import printable
 from offload.planning.profile import Profile
-from offload.tools.cli.output import drop
+from offload.tools.output import drop
 
 if TYPE_CHECKING:
     from offload.tools.bench.figure import Figure

@@ -26,7 +26,7 @@ from offload.core.strict_json import printable
 from offload.planning import profile
 from offload.planning.profile import Profile
 from offload.tools.bench.output import BenchProgress, describe, warn
-from offload.tools.cli.output import complain, results
+from offload.tools.output import complain, results
 
 if TYPE_CHECKING:
     from offload.tools.bench.survey import BenchRequest, SurveyResult

@@ -9,9 +9,9 @@ from typing import Final
 
 from offload.core.drive_facts import read_directory
 from offload.core.host_facts import read_machine
-from offload.tools.cli.output import results
 from offload.tools.doctor.diagnosis import as_json, exit_code, write_table
 from offload.tools.doctor.judgement import examine
+from offload.tools.output import results
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from offload.core.config import format_size, parse_size
 from offload.core.errors import ConfigError, StoreError
 from offload.core.strict_json import printable
-from offload.tools.cli.output import complain, results
+from offload.tools.output import complain, results
 
 if TYPE_CHECKING:
     from offload.checkpoint.reader import CheckpointReader

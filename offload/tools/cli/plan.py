@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES
 from offload.core.errors import ConfigError
-from offload.tools.cli.output import results
 from offload.tools.forecast.forecast_request import FIELDS, OPTIMIZERS, ForecastRequest
+from offload.tools.output import results
 
 if TYPE_CHECKING:
     from offload.tools.forecast.forecast import Forecast

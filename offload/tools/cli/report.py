@@ -18,9 +18,9 @@ from offload.core.errors import ConfigError
 from offload.core.private_file import write_private
 from offload.core.strict_json import printable
 from offload.telemetry.run_file import Run, load
-from offload.tools.cli.output import results
 from offload.tools.html_report import Summary, make_page, make_picture, summarize, to_perfetto
 from offload.tools.html_report.words import show_part, show_seconds, show_share
+from offload.tools.output import results
 
 SUMMARY: Final = "Make one HTML page of a run, or of two beside each other, from their traces."
 

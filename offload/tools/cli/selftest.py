@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import offload
-from offload.tools.cli.output import results
+from offload.tools.output import results
 from offload.tools.selftest.registry import GROUPS, choose
 from offload.tools.selftest.supervisor import CheckResults, SelftestRequest, supervise
 from offload.tools.selftest.table import count_statuses, format_table

@@ -25,7 +25,7 @@ from typing import Any, Final
 from offload.core.config import PARAM_DTYPES
 from offload.core.strict_json import printable
 from offload.planning.trial import TrialResult
-from offload.tools.cli.output import results
+from offload.tools.output import results
 from offload.tools.tune.picture import draw
 from offload.tools.tune.search import Search, TunedTrial, TuneResult
 from offload.tools.tune.session import TuneSession

@@ -12,7 +12,7 @@ from offload.checkpoint.format.verify import Verdict, verify
 from offload.core.config import format_size
 from offload.core.errors import OffloadError
 from offload.core.strict_json import printable, shown
-from offload.tools.cli.output import complain, results
+from offload.tools.output import complain, results
 
 SUMMARY: Final = "Check every byte of a checkpoint; exit code 0: whole, 1: damaged."
 EXIT_DAMAGED: Final = 1

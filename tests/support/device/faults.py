@@ -126,7 +126,7 @@ OF_MODELS = [
         ),
     ),
     Fault(
-        "a gradient that was lent does not come home",
+        "an exposed gradient is not taken back",
         dropped(
             at("params.device_gradients", "DeviceGradients._take_back_to_original").call("copy_")
         ),
@@ -135,7 +135,7 @@ OF_MODELS = [
         "nothing is copied back",
         dropped(
             # The callbacks at the end of a lending run in reverse order.
-            at("params.device_residency", "DeviceResidency._end_lending").call("callback", 3, of=3)
+            at("params.device_residency", "DeviceResidency._end_exposing").call("callback", 3, of=3)
         ),
     ),
     Fault(
@@ -165,7 +165,9 @@ OF_MODELS = [
     Fault(
         "gradients are not seen",
         becomes(
-            at("params.placeholder", "make_device_placeholder").call("_guard").argument(4),
+            at("params.placeholder", "make_device_placeholder")
+            .call("_become_placeholder")
+            .argument(4),
             "OffloadedParameter",
         ),
     ),
