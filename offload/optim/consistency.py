@@ -104,9 +104,10 @@ class Consistency:
             return
         known = self.last_checkpoint or "none is known here"
         if self._act in (STEP, CHECKPOINT) or self._touched:
-            what = "parameters and state are from different steps; load a checkpoint into the "
-            what += "model, then "
-            what += f"its optimizer state by load_state_dict (the last one: {known})"
+            what = (
+                "parameters and state are from different steps; load a checkpoint into the model, "
+                f"then its optimizer state by load_state_dict (the last one: {known})"
+            )
         else:
             what = "the state is of two origins; load it again (the parameters are as they were)"
         raise StateError(
