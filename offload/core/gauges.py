@@ -57,7 +57,8 @@ def resident_peak_bytes() -> int | None:
 
 def _pages() -> tuple[int, int] | None:
     """Return the number of resident pages, and of the shared ones among them."""
-    with suppress(OSError, ValueError), open("/proc/self/statm", "rb") as file:
-        _, resident, shared, _ = file.read().split(maxsplit=3)
+    # Unbuffered: it is asked dozens of times a step, and a buffer costs half of the time.
+    with suppress(OSError, ValueError), open("/proc/self/statm", "rb", buffering=0) as file:
+        _, resident, shared, _ = file.read(128).split(maxsplit=3)
         return int(resident), int(shared)
     return None
