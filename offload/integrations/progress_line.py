@@ -19,7 +19,7 @@ from offload.core.errors import ConfigError, StateError
 from offload.core.log import LOG
 from offload.device import used_bytes
 from offload.distributed import place_of
-from offload.integrations.screen import NoScreen, Screen, find_screen
+from offload.integrations.screen import LinePart, StatusLine, find_screen, fit
 from offload.telemetry.live_stats import LiveStats
 from offload.telemetry.loggers import Writer, check_writer, log_numbers
 from offload.telemetry.report import Report
@@ -64,7 +64,7 @@ def progress(
         check_writer(log_to, "progress: log_to")
     place = place_of(None)
     is_first = place is None or place[0] == 0
-    screen = find_screen(file, every_s) if is_first else NoScreen()
+    screen = find_screen(file, every_s, _screen_failed) if is_first else StatusLine(None)
     if total is None:
         length = length_hint(loader, -1)  # a loader that streams has no length
         total = None if length < 0 else start + length
@@ -98,15 +98,6 @@ class _DonePoint(NamedTuple):
     tokens: int
 
 
-class _LinePart(NamedTuple):
-    """A part of the line. rank: if the line is too short for all parts, those of the lowest rank
-    are chosen first.
-    """
-
-    text: str
-    rank: int
-
-
 class _Speed(NamedTuple):
     """The average speed of late. tokens_per_s: None: not known."""
 
@@ -124,7 +115,7 @@ class Progress(Generic[_T]):
         self,
         loader: Iterable[_T],
         optimizer: Any,
-        screen: Screen,
+        screen: StatusLine,
         tokens: int | Callable[[_T], int] | None,
         start: int,
         total: int | None,
@@ -139,7 +130,7 @@ class Progress(Generic[_T]):
         self._done = 0
         self._tokens: int | None = 0  # None: not known
         self._points: deque[_DonePoint] = deque(maxlen=_WINDOW)
-        self._shown_s, self._shown_done, self._logged_done = float("-inf"), 0, 0
+        self._shown_done = self._logged_done = 0
         self._steps_seen = 0  # optimizer steps when the last line was shown
         # Ends the line also if the loop is left early or by an exception.
         self._end = weakref.finalize(self, screen.end)
@@ -189,9 +180,7 @@ class Progress(Generic[_T]):
     def _tell(self, is_last: bool) -> None:
         """Show a line and log the numbers, each if it is due."""
         now_s, log = time.monotonic(), self._log
-        shows = self._done > self._shown_done and (
-            is_last or now_s - self._shown_s >= self._screen.every_s
-        )
+        shows = self._done > self._shown_done and (is_last or self._screen.is_due)
         logs = log is not None and self._done > self._logged_done
         logs = logs and (is_last or self._done % log.every == 0)  # type: ignore[union-attr]
         if not shows and not logs:
@@ -201,23 +190,12 @@ class Progress(Generic[_T]):
         numbers = {name: float(value) for name, value in self._numbers.items()}
         self._points.append(_DonePoint(now_s, self._done, self._tokens or 0))
         if shows:
-            self._shown_s, self._shown_done = now_s, self._done
+            self._shown_done = self._done
             self._steps_seen = live_stats.steps if live_stats else 0
-            self._show(self._parts(live_stats, numbers))
+            self._screen.show(fit(self._parts(live_stats, numbers), self._screen.width))
         if logs:
             self._logged_done = self._done
             self._write(told, live_stats, numbers)
-
-    def _show(self, parts: list[_LinePart]) -> None:
-        """Show the line. A closed terminal or file gives a warning: it is no reason to end the
-        training.
-        """
-        try:
-            self._screen.show(parts)
-        except (OSError, ValueError) as error:  # ValueError: the file is closed
-            self._end.detach()
-            self._screen = NoScreen()
-            LOG.warning("progress: the line cannot be shown, and is not tried again: %s", error)
 
     def _speed(self) -> _Speed:
         first, last = self._points[0], self._points[-1]
@@ -225,22 +203,22 @@ class Progress(Generic[_T]):
         tokens = None if not self._tokens else (last.tokens - first.tokens) / spent_s
         return _Speed(spent_s / max(1, last.done - first.done), tokens)
 
-    def _parts(self, live_stats: LiveStats | None, numbers: Mapping[str, float]) -> list[_LinePart]:
+    def _parts(self, live_stats: LiveStats | None, numbers: Mapping[str, float]) -> list[LinePart]:
         speed, done = self._speed(), self._start + self._done
-        parts = [_LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
+        parts = [LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
         if "loss" in numbers:
-            parts.append(_LinePart(f"loss {numbers['loss']:.4g}", 1))
+            parts.append(LinePart(f"loss {numbers['loss']:.4g}", 1))
         if speed.tokens_per_s is not None:
-            parts.append(_LinePart(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
-        parts.append(_LinePart(f"{speed.step_s:.2f} s/step", 6))
+            parts.append(LinePart(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
+        parts.append(LinePart(f"{speed.step_s:.2f} s/step", 6))
         if live_stats is not None:
             if live_stats.stall_share is not None:
-                parts.append(_LinePart(f"waiting {live_stats.stall_share:.0%}", 3))
-            parts.append(_LinePart(_tiers(live_stats, self._device), 4))
+                parts.append(LinePart(f"waiting {live_stats.stall_share:.0%}", 3))
+            parts.append(LinePart(_tiers(live_stats, self._device), 4))
         if self._total and self._total > done:
-            parts.append(_LinePart(f"{_clock((self._total - done) * speed.step_s)} left", 5))
+            parts.append(LinePart(f"{_clock((self._total - done) * speed.step_s)} left", 5))
         others = (item for item in numbers.items() if item[0] != "loss")
-        return parts + [_LinePart(f"{name} {value:.4g}", 7) for name, value in others]
+        return parts + [LinePart(f"{name} {value:.4g}", 7) for name, value in others]
 
     def _write(
         self, told: Report | None, live_stats: LiveStats | None, numbers: Mapping[str, float]
@@ -256,6 +234,11 @@ class Progress(Generic[_T]):
         plain = {f"offload/{k}": v for k, v in ours.items() if isinstance(v, int | float)}
         own = {f"train/{name}": value for name, value in numbers.items()}
         log_numbers(self._log.writer, {**plain, **own}, self._start + self._done)
+
+
+def _screen_failed(error: Exception) -> None:
+    """Warn of a terminal or file that is closed: it is no reason to end the training."""
+    LOG.warning("progress: the line cannot be shown, and is not tried again: %s", error)
 
 
 def count_tokens(batch: Any, told: int | Callable[[Any], int] | None = None) -> int | None:

@@ -1,55 +1,38 @@
-"""The outputs that show a line which is rewritten all the time: a terminal, a notebook, a plain
-file.
-"""
+"""A line that is rewritten all the time: in a terminal, in a notebook, in a plain file."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import Any, Protocol, TextIO
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TextIO
 
 _PLAIN_EVERY_S = 10.0  # least time between lines that are not overwritten
 _NOTEBOOK_WIDTH = 160
 _BETWEEN = " | "
 
 
-class TextPart(Protocol):
+class LinePart(NamedTuple):
     """A part of a line. rank: if the line is too short for all parts, those of the lowest rank are
     chosen first.
     """
 
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def rank(self) -> int: ...
+    text: str
+    rank: int
 
 
-class Screen(Protocol):
-    """An output that shows a line. every_s: the least time between two lines. One thread
-    uses it.
-    """
-
-    every_s: float
-
-    def show(self, parts: Sequence[TextPart]) -> None:
-        """Show a line, in place of the previous one if the output can do that."""
-
-    def end(self) -> None:
-        """Leave the last line in place, so that other output begins below it. Idempotent."""
-
-
-def fit(parts: Sequence[TextPart], width: int | None) -> str:
+def fit(parts: Sequence[LinePart], width: int | None) -> str:
     """Join the parts to a line of at most `width` characters (None: of any length). Parts keep
     their order; if there is no room for all, those of the lowest rank are chosen first, and the
     first of these is cut if it must be.
     """
     if width is None:
         return _joined(parts)
-    kept: list[TextPart] = []
+    kept: list[LinePart] = []
     for part in sorted(parts, key=lambda part: part.rank):
         more = [one for one in parts if one is part or one in kept]
         if not kept or len(_joined(more)) <= width:
@@ -57,89 +40,129 @@ def fit(parts: Sequence[TextPart], width: int | None) -> str:
     return _joined(kept)[:width]
 
 
-def _joined(parts: Sequence[TextPart]) -> str:
+def _joined(parts: Sequence[LinePart]) -> str:
     return _BETWEEN.join(part.text for part in parts)
 
 
-class TerminalScreen:
-    """A terminal: one line, which is overwritten, as wide as the terminal is at the moment."""
+class StatusLine:
+    """A status line on an output. A terminal overwrites it; any other output gets a new line each
+    time. Lines that stay come above it. One thread uses it.
 
-    def __init__(self, out: TextIO, every_s: float) -> None:
-        self.every_s = every_s
-        self._out = out
-        self._is_open = False
+    out: None shows nothing. every_s, plain_every_s: the least time between two updates, on a
+    terminal and elsewhere; infinite: no updates. plain_width: the most characters elsewhere.
+    failed: is called when the output, closed or full, takes no more; then the line shows nothing.
+    """
 
-    def show(self, parts: Sequence[TextPart]) -> None:
-        width = max(1, _columns(self._out) - 1)  # a full line would wrap to the next one
-        self._out.write(f"\r{fit(parts, width):<{width}}")
-        self._out.flush()
-        self._is_open = True
+    def __init__(
+        self,
+        out: TextIO | None,
+        every_s: float = 0.0,
+        plain_every_s: float = math.inf,
+        plain_width: int | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._out, self._failed, self._plain_width = out, failed, plain_width
+        self.is_terminal = out is not None and out.isatty()
+        self._every_s = every_s if self.is_terminal else plain_every_s
+        self._shown_s = -math.inf
+        self._shown_width = 0  # of the line that stands there now
+
+    @property
+    def width(self) -> int | None:
+        """The most characters of the line; None: any number of them."""
+        if not self.is_terminal:
+            return self._plain_width
+        return max(1, _columns(self._out) - 1)  # a full line would wrap to the next one
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last line has been there for long enough."""
+        if self._out is None or self._every_s == math.inf:
+            return False
+        return time.monotonic() - self._shown_s >= self._every_s
+
+    def update(self, text: str) -> None:
+        """Show `text` if the line is due."""
+        if self.is_due:
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Show `text`, cut to the width, in place of the line before if the output can do that."""
+        self._shown_s = time.monotonic()
+        if not self.is_terminal:
+            self._write(f"{text}\n")
+            return
+        self._shown_width = self.width or 0
+        self._write(f"\r{text[: self._shown_width]:<{self._shown_width}}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above the status line."""
+        self.erase()
+        self._write(f"{text}\n")
+
+    def erase(self) -> None:
+        """Remove the line, if there is one."""
+        if self._shown_width:
+            self._write("\r" + " " * self._shown_width + "\r")
+        self._shown_s, self._shown_width = -math.inf, 0
 
     def end(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._out.write("\n")
+        """Leave the last line in place, so that other output begins below it. Idempotent."""
+        if self._shown_width:
+            self._shown_width = 0
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if self._out is None:
+            return
+        try:
+            self._out.write(encodable(text, self._out))
             self._out.flush()
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            self._out, self._shown_width = None, 0
+            self._failed(error)
 
 
-class PlainScreen:
-    """A file or a pipe, where no line can be overwritten: it gets few lines."""
-
-    def __init__(self, out: TextIO, every_s: float) -> None:
-        self.every_s = max(every_s, _PLAIN_EVERY_S)
-        self._out = out
-
-    def show(self, parts: Sequence[TextPart]) -> None:
-        self._out.write(f"{fit(parts, None)}\n")
-        self._out.flush()
-
-    def end(self) -> None:
-        """Do nothing: each line ends in a newline."""
+def encodable(text: str, out: TextIO) -> str:
+    """Return `text` with escapes for the characters that `out` cannot encode."""
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-class NotebookScreen:
-    """A notebook: one output of a cell, which is updated. display: IPython's function."""
+class _NotebookCell:
+    """An output of a cell, which is updated, as a stream. display: IPython's function."""
 
-    def __init__(self, display: Any, every_s: float) -> None:
-        self.every_s = every_s
+    def __init__(self, display: Any) -> None:
         self._display = display
         self._handle: Any = None
 
-    def show(self, parts: Sequence[TextPart]) -> None:
-        shown = {"text/plain": fit(parts, _NOTEBOOK_WIDTH)}
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        shown = {"text/plain": text.removesuffix("\n")}
         if self._handle is None:
             self._handle = self._display(shown, raw=True, display_id=True)
         else:
             self._handle.update(shown, raw=True)
 
-    def end(self) -> None:
-        """Do nothing: the output stays in the cell."""
+    def flush(self) -> None:
+        """Do nothing: a cell has no buffer."""
 
 
-class NoScreen:
-    """A screen that shows nothing: another rank shows the line, or there is no stderr."""
-
-    every_s = float("inf")
-
-    def show(self, parts: Sequence[TextPart]) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing: no line was begun."""
-
-
-def find_screen(out: TextIO | None, every_s: float) -> Screen:
-    """Find the screen for `out`; None: the notebook that runs this code, else standard error."""
+def find_screen(
+    out: TextIO | None, every_s: float, failed: Callable[[Exception], None]
+) -> StatusLine:
+    """Find the status line for `out`; None: the notebook that runs this code, else stderr."""
     display = _notebook_display() if out is None else None
     if display is not None:
-        return NotebookScreen(display, every_s)
-    stream: TextIO | None = sys.stderr if out is None else out
-    if stream is None:  # Python was started without stderr
-        return NoScreen()
-    return TerminalScreen(stream, every_s) if stream.isatty() else PlainScreen(stream, every_s)
+        cell: Any = _NotebookCell(display)
+        return StatusLine(cell, every_s, every_s, _NOTEBOOK_WIDTH, failed)
+    stream: TextIO | None = sys.stderr if out is None else out  # None: started without stderr
+    return StatusLine(stream, every_s, max(every_s, _PLAIN_EVERY_S), failed=failed)
 
 
-def _columns(out: TextIO) -> int:
+def _columns(out: Any) -> int:
     """Return the width of the terminal that `out` is; if `out` does not tell, that of the terminal
     that Python finds.
     """

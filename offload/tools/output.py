@@ -1,14 +1,25 @@
-"""Output of results to stdout and of messages to stderr, which may be full, closed, or unread."""
+"""The output of commands: results on stdout, and messages and a status line on stderr; each of them
+may be full, closed, or unread. Tables and sizes as text.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import TextIO
 
+from offload.core.config import format_size
 from offload.core.errors import OffloadError
+from offload.integrations.screen import StatusLine, encodable
+
+TABLE_WIDTH = 100  # columns
+_BETWEEN = "  "
 
 
 class OutputError(OffloadError):
@@ -38,13 +49,27 @@ def results() -> Iterator[TextIO]:
         ) from error
 
 
-def complain(message: str) -> None:
+def print_json(told: object, indent: int | None = None) -> None:
+    """Print the one object of `--json` on stdout, without `indent` as one line."""
+    with results() as stream:
+        print(json.dumps(told, allow_nan=False, indent=indent), file=stream)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines on stdout; what it cannot encode, such as a path, as escapes."""
+    with results() as stream:
+        for line in lines:
+            print(encodable(line, stream), file=stream)
+
+
+def complain(message: str, kind: str = "error") -> None:
     """Print an error message as one line on stderr; do nothing if stderr cannot be written to."""
-    if sys.stderr is not None:
-        try:
-            print(f"offload: error: {message}", file=sys.stderr, flush=True)
-        except OSError:
-            drop(sys.stderr)
+    status_line().say(f"offload: {kind}: {message}")
+
+
+def status_line(every_s: float = 0.0) -> StatusLine:
+    """Make a status line on stderr. On a stderr that cannot be written to it shows nothing."""
+    return StatusLine(sys.stderr, every_s, failed=lambda error: drop(sys.stderr))
 
 
 def drop(stream: TextIO | None) -> None:
@@ -56,3 +81,35 @@ def drop(stream: TextIO | None) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def table(rows: Sequence[Sequence[str]], width: int | None = TABLE_WIDTH) -> list[str]:
+    """Format rows of equally many cells as lines with aligned columns. width: at which the last
+    cell is wrapped, below itself and not at hyphens, as in --gpus; None: it is not.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for *cells, text in rows:
+        head = "".join(f"{cell:<{n}}{_BETWEEN}" for cell, n in zip(cells, widths, strict=False))
+        lines += [f"{head}{text}"] if width is None else _wrapped(head, text, width)
+    return lines
+
+
+def _wrapped(head: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+    ) or [head.rstrip()]
+
+
+def count_statuses(kind: type[Enum], found: Iterable[Enum]) -> dict[str, int]:
+    """Count each status of `kind` by its value, zeros included."""
+    counts = Counter(found)
+    return {status.value: counts[status] for status in kind}
+
+
+def show_size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_size(nbytes)

@@ -21,7 +21,7 @@ from torch import nn
 import offload
 from offload.core.errors import StateError
 from offload.core.step_fact import StepFact
-from offload.integrations import progress_line
+from offload.integrations import progress_line, screen
 from offload.integrations.progress_line import Progress, count_tokens
 from offload.integrations.screen import fit
 from offload.params import units
@@ -72,7 +72,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(progress_line, "time", made)
+    for module in (progress_line, screen):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -205,9 +206,7 @@ def test_the_line_fits_the_terminal(
 
 
 def test_the_important_parts_stay_in_their_order() -> None:
-    parts = [
-        progress_line._LinePart(text, rank) for text, rank in (("a", 0), ("bbbb", 2), ("c", 1))
-    ]
+    parts = [screen.LinePart(text, rank) for text, rank in (("a", 0), ("bbbb", 2), ("c", 1))]
     assert fit(parts, None) == "a | bbbb | c"
     assert [fit(parts, width) for width in (12, 11, 5, 4, 1)] == [
         "a | bbbb | c",

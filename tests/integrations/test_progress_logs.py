@@ -15,7 +15,7 @@ import torch
 from support.models import batch, loss_of, make
 
 import offload
-from offload.integrations import progress_line
+from offload.integrations import progress_line, screen
 from offload.params import units
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
@@ -54,7 +54,8 @@ def test_numbers_are_logged_every_few_steps_and_at_the_end(
 ) -> None:
     now_s = [100.0]
     clock = types.SimpleNamespace(monotonic=lambda: now_s[0])
-    monkeypatch.setattr(progress_line, "time", clock)
+    for module in (progress_line, screen):
+        monkeypatch.setattr(module, "time", clock)
     model = make("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     offload.prepare(model, optimizer, host_memory=140 << 10, nvme=tmp_path)

@@ -28,6 +28,8 @@ from offload.core.config import Config
 from offload.core.drive_facts import DirectoryFacts
 from offload.core.errors import FormatError, StateError, StoreError
 from offload.core.host_facts import Accelerator, Memory, Torch
+from offload.integrations import screen
+from offload.integrations.screen import StatusLine
 from offload.optim.traffic import StateTrafficFigures, Traffic, plan_traffic
 from offload.planning import profile, tuning
 from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
@@ -284,7 +286,7 @@ def test_help_tells_no_less_than_a_run_may_write(count: int) -> None:
     paths = tuple(Path(f"/{number}") for number in range(count))
     most = BenchRequest(frozenset(SurveyPart), paths, BenchSizes()).most_written_bytes
     assert most <= (bench.FIRST_GIB + (count - 1) * bench.FURTHER_GIB) * GIB
-    assert f"at most {bench.FIRST_GIB} GiB" in bench._EPILOG
+    assert f"at most {bench.FIRST_GIB} GiB" in bench.EPILOG
 
 
 def test_a_long_run_writes_what_was_asked_for_and_a_little_more() -> None:
@@ -799,15 +801,16 @@ class Terminal(io.StringIO):
 
 def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, now_s = Terminal(), [0.0]
-    monkeypatch.setattr(output.time, "monotonic", lambda: now_s[0])
-    progress = output.BenchProgress(stream)
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setenv("COLUMNS", "80")
+    progress = output.BenchProgress(StatusLine(stream, 0.1))
     progress.begin("a\x1b[2Jdrive")
     for share in (0.25, 0.5, 1.0):
         now_s[0] += 1
         progress.at(share)
     progress.at(0.9)  # too soon
     progress.done(Figure("x", FigureUnit.SECONDS, 1.0, 0.0, 1))
-    progress.end()
+    progress.line.erase()
     shown = stream.getvalue()
     assert "\n" not in shown and "\x1b" not in shown
     *lines, last, end = shown.split("\r")[1:]
@@ -820,19 +823,19 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch: pytest.MonkeyPatch)
 
 def test_elsewhere_each_figure_is_a_line() -> None:
     stream = io.StringIO()
-    progress = output.BenchProgress(stream)
+    progress = output.BenchProgress(StatusLine(stream))
     progress.begin("memory copy")
     progress.at(0.5)
     progress.done(Figure("memory copy", FigureUnit.BYTES_PER_S, 2e9, 1e8, 7))
-    progress.end()
+    progress.line.erase()
     assert stream.getvalue() == "memory copy: 2 GB/s +- 5% (7 runs)\n"
 
 
 def test_without_stderr_nothing_is_told() -> None:
-    progress = output.BenchProgress(None)
+    progress = output.BenchProgress(StatusLine(None))
     progress.begin("x")
-    progress.say("y")
-    progress.end()
+    progress.line.say("y")
+    progress.line.erase()
 
 
 def test_the_table_has_the_notes_and_what_was_written() -> None:

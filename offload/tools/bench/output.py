@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from offload.core.config import format_size
 from offload.core.strict_json import printable
+from offload.integrations.screen import StatusLine
 from offload.planning.profile import Profile
-from offload.tools.output import drop
+from offload.tools.output import table
 
 if TYPE_CHECKING:
     from offload.tools.bench.figure import Figure
     from offload.tools.bench.survey import SurveyResult
 
-_EVERY_S = 0.1
-_WIDTH = 79
 _BAR = 20
 _SCALES = {  # by unit: the unit of the table, and how many of the first it has
     "bytes/s": ("GB/s", 1e9),
@@ -28,62 +25,25 @@ _SCALES = {  # by unit: the unit of the table, and how many of the first it has
 }
 
 
-def warn(message: str) -> None:
-    """Print a warning as one line on stderr."""
-    _write(sys.stderr, f"offload: warning: {message}\n")
-
-
-def _write(stream: TextIO | None, text: str) -> None:
-    """Write `text` and flush; None: do nothing. A stream that cannot be written to is dropped."""
-    if stream is None:
-        return
-    try:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
-    except OSError:
-        drop(stream)
-
-
 class BenchProgress:
-    """A progress bar, redrawn in place on a terminal; elsewhere a line for each finished figure."""
+    """A progress bar on a terminal; elsewhere a line for each finished figure."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-        self._is_terminal = stream is not None and stream.isatty()
+    def __init__(self, line: StatusLine) -> None:
+        self.line = line
         self._name = ""
-        self._told_s = float("-inf")
-        self._is_open = False
-
-    def say(self, text: str) -> None:
-        """Print a line that stays above the progress bar."""
-        self.end()
-        _write(self._stream, f"{text}\n")
 
     def begin(self, name: str) -> None:
         self._name = printable(name)
-        self._told_s = float("-inf")
+        self.line.erase()
         self.at(0.0)
 
     def at(self, share: float) -> None:
-        now_s = time.monotonic()
-        if not self._is_terminal or now_s - self._told_s < _EVERY_S:
-            return
-        self._told_s = now_s
         done = round(share * _BAR)
-        text = f"[{'#' * done}{'-' * (_BAR - done)}] {share:4.0%} {self._name}"
-        _write(self._stream, f"\r{text[:_WIDTH]:<{_WIDTH}}")
-        self._is_open = True
+        self.line.update(f"[{'#' * done}{'-' * (_BAR - done)}] {share:4.0%} {self._name}")
 
     def done(self, figure: Figure) -> None:
-        if not self._is_terminal:
-            _write(self._stream, f"{printable(figure.name)}: {show(figure)}\n")
-
-    def end(self) -> None:
-        """Erase the progress bar, if there is one."""
-        if self._is_open:
-            self._is_open = False
-            _write(self._stream, "\r" + " " * _WIDTH + "\r")
+        if not self.line.is_terminal:
+            self.line.say(f"{printable(figure.name)}: {show(figure)}")
 
 
 def show(figure: Figure) -> str:
@@ -109,6 +69,4 @@ def describe(
     count = len(made.tuned)
     kept = f", with the {count} tuning{'s' if count > 1 else ''} it had" if count and saved else ""
     rows.append(("profile", where + kept))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    return lines + [f"note: {printable(note)}" for note in found.notes]
+    return table(rows, width=None) + [f"note: {printable(note)}" for note in found.notes]

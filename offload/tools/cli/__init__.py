@@ -27,7 +27,9 @@ class Command(Protocol):
 
     @property
     def SUMMARY(self) -> str:
-        """The one line of `offload --help` that describes the command."""
+        """The one line of `offload --help` that describes the command. The end of its own help is
+        `EPILOG`, if the module has one.
+        """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's own arguments."""
@@ -56,8 +58,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offload {offload.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
+        sub = commands.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.SUMMARY,
+            epilog=getattr(command, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object, no text")
         sub.set_defaults(command=command)
     return parser
 

@@ -7,10 +7,8 @@ All requests that cannot work are refused before the first measurement. The meas
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
@@ -25,8 +23,8 @@ from offload.core.host_facts import read_accelerator, read_memory, read_torch
 from offload.core.strict_json import printable
 from offload.planning import profile
 from offload.planning.profile import Profile
-from offload.tools.bench.output import BenchProgress, describe, warn
-from offload.tools.output import complain, results
+from offload.tools.bench.output import BenchProgress, describe
+from offload.tools.output import complain, print_json, print_lines, status_line
 
 if TYPE_CHECKING:
     from offload.tools.bench.survey import BenchRequest, SurveyResult
@@ -36,9 +34,10 @@ PARTS: Final = ("memory", "update", "disk", "copies", "compute", "step")
 FIRST_GIB, FURTHER_GIB = 11, 16  # written at most: with one directory; for each further one
 SUSTAINED_GB: Final = 64.0
 MOST_SECONDS: Final = 600.0
+_EVERY_S: Final = 0.1  # between two updates of the status line
 EXIT_ERROR: Final = 2
 
-_EPILOG = f"""\
+EPILOG: Final = f"""\
 Drives wear by writing: a run with one directory writes at most {FIRST_GIB} GiB to it, each further
 directory costs at most {FURTHER_GIB} GiB more; --sustained writes GB to each directory beside that,
 and a little more. The files have no names and are gone when it ends, however it ends.
@@ -55,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     `offload bench [DIR ...] [--sustained [GB]] [--seconds S] [--only PARTS] [--output FILE]`;
     `--json`: print one JSON object.
     """
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
     parser.add_argument(
         "directories",
         metavar="DIR",
@@ -84,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="write the profile there, not to the machine's own"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
 
 
 def _positive(what: str, least: float, most: float) -> Any:
@@ -110,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
     # Before the first line: what comes after it can be interrupted, an import only with noise.
     from offload.tools.bench.record import make_profile
 
-    progress = BenchProgress(sys.stderr)
+    progress = BenchProgress(status_line(_EVERY_S))
     nbytes = format_size(wanted.most_written_bytes)
-    progress.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
+    progress.line.say(f"writes at most {nbytes} to drives" if directories else "writes to no drive")
     found = _measure(wanted, progress)
     # Loaded again: another process may have written tunings in the meantime.
     before, today = load_known(target), date.today().isoformat()
@@ -124,13 +120,10 @@ def run(args: argparse.Namespace) -> int:
     except OffloadError as error:  # show the figures all the same: they may have taken long
         complain(str(error))
         code, saved = EXIT_ERROR, None
-    with results() as stream:
-        if args.json:
-            print(json.dumps(as_json(found, wanted, made, saved)), file=stream)
-        else:
-            encoding = stream.encoding or "utf-8"
-            for line in describe(found, wanted.most_written_bytes, made, saved):
-                print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+    if args.json:
+        print_json(as_json(found, wanted, made, saved))
+    else:
+        print_lines(describe(found, wanted.most_written_bytes, made, saved))
     return code
 
 
@@ -166,7 +159,7 @@ def _measure(wanted: BenchRequest, progress: BenchProgress) -> SurveyResult:
     try:
         return survey(wanted, progress)
     finally:
-        progress.end()
+        progress.line.erase()
 
 
 def as_json(
@@ -217,7 +210,9 @@ def check_directories(texts: Sequence[str]) -> list[DirectoryFacts]:
         raise ConfigError(f"directories: expected each once, got {names}")
     for directory in found:
         if directory.ram_backed:
-            warn(f"{printable(directory.path)} lies in memory: its figures are no drive's")
+            complain(
+                f"{printable(directory.path)} lies in memory: its figures are no drive's", "warning"
+            )
     return found
 
 
@@ -287,9 +282,10 @@ def load_known(path: Path) -> Profile | None:
 
 def _warn_of_strangers(path: Path, known: Profile | None) -> None:
     if known is not None and not known.is_of_this_machine:
-        warn(
+        complain(
             f"{printable(path)} is of another machine ({printable(known.cpu)}, {known.cores} "
-            f"cores): it will be replaced, with its {len(known.tuned)} tunings"
+            f"cores): it will be replaced, with its {len(known.tuned)} tunings",
+            "warning",
         )
 
 

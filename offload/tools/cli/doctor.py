@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +10,7 @@ from offload.core.drive_facts import read_directory
 from offload.core.host_facts import read_machine
 from offload.tools.doctor.diagnosis import as_json, exit_code, write_table
 from offload.tools.doctor.judgement import examine
-from offload.tools.output import results
+from offload.tools.output import print_json, results
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
 
@@ -25,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_directory,
         help="a directory for swapped bytes to examine as well; it must exist and stays as it is",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
 
 
 def parse_directory(text: str) -> Path:
@@ -43,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the diagnosis; return 1 if any row is `missing`, else 0."""
     directory = None if args.directory is None else read_directory(args.directory)
     rows = examine(read_machine(), directory)
-    with results() as stream:
-        if args.json:
-            print(json.dumps(as_json(rows)), file=stream)
-        else:
+    if args.json:
+        print_json(as_json(rows))
+    else:
+        with results() as stream:
             write_table(rows, stream)
     return exit_code(rows)

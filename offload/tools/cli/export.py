@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from offload.core.config import format_size, parse_size
 from offload.core.errors import ConfigError, StoreError
 from offload.core.strict_json import printable
-from offload.tools.output import complain, results
+from offload.tools.output import complain, print_json, print_lines
 
 if TYPE_CHECKING:
     from offload.checkpoint.reader import CheckpointReader
@@ -36,9 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         default=str(SHARD_BYTES),
         help="of one model file, as 2GiB (default: 5 GB)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, no lines of text"
     )
 
 
@@ -66,18 +62,14 @@ def run(args: argparse.Namespace) -> int:
         names = export_model(reader, out, shard_bytes)
         saved = [t for t in reader.manifest.tensors.values() if t.section == "model"]
         nbytes = sum(tensor.nbytes for tensor in saved)
-    with results() as stream:
-        if args.json:
-            told = {"out": args.out, "files": names, "tensors": len(saved), "bytes": nbytes}
-            print(json.dumps({**told, "optimizer": args.optimizer}), file=stream)
-            return 0
-        if file is not None:
-            print(f"{printable(file)}: state_dict of the optimizer", file=stream)
-        print(
-            f"{printable(args.out)}: {len(saved)} tensors, {format_size(nbytes)}, in "
-            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}",
-            file=stream,
-        )
+    if args.json:
+        told = {"out": args.out, "files": names, "tensors": len(saved), "bytes": nbytes}
+        print_json({**told, "optimizer": args.optimizer})
+        return 0
+    lines = [] if file is None else [f"{printable(file)}: state_dict of the optimizer"]
+    some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    what = f"{len(saved)} tensors, {format_size(nbytes)}"
+    print_lines([*lines, f"{printable(args.out)}: {what}, in {some}"])
     return 0
 
 

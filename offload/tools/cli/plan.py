@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final
 
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES
 from offload.core.errors import ConfigError
 from offload.tools.forecast.forecast_request import FIELDS, OPTIMIZERS, ForecastRequest
-from offload.tools.output import results
+from offload.tools.output import print_json, print_lines, status_line
 
 if TYPE_CHECKING:
     from offload.tools.forecast.forecast import Forecast
@@ -19,8 +16,7 @@ if TYPE_CHECKING:
 
 SUMMARY: Final = "What a model needs, what fits where, how long a step takes; nothing is allocated."
 EXIT_PROBLEM: Final = 1
-_WIDTH: Final = 60
-EXAMPLE: Final = """examples:
+EPILOG: Final = """examples:
   offload plan 7B --batch 4 --sequence 2048 --host-memory 64GiB --on rtx4090-1ssd \\
       --activations recompute
   offload plan my_models:make_gpt --batch 8 --sequence 512 --nvme /mnt/nvme0 --json
@@ -39,8 +35,6 @@ _WITH_TRACE: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `offload plan MODEL ...`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLE
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -50,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser.add_argument_group("the model"))
     _add_training(parser.add_argument_group("the training"))
     _add_machine(parser.add_argument_group("the machine"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
@@ -93,8 +86,10 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Forecast, or replay a trace, and print; return 1 if the training does not fit the machine."""
     found = _replay(args) if args.trace is not None else _forecast(args)
-    with results() as stream:
-        print(json.dumps(found.to_dict(), indent=1) if args.json else found, file=stream)
+    if args.json:
+        print_json(found.to_dict(), indent=1)
+    else:
+        print_lines([str(found)])
     return 0 if found.works else EXIT_PROBLEM
 
 
@@ -109,30 +104,11 @@ def _forecast(args: argparse.Namespace) -> Forecast:
     # Imported here, because other commands must work where torch does not.
     from offload.tools.forecast.forecaster import forecast
 
-    line = PlanProgress(sys.stderr)
+    line = status_line()
     try:
-        return forecast(request, line.tell)
+        return forecast(request, lambda text: line.update(f"{text} ..."))
     finally:
-        line.end()
-
-
-class PlanProgress:
-    """A progress line, redrawn in place on a terminal; without a terminal it prints nothing."""
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream if stream is not None and stream.isatty() else None
-
-    def tell(self, text: str) -> None:
-        self._write(f"\r{text + ' ...':<{_WIDTH}}")
-
-    def end(self) -> None:
-        """Erase the progress line."""
-        self._write("\r" + " " * _WIDTH + "\r")
-
-    def _write(self, text: str) -> None:
-        if self._stream is not None:
-            with suppress(OSError):
-                print(text, end="", file=self._stream, flush=True)
+        line.erase()
 
 
 def _replay(args: argparse.Namespace) -> Replay:

@@ -20,11 +20,11 @@ from offload.core.strict_json import printable
 from offload.telemetry.run_file import Run, load
 from offload.tools.html_report import Summary, make_page, make_picture, summarize, to_perfetto
 from offload.tools.html_report.words import show_part, show_seconds, show_share
-from offload.tools.output import results
+from offload.tools.output import print_json, print_lines
 
 SUMMARY: Final = "Make one HTML page of a run, or of two beside each other, from their traces."
 
-_EXAMPLE: Final = """\
+EPILOG: Final = """\
 example:
   In the training script, at the end:  offload.report(optimizer).save_trace("run.json")
   Then:                                offload report run.json -o run.html
@@ -35,8 +35,6 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `offload report TRACE [OTHER] [-o FILE] [--png FILE] [--chrome FILE] [--json]`."""
-    parser.epilog = _EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "trace",
         metavar="TRACE",
@@ -63,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_path,
         help="a timeline for ui.perfetto.dev or chrome://tracing, with memory as counters",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def parse_path(text: str) -> Path:
@@ -84,13 +81,10 @@ def run(args: argparse.Namespace) -> int:
     for kind, content in made.items():
         write_private(targets[kind], content)
     found = [summarize(one) for one in runs]
-    with results() as stream:
-        if args.json:
-            print(json.dumps(as_json(runs, found, paths, targets), allow_nan=False), file=stream)
-        else:
-            for line in describe(found, paths, targets):
-                encoding = stream.encoding or "utf-8"
-                print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+    if args.json:
+        print_json(as_json(runs, found, paths, targets))
+    else:
+        print_lines(describe(found, paths, targets))
     return 0
 
 

@@ -7,24 +7,22 @@ checks could not be run. They run in another process (`offload.tools.selftest.su
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
 
 import offload
-from offload.tools.output import results
+from offload.tools.output import print_json, print_lines, status_line
 from offload.tools.selftest.registry import GROUPS, choose
 from offload.tools.selftest.supervisor import CheckResults, SelftestRequest, supervise
-from offload.tools.selftest.table import count_statuses, format_table
+from offload.tools.selftest.table import count, format_table
 
 SUMMARY: Final = "Prove the engine on this machine in a few minutes; exit code 1: something failed."
 EXIT_FAILED: Final = 1
 DEFAULT_SEED: Final = 20261116
 _MOST_SEED: Final = 2**32
-_EXAMPLE: Final = """\
+EPILOG: Final = """\
 example:
   offload selftest --nvme /mnt/nvme0/swap
   offload selftest --quick --only kernels,faults.io_uring --json
@@ -36,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     `offload selftest [--device D] [--nvme DIR] [--quick] [--only NAMES] [--seed N] [--json]`
     """
-    parser.epilog = _EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--device", default="auto", help="auto (the accelerator that torch has), cpu, cuda, ..."
     )
@@ -54,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=_seed, default=DEFAULT_SEED, help="of all that is drawn (%(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
 
 
 def _directory(text: str) -> Path:
@@ -78,19 +73,21 @@ def run(args: argparse.Namespace) -> int:
         is_quick=args.quick,
         seed=args.seed,
     )
-    line = SelftestProgress()
+    line, begin_s = status_line(), time.monotonic()
+
+    def begin(name: str, number: int, count: int) -> None:
+        text = f"[{number}/{count}] {time.monotonic() - begin_s:5.0f} s  {name}"
+        (line.update if line.is_terminal else line.say)(text)
+
     try:
-        findings = supervise(request, line.begin)
+        findings = supervise(request, begin)
     finally:
-        line.end()
+        line.erase()
     about = {"offload": offload.__version__, **findings.about, **_how(args)}
-    with results() as stream:
-        if args.json:
-            print(json.dumps(as_json(about, findings)), file=stream)
-        else:
-            text = format_table(about, findings.results)
-            encoding = stream.encoding or "utf-8"
-            print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+    if args.json:
+        print_json(as_json(about, findings))
+    else:
+        print_lines([format_table(about, findings.results)])
     return EXIT_FAILED if findings.has_failed else 0
 
 
@@ -110,43 +107,7 @@ def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
         "about": about,
         "checks": [result.to_dict() for result in findings.results],
         "summary": {
-            **count_statuses(findings.results),
+            **count(findings.results),
             "exit_code": EXIT_FAILED if findings.has_failed else 0,
         },
     }
-
-
-class SelftestProgress:
-    """A display of the running check on stderr: a line redrawn in place on a terminal; elsewhere a
-    line for each check.
-    """
-
-    _WIDTH = 79
-
-    def __init__(self) -> None:
-        self._stream = sys.stderr
-        self._is_terminal = self._stream is not None and self._stream.isatty()
-        self._begin_s = time.monotonic()
-        self._has_written = False
-
-    def begin(self, name: str, number: int, count: int) -> None:
-        text = f"[{number}/{count}] {time.monotonic() - self._begin_s:5.0f} s  {name}"
-        if self._is_terminal:
-            self._write(f"\r{text[: self._WIDTH]:<{self._WIDTH}}")
-        else:
-            self._write(text + "\n")
-
-    def end(self) -> None:
-        """Erase the progress line, if there is one."""
-        if self._is_terminal and self._has_written:
-            self._write("\r" + " " * self._WIDTH + "\r")
-
-    def _write(self, text: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-            self._has_written = True
-        except (OSError, ValueError):  # stderr is closed or full: print no more progress
-            self._stream = None

@@ -54,8 +54,6 @@ WARM_UP, STEPS = 2, 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `offload tune [MODEL] [options] [-- PROGRAM ...]`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "what",
         nargs="*",
@@ -83,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", metavar="FILE", help="to write to (default: the machine's own)")
     add("--picture", metavar="FILE", help="for the picture (default: beside the profile)")
     add("--keep", action="store_true", help="when interrupted, write the best so far")
-    add("--json", action="store_true", help="print one JSON object with all trials")
     loop = parser.add_argument_group("the stand-in loop of MODEL")
     for name in LOOP_OPTIONS[:7]:
         loop.add_argument(f"--{name}", type=int)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Final, TextIO
+from typing import TextIO
 
 import offload
-
-WIDTH: Final = 100  # columns of the table
+from offload.integrations.screen import encodable
+from offload.tools.output import count_statuses, table
 
 
 class Severity(Enum):
@@ -48,18 +46,12 @@ def exit_code(rows: Sequence[Row]) -> int:
     return int(any(row.status is Severity.MISSING for row in rows))
 
 
-def count_statuses(rows: Sequence[Row]) -> dict[str, int]:
-    """Count the rows of each status, zeros included."""
-    counts = Counter(row.status for row in rows)
-    return {status.value: counts[status] for status in Severity}
-
-
 def as_json(rows: Sequence[Row]) -> dict[str, object]:
     """Build the object that `--json` prints. Keys are stable: scripts rely on them."""
     return {
         "version": offload.__version__,
         "rows": [{**asdict(row), "status": row.status.value} for row in rows],
-        "summary": {**count_statuses(rows), "exit_code": exit_code(rows)},
+        "summary": {**_count(rows), "exit_code": exit_code(rows)},
     }
 
 
@@ -74,40 +66,40 @@ _COLOURS = {Severity.OK: "32", Severity.DEGRADED: "33", Severity.MISSING: "31"}
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write the table: at most WIDTH columns, advice below the rows that need it."""
-    text = format_table(rows, colour=wants_colour(stream)) + "\n"
-    # A path may hold characters that this terminal cannot show; that must not end the diagnosis.
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    """Write the table. A path may hold characters that this terminal cannot show."""
+    stream.write(encodable(format_table(rows, colour=wants_colour(stream)) + "\n", stream))
 
 
 def format_table(rows: Sequence[Row], colour: bool = False) -> str:
     """Format name, status and value of each row; where it is not OK also the reason and advice."""
-    name_width = max(len(row.name) for row in rows)
-    status_width = max(len(status.value) for status in Severity)
-    margin = " " * (name_width + status_width + 4)
-    lines: list[str] = []
+    width = max(len(status.value) for status in Severity)
+    cells = []
     for row in rows:
-        status = row.status.value.ljust(status_width)
-        first, *others = _wrap(row.value, margin)
-        if colour:
-            status = f"\x1b[{_COLOURS[row.status]}m{status}\x1b[0m"
-        lines += [f"{row.name.ljust(name_width)}  {status}  {first.strip()}", *others]
+        cells.append((row.name, f"{row.status.value:<{width}}", row.value))
         if row.advice is not None:
-            lines += _wrap(f"why: {row.why}", margin) + _wrap(f"do:  {row.advice}", margin)
+            cells += [("", "", f"why: {row.why}"), ("", "", f"do:  {row.advice}")]
+    lines = table(cells)
+    if colour:
+        begin = max(len(row.name) for row in rows) + 2
+        lines = [_coloured(line, begin, begin + width) for line in lines]
     return "\n".join([*lines, "", summarize(rows)])
 
 
-def _wrap(text: str, margin: str) -> list[str]:
-    """Wrap text at WIDTH columns; flags such as --gpus are not broken at their hyphens."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
-    ) or [margin]
+def _coloured(line: str, begin: int, end: int) -> str:
+    """Colour the status of a row, which stands at [begin, end) of its first line."""
+    if line.startswith(" "):
+        return line
+    code = _COLOURS[Severity(line[begin:end].rstrip())]
+    return f"{line[:begin]}\x1b[{code}m{line[begin:end]}\x1b[0m{line[end:]}"
+
+
+def _count(rows: Sequence[Row]) -> dict[str, int]:
+    return count_statuses(Severity, (row.status for row in rows))
 
 
 def summarize(rows: Sequence[Row]) -> str:
     """Format the last line: the counts, and a verdict."""
-    counts = count_statuses(rows)
+    counts = _count(rows)
     numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
     if counts["missing"]:
         return f"{numbers}: offload cannot run like this; mend what is missing."

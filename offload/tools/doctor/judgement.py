@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from offload.core.config import format_size
 from offload.core.drive_facts import DirectoryFacts, Mount
 from offload.core.errors import OffloadError
 from offload.core.host_facts import (
@@ -24,6 +23,7 @@ from offload.core.host_facts import (
 )
 from offload.core.torch_versions import describe, is_known
 from offload.tools.doctor.diagnosis import Row, Severity, make_row
+from offload.tools.output import show_size
 
 GIB: Final = 2**30
 LOW_MEMORY_BYTES: Final = 4 * GIB  # with less, little is left for the pool beside torch itself
@@ -57,10 +57,6 @@ def examine(machine: HostFacts, directory: DirectoryFacts | None = None) -> list
                 judge_drive(directory),
             ]
     return rows
-
-
-def show_size(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else format_size(nbytes)
 
 
 # --- judgement: the machine --------------------------------------------------------------------

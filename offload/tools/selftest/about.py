@@ -7,13 +7,13 @@ import platform
 from pathlib import Path
 
 from offload import kernels
-from offload.core.config import format_size
 from offload.core.drive_facts import read_directory
 from offload.core.errors import OffloadError
 from offload.core.host_facts import HostFacts, free_memory_bytes, read_machine, usable_cores
 from offload.core.metrics import Metrics
 from offload.core.torch_versions import describe
 from offload.storage.choose import open_engine
+from offload.tools.output import show_size
 from offload.tools.selftest.check import Setting
 
 _CHOICES = ("OFFLOAD_ISA", "OFFLOAD_IO")  # environment variables that force a choice
@@ -28,8 +28,8 @@ def about_machine(setting: Setting, directory: Path) -> dict[str, str]:
     rows = {
         "cpu": cpu.model or platform.processor() or platform.machine(),
         "cores": f"{usable_cores(cpu) or 'unknown'} usable of {cpu.logical or 'unknown'}",
-        "memory": f"{_size(free)} free of {_size(total)}"
-        + (f", limited to {_size(limit)}" if limit else ""),
+        "memory": f"{show_size(free)} free of {show_size(total)}"
+        + (f", limited to {show_size(limit)}" if limit else ""),
         "kernel": f"{machine.system} {machine.kernel}",
         "python": platform.python_version(),
         "torch": _torch(machine),
@@ -42,10 +42,6 @@ def about_machine(setting: Setting, directory: Path) -> dict[str, str]:
     if forced:
         rows["environment"] = ", ".join(forced)
     return rows
-
-
-def _size(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else format_size(nbytes)
 
 
 def _torch(machine: HostFacts) -> str:
@@ -75,7 +71,7 @@ def _device(setting: Setting, machine: HostFacts) -> str:
     found = machine.accelerator
     if setting.is_on_cpu or found is None:
         return setting.device
-    memory = f", {format_size(found.total_bytes)}" if found.total_bytes else ""
+    memory = f", {show_size(found.total_bytes)}" if found.total_bytes else ""
     return f"{setting.device}: {found.count} x {found.name or found.kind}{memory}"
 
 
@@ -88,4 +84,4 @@ def _directory(path: Path) -> str:
     words += ["in memory"] if facts.ram_backed else []
     words += ["O_DIRECT" if direct.works else "no O_DIRECT"]
     words += ["O_TMPFILE" if facts.o_tmpfile else "no O_TMPFILE"]
-    return ", ".join([*words, f"{_size(facts.free_bytes)} free"])
+    return ", ".join([*words, f"{show_size(facts.free_bytes)} free"])
