@@ -1,10 +1,9 @@
-"""The budget of host memory: one byte limit for all pools and in-memory stores of this process.
+"""The budget of host memory: one byte limit for all pools of this process.
 
-A pool or an in-memory store takes its share here before it allocates, so that together they stay
-below one number. (The few MiB of an I/O engine's own buffers are not counted yet.) A share that
-does not fit is refused at once, with a table of the holders and their bytes; no call blocks here,
-because a share lasts as long as its holder. The module counts bytes by name and allocates nothing.
-Any thread may call it.
+A pool takes its share here before it allocates, so that together they stay below one number. (The
+few MiB of an I/O engine's own buffers are not counted yet.) A share that does not fit is refused at
+once, with a table of the holders and their bytes; no call blocks here, because a share lasts as
+long as its holder. The module counts bytes by name and allocates nothing. Any thread may call it.
 """
 
 from __future__ import annotations

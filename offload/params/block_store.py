@@ -17,7 +17,6 @@ from offload.core.metrics import Metrics
 from offload.params.block import Block
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
-from offload.storage.memory import MemoryStore
 from offload.storage.weight_blocks import WeightBlock
 
 KEY = "parameters "  # how the names of blocks begin in a store
@@ -28,7 +27,7 @@ class BlockStore:
     thread at a time.
     """
 
-    def __init__(self, store: DiskStore | MemoryStore | None, metrics: Metrics) -> None:
+    def __init__(self, store: DiskStore | None, metrics: Metrics) -> None:
         self.open_spare: Callable[[], DiskStore | None] = lambda: None  # for strayed blocks
         self._store = store
         self._spare: DiskStore | None = None
@@ -106,7 +105,7 @@ class BlockStore:
         block.is_stored = False
         self._weight_blocks.pop(block.number, None)
 
-    def _store_of(self, block: Block) -> DiskStore | MemoryStore | None:
+    def _store_of(self, block: Block) -> DiskStore | None:
         if block.number not in self._strayed:
             return self._store
         if self._spare is None:

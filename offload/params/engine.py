@@ -41,7 +41,6 @@ from offload.params.sharded_residency import ShardedResidency
 from offload.params.trace import Phase, Trace
 from offload.planning.unit import Unit, enclosing
 from offload.storage.disk import DiskStore
-from offload.storage.memory import MemoryStore
 from offload.storage.outgoing import Outgoing, in_memory
 
 
@@ -86,7 +85,7 @@ class Engine:
         model: nn.Module,
         units: Sequence[Unit],
         pool: Pool,
-        store: DiskStore | MemoryStore | None,
+        store: DiskStore | None,
         metrics: Metrics,
         depth: int | None = 2,
         keeps_gradients: bool = True,

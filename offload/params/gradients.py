@@ -23,7 +23,6 @@ from offload.optim.spilled_gradient import SpilledGradient
 from offload.params.spill import SpillArea, SpilledGradientValues
 from offload.planning.unit import Unit
 from offload.storage.disk import DiskStore
-from offload.storage.memory import MemoryStore
 from offload.storage.outgoing import Outgoing
 
 _ALIGN_BYTES = 64
@@ -41,16 +40,14 @@ class SpilledGradientParams:
     staging_bytes: int = 0
     room_bytes: int = 0
 
-    def open(
-        self, pool: Pool, store: DiskStore | MemoryStore | None, metrics: Metrics
-    ) -> SpillArea | None:
+    def open(self, pool: Pool, store: DiskStore | None, metrics: Metrics) -> SpillArea | None:
         """Open the area that these gradients are spilled to; return None if none is."""
         return open_area(pool, store, self.staging_bytes, self.room_bytes, metrics)
 
 
 def open_area(
     pool: Pool,
-    store: DiskStore | MemoryStore | None,
+    store: DiskStore | None,
     staging_bytes: int,
     room_bytes: int,
     metrics: Metrics,

@@ -35,7 +35,6 @@ from offload.params.trace import Phase, Trace
 from offload.planning.unit import Member, Unit
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
-from offload.storage.memory import MemoryStore
 from offload.storage.outgoing import InMemory, Outgoing
 from offload.storage.weight_blocks import WeightBlock
 
@@ -50,7 +49,7 @@ class ResidencyParts:
 
     units: Sequence[Unit]
     pool: Pool
-    store: DiskStore | MemoryStore | None
+    store: DiskStore | None
     trace: Trace
     owner: Owner
     metrics: Metrics

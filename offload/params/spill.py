@@ -36,7 +36,6 @@ from offload.optim.spilled_gradient import SpilledGradient, SpilledGradientInput
 from offload.planning.layout import Chunk, Slice
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
-from offload.storage.memory import MemoryStore
 from offload.storage.outgoing import Outgoing
 
 _PAGE = 4096
@@ -140,7 +139,7 @@ class SpillArea:
 
     def __init__(
         self,
-        store: DiskStore | MemoryStore,
+        store: DiskStore,
         memory: Tensor,
         room_bytes: int,
         metrics: Metrics,
@@ -238,7 +237,7 @@ class SpillArea:
 
     def _is_waited_for(self) -> bool:
         """Return whether the operating system still runs a transfer that timed out."""
-        return isinstance(self.store, DiskStore) and self.store.engine.abandoned_bytes > 0
+        return self.store.engine.abandoned_bytes > 0
 
     def _is_spare(self, slot: SpillSlot) -> bool:
         """Return whether the slot is unused. One whose write has ended is not: `_end` returns it

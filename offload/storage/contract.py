@@ -1,4 +1,4 @@
-"""The contract of every store, which `DiskStore` and `MemoryStore` implement.
+"""The contract of the store: what it promises, its figures, and the check of a request.
 
 A store holds chunks of bytes by name. A write makes a new generation beside the old one, which
 stays readable until the new one is complete, and stays current if the write fails. A read yields
@@ -8,15 +8,13 @@ bytes. Names are those of tensors, since errors quote them. Any thread may call 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.core.errors import ConfigError
-from offload.core.ticket import Ticket
 from offload.storage.engine import SUM_BYTES, Priority
 
 KnownSums: TypeAlias = NDArray[np.uint64]
@@ -56,66 +54,6 @@ class StoreStats:
     @property
     def written_bytes(self) -> int:
         return sum(directory.written_bytes for directory in self.directories)
-
-
-class StoreSnapshot(Protocol):
-    """A snapshot of chunks: later writes to the store do not change what it reads."""
-
-    generations: Mapping[str, int]
-
-    def read(
-        self, name: str, target: Any, priority: Priority = Priority.PREFETCH
-    ) -> Ticket[None]: ...
-
-    def release(self) -> None:
-        """Unpin the old generations. Idempotent; also done at the end of `with`, and when the
-        snapshot is garbage collected.
-        """
-
-    def __enter__(self) -> StoreSnapshot: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-class Store(Protocol):
-    def write(
-        self,
-        name: str,
-        source: Any,
-        priority: Priority = Priority.WRITE_BACK,
-        sums: KnownSums | None = None,
-    ) -> Ticket[None]:
-        """Store the bytes of `source`, which must not change, nor its storage be resized, before
-        the ticket has ended. sums: checksums that the producer of the bytes has computed, one for
-        each `SUM_BYTES`, 0 where unknown; a read fails where the stored bytes have another one.
-        """
-
-    def read(
-        self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
-    ) -> Ticket[None]:
-        """Fill `target`, which must have the length that was written. Its bytes are valid only when
-        the ticket has ended without an error; its storage must not be resized before the end.
-        """
-
-    def free(self, name: str) -> None:
-        """Free the chunk, and discard every write of it that is in flight."""
-
-    def snapshot(self, names: Iterable[str] | None = None) -> StoreSnapshot:
-        """Pin the current generation of `names` (all) until the snapshot is released."""
-
-    def names(self) -> list[str]: ...
-
-    def nbytes_of(self, name: str) -> int: ...
-
-    def generation_of(self, name: str) -> int: ...
-
-    def flush(self) -> None:
-        """Sync all complete writes to the drives. Blocks; a failed sync is final."""
-
-    def stats(self) -> StoreStats: ...
-
-    def close(self) -> None:
-        """Free all that the store holds. Idempotent."""
 
 
 def check_request(name: object, priority: object) -> Priority:

@@ -4,7 +4,7 @@ A chunk lies in extents of swap files. The table of extents, checksums and gener
 only: the files are useless without it, which costs nothing, since they end with the process. A
 write takes free extents, and the table changes once all its bytes are written; so a failed write
 changes nothing, and reads of the old generation go on. A generation keeps its extents until it is
-neither current, nor being read, nor pinned by a snapshot.
+neither current nor being read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError, StoreError
+from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError
 from offload.core.locks import Gate, attempt
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket, in_follow_up
@@ -109,8 +109,7 @@ class DiskStore:
         anonymous = find_anonymous(arenas)
         self.metrics = metrics or Metrics()
         self.timeout_s = timeout_s
-        self._system = system or System()
-        self._files = open_swap_files(paths, capacity_bytes, self._system)
+        self._files = open_swap_files(paths, capacity_bytes, system or System())
         try:
             for file in self._files:
                 if piece_bytes % file.align:
@@ -141,7 +140,6 @@ class DiskStore:
         self._lock = threading.Lock()
         self._room = Gate(self._lock)
         self._writers_waiting = 0  # at `_room`
-        self._failed: OffloadError | None = None
         self._open = list(self._files)
         self._close = weakref.finalize(self, _shut, self.engine, self._open)
 
@@ -154,8 +152,11 @@ class DiskStore:
         priority: Priority = Priority.WRITE_BACK,
         sums: KnownSums | None = None,
     ) -> Ticket[None]:
-        """Start to store `source` as the next generation of `name`. sums: see `Store.write`; they
-        are copied before it returns, and save a second pass over bytes that were just made.
+        """Start to store `source` as the next generation of `name`. Its bytes must not change,
+        nor its storage be resized, before the ticket has ended. sums: checksums that the producer
+        of the bytes has computed, one for each `SUM_BYTES`, 0 where unknown; a read fails where the
+        stored bytes have another one. They are copied before it returns, and save a second pass
+        over bytes that were just made.
 
         Blocks up to `timeout_s` for room while operations in flight may free some; then raises
         `CapacityError` with the numbers. In the follow-up of a ticket, where nothing may block, it
@@ -167,7 +168,7 @@ class DiskStore:
         if sums is not None:
             check_sums(name, sums, memory.nbytes)
             operation.known = sums if self.engine.takes_sums else None
-        self._check_usable()
+        self.engine.check_usable()
         return self._operate(operation, memory, self._begin_write)
 
     def _begin_write(self, operation: _Operation, memory: Buffer) -> None:
@@ -204,26 +205,25 @@ class DiskStore:
                 self._room.wait(_RECHECK_S)
             finally:
                 self._writers_waiting -= 1
-            self._check_usable()
+            self.engine.check_usable()
 
     # --- reading ----------------------------------------------------------------------------------
 
     def read(
         self, name: str, target: Any, priority: Priority = Priority.WAITED_FOR
     ) -> Ticket[None]:
-        """Start to fill `target` with the current generation of `name`."""
+        """Start to fill `target`, which must have the length that was written, with the current
+        generation of `name`. Its bytes are valid only when the ticket has ended without an error;
+        its storage must not be resized before the end.
+        """
         priority = check_request(name, priority)
         memory = Buffer.of(name, target, True, self._anonymous)
-        self._check_usable()
+        self.engine.check_usable()
         return self._operate(_Operation(self, name, False, priority), memory, self._begin_read)
 
     def _begin_read(self, operation: _Operation, memory: Buffer) -> None:
-        self._hold(operation, self._table.version(operation.name), memory)
-
-    def _hold(self, operation: _Operation, version: Version, memory: Buffer) -> None:
-        """Hold a version for a read into `memory` that is about to start. The caller holds the
-        lock.
-        """
+        """Hold the current version for a read into `memory`. The caller holds the lock."""
+        version = self._table.version(operation.name)
         if memory.nbytes != version.nbytes:
             raise ConfigError(
                 f"{version.name}: expected a target of {version.nbytes} bytes as stored, got "
@@ -310,7 +310,7 @@ class DiskStore:
 
     def free(self, name: str) -> None:
         """Free the chunk, and discard every write of it that is in flight. Never blocks."""
-        self._check_usable()
+        self.engine.check_usable()
         table = self._table
         table.check_known(name)
         # A finalizer may call this in the thread that holds the lock: then the next call that takes
@@ -321,50 +321,18 @@ class DiskStore:
                 table.take_in()
                 self._room.notify_all()
 
-    def snapshot(self, names: Iterable[str] | None = None) -> DiskSnapshot:
-        self._check_usable()
-        with self._lock:
-            versions = self._table.pin(names)
-        return DiskSnapshot(self, versions)
-
     def names(self) -> list[str]:
-        self._check_usable()
+        self.engine.check_usable()
         with self._lock:
             self._table.take_in()
             return sorted(self._table.current)
 
     def nbytes_of(self, name: str) -> int:
-        self._check_usable()
+        self.engine.check_usable()
         with self._lock:
             return self._table.version(name).nbytes
 
-    def generation_of(self, name: str) -> int:
-        self._check_usable()
-        with self._lock:
-            return self._table.version(name).generation
-
     # --- the whole --------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        """Sync all complete writes to the drives. Blocks.
-
-        A failure is final: the kernel may have dropped bytes that it had accepted, and a second
-        sync would succeed and hide it. The store then refuses all use.
-        """
-        self._check_usable()
-        for file in self._files:
-            try:
-                self._system.sync(file.fd)
-            except OSError as error:
-                self._failed = StoreError(
-                    f"disk store: sync of {file.label} failed ({os.strerror(error.errno or 0)}): "
-                    "bytes that were accepted may be lost; go back to a checkpoint and use another "
-                    "drive",
-                    errno=error.errno,
-                    operation="sync",
-                    file=file.label,
-                )
-                raise self._failed from error
 
     def stats(self) -> StoreStats:
         self.engine.check_process()
@@ -398,11 +366,6 @@ class DiskStore:
         _shut(self.engine, self._open)
         self._close.detach()
 
-    def _check_usable(self) -> None:
-        if self._failed is not None:
-            raise StateError("disk store: unusable since an error before") from self._failed
-        self.engine.check_usable()
-
     def __enter__(self) -> DiskStore:
         return self
 
@@ -421,44 +384,6 @@ def _cut_sums(known: KnownSums, extents: Sequence[Extent]) -> list[Sums]:
         first, begin = begin // SUM_BYTES, begin + nbytes
         found.append(array("Q", known[first : -(-begin // SUM_BYTES)].tobytes()))
     return found
-
-
-class DiskSnapshot:
-    """A snapshot of a `DiskStore`: versions that are pinned until it is released."""
-
-    def __init__(self, store: DiskStore, versions: dict[str, Version]) -> None:
-        self.generations = {name: version.generation for name, version in versions.items()}
-        self._store = store
-        self._versions = versions
-        self._release = weakref.finalize(
-            self, store._table.released.extend, list(versions.values())
-        )
-        self._release.atexit = False
-
-    def read(self, name: str, target: Any, priority: Priority = Priority.PREFETCH) -> Ticket[None]:
-        priority = check_request(name, priority)
-        memory = Buffer.of(name, target, True, self._store._anonymous)
-        self._store._check_usable()
-
-        def hold(operation: _Operation, memory: Buffer) -> None:
-            version = self._versions.get(name)
-            if version is None or not self._release.alive:
-                why = "released" if not self._release.alive else f"without {name!r}"
-                raise StateError(f"snapshot: {why}")
-            self._store._hold(operation, version, memory)
-
-        operation = _Operation(self._store, name, False, priority)
-        return self._store._operate(operation, memory, hold)
-
-    def release(self) -> None:
-        """Unpin the old generations. Idempotent."""
-        self._release()
-
-    def __enter__(self) -> DiskSnapshot:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
 
 def _shut(engine: IOEngine, files: list[SwapFile]) -> None:

@@ -1,16 +1,14 @@
 """The table of a disk store: the current generation of each chunk, and the refcounts of old ones.
 
-A generation keeps its extents until it is neither current, nor being read, nor pinned by a
-snapshot. Not thread-safe: the store holds its lock. Only `released` and `freed` are appended to
-without the lock, by finalizers, perhaps in the very thread that holds it. The next call that holds
-the lock completes them with `take_in`.
+A generation keeps its extents until it is neither current nor being read. Not thread-safe: the
+store holds its lock. Only `freed` is appended to without the lock, by finalizers, perhaps in the
+very thread that holds it. The next call that holds the lock completes that with `take_in`.
 """
 
 from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterable
 
 from offload.core.errors import OffloadError, StateError, StoreTimeout
 from offload.storage.engine import Sums
@@ -18,7 +16,7 @@ from offload.storage.space import Extent, Space
 
 
 class Version:
-    """A generation of a chunk. holders: its refcount, by the table, snapshots and operations."""
+    """A generation of a chunk. holders: its refcount, by the table and operations."""
 
     __slots__ = ("extents", "generation", "holders", "is_stuck", "name", "nbytes", "sums")
 
@@ -41,7 +39,6 @@ class ChunkTable:
         self.quarantined_bytes = 0
         self._space = space
         self.generation = 0  # the latest
-        self.released: deque[Version] = deque()  # by snapshots
         self.freed: deque[tuple[str, int]] = deque()  # names, each up to a generation
 
     def version(self, name: str) -> Version:
@@ -59,15 +56,6 @@ class ChunkTable:
     def _unknown(self, name: str) -> str:
         hint = " (its first write is not done)" if name in self.writing else ""
         return f"store: nothing is stored as {name!r}{hint}; {len(self.current)} chunks are stored"
-
-    def pin(self, names: Iterable[str] | None) -> dict[str, Version]:
-        """Hold the current generations of `names` (all) until they are put into `released`."""
-        self.take_in()
-        wanted = list(self.current) if names is None else list(names)
-        versions = {name: self.version(name) for name in wanted}
-        for version in versions.values():
-            version.holders += 1
-        return versions
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -121,9 +109,7 @@ class ChunkTable:
             self._space.give_back(version.extents)
 
     def take_in(self) -> None:
-        """Complete what was released and freed without the lock. The caller holds the lock."""
-        while self.released:
-            self._let_go(self.released.popleft())
+        """Complete what was freed without the lock. The caller holds the lock."""
         while self.freed:
             name, generation = self.freed.popleft()
             if name in self.writing:

@@ -11,7 +11,6 @@ import torch
 from offload.core.budget import HOST, Budget
 from offload.core.errors import CapacityError, ConfigError
 from offload.core.pool import Pool
-from offload.storage.memory import MemoryStore
 
 MI = 1 << 20
 
@@ -58,14 +57,14 @@ def test_a_limit_is_at_least_one_byte(nbytes: int) -> None:
         Budget(nbytes)
 
 
-def test_pools_and_stores_share_one_budget() -> None:
+def test_pools_share_one_budget() -> None:
     budget = Budget(8 * MI)
     pool = Pool(6 * MI, budget=budget)
     with pytest.raises(CapacityError, match="host pool 6 MiB"):
         Pool(3 * MI, budget=budget)
-    with pytest.raises(CapacityError, match="memory store needs 3 MiB"):
-        MemoryStore(3 * MI, budget=budget)
-    with MemoryStore(2 * MI, budget=budget):
+    with pytest.raises(CapacityError, match="host pool needs 3 MiB"):
+        Pool(3 * MI, budget=budget)
+    with Pool(2 * MI, budget=budget):
         assert budget.used_bytes == 8 * MI
     assert budget.used_bytes == 6 * MI
     pool.close()

@@ -17,13 +17,13 @@ from support.bits import same_tensors
 from support.loops import chosen
 from support.ranks.launch import run
 from support.ranks.stages import Loop, Wide, experts, furthest, gpt, lora
+from support.storage_faults import FaultySystem
 
 import offload
 from offload.core.errors import StoreError
 from offload.distributed import ranks_of
 from offload.optim import buckets
 from offload.storage import handout
-from offload.storage.faults import FaultySystem
 
 pytestmark = pytest.mark.ranks
 STEPS = chosen(test=5, torture=20)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,6 @@ from offload.params.placeholder import is_offloaded
 from offload.params.units import find_units
 from offload.planning.unit import enclosing
 from offload.storage.disk import DiskStore
-from offload.storage.memory import MemoryStore
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,8 @@ def prepared(
     budget += spill.staging_bytes if spill is not None else 0
     pool = Pool(budget, budget=Budget())
     room = 4 * sum(pages) + (spill.room_bytes if spill is not None else 0)
-    store = MemoryStore(room) if folder is None else DiskStore([folder], room)
+    swap = tempfile.TemporaryDirectory()
+    store = DiskStore([folder or swap.name], room)
     engine = Engine(model, found, pool, store, Metrics(), depth, spill=spill)
     try:
         yield engine
@@ -72,6 +73,7 @@ def prepared(
         engine.close()
         store.close()
         pool.close()
+        swap.cleanup()
 
 
 def nothing_is_used(engine: Engine) -> bool:
@@ -237,7 +239,7 @@ def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.Monkey
     model = make("gpt")
     with prepared(model, 1.5) as engine:
         block, ticket = engine.residency.blocks[1], Ticket[None]("a slow write")
-        monkeypatch.setattr(MemoryStore, "write", lambda *_: ticket)
+        monkeypatch.setattr(DiskStore, "write", lambda *_: ticket)
         engine.residency.save(block)
         assert engine.residency.try_begin(block)
         threading.Timer(0.2, ticket.finish, [None]).start()

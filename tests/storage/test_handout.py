@@ -20,6 +20,7 @@ from support import children
 from support.bits import assert_same_state, assert_same_tensors
 from support.loops import chosen
 from support.mounts import HANG_S, loop_mount, run_here
+from support.storage_faults import FaultySystem
 from support.wrapping import adamw, parameters, train
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -32,7 +33,6 @@ from offload.optim import aside
 from offload.params.prepared import prepared_of
 from offload.storage import handout
 from offload.storage.engine import Fault, FaultKind
-from offload.storage.faults import FaultySystem
 from offload.storage.files import System
 from offload.storage.handout import Handout
 

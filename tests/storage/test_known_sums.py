@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.kernels import assert_same_bits, assert_untouched_around, awkward, unaligned
 from support.loops import chosen
+from support.memory_store import MemoryStore
 from support.stores import (
     ENGINES,
     HANG_S,
@@ -39,7 +40,6 @@ from offload.storage import engine
 from offload.storage.contract import KnownSums
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
-from offload.storage.memory import MemoryStore
 
 ISAS = kernels.available_isas()
 NATIVE_ENGINES = [name for name in ENGINES if name != "aiofiles"]

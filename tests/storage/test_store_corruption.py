@@ -18,6 +18,7 @@ from support.stores import (
     KIB,
     MIB,
     PIECE,
+    PinningStore,
     flip_bit,
     open_store,
     peek,
@@ -38,7 +39,7 @@ ROUNDS = chosen(test=30, torture=2000)
 
 
 @pytest.fixture(params=ENGINES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PinningStore]:
     with open_store(tmp_path, request.param, capacity_bytes=512 * KIB, piece_bytes=PIECE) as store:
         for seed, name in enumerate(NAMES):
             write(store, name, random_bytes(NBYTES, seed))
@@ -204,7 +205,7 @@ def test_truncation(store: DiskStore, seed: int) -> None:
     assert_good(store)
 
 
-def test_snapshots_are_checked_too(store: DiskStore) -> None:
+def test_snapshots_are_checked_too(store: PinningStore) -> None:
     with store.snapshot() as snapshot:
         flip_bit(store, "layer.0", 12345)
         write(store, "layer.0", random_bytes(NBYTES, 0))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.loops import SEED, chosen
 from support.mounts import HANG_S, loop_mount, run_here
-from support.stores import KIB, nothing_left
+from support.stores import KIB, nothing_left, sync
 
 from offload.core.drive_facts import DirectIo
 from offload.core.errors import CapacityError, ConfigError, StateError, StoreError
@@ -97,7 +97,7 @@ def round_trips(directory: Path) -> None:
             noted = any("page cache" in why for why in metrics.snapshot().fallbacks.values())
             print(f"{engine}: direct {found.direct}, fall-backs {metrics.snapshot().fallbacks}")
             assert noted == (not found.direct)
-            store.flush()
+            sync(store)
             assert sorted(os.listdir(directory)) == before
         if noted:
             with pytest.raises(StateError, match="page cache"):
@@ -123,7 +123,7 @@ def overwrites_in_full_space(directory: Path) -> None:
         for round_number in range(4):
             data = some_bytes(half, 0, SEED + round_number)
             store.write("half", data).wait(HANG_S)
-            store.flush()
+            sync(store)
             back = np.empty_like(data)
             store.read("half", back).wait(HANG_S)
             assert np.array_equal(back, data)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.loops import chosen, tally
+from support.storage_faults import FaultySystem
 from support.stores import (
     BLOCK,
     ENGINES,
@@ -42,7 +43,6 @@ from offload.core.metrics import Metrics
 from offload.storage import choose
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
-from offload.storage.faults import FaultySystem
 from offload.storage.native_engine import open_threads
 
 CHUNKS = {"layer.0": 4 * PIECE, "layer.1": 3 * PIECE + 100, "layer.2": PIECE - 1, "layer.3": 1}
@@ -298,32 +298,6 @@ def test_a_store_that_cannot_be_opened(call: str, code: int, nth: int, tmp_path:
         assert (error.errno, error.operation, error.file) == (code, call, str(paths[nth - 1]))
         assert "offload doctor" in message
     assert list(paths[0].iterdir()) == list(paths[1].iterdir()) == []
-
-
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_failed_flush_is_final(engine: str, code: int, tmp_path: Path) -> None:
-    with nothing_left():
-        store = open_store(tmp_path, engine, system=FaultySystem("sync", code, nth=2))
-        write(store, "w", random_bytes(100, 1))
-        store.flush()
-        with pytest.raises(
-            StoreError, match=r"sync of .*may be lost; go back to a checkpo"
-        ) as error:
-            store.flush()
-        assert (error.value.errno, error.value.operation) == (code, "sync")
-        uses: list[Callable[[], Any]] = [
-            store.flush,
-            store.names,
-            lambda: store.write("w", b"x"),
-            lambda: store.read("w", bytearray(100)),
-            store.snapshot,
-        ]
-        for use in uses:
-            with pytest.raises(StateError, match="unusable since an error before") as refused:
-                use()
-            assert refused.value.__cause__ is error.value
-        store.close()
 
 
 @pytest.mark.parametrize(

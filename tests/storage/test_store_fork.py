@@ -170,7 +170,7 @@ def test_the_parent_is_right_through_many_forks(store: DiskStore, pool: Pool, se
 # --- what a child may not do --------------------------------------------------------------------
 
 
-def refuse_all(store: DiskStore, snapshot: object, pool: Pool, lease: Lease) -> None:
+def refuse_all(store: DiskStore, pool: Pool, lease: Lease) -> None:
     """Check in the child that everything is a `StateError`, at once, also with the parent's locks
     held.
     """
@@ -179,13 +179,9 @@ def refuse_all(store: DiskStore, snapshot: object, pool: Pool, lease: Lease) -> 
         "write": lambda: store.write("b", memory),
         "read": lambda: store.read("a", memory),
         "free": lambda: store.free("a"),
-        "snapshot": lambda: store.snapshot(),
         "names": lambda: store.names(),
         "nbytes_of": lambda: store.nbytes_of("a"),
-        "generation_of": lambda: store.generation_of("a"),
-        "flush": lambda: store.flush(),
         "stats": lambda: store.stats(),
-        "snapshot.read": lambda: snapshot.read("a", memory),  # type: ignore[attr-defined]
         "lease": lambda: pool.lease(4096),
         "pool.stats": lambda: pool.stats(),
         "pool.buffer": lambda: pool.buffer(),
@@ -202,30 +198,28 @@ def refuse_all(store: DiskStore, snapshot: object, pool: Pool, lease: Lease) -> 
             raise AssertionError(f"{name} was not refused")
     store.close()  # does nothing, and does not wait
     pool.close()
-    snapshot.release()  # type: ignore[attr-defined]
 
 
 def test_a_child_is_refused_everything(store: DiskStore, pool: Pool, seed: int) -> None:
     store.write("a", bytes(MIB)).wait(HANG_S)
-    lease, snapshot = pool.lease(4096), store.snapshot(["a"])
+    lease = pool.lease(4096)
     with Traffic(store, pool, seed) as traffic:
         for _ in range(REFUSALS):
             wait_for_traffic(traffic, 1)
-            wait_for_child(in_child(lambda: refuse_all(store, snapshot, pool, lease)))
-    # Closing and releasing in the child has changed nothing here.
+            wait_for_child(in_child(lambda: refuse_all(store, pool, lease)))
+    # Closing in the child has changed nothing here.
     target = bytearray(b"x" * MIB)
-    snapshot.read("a", target).wait(HANG_S)
+    store.read("a", target).wait(HANG_S)
     assert target == bytes(MIB)
-    snapshot.release()
 
 
 @pytest.mark.quick
 def test_a_child_is_refused_while_a_lock_is_held(store: DiskStore, pool: Pool) -> None:
     """The thread that holds it does not exist in the child: waiting would be for ever."""
     store.write("a", bytes(MIB)).wait(HANG_S)
-    lease, snapshot = pool.lease(4096), store.snapshot(["a"])
+    lease = pool.lease(4096)
     with store._lock, store.engine._lock, pool._lock:
-        pid = in_child(lambda: refuse_all(store, snapshot, pool, lease))
+        pid = in_child(lambda: refuse_all(store, pool, lease))
         wait_for_child(pid)
 
 
@@ -247,8 +241,7 @@ for engine in engines:
     lease = pool.lease(4 << 20)
     lease.tensor().fill_(7)
     store.write("kept", lease.buffer()).wait(60)
-    snapshot = store.snapshot()
-    alive.append((pool, store, lease, snapshot))
+    alive.append((pool, store, lease))
     children = []
     for number, way in enumerate(["_exit", "exit", "drop"] * int(ends)):
         ticket = store.write(f"{number}", lease.buffer())  # under way in the fork
@@ -256,7 +249,7 @@ for engine in engines:
         if pid == 0:
             atexit.register(lambda: (Path(directory) / f"child {os.getpid()}").touch())
             if way == "drop":  # the objects themselves go, in the child, with its own memory around
-                del store, pool, lease, snapshot, ticket, alive
+                del store, pool, lease, ticket, alive
                 mine = [bytearray(1 << 20) for _ in range(32)]
                 gc.collect()
                 assert not any(any(part) for part in mine)
@@ -269,7 +262,7 @@ for engine in engines:
     for pid in children:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lease.tensor().fill_(0)
-    snapshot.read("kept", lease.buffer()).wait(60)
+    store.read("kept", lease.buffer()).wait(60)
     assert bool((lease.tensor() == 7).all())
     store.write("after", lease.buffer()).wait(60)
     print(engine, "right", flush=True)

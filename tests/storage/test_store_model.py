@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.loops import chosen, tally
+from support.memory_store import MemoryStore
 from support.stores import (
     BLOCK,
     ENGINES,
@@ -40,7 +41,6 @@ from offload.core.drive_facts import DirectIo
 from offload.core.errors import CapacityError, StateError
 from offload.storage.engine import Fault, FaultKind
 from offload.storage.files import System
-from offload.storage.memory import MemoryStore
 
 CAPACITY = 384 * KIB
 NAMES = [f"layer.{i}.weight" for i in range(5)]

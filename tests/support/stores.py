@@ -9,7 +9,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from offload.core.errors import ConfigError, StateError
+from offload.core.ticket import Ticket
+from offload.storage.buffers import Buffer
 from offload.storage.choose import ENGINES
-from offload.storage.disk import DiskStore
-from offload.storage.engine import Fault, FaultKind
+from offload.storage.contract import check_request
+from offload.storage.disk import DiskStore, _Operation
+from offload.storage.engine import Fault, FaultKind, Priority
+from offload.storage.table import Version
 
 __all__ = ["ENGINES"]
 
@@ -45,10 +51,81 @@ def memory_at(shift: int, nbytes: int) -> Bytes:
     return area[shift : shift + nbytes]
 
 
-def open_store(directory: Path | str | list[Path], engine: str, **options: Any) -> DiskStore:
+class PinningStore(DiskStore):
+    """A disk store whose generations can be seen and held, as a long read of them would."""
+
+    def generation_of(self, name: str) -> int:
+        self.engine.check_usable()
+        with self._lock:
+            return self._table.version(name).generation
+
+    def snapshot(self, names: Iterable[str] | None = None) -> PinnedVersions:
+        self.engine.check_usable()
+        with self._lock:
+            self._table.take_in()
+            wanted = list(self._table.current) if names is None else list(names)
+            versions = {name: self._table.version(name) for name in wanted}
+            for version in versions.values():
+                version.holders += 1
+        return PinnedVersions(self, versions)
+
+
+class PinnedVersions:
+    """Current generations of a store that stay readable until `release`."""
+
+    def __init__(self, store: PinningStore, versions: dict[str, Version]) -> None:
+        self.generations = {name: version.generation for name, version in versions.items()}
+        self._store, self._versions = store, versions
+        self._release = weakref.finalize(self, _unpin, store, list(versions.values()))
+        self._release.atexit = False
+
+    def read(self, name: str, target: Any, priority: Any = Priority.PREFETCH) -> Ticket[None]:
+        store = self._store
+        operation = _Operation(store, name, False, check_request(name, priority))
+        memory = Buffer.of(name, target, True, store._anonymous)
+        store.engine.check_usable()
+        if not self._release.alive or name not in self._versions:
+            why = f"without {name!r}" if self._release.alive else "released"
+            raise StateError(f"snapshot: {why}")
+        version = self._versions[name]
+        if memory.nbytes != version.nbytes:
+            raise ConfigError(
+                f"{name}: expected a target of {version.nbytes} bytes as stored, got "
+                f"{memory.nbytes}"
+            )
+
+        def begin(operation: _Operation, _: Buffer) -> None:
+            version.holders += 1
+            operation.version = version
+
+        return store._operate(operation, memory, begin)
+
+    def release(self) -> None:
+        self._release()
+
+    def __enter__(self) -> PinnedVersions:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _unpin(store: PinningStore, versions: list[Version]) -> None:
+    with store._lock:
+        for version in versions:
+            store._table._let_go(version)
+
+
+def sync(store: DiskStore) -> None:
+    """Sync the swap files to their drives."""
+    for file in store._files:
+        os.fsync(file.fd)
+
+
+def open_store(directory: Path | str | list[Path], engine: str, **options: Any) -> PinningStore:
     options.setdefault("capacity_bytes", 4 * MIB)
     options.setdefault("timeout_s", 20.0)
-    return DiskStore(directory, engine=engine, **options)
+    return PinningStore(directory, engine=engine, **options)
 
 
 def write(store: Any, name: str, data: Bytes) -> None:

@@ -1,6 +1,4 @@
-"""The store in host memory, with the contract of the disk store: for machines without a fast drive,
-and the reference that the disk store is tested against.
-"""
+"""A store in host memory with the contract of the disk store: the reference for its tests."""
 
 from __future__ import annotations
 
@@ -127,10 +125,6 @@ class MemoryStore:
         with self._lock:
             self._begin()
             return self._chunk(name)[0]
-
-    def flush(self) -> None:
-        """Check that the store is open: nothing is ever in flight."""
-        self._check_usable()
 
     def stats(self) -> StoreStats:
         with self._lock:
