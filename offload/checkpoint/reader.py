@@ -18,110 +18,32 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from offload.checkpoint.disk import BLOCK_BYTES
 from offload.checkpoint.division import share_of
 from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.directory import CheckpointDirectory, read_into
 from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor
 from offload.checkpoint.io_buffers import IoBuffer, IoBuffers
 from offload.checkpoint.staging_dir import try_lock
-from offload.core.drive_facts import read_dio_alignment
 from offload.core.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
     OffloadError,
-    StoreError,
     StoreTimeout,
 )
 from offload.core.metrics import Metrics
-from offload.core.portable import drop_cached
+from offload.core.portable import close_fds, drop_cached
 from offload.core.ticket import Ticket
 from offload.storage.buffers import Buffer
 from offload.storage.choose import open_engine
+from offload.storage.direct_file import DirectFile
 from offload.storage.engine import Group, IOEngine, Priority, Transfer, make_sums
 from offload.storage.safetensors_header import TensorSpec, build_header
 
 _BUFFER_BYTES = 4 << 20
 _BUFFERS = 8
-_DIRECT_BYTES = 256 << 10  # the smallest read that is worth direct I/O
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A way to read a file: with direct I/O, or through the page cache (align 1)."""
-
-    fd: int
-    align: int
-    label: str
-
-
-class _ShardFile:
-    """A shard, open for reading."""
-
-    def __init__(
-        self, directory: CheckpointDirectory, name: str, nbytes: int, fds: list[int]
-    ) -> None:
-        self.path = directory.path / name
-        self.name, self.nbytes = name, nbytes
-        fds.append(_open(directory, name))
-        self.buffered = _Way(fds[-1], 1, str(self.path))
-        self._seen = os.fstat(fds[-1])
-        if self._seen.st_size != nbytes:
-            raise FormatError(f"{self.path}: has {self._seen.st_size} bytes, expected {nbytes}")
-        self.direct = self._open_direct(directory, fds)
-
-    def _open_direct(self, directory: CheckpointDirectory, fds: list[int]) -> _Way | None:
-        """Open the same file for direct I/O; None if a direct read does not work there."""
-        if not hasattr(os, "O_DIRECT") or self.nbytes < 2 * BLOCK_BYTES:
-            return None
-        fd = _open(directory, self.name)
-        fds.append(fd)
-        if not os.path.samestat(os.fstat(fd), self._seen):
-            raise FormatError(f"{self.path}: was replaced while it was opened")
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-            align = max(BLOCK_BYTES, *(read_dio_alignment(fd) or (BLOCK_BYTES, BLOCK_BYTES)))
-            buffer = IoBuffers(align, 1).take()
-            assert buffer is not None
-            works = align <= _BUFFER_BYTES and os.preadv(fd, [buffer.view], 0) > 0
-        except OSError:
-            works = False
-        return _Way(fd, align, str(self.path)) if works else None
-
-    def check_unchanged(self, tensor: str) -> None:
-        now = os.fstat(self.buffered.fd)
-        if (now.st_size, now.st_mtime_ns) != (self._seen.st_size, self._seen.st_mtime_ns):
-            raise StoreError(
-                f"{tensor}: {self.path} was changed while it was open; load again",
-                operation="read",
-                file=str(self.path),
-                tensor=tensor,
-            )
-
-    def drop_cache(self) -> None:
-        """Drop the file from the page cache, so that the next read through it is from the drive."""
-        with suppress(OSError):
-            drop_cached(self.buffered.fd, 0, 0)
-
-    def cut(self, offset: int, nbytes: int) -> Iterator[tuple[_Way, int, int]]:
-        """Split a range into ways, offsets and lengths: whole blocks of a large range are read with
-        direct I/O, everything else through the page cache.
-        """
-        end = offset + nbytes
-        first = last = end
-        if self.direct is not None and nbytes >= _DIRECT_BYTES:
-            align = self.direct.align
-            first = -(-offset // align) * align
-            last = max(first, end // align * align)
-        for begin, stop in ((offset, first), (first, last), (last, end)):
-            if stop > begin:
-                is_direct = begin == first and stop == last and first < last
-                way = self.direct if is_direct and self.direct is not None else self.buffered
-                yield way, begin, stop - begin
 
 
 class CheckpointReader:
@@ -147,8 +69,7 @@ class CheckpointReader:
             try_lock(self._directory.fd, shared=True)
             self.manifest: Manifest = self._directory.read_manifest()
             self._files = {
-                name: _ShardFile(self._directory, name, nbytes, self._fds)
-                for name, nbytes in self.manifest.files.items()
+                name: self._open(name, nbytes) for name, nbytes in self.manifest.files.items()
             }
             if engine is None:
                 engine = self._own_engine = open_engine([], metrics=self._metrics)
@@ -159,6 +80,13 @@ class CheckpointReader:
         self._finish = weakref.finalize(
             self, _close, os.getpid(), self._own_engine, self._fds, self._directory
         )
+
+    def _open(self, name: str, nbytes: int) -> DirectFile:
+        self._fds.append(self._directory.open(name))
+        file = DirectFile(self.path / name, self._fds, "load again")
+        if file.nbytes != nbytes:
+            raise FormatError(f"{file.path}: has {file.nbytes} bytes, expected {nbytes}")
+        return file
 
     def tensor(self, name: str) -> SavedTensorSource:
         """Return a tensor by its name in the manifest, `section/name`."""
@@ -194,12 +122,13 @@ class CheckpointReader:
             parts = [(tensor, part) for tensor in tensors[name] for part in tensor.parts]
             own = parts[max(0, mine.start - before) : max(0, mine.stop - before)]
             before += len(parts)
-            file.drop_cache()
+            with suppress(OSError):  # so that the next read through it is from the drive
+                drop_cached(file.buffered.fd, 0, 0)
             if own or share[0] == 0:
                 self._check_header(file, tensors[name])
                 self._check_data(file, own, buffers, before_part or (lambda: None))
 
-    def _check_header(self, file: _ShardFile, tensors: list[SavedTensor]) -> None:
+    def _check_header(self, file: DirectFile, tensors: list[SavedTensor]) -> None:
         """Check that the header is, byte for byte, the one that these tensors require."""
         expected, _ = build_header([TensorSpec(t.key, t.dtype, t.shape) for t in tensors])
         found = bytearray(len(expected))
@@ -216,7 +145,7 @@ class CheckpointReader:
 
     def _check_data(
         self,
-        file: _ShardFile,
+        file: DirectFile,
         parts: list[tuple[SavedTensor, CheckedPart]],
         buffers: IoBuffers,
         before_part: Callable[[], None],
@@ -234,7 +163,7 @@ class CheckpointReader:
                     raise _mismatch(file, tensor, part, crc)
         finally:
             stream.close()
-        file.check_unchanged(file.name)
+        file.check_unchanged(file.path.name)
         self._metrics.count("checkpoint_checked_bytes", nbytes)
 
     # --- parts ------------------------------------------------------------------------------------
@@ -247,17 +176,13 @@ class CheckpointReader:
         file.check_unchanged(tensor.name)
         group = Group(Ticket(f"read of {tensor.name}", self._engine.describe), Priority.WAITED_FOR)
         offset = first.offset + begin
-        transfers = [
-            Transfer(tensor.name, False, way, at, target.part(at - offset, nbytes), make_sums(0, 1))
-            for way, at, nbytes in file.cut(offset, target.nbytes)
-        ]
-        self._engine.submit(group, transfers)
+        self._engine.submit(group, _transfers(tensor.name, file, offset, target))
         group.ticket.wait()
         file.check_unchanged(tensor.name)
         self._compare(file, tensor, offset, target)
         self._metrics.count("checkpoint_read_bytes", target.nbytes)
 
-    def _compare(self, file: _ShardFile, tensor: SavedTensor, offset: int, target: Buffer) -> None:
+    def _compare(self, file: DirectFile, tensor: SavedTensor, offset: int, target: Buffer) -> None:
         """Compare every part that was read whole with its checksum."""
         bytes_read = (ctypes.c_char * target.nbytes).from_address(target.address)
         view = memoryview(bytes_read).cast("B")
@@ -306,7 +231,7 @@ class _Stream:
     """A sequential read of a file from `offset` to `end`, some reads ahead."""
 
     def __init__(
-        self, file: _ShardFile, offset: int, end: int, engine: IOEngine, buffers: IoBuffers
+        self, file: DirectFile, offset: int, end: int, engine: IOEngine, buffers: IoBuffers
     ) -> None:
         self._file, self._engine, self._buffers = file, engine, buffers
         self._next, self._end = offset, end  # not requested yet
@@ -343,10 +268,7 @@ class _Stream:
         nbytes = min(size - self._next % size, self._end - self._next)
         memory = buffer.buffer(nbytes)
         ticket: Ticket[None] = Ticket(f"read of {self._file.path}", self._engine.describe)
-        transfers = []
-        for way, at, length in self._file.cut(self._next, nbytes):
-            part = memory.part(at - self._next, length)
-            transfers.append(Transfer(self._file.name, False, way, at, part, make_sums(0, 1)))
+        transfers = _transfers(self._file.path.name, self._file, self._next, memory)
         self._engine.submit(Group(ticket, Priority.PREFETCH), transfers)
         self._ahead.append((ticket, buffer, nbytes))
         self._next += nbytes
@@ -367,17 +289,16 @@ class _Stream:
             self._buffers.give_back(self._buffer)
 
 
-def _open(directory: CheckpointDirectory, name: str) -> int:
-    """Open a regular file for blocking reads: otherwise io_uring requests every piece again and
-    again until the drive happens to have it at once.
-    """
-    fd = directory.open(name)
-    os.set_blocking(fd, True)
-    return fd
+def _transfers(name: str, file: DirectFile, offset: int, memory: Buffer) -> list[Transfer]:
+    """Return the reads that fill `memory` with the bytes of the file from `offset` on."""
+    return [
+        Transfer(name, False, way, at, memory.part(at - offset, nbytes), make_sums(0, 1))
+        for way, at, nbytes in file.cut(offset, memory.nbytes)
+    ]
 
 
 def _mismatch(
-    file: _ShardFile, tensor: SavedTensor, part: CheckedPart, crc: int
+    file: DirectFile, tensor: SavedTensor, part: CheckedPart, crc: int
 ) -> CorruptionError:
     return CorruptionError(
         f"{tensor.name}: {part.nbytes} bytes at {part.offset} of {file.path} have the CRC-32 "
@@ -399,8 +320,7 @@ def _close(
     if engine is not None:
         engine.close()
     if engine is None or (engine.is_over and engine.abandoned_bytes == 0):
-        while fds:
-            os.close(fds.pop())
+        close_fds(fds)
     with suppress(OSError):  # closing is not enough if a forked child shares it
         fcntl.flock(directory.fd, fcntl.LOCK_UN)
     directory.close()

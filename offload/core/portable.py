@@ -1,4 +1,4 @@
-"""File calls that only Linux has, with the nearest replacement on other systems.
+"""File calls, among them those that only Linux has, with the nearest replacement elsewhere.
 
 Linux is the supported system; on macOS the engine should run, slowly, so that users can try code.
 """
@@ -6,6 +6,7 @@ Linux is the supported system; on macOS the engine should run, slowly, so that u
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Final
 
 RESERVES: Final = hasattr(os, "posix_fallocate")  # else the drive may run out of space later
@@ -31,3 +32,10 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
     """Advise the kernel to drop a part of a file from the page cache; 0 bytes: up to the end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def close_fds(fds: list[int]) -> None:
+    """Close all descriptors and empty the list. Idempotent."""
+    while fds:
+        with suppress(OSError):
+            os.close(fds.pop())

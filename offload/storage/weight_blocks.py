@@ -3,16 +3,14 @@ is read from there each time and never copied to a store.
 
 A block is assembled from ranges of one or several files. The first read takes the checksums that
 every later read is compared with. Before and after each read the file is refused if its size or
-modification time differs from that at opening, so no read yields bytes of another file. Large
-ranges are read with direct I/O, as far as they are whole blocks of the drive, and their ends
-through the page cache.
+modification time differs from that at opening, so no read yields bytes of another file.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.core.errors import CorruptionError, OffloadError, StoreError
@@ -21,17 +19,23 @@ from offload.core.ticket import Ticket
 from offload.core.timeline import DISK_READS, Event
 from offload.storage.buffers import Buffer
 from offload.storage.choose import open_engine
+from offload.storage.direct_file import OpenedFile
 from offload.storage.engine import Group, IOEngine, Priority, Sums, Transfer, make_sums
-from offload.storage.safetensors_file import OpenedFile, SafetensorsFile
+from offload.storage.safetensors_file import SafetensorsFile
 from offload.storage.weights import Weights
-
-_DIRECT_BYTES = 256 << 10  # from which on a range is worth more than one read
 
 
 class FileRange(NamedTuple):
     """The bytes [offset, offset + nbytes) of a file, which are at byte `begin` of a block."""
 
     file: SafetensorsFile
+    offset: int
+    begin: int
+    nbytes: int
+
+
+class _FileExtent(NamedTuple):
+    file: OpenedFile
     offset: int
     begin: int
     nbytes: int
@@ -62,7 +66,11 @@ class WeightBlock:
         self.nbytes = sum(piece.nbytes for piece in pieces)
         self._metrics = metrics
         self._files = list(dict.fromkeys(piece.file for piece in pieces))
-        self._extents = [extent for piece in pieces for extent in _cut(piece)]
+        self._extents = [
+            _FileExtent(way, at, piece.begin + at - piece.offset, nbytes)
+            for piece in pieces
+            for way, at, nbytes in piece.file.cut(piece.offset, piece.nbytes)
+        ]
         self._sums: list[Sums] | None = None  # checksums of each extent; None: not read yet
 
     def read(self, memory: Any, priority: Priority = Priority.WAITED_FOR) -> Ticket[None]:
@@ -134,7 +142,7 @@ class WeightBlocks:
             weakref.finalize(self, self._own_engine.close).atexit = False  # engines close at exit
         try:
             for file in weights.files:
-                if file.direct is None and file.nbytes >= _DIRECT_BYTES:
+                if file.is_slow:
                     metrics.fall_back(
                         f"weights {file.label}", "bytes pass through the page cache: no O_DIRECT"
                     )
@@ -154,25 +162,3 @@ class WeightBlocks:
         # A file that the kernel may still read stays open until the process ends.
         if self.engine.is_over and self.engine.abandoned_bytes == 0:
             self.weights.close()
-
-
-class _FileExtent(NamedTuple):
-    file: OpenedFile
-    offset: int
-    begin: int
-    nbytes: int
-
-
-def _cut(piece: FileRange) -> Iterator[_FileExtent]:
-    """Split a range into whole blocks of the drive, for direct I/O, and its two ends."""
-    end = piece.offset + piece.nbytes
-    first = last = end
-    direct = piece.file.direct
-    if direct is not None and piece.nbytes >= _DIRECT_BYTES:
-        first = -(-piece.offset // direct.align) * direct.align
-        last = max(first, end // direct.align * direct.align)
-    bounds = [(piece.offset, first, False), (first, last, True), (last, end, False)]
-    for begin, stop, is_direct in bounds:
-        if stop > begin:
-            file = direct if is_direct and direct is not None else piece.file.buffered
-            yield _FileExtent(file, begin, piece.begin + begin - piece.offset, stop - begin)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError, CorruptionError, FormatError, StateError, StoreError
 from offload.core.metrics import Metrics
-from offload.storage import weight_blocks as weight_blocks_module
+from offload.storage import direct_file
 from offload.storage.choose import ENGINES, open_engine
 from offload.storage.engine import Fault, FaultKind
 from offload.storage.safetensors_file import DTYPES, MOST_HEADER_BYTES, SafetensorsFile
@@ -328,8 +328,8 @@ def test_a_file_that_changes_during_a_read_is_noticed(
 
 
 def test_where_there_is_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SafetensorsFile, "_open_direct", lambda self: None)
-    monkeypatch.setattr(weight_blocks_module, "_DIRECT_BYTES", 4)
+    monkeypatch.setattr(SafetensorsFile, "_open_direct", lambda self, fds: None)
+    monkeypatch.setattr(direct_file, "DIRECT_BYTES", 4)
     path = written(tmp_path / "x", {"a": entry(0, 8)}, b"abcdefgh")
     metrics = Metrics()
     files = WeightBlocks(Weights(path), metrics)

@@ -15,7 +15,7 @@ import stat
 import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.core.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.core.format_limits import MOST_FILE_NAME_CHARS, MOST_MANIFEST_BYTES, MOST_NAMES
+from offload.core.portable import close_fds
 from offload.core.strict_json import printable, shown
 
 _NAME: Final = re.compile(rf"(?=[^.])[A-Za-z0-9._-]{{1,{MOST_FILE_NAME_CHARS}}}", re.ASCII)
@@ -57,7 +58,7 @@ class CheckpointDirectory:
             raise _refusal(self.path, "open", error, below=parent is not None) from error
         self.fd: int = fd
         self._fds = [fd]
-        weakref.finalize(self, _close, self._fds).atexit = False
+        weakref.finalize(self, close_fds, self._fds).atexit = False
 
     def names(self) -> list[str]:
         """Return all names in the directory, hidden ones included, sorted."""
@@ -177,7 +178,7 @@ class CheckpointDirectory:
 
     def close(self) -> None:
         """Close the directory. Idempotent."""
-        _close(self._fds)
+        close_fds(self._fds)
 
     def __enter__(self) -> CheckpointDirectory:
         return self
@@ -369,9 +370,3 @@ def _refusal(
         file=str(path),
         offset_bytes=offset,
     )
-
-
-def _close(fds: list[int]) -> None:
-    while fds:
-        with suppress(OSError):
-            os.close(fds.pop())
