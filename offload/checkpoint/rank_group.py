@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offload.core.errors import ConfigError, OffloadError, StateError, kind_of
+from offload.core.errors import StateError
+from offload.distributed import check_alike, each_by_consensus
 from offload.distributed.side_channel import SideChannel, open_side_channel
 
 ARRIVAL_S = 60.0  # until all ranks have reached the same save or load
@@ -26,6 +27,8 @@ class RankGroup:
     """The ranks of one save or load. what: the save or load, for messages. side_channel: None for
     one process. One thread at a time may use it; any thread may call `cancel` and `leave`.
     """
+
+    told_errors: type[BaseException] = BaseException
 
     def __init__(self, what: str, side_channel: SideChannel | None) -> None:
         self.what, self._side_channel = what, side_channel
@@ -47,44 +50,20 @@ class RankGroup:
         """
         if self._side_channel is None:
             return [act()]
-        here = f"{phase} of {self.what}"
         self._side_channel.begin(self.what)
-        mine, error = None, None
-        try:
-            mine = act()
-        except BaseException as caught:
-            error = caught
-        said = {
-            "phase": here,
-            "value": mine,
-            "error": None if error is None else [type(error).__name__, str(error)],
-        }
-        try:
-            heard = self._side_channel.exchange(said)
-        except BaseException as lost:
-            if error is None:
-                raise
-            if isinstance(error, OffloadError) and isinstance(lost, StateError):
-                error.args = (f"{error}; {lost}",)  # `error` may not name the rank it waited for
-            raise error from lost
-        if error is not None:
-            raise error
-        self._check(here, heard)
-        return [each["value"] for each in heard]
+        return each_by_consensus(self, f"{phase} of {self.what}", act)
 
-    def _check(self, phase: str, heard: list[Any]) -> None:
-        for rank, each in enumerate(heard):
-            if each["phase"] != phase:
+    def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
+        """All-gather one value from each rank, once all ranks have reached the phase `what`."""
+        assert self._side_channel is not None, "one process has no one to ask"
+        heard = self._side_channel.exchange([what, value])
+        for rank, (phase, _) in enumerate(heard):
+            if phase != what:
                 raise StateError(
-                    f"{self.what}: rank {rank} is at {each['phase']}, rank {self.rank} at {phase}; "
-                    "do the same on every rank"
+                    f"{self.what}: rank {rank} is at {phase}, rank {self.rank} at {what}; do the "
+                    "same on every rank"
                 )
-        failed = [rank for rank, each in enumerate(heard) if each["error"] is not None]
-        if failed:
-            kind, text = heard[failed[0]]["error"]
-            raise kind_of(kind)(
-                f"{self.what}: rank {failed[0]} has failed, and so all ranks have: {kind}: {text}"
-            )
+        return [theirs for _, theirs in heard]
 
     def agree(self, phase: str, entries: Mapping[str, str], remedy: str) -> None:
         """Raise `ConfigError` on all ranks if their entries differ; name the first that does."""
@@ -92,16 +71,9 @@ class RankGroup:
             return
         text = json.dumps(sorted(entries.items()))
         digests = self.by_consensus(phase, lambda: hashlib.sha256(text.encode()).hexdigest())
-        if len(set(digests)) == 1:
-            return
-        each = self.by_consensus(f"{phase}, one by one,", lambda: dict(entries))
-        for rank, theirs in enumerate(each):
-            for name in sorted({*theirs, *each[0]}):
-                if theirs.get(name) != each[0].get(name):
-                    raise ConfigError(
-                        f"{self.what}: {name} is {theirs.get(name, 'not there')} on rank {rank}, "
-                        f"{each[0].get(name, 'not there')} on rank 0; {remedy}"
-                    )
+        if len(set(digests)) > 1:
+            each = self.by_consensus(f"{phase}, one by one,", lambda: dict(entries))
+            check_alike(self.what, each, remedy)
 
     def bring_together(self, mine: Tensor) -> list[Tensor]:
         """All-gather the bytes of the ranks: return those of each, by rank. Blocks until all ranks

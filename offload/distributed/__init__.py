@@ -1,5 +1,14 @@
 """Ranks and collectives over `torch.distributed`, which only this package imports."""
 
+from offload.distributed.consensus import (
+    NETWORK,
+    SAME,
+    by_consensus,
+    check_alike,
+    checksum_of,
+    each_by_consensus,
+    told_checksum,
+)
 from offload.distributed.group import (
     Connections,
     Members,
@@ -28,6 +37,8 @@ from offload.distributed.ranks import Ranks, ranks_of
 from offload.distributed.worker import Worker
 
 __all__ = [
+    "NETWORK",
+    "SAME",
     "Connections",
     "DTensorPlacement",
     "DeviceLink",
@@ -35,9 +46,13 @@ __all__ = [
     "Ranks",
     "Rows",
     "Worker",
+    "by_consensus",
+    "check_alike",
+    "checksum_of",
     "connections_of",
     "deadline_of",
     "default_store",
+    "each_by_consensus",
     "is_connected",
     "is_initialised",
     "is_sharded",
@@ -51,4 +66,5 @@ __all__ = [
     "ranks_of",
     "rows_of",
     "sum_over_meshes",
+    "told_checksum",
 ]

@@ -32,6 +32,7 @@ from offload.core.host_facts import ROOT, read_text
 from offload.core.log import LOG
 from offload.core.node_share import take_share
 from offload.core.ticket import Ticket
+from offload.distributed.consensus import by_consensus, check_alike
 from offload.distributed.group import (
     Connections,
     Members,
@@ -90,6 +91,8 @@ class Ranks:
     order. Any thread may call it.
     """
 
+    told_errors: type[BaseException] = Exception
+
     def __init__(self, members: Sequence[int], deadline_s: float) -> None:
         self._members = list(members)
         self.rank = self._members.index(dist.get_rank())
@@ -115,12 +118,6 @@ class Ranks:
     def is_broken(self) -> bool:
         """Whether an error has ended all communication with the other ranks."""
         return self._broken is not None
-
-    def another(self) -> Ranks:
-        """Connect the same ranks again, with an order of calls of its own, for concurrent work. All
-        ranks call it.
-        """
-        return Ranks(self._members, self.deadline_s)
 
     # --- what all do together ---------------------------------------------------------------------
 
@@ -180,10 +177,11 @@ class Ranks:
         """Connect the devices of all ranks, who all call it. Raise on all ranks if one of them has
         no backend for its device, or a device of another kind.
         """
-        backend = self.by_consensus("device", lambda: backend_of(device))
-        self.check_equal("device", [device.type, backend], "give all ranks devices of one kind")
+        backend = by_consensus(self, "device", lambda: backend_of(device))
+        facts = {"the kind of device": device.type, "its backend": backend}
+        check_alike("device", self.exchange(facts, "device"), "give all ranks devices of one kind")
         make = partial(DeviceLink, self._members, backend, device, self.deadline_s)
-        link = self.by_consensus("device", make)
+        link = by_consensus(self, "device", make)
         with self._lock:
             self._links.append(link)
         return link
@@ -209,40 +207,6 @@ class Ranks:
             raise StateError(f"{what}: expected as many numbers from each rank, got {lengths}")
         columns = zip(*([float.fromhex(text) for text in one] for one in each), strict=True)
         return [_sum(column) for column in columns]
-
-    def check_equal(self, what: str, value: Any, remedy: str) -> None:
-        """Raise `ConfigError` on all ranks if the value of one differs from rank 0's. Blocks."""
-        each = self.exchange(value, what)
-        for rank, one in enumerate(each):
-            if one != each[0]:
-                name, here, there = _first_difference(what, one, each[0])
-                raise ConfigError(
-                    f"{name}: rank {rank} has {_short(here)}, rank 0 has {_short(there)}; {remedy}"
-                )
-
-    def agree(self, error: BaseException | None, what: str) -> None:
-        """Reach consensus before a common act: raise this rank's error, or else a `StateError` that
-        names a rank that has one. Blocks.
-        """
-        each = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
-        if error is not None:
-            raise error
-        for rank, text in enumerate(each):
-            if text is not None:
-                raise StateError(f"{what}: rank {rank} failed, so no rank continues: {text}")
-
-    def by_consensus(self, what: str, act: Callable[[], T]) -> T:
-        """Run `act`, which each rank does by itself, and return its result; an error on one rank is
-        an error on all of them. Blocks.
-        """
-        found: list[T] = []
-        error: BaseException | None = None
-        try:
-            found.append(act())
-        except Exception as raised:
-            error = raised
-        self.agree(error, what)
-        return found[0]
 
     def on_this_machine(self) -> list[int]:
         """Return the ranks on this rank's node, itself included. All ranks call it. Blocks."""
@@ -485,22 +449,6 @@ def _sum(values: Sequence[float]) -> float:
     if all(map(math.isfinite, values)):
         return math.fsum(values)
     return sum(values)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _first_difference(what: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Return the name and both values of the first difference: for dicts, of the first entry that
-    differs.
-    """
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in {**other, **one}:
-            if one.get(name) != other.get(name):
-                return f"{what}: {name}", one.get(name), other.get(name)
-    return what, one, other
 
 
 def _first_line(error: BaseException) -> str:

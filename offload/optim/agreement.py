@@ -1,97 +1,41 @@
-"""Consensus among ranks before they act together, so that no rank is left waiting."""
+"""The facts that must be the same on ranks that share parameters, for a consensus on them.
+
+Values are compared by their checksums. From a tensor on a device only a few numbers are downloaded:
+sums of its bits, weighted by their places. They are sums of integers, which no order of adding
+changes, and small enough to be exact.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offload.core.errors import ConfigError, OffloadError, kind_of
-from offload.core.metrics import Metrics
-from offload.distributed import Ranks
-from offload.optim.exchange import NETWORK
+import torch
+from torch import Tensor
+
+from offload import kernels
+from offload.distributed import SAME, checksum_of, told_checksum
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
-from offload.optim.sums import checksums
 
-_VALUES = "the values of"
-
-
-def by_consensus(
-    ranks: Ranks,
-    what: str,
-    act: Callable[[], Any],
-    metrics: Metrics | None = None,
-    remedy: str = "",
-    deadline_s: float | None = None,
-) -> list[Any]:
-    """Run `act` on every rank and return all results, by rank. A result is a value that JSON can
-    express. If `act` raises on one rank, all ranks raise.
-
-    what: the act's name in messages. metrics: get the time spent waiting for the other ranks.
-    remedy: advice appended to the error where other ranks do something else meanwhile. Blocks.
-    """
-    error: Exception | None = None
-    said: dict[str, Any] = {}
-    try:
-        said["value"] = act()
-    except Exception as failed:
-        error = failed
-        said = {"kind": type(failed).__name__, "text": str(failed)}
-    try:
-        with metrics.span(NETWORK, what) if metrics is not None else nullcontext():
-            each = ranks.exchange(said, what, deadline_s)
-    except OffloadError as lost:
-        if error is not None:
-            raise error from lost
-        if remedy:
-            lost.args = (f"{lost}; {remedy}",)
-        raise
-    if error is not None:
-        raise error
-    for rank, one in enumerate(each):
-        if "text" in one:
-            raise kind_of(one["kind"])(
-                f"{what}: rank {rank} failed, so no rank continues: {one['text']}"
-            )
-    return [one["value"] for one in each]
+VALUES = "the values of"
+START_ALIKE = (
+    "every rank must begin with the same: seed them alike, load the same weights, or broadcast "
+    "rank 0's before (or give process_group=False, if they have nothing to do with one another)"
+)
+_PIECE = 1 << 20  # halves of a word that are added up at a time
+_ODD = 40503
 
 
-def differing(each: Sequence[Mapping[str, object]]) -> tuple[str, int] | None:
-    """Find the first entry in which a rank differs from rank 0; return its name and the rank."""
-    for rank, one in enumerate(each):
-        for name in {**each[0], **one}:
-            if one.get(name) != each[0].get(name):
-                return name, rank
-    return None
-
-
-def check_alike(what: str, said: Sequence[Mapping[str, object]]) -> None:
-    """Raise `ConfigError` if parameters are not the same on all ranks. said: the facts of each
-    rank about its own, by rank.
-    """
-    found = differing(said)
-    if found is not None:
-        name, rank = found
-        remedy = "give all ranks the same"
-        if name.startswith(_VALUES):
-            remedy = (
-                "every rank must begin with the same: seed them alike, load the same weights, or "
-                "broadcast rank 0's before (or wrap with process_group=False, if they have nothing "
-                "to do with one another)"
-            )
-        raise ConfigError(f"{what}: rank {rank} and rank 0 differ in {name}; {remedy}")
-
-
-def settings_sum(records: Sequence[Record]) -> int:
-    """Compute a checksum of the learning rates and all other settings of parameter groups."""
+def settings_sum(records: Sequence[Record]) -> str:
+    """Return a checksum of the learning rates and all other settings of parameter groups."""
     groups = {id(record.group): record.group for record in records}
     table = [
         sorted((key, repr(value)) for key, value in group.items() if "param" not in key)
         for group in groups.values()
     ]
-    return zlib.crc32(repr(table).encode())
+    return checksum_of(table)
 
 
 def start_facts(records: Sequence[Record]) -> dict[str, Any]:
@@ -102,7 +46,46 @@ def start_facts(records: Sequence[Record]) -> dict[str, Any]:
     for record in records:
         kind = [list(record.shape), str(record.dtype), list(record.stride), record.is_frozen]
         found[f"shape, type or requires_grad of {record.name}"] = kind
-    sums = checksums([flat(record.param) for record in records])
-    for record, one in zip(records, sums, strict=True):
-        found[f"{_VALUES} {record.name}"] = one
-    return found
+    values = {record.name: flat(record.param) for record in records}
+    return found | value_facts(VALUES, values)
+
+
+def remedy_at_start(name: str) -> str:
+    """Return the advice for ranks that differ in the start fact with this name."""
+    return START_ALIKE if name.startswith(VALUES) else SAME
+
+
+def value_facts(what: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return checksums of named flat tensors, by `what` and the name."""
+    found = checksums(list(tensors.values()))
+    return {f"{what} {name}": told_checksum(one) for name, one in zip(tensors, found, strict=True)}
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Compute a checksum of each flat tensor. The CPU waits for each device once."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    found = {number: kernels.checksum(one) for number, one in enumerate(tensors) if one.is_cpu}
+    for device in devices:
+        there = {number: _sums(one) for number, one in enumerate(tensors) if one.device == device}
+        told, begin = torch.cat(list(there.values())).tolist(), 0
+        for number, sums in there.items():
+            end = begin + sums.numel()
+            found[number] = zlib.crc32(repr(told[begin:end]).encode())
+            begin = end
+    return [found[number] for number in range(len(tensors))]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Compute one weighted sum for each part of `_PIECE` halves of a word: less than 2 ** 55."""
+    bits = tensor.detach().view(torch.int16)
+    sums = [_weighted(bits[at : at + _PIECE]) for at in range(0, len(bits), _PIECE)]
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=tensor.device)
+
+
+def _weighted(bits: Tensor) -> Tensor:
+    """Sum the bits, each place of a part with a weight of its own, so that an exchange of places
+    shows.
+    """
+    places = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device)
+    weights = places.mul_(_ODD).bitwise_and_(_PIECE - 1).add_(1)
+    return weights.mul_(bits).sum()

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.distributed import Ranks
+from offload.distributed import NETWORK, Ranks
 from offload.optim.buckets import Bucket, Buckets
-
-NETWORK = "network"  # the cause of waiting for other ranks
 
 # By a parameter's number: its values, or others of the same shape (gradients, say), flat, in the
 # order of its memory. None: the values in the buffer, or in the parameter, need no copy.

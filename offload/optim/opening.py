@@ -9,8 +9,8 @@ import torch
 
 from offload.core.budget import HOST
 from offload.core.config import Config
-from offload.distributed import DeviceLink, Ranks
-from offload.optim.agreement import by_consensus, check_alike, start_facts
+from offload.distributed import DeviceLink, Ranks, check_alike, each_by_consensus
+from offload.optim.agreement import remedy_at_start, start_facts
 from offload.optim.buckets import stage_of
 from offload.optim.request import WrapRequest
 from offload.optim.resources import Watch, WatchPasses
@@ -79,7 +79,8 @@ def _connect(optimizer: torch.optim.Optimizer, ranks: Ranks) -> DeviceLink | Non
     params = [param for group in groups for param in group["params"]]
     params.sort(key=lambda param: not param.requires_grad)  # frozen ones are not shared
     device = params[0].device if params else torch.device("cpu")
-    ranks.check_equal("device", device.type, "give all ranks parameters on devices of one kind")
+    kinds = ranks.exchange({"the kind of device": device.type}, "device")
+    check_alike("device", kinds, "give all ranks parameters on devices of one kind")
     return None if device.type == "cpu" else ranks.link(device)
 
 
@@ -96,5 +97,5 @@ def _open_together(open_here: Callable[[], Session], ranks: Ranks) -> Session:
             **start_facts(opened[0].updater.records),
         }
 
-    check_alike("wrap", by_consensus(ranks, "wrap", act))
+    check_alike("wrap", each_by_consensus(ranks, "wrap", act), remedy_at_start)
     return opened[0]

@@ -27,6 +27,7 @@ from offload.core.pool import Pool
 from offload.distributed import (
     DeviceLink,
     Ranks,
+    checksum_of,
     is_initialised,
     is_sharded,
     like,
@@ -284,7 +285,7 @@ class Session:
         """Return what must be the same on all ranks."""
         return {
             "hyper-parameters": settings_sum(self.updater.records),
-            "parameters with gradients": list(grads),
+            "which parameters have gradients": checksum_of(list(grads)),
         }
 
     def _look_again(self) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from offload.core.config import Config
 from offload.core.errors import ConfigError, StateError
 from offload.core.metrics import Metrics
-from offload.distributed import DeviceLink, Ranks
+from offload.distributed import DeviceLink, Ranks, check_alike, each_by_consensus
 from offload.distributed.device_network import DeviceNetwork
-from offload.optim.agreement import by_consensus, check_alike, start_facts
+from offload.optim.agreement import remedy_at_start, start_facts
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
 from offload.optim.pending_step import PendingStep
 from offload.optim.recipe import Record
@@ -133,9 +133,9 @@ class ShardedCoordinator:
             return pending[0].squares_text
 
         try:
-            said = by_consensus(self.ranks, "step", say_what_is_here, self._metrics)
+            said = each_by_consensus(self.ranks, "step", say_what_is_here, self._metrics)
             grads = self._open_sharded_update.settle(looked[0], said)
-            squares = by_consensus(self.ranks, "step and norm", say_squares, self._metrics)
+            squares = each_by_consensus(self.ranks, "step and norm", say_squares, self._metrics)
         except BaseException:
             for one in pending:
                 one.undo()
@@ -187,13 +187,12 @@ class ShardedCoordinator:
         """Hold a rendezvous of all ranks before they gather the state of the parameters with these
         numbers.
         """
-        said = self._meet("state_dict", numbers)
-        if any(one != said[0] for one in said):
-            raise StateError("state_dict: ranks have state of different parameters; load it again")
+        said = self._meet("state_dict", lambda: {"which parameters have state": numbers()})
+        check_alike("state_dict", said, "load it again", StateError)
 
     def _meet(self, what: str, act: Callable[[], Any]) -> list[Any]:
         deadline_s = min(RENDEZVOUS_S, self.ranks.deadline_s)
-        return by_consensus(self.ranks, what, act, self._metrics, _CALL_ON_ALL, deadline_s)
+        return each_by_consensus(self.ranks, what, act, self._metrics, _CALL_ON_ALL, deadline_s)
 
     def add(
         self, group: Mapping[str, Any], add: Callable[[], None], records: Callable[[], Any]
@@ -209,8 +208,8 @@ class ShardedCoordinator:
             return start_facts([record for record in records() if id(record.param) in new])
 
         try:
-            said = by_consensus(self.ranks, "add_param_group", say_what_is_new, self._metrics)
-            check_alike("add_param_group", said)
+            said = each_by_consensus(self.ranks, "add_param_group", say_what_is_new, self._metrics)
+            check_alike("add_param_group", said, remedy_at_start)
         except BaseException:
             self.buckets = before  # from which all ranks draw up the same ones again
             raise

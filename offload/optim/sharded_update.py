@@ -20,9 +20,9 @@ from torch import Tensor
 from offload.core.errors import StateError
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
-from offload.distributed import Ranks
+from offload.distributed import Ranks, check_alike
 from offload.distributed.device_network import DeviceNetwork
-from offload.optim.agreement import differing, settings_sum
+from offload.optim.agreement import VALUES, settings_sum, value_facts
 from offload.optim.buckets import Bucket, Buckets
 from offload.optim.device_exchange import DeviceExchange
 from offload.optim.exchange import BucketBuffer, Exchange, Gathering
@@ -31,7 +31,6 @@ from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
 from offload.optim.resources import WatchPasses
 from offload.optim.source import FieldPart
-from offload.optim.sums import checksums
 from offload.planning.rank_share import RankShare
 
 _COMPARED_STEPS = 2  # in which all parameters and gradients are compared; later a sample of them
@@ -92,14 +91,14 @@ class ShardedUpdate:
         facts = {
             "which parameters there are": self.buckets.digest,
             "their hyper-parameters": settings_sum(self._records),
-            **self._sums("the values", params, steps_done),
+            **self._sums(VALUES, params, steps_done),
         }
         if self.reducer is not None:
             return {**facts, **self.reducer.look()}
-        sums = self._sums("the gradient", grads, steps_done)
+        sums = self._sums("the gradient of", grads, steps_done)
         return {**facts, "which of them have gradients": list(grads), **sums}
 
-    def _sums(self, what: str, tensors: Mapping[int, Tensor], steps_done: int) -> dict[str, int]:
+    def _sums(self, what: str, tensors: Mapping[int, Tensor], steps_done: int) -> dict[str, str]:
         """Return checksums by name: of all tensors in the first steps, later of the first MiB of
         one of them, another one each step.
         """
@@ -108,11 +107,10 @@ class ShardedUpdate:
             return {}
         if steps_done >= _COMPARED_STEPS:
             numbers = [numbers[steps_done % len(numbers)]]
-        values = [tensors[number] for number in numbers]
+        values = {self._records[number].name: tensors[number] for number in numbers}
         if steps_done >= _COMPARED_STEPS:
-            values = [one[: _SAMPLE_BYTES // one.element_size()] for one in values]
-        names = [f"{what} of {self._records[number].name}" for number in numbers]
-        return dict(zip(names, checksums(values), strict=True))
+            values = {n: one[: _SAMPLE_BYTES // one.element_size()] for n, one in values.items()}
+        return value_facts(what, values)
 
     def settle(
         self, grads: dict[int, Tensor], said: Sequence[Mapping[str, Any]]
@@ -121,14 +119,14 @@ class ShardedUpdate:
         `StateError` where they differ.
         """
         own = (HAVING, LEFT) if self.reducer is not None else ()  # which may differ
-        found = differing([{k: v for k, v in one.items() if k not in own} for one in said])
-        if found is not None:
-            name, rank = found
-            remedy = "every rank must make the same model and optimizer, and change them alike"
-            if "gradient" in name and self.reducer is None:
-                remedy = _REDUCE
-            raise StateError(f"step: rank {rank} and rank 0 differ in {name}; {remedy}")
+        facts = [{k: v for k, v in one.items() if k not in own} for one in said]
+        check_alike("step", facts, self._remedy, StateError)
         return grads if self.reducer is None else self.reducer.settle(said)
+
+    def _remedy(self, name: str) -> str:
+        if "gradient" in name and self.reducer is None:
+            return _REDUCE
+        return "every rank must make the same model and optimizer, and change them alike"
 
     # --- new values of parameters -----------------------------------------------------------------
 

@@ -20,13 +20,12 @@ from offload.core.config import format_size
 from offload.core.errors import CapacityError, OffloadError
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
+from offload.distributed import NETWORK
 from offload.params.block import Block, Presence
 from offload.params.copies import Copies
 from offload.params.gathered import Gathered, GatheredBlockMemory
 from offload.params.placeholder import Owner
 from offload.params.prefetch import PrefetchMoves, TierState, look_ahead, make_room
-
-NETWORK = "network"  # the cause under which metrics count waits for other ranks
 
 
 class GatheredTier(Copies):

@@ -34,10 +34,9 @@ from offload.core.locks import uninterrupted
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket, TicketState
-from offload.distributed import Ranks
+from offload.distributed import NETWORK, Ranks
 from offload.optim.gradient_handle import GradientEdit
 from offload.params.gathered import Claim, Gathered, GatheredBlockMemory
-from offload.params.gathered_tier import NETWORK
 from offload.params.gradients import GradMemory
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea, SpilledGradientValues

@@ -8,66 +8,23 @@ raises, all raise.
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from offload import kernels
-from offload.core.errors import ConfigError, StateError
-from offload.distributed import Ranks, ranks_of
+from offload.core.errors import StateError
+from offload.distributed import (
+    Ranks,
+    by_consensus,
+    check_alike,
+    each_by_consensus,
+    ranks_of,
+    told_checksum,
+)
+from offload.optim.agreement import START_ALIKE, VALUES
 from offload.params.prepare_plan import PreparePlan
-
-T = TypeVar("T")
-
-
-def by_consensus(ranks: Ranks | None, what: str, act: Callable[[], T]) -> T:
-    """Return the result of `act`, which each rank runs by itself; an error on one rank is an error
-    on all.
-    """
-    return act() if ranks is None else ranks.by_consensus(what, act)
-
-
-def agreed(
-    ranks: Ranks | None,
-    what: str,
-    look: Callable[[], T],
-    tell: Callable[[T], Mapping[str, object]],
-) -> T:
-    """Return the result of `look`. An error on one rank is an error on all, and so is a difference
-    between ranks in the facts that `tell` returns about it.
-    """
-    if ranks is None:
-        return look()
-    error: BaseException | None = None
-    found: list[T] = []
-    told: dict[str, object] = {}
-    try:
-        found.append(look())
-        facts = tell(found[0])
-        told = {"facts": {name: _crc(value) for name, value in facts.items()}}
-    except Exception as raised:
-        error = raised
-        told = {"error": f"{type(raised).__name__}: {raised}"}
-    each = ranks.exchange(told, what)
-    if error is not None:
-        raise error
-    for rank, one in enumerate(each):
-        if "error" in one:
-            raise StateError(f"{what}: rank {rank} failed, so no rank continues: {one['error']}")
-        other = [n for n, value in one["facts"].items() if value != each[0]["facts"][n]]
-        if other:
-            raise StateError(
-                f"{what}: rank {rank} has other {other[0]} than rank 0; every rank must do the same"
-            )
-    return found[0]
-
-
-def _crc(value: object) -> int:
-    return zlib.crc32(repr(value).encode())
 
 
 @contextmanager
@@ -107,28 +64,19 @@ def plan_by_consensus(
 
 
 def _check_same(ranks: Ranks, prepare_plan: PreparePlan) -> None:
-    ranks.check_equal(
-        "the model's structure",
-        [_digest(prepare_plan), len(prepare_plan.units)],
+    structure = {"the model's structure": [_digest(prepare_plan), len(prepare_plan.units)]}
+    check_alike(
+        "prepare",
+        ranks.exchange(structure, "the model's structure"),
         "every rank must prepare the same model, with the same optimizer groups and frozen "
         "parameters",
     )
-    ranks.check_equal(
-        "config", _facts(prepare_plan), "give every rank the same, apart from the budgets"
+    remedy = "give every rank the same, apart from the budgets"
+    check_alike("config", ranks.exchange(_settings(prepare_plan), "config"), remedy)
+    sums = each_by_consensus(
+        ranks, "the first values", lambda: _sums(prepare_plan), others=StateError
     )
-    names = [m.name for unit in prepare_plan.units for m in unit.members]
-    params = [m.param for unit in prepare_plan.units for m in unit.members]
-    sums = by_consensus(
-        ranks, "the first values", lambda: [_sum(prepare_plan, param) for param in params]
-    )
-    each = ranks.exchange(sums, "checksums of the first values")
-    other = [name for name, *got in zip(names, *each, strict=True) if len(set(got)) > 1]
-    if other:
-        raise ConfigError(
-            f"{other[0]}: has other values on one rank than on another (one of {len(other)}); "
-            "every rank must begin with the same: set the same seed, load the same weights, or "
-            "broadcast them before prepare"
-        )
+    check_alike("prepare", sums, START_ALIKE)
 
 
 def _digest(prepare_plan: PreparePlan) -> str:
@@ -141,7 +89,7 @@ def _digest(prepare_plan: PreparePlan) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _facts(prepare_plan: PreparePlan) -> dict[str, object]:
+def _settings(prepare_plan: PreparePlan) -> dict[str, object]:
     """Return the settings that must be equal on all ranks, so that all act alike."""
     config = prepare_plan.config
     return {
@@ -154,14 +102,17 @@ def _facts(prepare_plan: PreparePlan) -> dict[str, object]:
     }
 
 
-def _sum(prepare_plan: PreparePlan, param: Tensor) -> int | None:
-    """Return the checksum of a parameter's values; None: it is empty, or its values come from the
-    weights or its module.
+def _sums(prepare_plan: PreparePlan) -> dict[str, str]:
+    """Return checksums of the parameters' values by name, without those that the weights or their
+    modules give.
     """
-    is_given = prepare_plan.start is not None and prepare_plan.start.gives(param)
-    if param.is_meta or not param.numel() or is_given:
-        return None
-    return kernels.checksum(param.detach().cpu())
+    members = [m for unit in prepare_plan.units for m in unit.members]
+    start = prepare_plan.start
+    return {
+        f"{VALUES} {m.name}": told_checksum(kernels.checksum(m.param.detach().cpu()))
+        for m in members
+        if m.param.numel() and not m.param.is_meta and not (start and start.gives(m.param))
+    }
 
 
 @contextmanager

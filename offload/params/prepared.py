@@ -22,7 +22,7 @@ from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.device import READS_IN_FLIGHT_BYTES, DeviceTransfer, used_bytes
-from offload.distributed import Ranks
+from offload.distributed import Ranks, by_consensus, check_alike, each_by_consensus
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim import Session, attach
 from offload.optim.consistency import clear_frames
@@ -44,7 +44,7 @@ from offload.params.hooks import forget_interrupted_backward, watch_gradients
 from offload.params.mean_gradients import ShardContext
 from offload.params.model_buffers import ModelBuffers
 from offload.params.model_methods import ReplacedModelMethods
-from offload.params.prepare_consensus import agreed, by_consensus, same_random
+from offload.params.prepare_consensus import same_random
 from offload.params.prepare_plan import PreparePlan
 from offload.params.recompute import Recompute, layers_of
 from offload.params.sharded_gradients import ShardedGradients
@@ -352,7 +352,17 @@ class Prepared:
         return self.prepare_plan.own_of(param)
 
     def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:
-        return agreed(self.ranks, "step", look, tell)
+        if self.ranks is None:
+            return look()
+        found: list[T] = []
+
+        def look_and_tell() -> Mapping[str, object]:
+            found.append(look())
+            return tell(found[0])
+
+        said = each_by_consensus(self.ranks, "step", look_and_tell, others=StateError)
+        check_alike("step", said, "every rank must do the same", StateError)
+        return found[0]
 
     def sum_over_ranks(self, value: float) -> float:
         return value if self.ranks is None else self.ranks.sum([value], "gradient norm")[0]

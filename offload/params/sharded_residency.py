@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.core.errors import CapacityError, OffloadError, StateError
+from offload.core.errors import OffloadError, StateError
 from offload.core.log import LOG
 from offload.core.ticket import split
-from offload.distributed import Ranks
+from offload.distributed import Ranks, by_consensus, each_by_consensus
 from offload.params.block import Block, Presence, pinned
 from offload.params.external_edits import take_in_rebound, untangle
-from offload.params.gathered import GatheredBlockMemory
+from offload.params.gathered import Claim, GatheredBlockMemory
 from offload.params.gathered_host import whole_in_host
 from offload.params.gathered_tier import GatheredTier
 from offload.params.prefetch import HORIZON, look_ahead, next_uses
@@ -335,17 +335,17 @@ class ShardedResidency(Residency):
         if not nbytes:
             yield
             return
-        share, error = None, None
+        shares: list[Claim] = []
+
+        def take() -> None:
+            shares.append(self._gather_memory.take(nbytes, "parameters that are resident at once"))
+
         try:
-            share = self._gather_memory.take(nbytes, "parameters that are resident at once")
-        except CapacityError as refused:
-            error = refused
-        try:
-            self._ranks.agree(error, "resident")
+            by_consensus(self._ranks, "resident", take)
             with self.tier.widened(nbytes):
                 yield
         finally:
-            if share is not None:
+            for share in shares:
                 share.release()
 
     def _sums(self, blocks: Sequence[Block]) -> list[int]:
@@ -361,14 +361,14 @@ class ShardedResidency(Residency):
         """Take in the changes of these blocks if they are the same on all ranks. Otherwise discard
         them and raise `StateError`.
         """
-        error: BaseException | None = None
-        try:
+
+        def look() -> list[int]:
             self._take_in_rebound(blocks)
-        except Exception as raised:
-            error = raised
-        now = [] if error else self._sums(blocks)
-        self._ranks.agree(error, "parameters that were changed")
-        each = self._ranks.exchange(now, "parameters that were changed")
+            return self._sums(blocks)
+
+        each = each_by_consensus(
+            self._ranks, "parameters that were changed", look, others=StateError
+        )
         other = [b for b, *sums in zip(blocks, *each, strict=True) if len(set(sums)) > 1]
         if other:
             with self._lock:

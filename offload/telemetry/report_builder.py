@@ -13,9 +13,9 @@ from offload.core.budget import HOST
 from offload.core.errors import ConfigError
 from offload.core.heap import HEAP
 from offload.core.metrics import Metrics, MetricsSnapshot
+from offload.distributed import NETWORK
 from offload.optim import Session, is_wrapped
 from offload.optim.step_stats import StepStats
-from offload.params.gathered_tier import NETWORK
 from offload.params.prepared import Prepared, prepared_of
 from offload.params.sharded_residency import ShardedResidency
 from offload.planning.planner import make_plan

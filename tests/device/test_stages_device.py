@@ -17,7 +17,7 @@ from support.ranks.launch import run
 from torch import nn
 
 from offload import kernels
-from offload.optim.sums import checksums
+from offload.optim.agreement import checksums
 
 
 @pytest.mark.parametrize("stage", [1, 2])

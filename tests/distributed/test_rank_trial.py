@@ -102,8 +102,10 @@ def differ_in_config(rank: int) -> tuple[str, str]:
 
 def test_a_setting_that_differs_is_named_with_its_values() -> None:
     for wrapped, prepared in run(2, differ_in_config):
-        assert "differ in max_grad_norm; give all ranks the same" in wrapped, wrapped
-        assert "config: max_grad_norm: rank 1 has 2.0, rank 0 has 1.0" in prepared, prepared
+        assert "differ in max_grad_norm (2.0 and 1.0); give all ranks the same" in wrapped, wrapped
+        assert (
+            "config: rank 1 and rank 0 differ in max_grad_norm (2.0 and 1.0); give" in prepared
+        ), prepared
 
 
 def other_groups(rank: int) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,16 @@ from support.ranks.launch import outcomes, run
 from offload import distributed, kernels
 from offload.core import node_share
 from offload.core.config import Config
-from offload.core.errors import ConfigError, OffloadError, StateError, StoreError
+from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError, StoreError
 from offload.core.ticket import Ticket
-from offload.distributed import Ranks, ranks_of, side_channel
+from offload.distributed import (
+    Ranks,
+    by_consensus,
+    check_alike,
+    each_by_consensus,
+    ranks_of,
+    side_channel,
+)
 from offload.distributed.partition import Partition
 from offload.planning.limits import host_bytes
 
@@ -146,6 +154,11 @@ def test_what_is_counted_is_what_the_kernel_counts() -> None:
         assert 0.99 * counted <= seen <= 1.01 * counted  # gloo has headers of its own
 
 
+def fail_on(number: int, rank: int, error: Exception) -> None:
+    if rank == number:
+        raise error
+
+
 def talk(rank: int) -> None:
     group = ranks()
     assert group.exchange({"rank": rank, "text": "ä" * rank}, "talk") == [
@@ -155,19 +168,25 @@ def talk(rank: int) -> None:
     first, second, third = group.sum(values, "sum")
     assert first == math.fsum(0.1 * (r + 1) for r in range(group.count))
     assert second == math.fsum([-1e300] + [1e300] * (group.count - 1)) and third == math.inf
-    group.check_equal("the number of layers", 3, "use the same model on all ranks")
-    with pytest.raises(ConfigError, match=r"layers: rank 1 has 4, rank 0 has 3; use the same"):
-        group.check_equal("the number of layers", 3 + rank, "use the same model on all ranks")
-    group.agree(None, "wrap")
-    if rank == 1:
-        with pytest.raises(ValueError, match="mine"):
-            group.agree(ValueError("mine"), "wrap")
-    else:
-        with pytest.raises(
-            StateError, match=r"rank 1 failed, so no rank continues: ValueError: mine"
-        ):
-            group.agree(None, "wrap")
-    other = group.another()
+    alike = each_by_consensus(group, "wrap", lambda: {"the number of layers": 3})
+    check_alike("wrap", alike, "use the same model on all ranks")
+    apart = each_by_consensus(group, "wrap", lambda: {"the number of layers": 3 + rank})
+    with pytest.raises(
+        ConfigError, match=r"differ in the number of layers \(4 and 3\); use the sa"
+    ):
+        check_alike("wrap", apart, "use the same model on all ranks")
+    assert by_consensus(group, "wrap", lambda: rank) == rank
+    ways: tuple[Any, ...] = by_consensus, each_by_consensus
+    for error, kinds in (
+        (ValueError("mine"), (StateError, StateError)),
+        (CapacityError("mine"), (StateError, CapacityError)),
+    ):
+        for way, kind in zip(ways, kinds, strict=True):
+            with pytest.raises(type(error) if rank == 1 else kind) as raised:
+                way(group, "wrap", partial(fail_on, 1, rank, error))
+            told = f"wrap: rank 1 failed, so no rank continues: {type(error).__name__}: mine"
+            assert str(raised.value) == ("mine" if rank == 1 else told)
+    other = Ranks(list(range(group.count)), group.deadline_s)
     assert other.exchange(rank, "beside") == list(range(group.count))
     other.close()
     with pytest.raises(StateError, match="closed"):

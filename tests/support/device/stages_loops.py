@@ -193,7 +193,11 @@ def refuses_places(rank: int, wrap: Callable[[Any], Any]) -> None:
     for places in (("fake", "cpu"), ("cpu", "fake"), ("fake:0", "fake:1")):
         refused(ConfigError, "all on one device", partial(wrap, sgd(ones(*places))))
     other = ones("fake" if rank else "cpu")
-    refused(ConfigError, "device: rank 1 has .fake.", partial(wrap, sgd(other)))
+    refused(
+        ConfigError,
+        "device: rank 1 and rank 0 differ in the kind of device .fake and cpu",
+        partial(wrap, sgd(other)),
+    )
     params = ones("fake")
     params[0].data.add_(rank)
     refused(ConfigError, "differ in the values of group 0 param 0", partial(wrap, sgd(params)))

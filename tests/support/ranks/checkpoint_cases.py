@@ -171,7 +171,7 @@ def arguments_that_differ(rank: int, folder: Path) -> None:
         assert "rank 1" in message and time.monotonic() - begin < 20
     dist.barrier()
     refused("path", f"x{1 - rank}", lambda: save(f"x{rank}"), ("StateError",))
-    refused("keep", "keep is", lambda: save(keep=rank + 1), ("ConfigError",))
+    refused("keep", "differ in keep (2 and 1)", lambda: save(keep=rank + 1), ("ConfigError",))
     other = torch.optim.SGD(model.parameters(), lr=1.0) if rank == 1 else optimizer
     refused("optimizer", "not there", lambda: save(optimizer=other), ("ConfigError",))
     optimizer.param_groups[0]["lr"] = 0.5 if rank == 1 else 0.25
@@ -185,7 +185,10 @@ def arguments_that_differ(rank: int, folder: Path) -> None:
     wrong = {1: object()}.get(rank, 1)  # one rank cannot save what it is given
     kinds = ("ConfigError",)
     refused(
-        "extra", "extra" if rank == 1 else "rank 1 has failed", lambda: save(extra=wrong), kinds
+        "extra",
+        "extra" if rank == 1 else "rank 1 failed, so no rank",
+        lambda: save(extra=wrong),
+        kinds,
     )
     assert save("good") == folder / "good"
     refused("again", "is there already", lambda: save("good"), kinds)
@@ -212,7 +215,7 @@ def arguments_that_differ(rank: int, folder: Path) -> None:
     kind, message = caught(lambda: offload.load(folder / "good", model, optimizer))
     assert "CRC-32" in message, message
     assert kind == "CorruptionError"
-    assert ("has failed" in message) == (rank != dist.get_world_size() - 1)
+    assert ("no rank continues" in message) == (rank != dist.get_world_size() - 1)
     assert digest(model, optimizer) == before
 
 
