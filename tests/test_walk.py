@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.tools.selftest.least import least_bytes
+from offload.tools.selftest.model import least_bytes
 
 PACKAGE = Path(offload.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "design.md"

@@ -31,11 +31,11 @@ from offload.device import HostTransfer
 from offload.kernels import calls
 from offload.storage.disk import DiskStore
 from offload.tools import cli
-from offload.tools.selftest import bits, check, checkpoints, kill_loop, registry, supervisor
+from offload.tools.cli.selftest import format_table
+from offload.tools.selftest import bits, check, checkpoints, kill_loop, supervisor
 from offload.tools.selftest.check import CheckResult, CheckStatus, NotRun, PassedCheck, Setting
-from offload.tools.selftest.runner import run_check
 from offload.tools.selftest.supervisor import SelftestRequest, supervise
-from offload.tools.selftest.table import format_table
+from offload.tools.selftest.worker import run_check
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("own_budget")]
 
@@ -73,7 +73,7 @@ def test_all_checks_pass_here_and_nothing_is_left(tmp_path: Path) -> None:
     done = selftest("--quick", "--json", "--device", "cpu", "--nvme", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
-    assert [each["name"] for each in told["checks"]] == list(registry.CHECKS)
+    assert [each["name"] for each in told["checks"]] == list(check.CHECKS)
     by_status = {each["name"]: each["status"] for each in told["checks"]}
     apart = {"faults.io_uring"}  # containers may forbid it
     assert by_status.pop("prepare.device") == "not run"
@@ -96,13 +96,13 @@ def test_all_checks_pass_here_and_nothing_is_left(tmp_path: Path) -> None:
     }
     assert str(tmp_path) not in done.stdout, "whose directories these are is nobody's business"
     assert list(tmp_path.iterdir()) == []
-    assert f"[1/{len(registry.CHECKS)}]" in done.stderr
+    assert f"[1/{len(check.CHECKS)}]" in done.stderr
 
 
 @pytest.mark.quick
 def test_every_name_is_a_check() -> None:
-    for name in registry.CHECKS:
-        assert callable(registry.find(name)), name
+    for name in check.CHECKS:
+        assert callable(check.find(name)), name
 
 
 # --- faults that must be found --------------------------------------------------------------------
@@ -422,7 +422,7 @@ from fake_accelerator import load
 load("lazy", 0, 1 << 28)
 from offload.tools.selftest import copies
 from offload.tools.selftest.check import Setting
-from offload.tools.selftest.runner import run_check
+from offload.tools.selftest.worker import run_check
 from offload.device import DeviceBuffer, DeviceTransfer
 from offload.device.device import Mark
 import torch
@@ -480,9 +480,9 @@ def test_a_transfer_that_forgets_a_wait_fails(fault: str, tmp_path: Path) -> Non
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, function: Callable[[Setting], PassedCheck]) -> None:
-    from offload.tools.selftest import runner
+    from offload.tools.selftest import worker
 
-    monkeypatch.setattr(runner, "find", lambda name: function)
+    monkeypatch.setattr(worker, "find", lambda name: function)
 
 
 @pytest.mark.quick
@@ -538,7 +538,7 @@ def test_no_check_needs_torch_to_be_chosen() -> None:
 
 PLANTED = """
 import os, sys, time
-from offload.tools.selftest import runner, worker
+from offload.tools.selftest import worker
 from offload.tools.selftest.check import PassedCheck
 def crash(setting):
     print("last words", file=sys.stderr)
@@ -552,7 +552,7 @@ def hang(setting):
         time.sleep(600)
     time.sleep(600)
 planted = {"kernels.reference": crash, "kernels.casts": leave, "kernels.statistics": hang}
-runner.find = lambda name: planted.get(name, lambda setting: PassedCheck("things", 1))
+worker.find = lambda name: planted.get(name, lambda setting: PassedCheck("things", 1))
 code = worker.main(int(sys.argv[-1]))
 os._exit(code)
 """
@@ -696,10 +696,10 @@ def test_nothing_run_is_not_all_well() -> None:
 
 def test_the_same_seed_draws_the_same() -> None:
     for only in FOR_PROCESSES:
-        assert only in registry.CHECKS
-    assert registry.choose("copies.transfer, kernels.slices") == FOR_PROCESSES
-    assert registry.choose("faults") == tuple(n for n in registry.CHECKS if "faults." in n)
-    assert registry.choose(None) == registry.CHECKS
+        assert only in check.CHECKS
+    assert check.choose("copies.transfer, kernels.slices") == FOR_PROCESSES
+    assert check.choose("faults") == tuple(n for n in check.CHECKS if "faults." in n)
+    assert check.choose(None) == check.CHECKS
 
 
 @pytest.mark.parametrize(
@@ -767,4 +767,4 @@ def test_help_ends_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_names_that_are_wrong_are_told_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="groups: kernels, wrap, prepare, copies"):
-        registry.choose("everything")
+        check.choose("everything")

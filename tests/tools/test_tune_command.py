@@ -29,6 +29,7 @@ from torch import nn
 import offload
 from offload import kernels
 from offload.core.errors import ConfigError
+from offload.integrations.screen import StatusLine
 from offload.planning import planner, profile, trial, tuning
 from offload.planning.profile import Tuned, Tuning
 from offload.planning.trial import TrialOrder, TrialResult, TrialTarget
@@ -656,7 +657,7 @@ class Terminal:
 
 def test_on_a_terminal_the_line_of_the_running_trial_is_written_over() -> None:
     screen: Any = Terminal()
-    found = table.TrialTable(screen)
+    found = table.TrialTable(StatusLine(screen, 0.5))
     search = Search(SearchSpace(Tuning(), ()), lambda _: Measured((1.0,), 1.0), 100.0, found.add)
     found.search = search
     found.tick(Tuning(prefetch_depth=2), 3.0)

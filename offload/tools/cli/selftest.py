@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import offload
-from offload.tools.output import print_json, print_lines, status_line
-from offload.tools.selftest.registry import GROUPS, choose
+from offload.tools.output import count_statuses, print_json, print_lines, status_line, table
+from offload.tools.selftest.check import GROUPS, CheckResult, CheckStatus, choose
 from offload.tools.selftest.supervisor import CheckResults, SelftestRequest, supervise
-from offload.tools.selftest.table import count, format_table
 
 SUMMARY: Final = "Prove the engine on this machine in a few minutes; exit code 1: something failed."
 EXIT_FAILED: Final = 1
@@ -111,3 +111,38 @@ def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
             "exit_code": EXIT_FAILED if findings.has_failed else 0,
         },
     }
+
+
+# --- the table at the end, to paste into a bug report --------------------------------------------
+
+
+def format_table(about: Mapping[str, str], results: Sequence[CheckResult]) -> str:
+    """Format the facts about the machine, each check with its result, and the verdict as plain
+    text.
+    """
+    checks = [
+        (each.name, f"{each.status.value:<7}", f"{each.seconds:6.1f} s", _told(each))
+        for each in results
+    ]
+    facts = table([*about.items()])
+    return "\n".join(["offload selftest", "", *facts, "", *table(checks), "", summarize(results)])
+
+
+def _told(result: CheckResult) -> str:
+    return f"{result.count:,} {result.text}" if result.status is CheckStatus.PASSED else result.text
+
+
+def count(results: Sequence[CheckResult]) -> dict[str, int]:
+    return count_statuses(CheckStatus, (result.status for result in results))
+
+
+def summarize(results: Sequence[CheckResult]) -> str:
+    """Return the last line: the counts, the seconds and the verdict."""
+    numbers = ", ".join(f"{count} {status}" for status, count in count(results).items())
+    seconds = sum(result.seconds for result in results)
+    text = f"{numbers}, in {seconds:.0f} s"
+    if any(result.status is CheckStatus.FAILED for result in results):
+        return f"{text}: do not trust results here; please report this table."
+    if all(result.status is CheckStatus.NOT_RUN for result in results):
+        return f"{text}: nothing was proved."
+    return f"{text}: all that ran is right."

@@ -9,23 +9,17 @@ chooses the next tuning. This process needs no torch.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from offload.core.config import PARAM_DTYPES
 from offload.core.strict_json import printable
 from offload.planning.trial import TrialResult
-from offload.tools.output import results
+from offload.tools.child import ended_by_signals
+from offload.tools.output import print_json, print_lines, status_line, table
 from offload.tools.tune.picture import draw
 from offload.tools.tune.search import Search, TunedTrial, TuneResult
 from offload.tools.tune.session import TuneSession
@@ -50,6 +44,7 @@ exit codes: 0 tuned, 2 it could not be done, 130 interrupted (nothing is written
 """
 MINUTES: Final = 10.0
 WARM_UP, STEPS = 2, 5
+_EVERY_S: Final = 0.5  # between two updates of the status line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,17 +89,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune, write the profile and the picture, print the result; return the exit code."""
     wish = TuneRequest.of(args)
-    table = TrialTable(sys.stderr)
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="offload-tune-") as directory:
+    line = status_line(_EVERY_S)
+    scratch = tempfile.TemporaryDirectory(prefix="offload-tune-")
+    with ended_by_signals(lambda number: SystemExit(128 + number)), scratch as directory:
         program = Program(wish.command, Path(directory), args.warm_up, args.steps)
-        session = TuneSession(program, wish, table)
+        session = TuneSession(program, wish, TrialTable(line))
         try:
             finding = session.run()
         except BaseException:
-            table.end()
             if args.keep and session.has_found:
-                table.say(f"broken off; the best so far is kept: {session.write()}")
+                line.say(f"broken off; the best so far is kept: {session.write()}")
             raise
+        finally:
+            line.erase()
     path = session.write()
     note = draw(
         session.search.trials,
@@ -113,32 +110,11 @@ def run(args: argparse.Namespace) -> int:
         f"{wish.name}: {describe(finding.best, session.layer_bytes)}",
         wish.picture,
     )
-    with results() as stream:
-        if args.json:
-            print(json.dumps(_as_json(session, finding, path, note), allow_nan=False), file=stream)
-        else:
-            print("\n".join(_as_text(session, finding, path, note)), file=stream)
+    if args.json:
+        print_json(_as_json(session, finding, path, note))
+    else:
+        print_lines(_as_text(session, finding, path, note))
     return 0
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit while the block runs, so that it unwinds as after
-    Ctrl-C and leaves no trial running. Does nothing in threads other than the main one.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -169,7 +145,7 @@ def _as_text(session: TuneSession, finding: TuneResult, path: Path, note: str | 
         ("picture", note or printable(wish.picture)),
         ("use it", _how_to_use(wish)),
     ]
-    return [f"{name:<8} {text}" for name, text in rows]
+    return table(rows, width=None)
 
 
 def _how_many(search: Search) -> str:

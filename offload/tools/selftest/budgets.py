@@ -15,8 +15,7 @@ from offload.core.host_facts import ROOT, read_text
 from offload.core.pool import Pool
 from offload.params.prepared import prepared_of
 from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
-from offload.tools.selftest.least import least_bytes
-from offload.tools.selftest.model import make_model, make_optimizer
+from offload.tools.selftest.model import least_bytes, make_model, make_optimizer
 
 _PAGE = 4096
 _MIB = 1 << 20

@@ -19,8 +19,7 @@ from offload.checkpoint.format.verify import verify
 from offload.core.errors import OffloadError
 from offload.tools.selftest.bits import require_same, require_same_states
 from offload.tools.selftest.check import CheckFailed, PassedCheck, Setting, require
-from offload.tools.selftest.least import least_bytes
-from offload.tools.selftest.model import make_model, make_optimizer, train
+from offload.tools.selftest.model import least_bytes, make_model, make_optimizer, train
 
 WAYS = ("wrap", "prepare")
 _HALF = 2  # steps before a save, and after it

@@ -1,4 +1,6 @@
-"""A small GPT, its batches, and a training loop as users write it, which records its results."""
+"""A small GPT, its batches, a training loop as users write it, which records its results, and the
+least budget in which it can be trained.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from offload.api import wrap
+from offload.core.errors import CapacityError
 from offload.tools.selftest.check import Setting
 from offload.tools.selftest.torch_bits import without_promise
 
 WORDS, WIDTH, LAYERS = 256, 96, 4
 BATCH, LENGTH = 2, 16
 DROPOUT = 0.1
+_STEP_BYTES = 4096
+_MOST_BYTES = 1 << 34
 
 
 class GPTLayer(nn.Module):
@@ -144,3 +149,19 @@ def train_plain(model: nn.Module, setting: Setting, steps: int) -> tuple[list[An
     if hasattr(optimizer, "close"):
         optimizer.close()
     return seen, [value.cpu() for value in model.state_dict().values()]
+
+
+def least_bytes(plan: Callable[[int], object]) -> int:
+    """Return the least bytes, in whole pages, for which `plan` does not raise `CapacityError`. A
+    plan allocates nothing.
+    """
+    low, high = 0, _MOST_BYTES // _STEP_BYTES
+    plan(high * _STEP_BYTES)  # raises errors that do not depend on the budget
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            plan(middle * _STEP_BYTES)
+            high = middle
+        except CapacityError:
+            low = middle
+    return high * _STEP_BYTES

@@ -16,8 +16,7 @@ from offload.params.prepared import prepared_of
 from offload.planning.shares import least_device_bytes, on_device_bytes
 from offload.tools.selftest.bits import require_same
 from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
-from offload.tools.selftest.least import least_bytes
-from offload.tools.selftest.model import make_model, make_optimizer, train, train_plain
+from offload.tools.selftest.model import least_bytes, make_model, make_optimizer, train, train_plain
 
 _MARGINS = (1.0, 1.5, 2.5, 4.0)
 _Plain = tuple[list[Any], list[Tensor]]

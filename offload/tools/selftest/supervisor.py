@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from offload.core.errors import ConfigError, StateError, StoreError
+from offload.tools.child import ended_by_signals, last_lines, signal_group
 from offload.tools.selftest.check import CheckResult, CheckStatus
 
 LIMIT_S = 240.0  # of one check
@@ -69,7 +69,7 @@ def supervise(
     runs.
     """
     findings = CheckResults()
-    with _ended_by_signals(), _scratch(request.parent) as directory:
+    with ended_by_signals(_as_ctrl_c), _scratch(request.parent) as directory:
         while left := [*request.names][len(findings.results) :]:
             before = len(findings.results)
             with _CheckProcess(request, left, directory) as worker:
@@ -78,6 +78,10 @@ def supervise(
                 name = left[len(findings.results) - before]
                 findings.results.append(CheckResult(name, CheckStatus.FAILED, worker.since_s, fate))
     return findings
+
+
+def _as_ctrl_c(number: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt()
 
 
 def _follow(
@@ -181,9 +185,7 @@ class _CheckProcess:
             text = f"had not ended after {self.since_s:.0f} s"
         else:
             text = f"ended with {self._end()}"
-        self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, self._said.tell() - _LAST_BYTES))
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        lines = [line for line in last_lines(self._said, _LAST_BYTES) if line.strip()]
         return text + (f"; it said: {lines[-1]}" if lines else "")
 
     def _end(self) -> str:
@@ -200,8 +202,7 @@ class _CheckProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(ProcessLookupError):  # all processes of the group have ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+        signal_group(self._process, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # input that it has not read
@@ -239,27 +240,3 @@ def _scratch(parent: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, so that it is cleaned
-    up as after Ctrl-C. A signal that is ignored stays so.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {}
-    try:
-        for number in numbers:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
-                before[number] = signal.signal(number, interrupt)
-    except ValueError:
-        pass  # not in the main thread, where alone Python handles signals
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

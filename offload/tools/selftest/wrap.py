@@ -17,7 +17,7 @@ from offload.api import plan, report, wrap
 from offload.optim import Lion
 from offload.tools.selftest.bits import require_same, require_same_states
 from offload.tools.selftest.check import PassedCheck, Setting, require
-from offload.tools.selftest.least import least_bytes
+from offload.tools.selftest.model import least_bytes
 from offload.tools.selftest.torch_bits import require_promise, without_promise
 
 SIZES = ((300, 130), (5,), (257, 64), (3, 7), (1,), (70_001,), (40, 1000))

@@ -142,7 +142,7 @@ class Search:
         self._measure = measure
         self._limit_s = limit_s
         self._tell = tell
-        self._runs: dict[Tuning, list[Measured]] = {}
+        self._runs: dict[Tuning, list[Measured]] = {}  # without those that have failed
 
     @property
     def spent_s(self) -> float:
@@ -154,7 +154,9 @@ class Search:
 
     def take(self, tuning: Tuning, measured: Measured) -> None:
         """Add a trial that was measured already."""
-        self._runs.setdefault(tuning, []).append(measured)
+        runs = self._runs.setdefault(tuning, [])
+        if measured.failure is None:
+            runs.append(measured)
         self.trials.append(TunedTrial(len(self.trials) + 1, tuning, measured))
         self._tell(self.trials[-1])
 
@@ -176,7 +178,7 @@ class Search:
     def finding(self) -> TuneResult:
         """Return the result so far."""
         base, best = self.space.base, self.best
-        runs = self._good(best)
+        runs = self._runs.get(best, [])
         return TuneResult(
             best=best,
             base=base,
@@ -189,8 +191,7 @@ class Search:
 
     def step_s(self, tuning: Tuning) -> float:
         """Return the median seconds of an iteration over all trials; infinite if none succeeded."""
-        runs = self._good(tuning)
-        return statistics.median(run.step_s for run in runs) if runs else math.inf
+        return _step_s(self._runs.get(tuning, ()))
 
     @property
     def noise(self) -> float:
@@ -199,15 +200,12 @@ class Search:
         """
         squares = _NOISE_WEIGHT * _LEAST_NOISE**2
         degrees = _NOISE_WEIGHT
-        for tuning in self._runs:
-            logs = [math.log(run.step_s) for run in self._good(tuning)]
-            if len(logs) > 1:
-                middle = statistics.fmean(logs)
-                squares += sum((value - middle) ** 2 for value in logs)
+        for runs in self._runs.values():
+            if len(runs) > 1:
+                logs = [math.log(run.step_s) for run in runs]
+                squares += statistics.variance(logs) * (len(logs) - 1)
                 degrees += len(logs) - 1
         return math.sqrt(squares / degrees)
-
-    # --- one knob ---------------------------------------------------------------------------------
 
     def _refine(self, knob: Knob) -> None:
         """Move to a better neighbour until there is none."""
@@ -255,51 +253,40 @@ class Search:
         """Return whether the tuning was measured twice and is either significantly better, or not
         worth more trials.
         """
-        unit = _doubt(self._good(tuning), self._good(self.best), self.noise)
-        lead = self._lead(tuning)
-        return len(self._good(tuning)) > 1 and (lead > 2 or (lead + 2) * unit < _WORTH)
+        runs, lead = self._runs[tuning], self._lead(tuning)
+        worth = (lead + 2) * _doubt(runs, self._runs[self.best], self.noise)
+        return len(runs) > 1 and (lead > 2 or worth < _WORTH)
 
     def _lead(self, tuning: Tuning) -> float:
         """Return by how much the tuning is faster than the best, in standard errors."""
-        return _lead(self._good(tuning), self._good(self.best), self.noise)
-
-    # --- the end ----------------------------------------------------------------------------------
+        return _lead(self._runs.get(tuning, ()), self._runs[self.best], self.noise)
 
     def _decide(self) -> None:
         """Measure winner and base again, by turns, and return to the base unless the winner's lead
-        is significant.
+        is significant. Only these runs count, or all if there is no time for any.
         """
-        base, best = self.space.base, self.best
-        if best == base:
+        pair = (self.best, self.space.base)
+        if self.best == self.space.base:
             return
-        fresh: dict[Tuning, list[Measured]] = {best: [], base: []}
+        lead, before = self._lead_of(pair, (0, 0)), [len(self._runs[tuning]) for tuning in pair]
         for number in range(_MOST_FINAL_ROUNDS):
             enough = _BEATEN if number > _LEAST_FINAL_ROUNDS else _EVIDENT
-            is_clear = not 0 < self._fresh_lead(fresh) <= enough
+            is_clear = not 0 < lead <= enough
             if (is_clear and number >= _LEAST_FINAL_ROUNDS) or not self._has_time(2, reserved=0):
                 break
-            for tuning in fresh:
-                fresh[tuning].append(self._try(tuning))
-        if self._fresh_lead(fresh) <= _BEATEN:
-            self.best = base
+            for tuning in pair:
+                self._try(tuning)
+            lead = self._lead_of(pair, before)
+        if lead <= _BEATEN:
+            self.best = self.space.base
 
-    def _fresh_lead(self, fresh: dict[Tuning, list[Measured]]) -> float:
-        """Return the lead of the first tuning over the second, by its fresh trials, or by all
-        trials where there are no fresh ones.
-        """
-        seen = [[run for run in runs if run.failure is None] for runs in fresh.values()]
-        if not any(fresh.values()):
-            seen = [self._good(tuning) for tuning in fresh]
-        return _lead(seen[0], seen[1], self.noise)
+    def _lead_of(self, pair: Sequence[Tuning], begin: Sequence[int]) -> float:
+        """Return the lead of the first over the second by their runs from these numbers on."""
+        runs = [self._runs[tuning][number:] for tuning, number in zip(pair, begin, strict=True)]
+        return _lead(runs[0], runs[1], self.noise)
 
-    # --- trials -----------------------------------------------------------------------------------
-
-    def _try(self, tuning: Tuning) -> Measured:
+    def _try(self, tuning: Tuning) -> None:
         self.take(tuning, self._measure(tuning))
-        return self.trials[-1].measured
-
-    def _good(self, tuning: Tuning) -> list[Measured]:
-        return [run for run in self._runs.get(tuning, ()) if run.failure is None]
 
     def _has_time(self, trials: int, reserved: int | None = None) -> bool:
         """Return whether there is time for so many trials and the reserved ones of the end."""
@@ -319,6 +306,10 @@ def spread_s(seconds: Sequence[float]) -> float:
     return (upper - lower) / 2
 
 
+def _step_s(runs: Sequence[Measured]) -> float:
+    return statistics.median(run.step_s for run in runs) if runs else math.inf
+
+
 def _doubt(one: Sequence[Measured], other: Sequence[Measured], noise: float) -> float:
     """Return the standard error of the ratio of two tunings' medians, as a share."""
     return noise * math.sqrt(1 / max(1, len(one)) + 1 / max(1, len(other)))
@@ -328,5 +319,4 @@ def _lead(one: Sequence[Measured], other: Sequence[Measured], noise: float) -> f
     """Return by how much the first is faster, in standard errors of the ratio."""
     if not one or not other:
         return math.inf if one else -math.inf
-    first, second = (statistics.median(run.step_s for run in runs) for runs in (one, other))
-    return math.log(second / first) / _doubt(one, other, noise)
+    return math.log(_step_s(other) / _step_s(one)) / _doubt(one, other, noise)

@@ -11,7 +11,7 @@ from offload.core.host_facts import read_memory
 from offload.planning import profile
 from offload.planning.profile import Profile, Tuned, Tuning
 from offload.planning.trial import TrialResult, TrialTarget
-from offload.tools.tune.search import Measured, Search, TunedTrial, TuneResult
+from offload.tools.tune.search import Measured, Search, TuneResult
 from offload.tools.tune.space import Limit, make_base, make_space
 from offload.tools.tune.table import TrialTable
 from offload.tools.tune.trials import Program, TrialFailed
@@ -41,13 +41,12 @@ class TuneSession:
             first, base, wish.tries, wish.activations, profile.this_machine()[1]
         )
         self.table.layer_bytes = self.layer_bytes = first.layer_bytes
-        self.search = self.table.search = Search(space, self._measure, wish.limit_s, self._tell)
+        self.search = Search(space, self._measure, wish.limit_s, self.table.add)
+        self.table.search = self.search
         self.search.take(base, _measured(first, took_s))
         for note in notes:
-            self.table.say(f"{'':>5}  {note}")
-        finding = self.search.run()
-        self.table.end()
-        return finding
+            self.table.line.say(f"{'':>5}  {note}")
+        return self.search.run()
 
     def _measure(self, tuning: Tuning) -> Measured:
         limit_s = min(self.search.left_s, _SLACK * self._longest_s) + _SLACK_S
@@ -68,9 +67,6 @@ class TuneSession:
         self._longest_s = max(self._longest_s, took_s)
         self.results[self._started] = result
         return result, took_s
-
-    def _tell(self, trial: TunedTrial) -> None:
-        self.table.add(trial)
 
     @property
     def has_found(self) -> bool:

@@ -20,6 +20,7 @@ from offload.core.errors import ConfigError, FormatError, OffloadError
 from offload.core.strict_json import printable
 from offload.planning.profile import Tuning
 from offload.planning.trial import ENVIRONMENT, TrialOrder, TrialResult, load_result
+from offload.tools.child import last_lines, signal_group
 
 _EVERY_S = 0.05  # between two polls of the process
 _GRACE_S = 5.0  # for the process to end by itself when all is measured
@@ -112,20 +113,15 @@ def _start(
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the process group: SIGTERM first if the process still runs, SIGKILL in any case."""
     if process.poll() is None:
-        _signal(process, signal.SIGTERM)
+        signal_group(process, signal.SIGTERM)
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
         finally:
-            _signal(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
             process.wait()
     else:
-        _signal(process, signal.SIGKILL)  # workers of a loader may be left
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: the latter for an ended group
-        os.killpg(process.pid, number)
+        signal_group(process, signal.SIGKILL)  # workers of a loader may be left
 
 
 def _is_whole(path: Path) -> bool:
@@ -167,7 +163,5 @@ def _failure(
 
 def _tail(path: Path) -> str:
     with open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _TAIL_BYTES))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = last_lines(file, _TAIL_BYTES)
     return "\n".join(f"  {printable(line)}" for line in lines[-_TAIL_LINES:])
