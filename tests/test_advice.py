@@ -46,7 +46,6 @@ RAISED_BY = {
     "tools/forecast/": ("prepare",),
     "tools/cli/tune": ("prepare",),  # what it says to change in the program
     "tools/tune/": ("prepare",),
-    "optim/sliced_gradient": ("prepare",),
     "optim/sharded_coordinator": ("wrap",),
     "optim/optimizer": ("wrap",),  # whose scaler is refused
     "optim/reducer": ("wrap",),

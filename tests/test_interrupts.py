@@ -510,7 +510,7 @@ def test_ctrl_c_while_a_mean_is_awaited_loses_no_part_of_it() -> None:
             means.end_backward()
     copies.go()
     means.end_backward()
-    assert torch.equal(cast(Tensor, means._sums[0].place), torch.full((64,), 11.0))
+    assert torch.equal(cast(Tensor, means.sums[0].place), torch.full((64,), 11.0))
 
 
 # --- what is told -------------------------------------------------------------------------------

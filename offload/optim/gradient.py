@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from offload.core.errors import ConfigError
 from offload.distributed import local_of, placing_of
 from offload.optim.flat import in_order_of
+from offload.optim.gradient_handle import GradientHandle
+from offload.optim.gradient_source import Gradient
 from offload.optim.recipe import Record
-from offload.optim.sliced_gradient import SlicedGradient
-from offload.optim.spilled_gradient import SpilledGradient, SpilledGradientInput
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def gradient_of(record: Record) -> Tensor | SpilledGradientInput:
+def gradient_of(record: Record) -> Gradient:
     """Return a parameter's gradient, flat, in the order of the parameter's memory; refuse one that
     no update can use. The parameter must have one. For a DTensor it is this rank's part. For a
     gradient that is not in memory it is the handle of its values (`SpilledGradientInput`).
     """
     given = record.param.grad
     assert given is not None
-    if isinstance(given, SlicedGradient):
-        return given.source
-    if isinstance(given, SpilledGradient):
-        return given.source  # has the parameter's own shape and dtype
+    if isinstance(given, GradientHandle):
+        return given.input  # has the parameter's own shape and dtype
     placing = placing_of(given)
     if placing != record.placing:
         raise ConfigError(

@@ -1,177 +1,416 @@
-"""A tensor subclass that stands for a gradient whose values are not in its memory.
+"""A gradient whose values are not in memory as a whole, presented as an ordinary tensor.
 
-It has the shape, dtype and device of its parameter, and answers here all calls that need no values.
-The subclass decides about every other call: `SlicedGradient` refuses it, since no rank has all of
-the values; `SpilledGradient` fetches them. Neither knows which object holds the bytes: they ask a
-keeper.
+A source has the values: in the store, or shared out over the ranks. What training loops do with
+every gradient between backward and step needs no values: a stored gradient's norm is known, since
+torch computed it when the gradient arrived, and it is scaled when it is used; ranks reduce the
+norms of their shards. For every other operation the values are loaded into memory, whole, until the
+operation ends or the last view of them is released; changes are written back. So every operation
+has the bits that torch gives it. Where no rank has all of the values, the source refuses to load
+them.
+
+Autograd accumulates into a stored gradient as into any: the source adds to its values, part by
+part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-KEEPER = "_offload_keeper"
+from offload.core.holders import holders
+from offload.core.refusing_tensor import RefusingTensor, found_in, harmless
+from offload.optim.gradient_source import Gradient, GradientEdit, GradientSource
 
-# Attributes and methods that do not need a gradient's values.
-_ATTRIBUTES = (
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_meta",
-    "is_mkldnn",
-    "is_nested",
-    "is_quantized",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_xpu",
-    "itemsize",
-    "layout",
-    "nbytes",
-    "ndim",
-    "requires_grad",
-    "shape",
-    "_version",
+_aten = torch.ops.aten
+# Calls that hand out the memory: for how long it is used is not known.
+_GIVING_AWAY = frozenset(
+    {"data_ptr", "storage", "_typed_storage", "untyped_storage", "__dlpack__", "share_memory_"}
 )
-_METHODS = (
-    "__hash__",
-    "__len__",
-    "dim",
-    "element_size",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "is_signed",
-    "nelement",
-    "numel",
-    "size",
-    "stride",
-)
+_FACTORS = frozenset({"other", "scalar", "scalars", "tensor"})  # torch's names of the argument
+_ATTRIBUTES = ("device", "is_cpu", "is_cuda", "is_meta", "is_xpu")
+_METHODS = ("is_contiguous", "stride")
+
+Answers = Mapping[Any, Callable[..., Any]]
 
 
-class GradientHandle(Tensor):
-    """A handle of a gradient whose values a keeper holds. Only a keeper makes one."""
+@dataclass(eq=False)
+class _Values:
+    """The values of one gradient: with its source, or in memory while they are in use.
 
-    @classmethod
-    def made(cls, param: Tensor, keeper: object, device: torch.device) -> Self:
-        """Make the handle of a parameter's gradient. device: the device that torch sees. Holds no
-        reference to the parameter, which may hold this handle as its `.grad`.
+    is_exposed: another tensor may have changed them there. is_pinned: they stay there.
+    """
+
+    source: GradientSource
+    here: Tensor | None = None
+    is_exposed: bool = False
+    is_pinned: bool = False
+
+    def bring(self, func: Callable[..., Any]) -> Tensor:
+        if self.here is None:
+            self.here = self.source.load(func)
+        return self.here
+
+    def are_away(self) -> bool:
+        """Release the memory of the values, unless another tensor holds it, and write back what may
+        have been changed there. Return whether they are out of memory.
         """
-        made: Self = Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=device
+        if self.here is None:
+            return True
+        if self.is_pinned or holders(self.here) > 1:
+            self.is_exposed = True  # a change through another tensor is not seen
+            return False
+        if self.is_exposed:
+            self.source.store(self.here)
+        self.here, self.is_exposed = None, False
+        return True
+
+
+class GradientHandle(RefusingTensor):
+    """A handle of a gradient. Only the owner of its source makes one. It is used by one thread at a
+    time.
+    """
+
+    held: _Values
+
+    @staticmethod
+    def of(
+        param: Tensor, source: GradientSource, device: torch.device | str = "cpu"
+    ) -> GradientHandle:
+        """Make the handle of a parameter's gradient. device: the one that torch sees. The handle
+        holds no reference to the parameter, which may hold it as its `.grad`.
+        """
+        made: GradientHandle = Tensor._make_wrapper_subclass(
+            GradientHandle, param.shape, dtype=param.dtype, device=torch.device(device)
         )
-        setattr(made, KEEPER, keeper)
+        made.held = _Values(source)
         return made
 
+    @property
+    def source(self) -> GradientSource:
+        return self.held.source
+
+    @property
+    def input(self) -> Gradient:
+        """The values for the update: in memory only if another tensor holds them there."""
+        away = self.away
+        return self.held.bring(Tensor.view).view(-1) if away is None else away.input
+
+    @property
+    def away(self) -> GradientSource | None:
+        """The source, which has the values; None: they are in memory, held by another tensor."""
+        return self.source if self.held.are_away() else None
+
+    @property
+    def here(self) -> Tensor | None:
+        """The values, if they are in memory."""
+        return self.held.here
+
+    def keep_in(self, keep: Callable[[Tensor], Tensor]) -> Tensor:
+        """Detach from the source, which ends: from now on the values are where `keep` puts them, or
+        where they are in memory already. Returns them.
+        """
+        if self.held.here is None:
+            self.held.here = keep(self.source.load(Tensor.clone))
+        self.held.is_pinned = True
+        return self.held.here
+
     @classmethod
-    def __torch_function__(
+    def _harmless(cls) -> frozenset[Any]:
+        return _harmless()
+
+    @classmethod
+    def _decide(
+        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        answer = _answers_of(args, kwargs).get(func)
+        if answer is not None:
+            with torch.no_grad():
+                return answer(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if args and "_foreach_" in name and isinstance(args[0], (list, tuple)):
+            return _one_by_one(func, args[0], args[1:], kwargs)
+        return on_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _harmless():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        answer = cls._answers().get(func)
-        if answer is None:
-            return cls._otherwise(func, args, kwargs or {})
-        with torch.no_grad():
-            return answer(*args, **(kwargs or {}))
-
-    @classmethod
-    def _answers(cls) -> Mapping[Any, Callable[..., Any]]:
-        """Return the functions that are answered without the values, or applied where they are."""
-        raise NotImplementedError
-
-    @classmethod
-    def _otherwise(
-        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Handle a function that has no answer: refuse it, or fetch the values."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class GradientEdit:
-    """An in-place change that works on each element by itself, so that it gives the same bits now
-    or later, on the whole or part by part. is_blank: the values before it do not matter.
-    """
-
-    act: Callable[..., object]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    is_blank: bool = False
-
-    @classmethod
-    def of(cls, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdit:
-        """Make the edit that calls a method of `Tensor` with numbers or one-element tensors. The
-        tensors are copied: user code may change them before the edit is applied.
+        """Handle the operations that C++ calls: autograd's accumulation, and the simpler functions
+        that torch's own are made of.
         """
-        named = {key: _kept(one) for key, one in kwargs.items()}
-        return cls(getattr(Tensor, name), tuple(map(_kept, args)), named, name == "zero_")
+        answer = _answers_of(args, kwargs or {}).get(func)
+        if answer is not None:
+            return answer(*args, **(kwargs or {}))
+        return on_values(func, args, kwargs or {})
 
-    def check(self, like: Tensor) -> None:
-        """Raise now what torch would raise later, for values of the dtype of `like`."""
-        shape = (0,) if like.dim() else ()
-        self(torch.zeros(shape, dtype=like.dtype, device="cpu"))
+    def __deepcopy__(self, memo: object) -> Any:
+        return on_values(Tensor.clone, (self,), {})
 
-    def __call__(self, values: Tensor) -> None:
-        self.act(values, *self.args, **self.kwargs)
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return on_values(Tensor.clone, (self,), {}).__reduce_ex__(protocol)
 
 
-def handles_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield all handles among some arguments, also in nested lists, tuples and mappings."""
-    for one in values:
-        if isinstance(one, GradientHandle):
-            yield one
-        elif isinstance(one, (tuple, list)):
-            yield from handles_in(one)
-        elif isinstance(one, Mapping):
-            yield from handles_in(one.values())
-
-
-def itself() -> dict[Any, Callable[..., Any]]:
-    """Return the functions that a handle answers with itself: it has no graph, and no other
-    place.
-    """
-    each = (Tensor.detach, Tensor.detach_, Tensor.requires_grad_, Tensor.contiguous)
-    answers: dict[Any, Callable[..., Any]] = {one: lambda g, *_, **__: g for one in each}
-    answers[Tensor.data.__get__] = lambda g, *_: g  # type: ignore[attr-defined]
-    return answers
-
-
-def foreach(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the `foreach` variant of `act`: it takes a list, with one number for all or one each."""
-
-    def all_of(gradients: Sequence[Any], factor: Any = None) -> None:
-        for number, gradient in enumerate(gradients):
-            one = factor[number] if isinstance(factor, (tuple, list)) else factor
-            act(gradient, *(() if one is None else (one,)))
-
-    return all_of
-
-
-def is_plain(values: Iterable[Any]) -> bool:
-    """Return whether every value is a number or a tensor without dimensions."""
-    return all(not isinstance(one, Tensor) or one.dim() == 0 for one in values)
+def _answers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
+    """Return the answers of the first gradient among the arguments."""
+    first = next(found_in(GradientHandle, (args, kwargs)), None)
+    return first.source.answers if first is not None else {}
 
 
 @cache
 def _harmless() -> frozenset[Any]:
-    found = [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
-    return frozenset(found + [getattr(Tensor, name) for name in _METHODS])
+    return harmless(_ATTRIBUTES, _METHODS)
+
+
+# --- values in memory, while they are in use ------------------------------------------------------
+
+
+def on_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call `func` with the values in memory, and write back what it has changed."""
+    handles = {id(one): one for one in found_in(GradientHandle, (args, kwargs))}
+    values = {key: one.held.bring(func) for key, one in handles.items()}
+    versions = {key: one._version for key, one in values.items()}
+    try:
+        result = func(*_exchanged(args, values), **_exchanged(kwargs, values))
+        return _returned(result, {id(one): handles[key] for key, one in values.items()})
+    finally:
+        for key, one in handles.items():
+            if values[key]._version != versions[key] or _changes(func):
+                one.held.is_exposed = True
+            if getattr(func, "__name__", "") in _GIVING_AWAY:
+                one.held.is_pinned = True
+            one.held.are_away()
+
+
+def _changes(func: Any) -> bool:
+    """Return whether `func` works in place, by its schema or its name: not every such function
+    advances the version counter.
+    """
+    schema, name = getattr(func, "_schema", None), getattr(func, "__name__", "")
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _exchanged(value: Any, values: Mapping[int, Tensor]) -> Any:
+    """Return the same arguments with values in the place of handles."""
+    if isinstance(value, GradientHandle):
+        return values[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(_exchanged(one, values) for one in value)
+    if isinstance(value, Mapping):
+        return {key: _exchanged(one, values) for key, one in value.items()}
+    return value
+
+
+def _returned(result: Any, back: Mapping[int, Any]) -> Any:
+    """Put the handles back into the result, since a function that works in place returns its
+    argument.
+    """
+    if isinstance(result, Tensor):
+        return back.get(id(result), result)
+    if type(result) in (tuple, list):
+        return type(result)(_returned(one, back) for one in result)
+    return result
+
+
+def _one_by_one(
+    func: Callable[..., Any], tensors: Sequence[Any], rest: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Apply a function of lists to one tensor after the other, since memory has room for one
+    gradient.
+    """
+    lengths = {len(one) for one in (*rest, *kwargs.values()) if _is_list(one)}
+    if lengths - {len(tensors)}:  # torch reports the error
+        return on_values(func, (tensors, *rest), kwargs)
+    results: list[Any] = []
+    for number, one in enumerate(tensors):
+        lists = [each[number : number + 1] if _is_list(each) else each for each in rest]
+        named = {k: v[number : number + 1] if _is_list(v) else v for k, v in kwargs.items()}
+        found = on_values(func, ([one], *lists), named)
+        results += found if isinstance(found, (tuple, list)) else []
+    return results or None
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether the argument has an entry for each tensor; a 1-d tensor of numbers counts as a
+    list.
+    """
+    return isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dim() == 1)
+
+
+# --- without the values ---------------------------------------------------------------------------
+
+
+def answers_for(edits: Iterable[str]) -> dict[Any, Callable[..., Any]]:
+    """Return what a handle answers for any source: itself, since it has no graph and no other
+    place, and edits. edits: the methods of `Tensor` that the source carries out part by part.
+    """
+    answers: dict[Any, Callable[..., Any]] = {
+        one: lambda gradient, *_, **__: gradient
+        for one in (
+            Tensor.detach,
+            Tensor.detach_,
+            Tensor.requires_grad_,
+            Tensor.contiguous,
+            Tensor.data.__get__,  # type: ignore[attr-defined]
+            _aten.detach.default,
+        )
+    }
+    for name in edits:
+        answers[getattr(Tensor, name)] = _in_place(name)
+        if hasattr(torch, f"_foreach_{name}"):
+            answers[getattr(torch, f"_foreach_{name}")] = _foreach(name)
+    answers[Tensor.__imul__] = _in_place("mul_")
+    answers[Tensor.__itruediv__] = _in_place("div_")
+    return answers
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    def act(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        is_here = not isinstance(gradient, GradientHandle) or gradient.here is not None
+        if is_here or not _is_plain(given) or any(found_in(GradientHandle, given)):
+            return on_values(getattr(Tensor, name), (gradient, *args), kwargs)
+        edit = GradientEdit.of(name, args, kwargs)
+        edit.check(gradient)
+        gradient.source.edit(edit)
+        return gradient
+
+    return act
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    """Return whether every value is a number or a tensor without dimensions."""
+    return all(not isinstance(one, Tensor) or one.dim() == 0 for one in values)
+
+
+def _foreach(name: str) -> Callable[..., Any]:
+    whole, each = getattr(torch, f"_foreach_{name}"), _in_place(name)
+
+    def act(*args: Any, **kwargs: Any) -> None:
+        named = dict(kwargs)
+        gradients, *factors = [named.pop("self"), *args] if "self" in named else args
+        factors += [named.pop(key) for key in list(named) if key in _FACTORS]
+        lengths = {-1 if isinstance(f, Tensor) else len(f) for f in factors if _is_list(f)}
+        if named or len(factors) != (name != "zero_") or lengths - {len(gradients)}:
+            on_values(whole, args, kwargs)  # torch reports the error
+            return
+        for number, one in enumerate(gradients):
+            given = [f[number : number + 1] if _is_list(f) else f for f in factors]
+            if isinstance(one, GradientHandle):
+                each(one, *(f[0] if _is_list(f) else f for f in given))
+            else:
+                on_values(whole, ([one], *given), {})
+
+    return act
+
+
+@cache
+def answers_of_stored() -> Answers:
+    """Return what a handle answers whose source knows its norm, and adds and scales stored
+    values.
+    """
+    answers = answers_for(["mul_", "div_", "zero_"])
+    answers[Tensor.contiguous] = _contiguous
+    answers[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
+    for each in (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm):
+        answers[each] = _below(each)
+    answers[torch._foreach_norm] = lambda gradients, *args, **kwargs: [
+        _below(torch._foreach_norm)([one], *args, **kwargs)[0] for one in gradients
+    ]
+    answers[_aten.linalg_vector_norm.default] = _norm
+    answers[_aten._foreach_norm.Scalar] = _foreach_norm
+    answers[_aten.add_.Tensor] = _add
+    answers[torch._amp_foreach_non_finite_check_and_unscale_] = _unscale
+    return answers
+
+
+def _contiguous(gradient: Any, memory_format: torch.memory_format | None = None) -> Any:
+    if memory_format in (None, torch.contiguous_format):
+        return gradient
+    return on_values(Tensor.contiguous, (gradient,), {"memory_format": memory_format})
+
+
+def _set_data(gradient: Any, values: Tensor) -> None:
+    if values is not gradient:
+        on_values(Tensor.copy_, (gradient, values), {})
+
+
+def _below(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `func` as torch makes it of simpler functions, among which the
+    norm is answered.
+    """
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return ask
+
+
+def _norm(*args: Any, **kwargs: Any) -> Any:
+    known = None if kwargs else _known_norm(*args)
+    return on_values(_aten.linalg_vector_norm.default, args, kwargs) if known is None else known
+
+
+def _foreach_norm(gradients: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    is_plain = len(gradients) == 1 and len(args) < 2 and not kwargs
+    known = _known_norm(gradients[0], *args) if is_plain else None
+    if known is not None:
+        return [known]
+    return on_values(_aten._foreach_norm.Scalar, (gradients, *args), kwargs)
+
+
+def _known_norm(
+    gradient: Any,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+) -> Tensor | None:
+    is_whole = dim is None or list(dim) == list(range(gradient.dim()))
+    if not is_whole or keepdim or float(order) != 2.0 or gradient.here is not None:
+        return None
+    return gradient.source.norm()  # type: ignore[no-any-return]
+
+
+def _add(gradient: Any, values: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Add as autograd does, part by part if the values allow it."""
+    if rest or kwargs or not _adds_alike(gradient, values):
+        return on_values(_aten.add_.Tensor, (gradient, values, *rest), kwargs)
+    gradient.source.add(values)
+    return gradient
+
+
+def _adds_alike(gradient: Any, values: Any) -> bool:
+    """Return whether the values can be added part by part."""
+    return (
+        isinstance(gradient, GradientHandle)
+        and gradient.away is not None
+        and type(values) is Tensor
+        and values.layout == torch.strided
+        and values.is_cpu
+        and values.dtype == gradient.dtype
+        and values.shape == gradient.shape
+    )
+
+
+def _unscale(gradients: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale as `GradScaler.unscale_` does. Where the norm is finite, all elements are."""
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    for one in gradients:
+        is_away = isinstance(one, GradientHandle) and one.here is None
+        norm = one.source.norm() if is_away else None
+        if norm is None or not bool(norm.isfinite()):
+            on_values(unscale, ([one], found_inf, inv_scale), {})
+        else:
+            given = found_inf.detach().clone(), inv_scale.detach().clone()
+            one.source.edit(GradientEdit(lambda values, *rest: unscale([values], *rest), given))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload import kernels
+from offload.optim.gradient_source import Gradient
 from offload.optim.recipe import Record
-from offload.optim.spilled_gradient import Gradient
 
 
 @dataclass

@@ -41,6 +41,7 @@ from offload.optim.buckets import Buckets
 from offload.optim.consistency import LOAD, MOVE, Consistency, clear_frames
 from offload.optim.exclusive_access import ExclusiveAccess
 from offload.optim.export import OptimizerStateGatherer, ParamOptimizerState, export
+from offload.optim.gradient_source import Gradient
 from offload.optim.incoming import check_groups, check_states
 from offload.optim.norm import GlobalNorm
 from offload.optim.pending_step import PendingStep
@@ -51,7 +52,6 @@ from offload.optim.resources import OptimizerOwnResources, ParamOwner, Resources
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
 from offload.optim.sharded_coordinator import ShardedCoordinator
-from offload.optim.spilled_gradient import Gradient
 from offload.optim.step_stats import StepStats
 from offload.optim.updater import Updater
 from offload.planning.layout import MASTER

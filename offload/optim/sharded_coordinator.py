@@ -20,12 +20,12 @@ from offload.distributed import DeviceLink, Ranks, check_alike, each_by_consensu
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim.agreement import remedy_at_start, start_facts
 from offload.optim.buckets import HOST, Buckets, no_buckets, place_of, share_out, stage_of
+from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.pending_step import PendingStep
 from offload.optim.recipe import Record
 from offload.optim.reducer import CarriedGradients, Reducer
 from offload.optim.resources import OptimizerOwnResources, WatchPasses
 from offload.optim.sharded_update import ShardedUpdate
-from offload.optim.spilled_gradient import Gradient, in_memory
 from offload.planning.planner import Plan
 from offload.planning.rank_share import RankShare
 

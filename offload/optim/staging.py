@@ -21,8 +21,8 @@ from torch import Tensor
 from offload.core.ticket import Ticket
 from offload.device import DeviceTransfer, Mark
 from offload.optim.flat import flat
+from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.recipe import Record
-from offload.optim.spilled_gradient import Gradient, in_memory
 from offload.planning.layout import Chunk, Slice
 from offload.planning.planner import staging_spans
 

@@ -22,6 +22,7 @@ from offload.optim.consistency import LOAD, STEP, Consistency
 from offload.optim.export import ParamOptimizerState, Targets
 from offload.optim.flat import flat, in_order_of
 from offload.optim.gradient import gradient_of
+from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.incoming import is_there, own_part
 from offload.optim.pending_step import PendingStep
 from offload.optim.pipeline import Act, Pipeline
@@ -30,7 +31,6 @@ from offload.optim.resources import Resources
 from offload.optim.saver import Saver, Sink
 from offload.optim.sharded_update import ShardedUpdate
 from offload.optim.source import GatheredField, KeptField, read_kept, read_slice
-from offload.optim.spilled_gradient import Gradient, in_memory
 from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk
 from offload.planning.layout import MASTER, Slice

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import CapacityError
-from offload.optim.spilled_gradient import Gradient
+from offload.optim.gradient_source import Gradient
 from offload.optim.staging import ArrivingGradient, Awaited, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.residency import Residency

@@ -29,7 +29,7 @@ from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket, TicketState
 from offload.device import DeviceTransfer
-from offload.optim.spilled_gradient import SpilledGradient
+from offload.optim.gradient_handle import GradientHandle
 from offload.params.gradients import GradMemory, spill
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea, SpilledGradientValues
@@ -178,7 +178,7 @@ class DeviceGradients:
 
     def _add(self, param: Tensor, held: Tensor, grad: Tensor) -> None:
         plain = _is_plain(grad, held.dtype) and _is_plain(held, grad.dtype)
-        target = held.away if isinstance(held, SpilledGradient) else held.detach().view(-1)
+        target = held.away if isinstance(held, GradientHandle) else held.detach().view(-1)
         if not plain or not held.is_contiguous() or not self._slot_bytes or target is None:
             self._settle_one(param)
             with torch.no_grad():
@@ -336,7 +336,7 @@ class DeviceGradients:
             if self.area is not None:
                 self.area.close(make)
             for param, grad in self._sums.items():
-                here = grad.here if isinstance(grad, SpilledGradient) else grad
+                here = grad.here if isinstance(grad, GradientHandle) else grad
                 param.grad = None if here is None else here.to(param.device)
             self._sums.clear()
             self._places.clear()  # live graphs still hold this object

@@ -19,7 +19,7 @@ from torch import Tensor
 from offload.core.holders import has_grad_to_itself
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
-from offload.optim.spilled_gradient import SpilledGradient
+from offload.optim.gradient_handle import GradientHandle
 from offload.params.spill import SpillArea, SpilledGradientValues
 from offload.planning.unit import Unit
 from offload.storage.disk import DiskStore
@@ -154,7 +154,7 @@ class Gradients:
             return
         self.area.close(make)
         for param in self._spilled:
-            if isinstance(param.grad, SpilledGradient):
+            if isinstance(param.grad, GradientHandle):
                 param.grad = param.grad.here
 
 
@@ -178,7 +178,7 @@ def _can_be_spilled(param: Tensor) -> bool:
     grad = param.grad
     return (
         grad is not None
-        and not isinstance(grad, SpilledGradient)
+        and not isinstance(grad, GradientHandle)
         and grad.numel() > 0
         and grad.layout == torch.strided  # a sparse one is refused by name at step()
         and grad.dtype == param.dtype

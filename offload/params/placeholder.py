@@ -19,55 +19,31 @@ import torch
 from torch import Tensor, nn
 
 from offload.core.errors import StateError
+from offload.core.refusing_tensor import RefusingTensor, found_in, harmless, name_of_function
 
 _OWNER = "_offload_owner"
 _VALUES = "_offload_values_class"  # the parameter's class while its values are resident
 
-# The attributes, and below the methods, that do not touch a parameter's values.
+# The attributes and methods, beside those of any tensor that is elsewhere, that do not touch a
+# parameter's values.
 _ATTRIBUTES = (
     "_backward_hooks",
     "_grad_fn",
     "_post_accumulate_grad_hooks",
-    "_version",
-    "dtype",
-    "grad",
     "grad_dtype",
-    "grad_fn",
-    "is_leaf",
-    "is_mkldnn",
-    "is_nested",
-    "is_quantized",
-    "is_sparse",
-    "is_sparse_csr",
-    "itemsize",
-    "layout",
     "name",
     "names",
-    "nbytes",
-    "ndim",
     "output_nr",
-    "requires_grad",
     "retains_grad",
-    "shape",
     "volatile",
 )
 _METHODS = (
-    "__hash__",
-    "__len__",
-    "dim",
-    "element_size",
-    "is_complex",
-    "is_floating_point",
     "is_inference",
-    "is_signed",
     "ndimension",
-    "nelement",
-    "numel",
     "register_hook",
     "register_post_accumulate_grad_hook",
     "requires_grad_",
     "retain_grad",
-    "size",
 )
 
 
@@ -85,30 +61,26 @@ class Owner(Protocol):
         """
 
 
-class OffloadedParameter(nn.Parameter):
+class OffloadedParameter(RefusingTensor, nn.Parameter):
     """A parameter whose values are in another tier."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def _harmless(cls) -> frozenset[Any]:
+        return _harmless()
+
+    @classmethod
+    def _decide(
+        cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if func in _harmless():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        offloaded = list(_offloaded_in((args, kwargs or {})))
         if func in _answers():
-            return _answers()[func](*args, **(kwargs or {}))
-        wanted = {param: _owner(param) for param in offloaded}
+            return _answers()[func](*args, **kwargs)
+        wanted = _offloaded_in((args, kwargs))
         _bring_all(wanted, func)
-        gone = {param: _owner(param) for param in _offloaded_in((args, kwargs or {}))}
+        gone = _offloaded_in((args, kwargs))
         if gone:  # evicted to make room for the others: fetch all at once
             _bring_all(wanted | gone, func)
         # Each has its ordinary class again.
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> Any:
         raise StateError(_refusal(self, "copied"))
@@ -211,10 +183,7 @@ def _bring_all(owners: Mapping[Tensor, Owner], func: Callable[..., Any]) -> None
         found.setdefault(id(owner), []).append(param)
     for params in found.values():
         if not owners[params[0]].bring(params):
-            name = getattr(func, "__name__", str(func))
-            if name in ("__get__", "__set__", "__delete__"):
-                name = getattr(getattr(func, "__self__", None), "__name__", name)
-            raise StateError(_refusal(params[0], f"used by {name}"))
+            raise StateError(_refusal(params[0], f"used by {name_of_function(func)}"))
 
 
 def _refusal(param: Tensor, what: str) -> str:
@@ -224,30 +193,23 @@ def _refusal(param: Tensor, what: str) -> str:
     )
 
 
+def _offloaded_in(values: object) -> dict[Tensor, Owner]:
+    return {param: _owner(param) for param in found_in(OffloadedParameter, values)}
+
+
 def _owner(param: Tensor) -> Owner:
     owner: Owner = getattr(param, _OWNER)
     return owner
 
 
-def _offloaded_in(value: object) -> Iterable[Tensor]:
-    if isinstance(value, OffloadedParameter):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _offloaded_in(one)
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _offloaded_in(one)
-
-
 @cache
 def _harmless() -> frozenset[Any]:
-    accessors = [getattr(Tensor, name, None) for name in _ATTRIBUTES]
-    found = [a.__get__ for a in accessors if a is not None]
-    for name in ("grad", "requires_grad", "_backward_hooks"):
-        found += [getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__]
-    found += [getattr(Tensor, name) for name in _METHODS]
-    return frozenset(found)
+    setters = [
+        getattr(getattr(Tensor, name), change)
+        for name in ("grad", "requires_grad", "_backward_hooks")
+        for change in ("__set__", "__delete__")
+    ]
+    return harmless(_ATTRIBUTES, _METHODS) | frozenset(setters)
 
 
 @cache

@@ -31,7 +31,6 @@ from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Recipe, Record
 from offload.optim.request import states_of
 from offload.optim.resources import Resources
-from offload.optim.sliced_gradient import NO_SCALER
 from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.params.activation_store import ActivationStore, DiskActivations, HostActivations
@@ -47,7 +46,7 @@ from offload.params.model_methods import ReplacedModelMethods
 from offload.params.prepare_consensus import same_random
 from offload.params.prepare_plan import PreparePlan
 from offload.params.recompute import Recompute, layers_of
-from offload.params.sharded_gradients import ShardedGradients
+from offload.params.sharded_gradients import NO_SCALER, ShardedGradients
 from offload.params.sharded_state import UnitGatherer
 from offload.params.spill import SpilledGradientReader, slot_bytes
 from offload.params.trace import Trace

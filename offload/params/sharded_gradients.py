@@ -1,35 +1,71 @@
 """The gradients of a model that is sharded over ranks, as the user's code sees them in `.grad`.
 
 Each rank has a shard of each unit's gradients (`mean_gradients.py`). The user's code sees a
-gradient as a `SlicedGradient` of its parameter's shape; operations on it act on the shards.
+gradient as a handle of its parameter's shape, which supports what training loops do with gradients
+between backward and step: norms, scaling in place, tests for finite values, zeroing. Each works on
+this rank's elements. Results that depend on all elements are reduced over ranks, so there every
+rank must make the call. Everything else is refused, since no rank has all values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
-from offload.optim.gradient_handle import GradientEdit
-from offload.optim.sliced_gradient import SlicedGradient, power_sum
-from offload.optim.spilled_gradient import SpilledGradientInput
-from offload.params.mean_gradients import MeanGradients, UnitSum, part_of
+from offload.core.metrics import Metrics
+from offload.core.pool import Pool
+from offload.core.refusing_tensor import found_in, name_of_function
+from offload.distributed import Ranks
+from offload.optim.gradient_handle import Answers, GradientHandle, answers_for
+from offload.optim.gradient_source import Gradient, GradientEdit
+from offload.params.mean_gradients import MeanGradients, ShardContext
 from offload.params.placeholder import own_grad, set_own_grad
+from offload.params.spill import SpillArea
+from offload.params.unit_sum import UnitSum, part_of
+from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 
+NO_SCALER = (
+    "cannot be used with a model that is shared out over ranks: each has a slice of the gradients; "
+    "train in bfloat16, which needs none"
+)
+_EDITS = ("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_", "zero_")
 
-class ShardedGradients(MeanGradients):
-    """The sharded gradients of one model, with the handles that `.grad` returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._views: dict[Tensor, SlicedGradient] = {}
+class ShardedGradients:
+    """The sharded gradients of one model, with the handles that `.grad` returns. The arguments are
+    those of `MeanGradients`, which makes them.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        params: Mapping[int, Tensor],
+        shard_context: ShardContext,
+        pool: Pool,
+        metrics: Metrics,
+        left: Callable[[], set[int]],
+        area: SpillArea | None = None,
+    ) -> None:
+        means = MeanGradients(
+            units, params, shard_context, pool, metrics, left, area, self._backward_ended
+        )
+        self.area = area
+        self.lock, self.ranks, self.name_of = means.lock, means.ranks, means.name_of
+        self.arrived, self.visited = means.arrived, means.visited
+        self.end_backward, self.no_sync = means.end_backward, means.no_sync
+        self.cut_for = means.cut_for
+        self._means = means
+        self._is_on_device = shard_context.gather_memory.device.type != "cpu"
+        self._handles: dict[Tensor, GradientHandle] = {}
         self._norms: dict[Tensor, float] = {}
         self._exposed: set[Tensor] = set()  # exposed parameters, whose gradients show, too
 
@@ -37,7 +73,7 @@ class ShardedGradients(MeanGradients):
         """Note that a backward pass begins, and hide the gradients of exposed parameters, so that
         autograd finds none to add to.
         """
-        super().begin()
+        self._means.begin()
         for param in self._exposed:
             set_own_grad(param, None)
 
@@ -49,35 +85,32 @@ class ShardedGradients(MeanGradients):
 
     def of(self, param: Tensor) -> Tensor | None:
         """Return the handle of a parameter's gradient; None: it has none."""
-        with self._lock:
-            self._end_what_broke()
+        with self.lock:
+            self._means.end_what_broke()
             if own_grad(param) is not None and param not in self._exposed:
                 raise StateError(
                     f"{self.name_of(param)}: has a gradient, but was frozen when the model was "
                     "prepared: close() and prepare again"
                 )
-            one = self._sum_of.get(param)
+            one = self._means.sum_of.get(param)
             if one is None or not (param in one.has or param in one.arrived):
                 return None
-            if param not in self._views:
-                self._views[param] = self._view(param)
-            return self._views[param]
-
-    def _view(self, param: Tensor) -> SlicedGradient:
-        """Make the handle of a gradient. torch wants the gradient of an exposed parameter on the
-        parameter's device.
-        """
-        device = param.device if param in self._exposed else torch.device("cpu")
-        return SlicedGradient.of(param, self, device)
+            if param not in self._handles:
+                # torch wants the gradient of an exposed parameter on the parameter's device.
+                device = param.device if param in self._exposed else "cpu"
+                self._handles[param] = GradientHandle.of(
+                    param, ShardOfGradient(self, one, param), device
+                )
+            return self._handles[param]
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
         """Replace a parameter's gradient by `grad`, or drop it (None). Every rank must pass the
         same.
         """
-        with self._lock:
-            self._end_what_broke()
-            one = self._sum_of.get(param)
-            if grad is not None and grad is self._views.get(param):
+        with self.lock:
+            self._means.end_what_broke()
+            one = self._means.sum_of.get(param)
+            if grad is not None and grad is self._handles.get(param):
                 return
             if one is None:
                 if grad is not None:
@@ -85,97 +118,36 @@ class ShardedGradients(MeanGradients):
                 set_own_grad(param, None)
                 return
             _check_like(self.name_of(param), param, grad)
-            self._drop(one, param)
+            self._handles.pop(param, None)  # a use of the old handle raises from now on
+            one.drop(param)
             if grad is not None:
-                self._clear_what_is_gone(one)
+                one.clear_what_is_gone()
                 if one.is_empty:
-                    self._blank(one)
+                    one.clear()
                     one.is_empty = False
                 one.has.add(param)
-                first, end = self._sharding.own(one.unit, param)
-                self._fill(one, one.members[param], grad.detach().reshape(-1)[first:end])
+                one.fill(param, grad.detach())
             self._norms.clear()
 
-    def _drop(self, one: UnitSum, param: Tensor) -> None:
-        self._views.pop(param, None)  # a use of the old handle raises from now on
-        one.arrived.discard(param)
-        if not one.arrived and one.whole is not None:
-            one.whole.release()
-            one.whole = None
-        one.has.discard(param)
-        one.gone.add(param)
-        if not one.has:
-            one.is_empty = True
-            one.gone.clear()
+    def is_of(self, param: Tensor, source: object) -> bool:
+        """Return whether the source is that of the parameter's present gradient."""
+        handle = self._handles.get(param)
+        return handle is not None and handle.source is source
 
-    def values_of(self, param: Tensor, gradient: Tensor) -> Tensor:
-        with self._lock:
-            one = self._checked(param, gradient)
-            return self._own(one, one.members[param])
-
-    def source_of(self, param: Tensor, gradient: Tensor) -> Tensor | SpilledGradientInput:
-        with self._lock:
-            one = self._checked(param, gradient)
-            begin, end = self._span(one, one.members[param])
-            if one.place is not None or begin == end:
-                return self._own(one, one.members[param])
-            return self._spilled(one).part(begin, end)
-
-    def _checked(self, param: Tensor, gradient: Tensor) -> UnitSum:
-        """Return the unit's sum that holds the gradient. Raises `StateError` if the handle is no
-        longer the parameter's gradient, or if it is not reduced yet.
-        """
-        one = self._sum_of[param]
-        if self._views.get(param) is not gradient:
-            raise StateError(
-                f"{self.name_of(param)}: this gradient has been dropped; ask for .grad again"
-            )
-        if param in one.arrived:
-            raise StateError(
-                f"{self.name_of(param)}: its gradient of no_sync() is not reduced yet; run the "
-                "last backward pass outside of it"
-            )
-        return one
-
-    def norm_of(self, param: Tensor, gradient: Tensor, order: float) -> float:
-        self._checked(param, gradient)
-        if order != 2.0:
-            return self._other_norm(param, gradient, order)
+    def norm_of(self, param: Tensor) -> float:
+        """Return a gradient's norm over all ranks."""
         if not self._norms:  # all in one reduction: clipping asks for every norm
-            self._norms = dict(zip(*self._all_norms(), strict=True))
+            there = [p for one in self._means.sums.values() for p in one.members if p in one.has]
+            sums = []
+            for each in there:
+                values = self._means.sum_of[each].own(each)
+                sums.append(kernels.grad_stats(values).sum_squares if values.numel() else 0.0)
+            totals = self.ranks.sum(sums, "norms of gradients")
+            self._norms = dict(zip(there, map(math.sqrt, totals), strict=True))
         return self._norms[param]
 
-    def _all_norms(self) -> tuple[list[Tensor], list[float]]:
-        there = [param for one in self._sums.values() for param in one.members if param in one.has]
-        sums = []
-        for param in there:
-            one = self._sum_of[param]
-            values = self._own(one, one.members[param])
-            sums.append(kernels.grad_stats(values).sum_squares if values.numel() else 0.0)
-        totals = self._ranks.sum(sums, "norms of gradients")
-        return there, [math.sqrt(total) for total in totals]
-
-    def _other_norm(self, param: Tensor, gradient: Tensor, order: float) -> float:
-        mine = power_sum(self.values_of(param, gradient), order)
-        if math.isinf(order):
-            each = self._ranks.exchange(mine.hex(), f"norm of {self.name_of(param)}")
-            values = [float.fromhex(text) for text in each]
-            return math.nan if any(map(math.isnan, values)) else max(values)
-        return float(self._ranks.sum([mine], f"norm of {self.name_of(param)}")[0] ** (1 / order))
-
-    def count_of(self, values: Tensor, what: str) -> int:
-        return int(self._ranks.sum([float(values.sum())], what)[0])
-
-    def edit(self, param: Tensor, gradient: Tensor, edit: GradientEdit) -> None:
-        one = self._checked(param, gradient)
-        self._edit(one, one.members[param], edit)
-        self._norms.clear()
-
-    def take(self, param: Tensor, gradient: Tensor, whole: Tensor) -> None:
-        one = self._checked(param, gradient)
-        first, end = self._sharding.own(one.unit, param)
-        values = whole.detach().expand(param.shape).reshape(-1)[first:end]
-        self._fill(one, one.members[param], values.to(param.dtype))
+    def forget_norms(self) -> None:
+        """Forget all norms, since a gradient has changed."""
         self._norms.clear()
 
     @contextmanager
@@ -183,10 +155,11 @@ class ShardedGradients(MeanGradients):
         """Show the gradients of these parameters in `.grad` of the exposed parameters while the
         block runs; then take in what the user's code has put there.
         """
-        fresh = [param for param in params if param in self._sum_of and param not in self._exposed]
+        known = self._means.sum_of
+        fresh = [param for param in params if param in known and param not in self._exposed]
         for param in fresh:
             self._exposed.add(param)
-            self._move_view(param)
+            self._move_handle(param)
         self._show_exposed()
         try:
             yield
@@ -202,16 +175,16 @@ class ShardedGradients(MeanGradients):
         self._exposed.discard(param)
         grad = own_grad(param)
         set_own_grad(param, None)
-        if grad is not self._views.get(param):
+        if grad is not self._handles.get(param):
             self.put(param, grad)
-        self._move_view(param)
+        self._move_handle(param)
 
-    def _move_view(self, param: Tensor) -> None:
+    def _move_handle(self, param: Tensor) -> None:
         """Drop the handle if the device may change: the gradient of an exposed parameter shows on
         the device, otherwise in host memory.
         """
-        if self._gather_memory.device.type != "cpu":
-            self._views.pop(param, None)
+        if self._is_on_device:
+            self._handles.pop(param, None)
 
     # --- beginning and end ------------------------------------------------------------------------
 
@@ -230,33 +203,16 @@ class ShardedGradients(MeanGradients):
         """Leave every parameter, which is an ordinary one again, with its whole gradient, gathered
         from all ranks. make: returns a place for spilled gradients that the user's code holds.
         """
-        with self._lock:
-            self._local = 0
-            if not self._ranks.is_broken and self._is_begun:
-                self._give_back_all()
-            self._views.clear()
+        with self.lock:
+            self._means.close(_give_back)
+            self._handles.clear()
             if self.area is not None:
                 self.area.close(make)
-            for one in self._sums.values():
-                if one.whole is not None:
-                    one.whole.release()
-            self._slots.clear()
-            self._sums.clear()  # autograd graphs that are still alive refer to this object
-            self._sum_of.clear()
-            self._end_local()
 
-    def _give_back_all(self) -> None:
-        self.end_backward()
-        for one in self._sums.values():
-            if not one.has:
-                continue
-            mine = self._spilled(one).load() if one.place is None else one.place
-            padded = self._sharding.partition_of(one.unit).padded_bytes // mine.element_size()
-            whole = torch.empty(padded, dtype=mine.dtype, device="cpu")
-            self._ranks.gather(whole, mine, one.name).wait()
-            for param in one.has:
-                values = part_of(one.members[param], whole.view(torch.uint8))
-                param.grad = values.to(param.device, copy=True)
+
+def _give_back(one: UnitSum, whole: Tensor) -> None:
+    for param in one.has:
+        param.grad = part_of(one.members[param], whole).to(param.device, copy=True)
 
 
 def _check_like(name: str, param: Tensor, grad: Tensor | None) -> None:
@@ -265,3 +221,187 @@ def _check_like(name: str, param: Tensor, grad: Tensor | None) -> None:
             f"grad of {name}: expected {tuple(param.shape)} of {param.dtype}, as the parameter is, "
             f"got {tuple(grad.shape)} of {grad.dtype}"
         )
+
+
+class ShardOfGradient:
+    """The source of one gradient of which each rank has a shard."""
+
+    def __init__(self, owner: ShardedGradients, one: UnitSum, param: Tensor) -> None:
+        self._owner, self._sum, self._param = owner, one, param
+
+    @property
+    def name(self) -> str:
+        return self._owner.name_of(self._param)
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._owner.ranks
+
+    @property
+    def answers(self) -> Answers:
+        return _answers()
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's elements, flat and to be read only."""
+        with self._owner.lock:
+            return self._checked().own(self._param)
+
+    @property
+    def input(self) -> Gradient:
+        with self._owner.lock:
+            return self._checked().input(self._param)
+
+    def _checked(self) -> UnitSum:
+        """Return the unit's sum that holds the gradient. Raises `StateError` if this is no longer
+        the parameter's gradient, or if it is not reduced yet.
+        """
+        if not self._owner.is_of(self._param, self):
+            raise StateError(f"{self.name}: this gradient has been dropped; ask for .grad again")
+        if self._param in self._sum.arrived:
+            raise StateError(
+                f"{self.name}: its gradient of no_sync() is not reduced yet; run the last backward "
+                "pass outside of it"
+            )
+        return self._sum
+
+    def load(self, func: Callable[..., Any]) -> NoReturn:
+        _refuse(f"gradient of {self.name}", func)
+
+    def store(self, values: Tensor) -> None:
+        """Replace the gradient by these whole values, of which this rank keeps its shard."""
+        self._checked().fill(self._param, values.detach().expand(self._param.shape))
+        self._owner.forget_norms()
+
+    def edit(self, edit: GradientEdit) -> None:
+        self._checked().edit(self._param, edit)
+        self._owner.forget_norms()
+
+    def add(self, values: Tensor) -> NoReturn:
+        self.load(Tensor.add_)
+
+    def norm(self, order: float = 2.0) -> Tensor:
+        """Compute the norm over all ranks."""
+        self._checked()
+        value = self._owner.norm_of(self._param) if order == 2.0 else self._other_norm(order)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+    def _other_norm(self, order: float) -> float:
+        mine, what = _power_sum(self.own, order), f"norm of {self.name}"
+        if math.isinf(order):
+            each = self.ranks.exchange(mine.hex(), what)
+            values = [float.fromhex(text) for text in each]
+            return math.nan if any(map(math.isnan, values)) else max(values)
+        return float(self.ranks.sum([mine], what)[0] ** (1 / order))
+
+
+class _Verdicts:
+    """The elementwise result of a test, such as `isfinite`, which supports reductions over ranks
+    only.
+    """
+
+    def __init__(self, source: ShardOfGradient, numel: int, values: Tensor) -> None:
+        self._source, self._numel, self._values = source, numel, values
+
+    def any(self) -> Tensor:
+        return torch.tensor(self._count() > 0, device="cpu")
+
+    def all(self) -> Tensor:
+        return torch.tensor(self._count() == self._numel, device="cpu")
+
+    def sum(self) -> Tensor:
+        return torch.tensor(self._count(), device="cpu")
+
+    def logical_not(self) -> _Verdicts:
+        return _Verdicts(self._source, self._numel, ~self._values)
+
+    __invert__ = logical_not
+
+    def _count(self) -> int:
+        mine = float(self._values.sum())
+        return int(self._source.ranks.sum([mine], f"gradient of {self._source.name}")[0])
+
+
+@cache
+def _answers() -> Answers:
+    answers = answers_for(_EDITS)
+    for each in (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm):
+        answers[each] = _norm
+    answers[torch._foreach_norm] = lambda gs, ord=2, dtype=None: [
+        _norm(g, ord, dtype=dtype) for g in gs
+    ]
+    for each in (torch.isfinite, torch.isnan, torch.isinf):
+        answers[each] = answers[getattr(Tensor, each.__name__)] = _verdicts(each)
+    answers[Tensor.copy_] = _copy
+    for shown in (Tensor.__repr__, Tensor.__str__, Tensor.__format__):
+        answers[shown] = _describe
+    return answers
+
+
+def _refuse(whose: str, func: Callable[..., Any]) -> NoReturn:
+    name = name_of_function(func)
+    if "_amp_" in name:
+        raise StateError(f"GradScaler: {NO_SCALER}")
+    raise StateError(
+        f"{whose}: cannot be used by {name}, since each rank has a slice of it; norms, "
+        "clip_grad_norm_, clip_grad_value_, scaling in place, isfinite(...).all() and zero_() work "
+        "on slices, max_grad_norm=... clips in the update"
+    )
+
+
+def _source(gradient: Any, func: Callable[..., Any]) -> ShardOfGradient:
+    """Return the source of a handle; refuse `func` for any other tensor beside sharded ones."""
+    source = gradient.source if isinstance(gradient, GradientHandle) else None
+    if not isinstance(source, ShardOfGradient):
+        _refuse("grad", func)
+    return source
+
+
+def _norm(
+    gradient: Any,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    p: Any = None,
+    out: Any = None,
+) -> Tensor:
+    source, order = _source(gradient, torch.norm), ord if p is None else p
+    order = 2.0 if order is None or order == "fro" else float(order)
+    if dim is not None or keepdim or out is not None or order <= 0:
+        source.load(torch.norm)
+    return source.norm(order).to(dtype or gradient.dtype).to(gradient.device)
+
+
+def _verdicts(ask: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def act(gradient: Any) -> _Verdicts:
+        source = _source(gradient, ask)
+        return _Verdicts(source, gradient.numel(), ask(source.own))
+
+    return act
+
+
+def _copy(gradient: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    handles = list(found_in(GradientHandle, (gradient, source)))
+    own = _source(handles[0], Tensor.copy_)
+    if handles[0] is not gradient or len(handles) > 1:
+        own.load(Tensor.copy_)
+    own.store(source)
+    return gradient
+
+
+def _describe(gradient: Any, *_: object, **__: object) -> str:
+    name = _source(gradient, Tensor.__repr__).name
+    return f"gradient of {name} {tuple(gradient.shape)} {gradient.dtype}, in slices over the ranks"
+
+
+def _power_sum(values: Tensor, order: float) -> float:
+    """Compute this rank's contribution to a norm: what is added over the ranks, or, for the order
+    infinity, what the maximum is taken of.
+    """
+    if not values.numel():
+        return 0.0
+    if math.isinf(order):
+        return float(values.abs().max())
+    norm = float(torch.linalg.vector_norm(values, order, dtype=torch.float64))
+    return float(norm**order)

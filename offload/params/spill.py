@@ -31,8 +31,8 @@ from offload.core.errors import OffloadError, StateError, StoreError, StoreTimeo
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.optim.gradient_handle import GradientEdit
-from offload.optim.spilled_gradient import SpilledGradient, SpilledGradientInput
+from offload.optim.gradient_handle import Answers, GradientHandle, answers_of_stored
+from offload.optim.gradient_source import Gradient, GradientEdit
 from offload.planning.layout import Chunk, Slice
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority
@@ -156,7 +156,7 @@ class SpillArea:
         self._lost: list[Tensor] = []  # memory that the operating system may write to at any time
         self._writing: deque[_Writing] = deque()
         self._given_up: deque[tuple[list[str], int]] = deque()  # filled by finalizers
-        self._living: weakref.WeakSet[SpilledGradient] = weakref.WeakSet()
+        self._living: weakref.WeakSet[GradientHandle] = weakref.WeakSet()
         self._cut_of: dict[object, tuple[int, ...]] = {}
         self.divide(min(memory.nbytes, _PAGE))
 
@@ -342,9 +342,9 @@ class SpillArea:
         inner = [at for begin, end in pairwise(cuts) for at in range(begin, end, most)]
         return [*inner, cuts[-1]]
 
-    def show(self, param: Tensor, spilled: SpilledGradientValues) -> SpilledGradient:
+    def show(self, param: Tensor, spilled: SpilledGradientValues) -> GradientHandle:
         """Make the handle by which torch and the user's code see the gradient."""
-        gradient = SpilledGradient.of(param, spilled)
+        gradient = GradientHandle.of(param, spilled)
         self._living.add(gradient)
         return gradient
 
@@ -585,7 +585,7 @@ class SpilledGradientValues:
 
     # --- read -------------------------------------------------------------------------------------
 
-    def load(self) -> Tensor:
+    def load(self, func: object = None) -> Tensor:
         """Load all values into memory of their own, with the gradient's shape."""
         with self.area.lock, torch.inference_mode(False), torch.no_grad():
             memory = torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -632,9 +632,9 @@ class SpilledGradientValues:
                 whole[begin - first : begin - first + values.numel()].copy_(values)
                 self.write(whole, first)
 
-    def norm(self) -> Tensor | None:
+    def norm(self, order: float = 2.0) -> Tensor | None:
         self.area.wants_norms = True
-        return None if self._norm is None else self._norm.clone()
+        return None if self._norm is None or order != 2.0 else self._norm.clone()
 
     def stage(self, begin: int, end: int, memory: Tensor, slot: SpillSlot) -> StagedGradientRange:
         """Begin to read the range [begin, end) into `memory`, a part of `slot`."""
@@ -685,7 +685,11 @@ class SpilledGradientValues:
         return [piece for piece in self.pieces if piece.begin < end and begin < piece.end]
 
     @property
-    def cold(self) -> SpilledGradientInput:
+    def answers(self) -> Answers:
+        return answers_of_stored()
+
+    @property
+    def input(self) -> Gradient:
         """The values for the update, once all writes have ended."""
         return self.part(0, self.cuts[-1])
 
@@ -732,9 +736,7 @@ class SpilledGradientReader:
         self._cold: dict[int, SpilledGradientPart] = {}
         self._slots: dict[int, SpillSlot] = {}  # by the number of the chunk
 
-    def begin(
-        self, grads: Mapping[int, Tensor | SpilledGradientInput], chunks: Iterable[Chunk]
-    ) -> None:
+    def begin(self, grads: Mapping[int, Tensor | Gradient], chunks: Iterable[Chunk]) -> None:
         """Begin an update of these gradients; cut those anew that are not cut as `chunks` are."""
         self.end()
         self._cold = {n: one for n, one in grads.items() if isinstance(one, SpilledGradientPart)}

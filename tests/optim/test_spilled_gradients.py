@@ -24,8 +24,8 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CorruptionError, StateError, StoreError, StoreTimeout
 from offload.core.metrics import Metrics
-from offload.optim.gradient_handle import GradientEdit
-from offload.optim.spilled_gradient import SpilledGradient
+from offload.optim.gradient_handle import GradientHandle
+from offload.optim.gradient_source import GradientEdit
 from offload.params.prepared import prepared_of
 from offload.params.spill import SpillArea, SpilledGradientValues, StagedGradientRange
 from offload.planning import planner
@@ -93,12 +93,12 @@ def one_spilled(model: nn.Module) -> tuple[str, Any]:
     return next(
         (name, param)
         for name, param in model.named_parameters()
-        if isinstance(param.grad, SpilledGradient) and param.dim() == 2
+        if isinstance(param.grad, GradientHandle) and param.dim() == 2
     )
 
 
 def spilled_in(model: nn.Module) -> list[Any]:
-    return [grad for grad in grads(model) if isinstance(grad, SpilledGradient)]
+    return [grad for grad in grads(model) if isinstance(grad, GradientHandle)]
 
 
 # --- what is done to gradients --------------------------------------------------------------------
@@ -703,7 +703,7 @@ def test_an_interrupted_addition_gives_its_slots_back(
             backward(ours)
     assert len(area._free) == len(area._slots)
     for param in ours.parameters():
-        if isinstance(param.grad, SpilledGradient) and param.grad.away.error is not None:
+        if isinstance(param.grad, GradientHandle) and param.grad.away.error is not None:
             param.grad = None
     area._free.clear()  # as after an interrupt before a slot was returned
     assert area.has_free()

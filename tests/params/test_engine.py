@@ -24,7 +24,7 @@ from offload.core.errors import StateError
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
-from offload.optim.spilled_gradient import SpilledGradient
+from offload.optim.gradient_handle import GradientHandle
 from offload.params import units
 from offload.params.block import Reference
 from offload.params.engine import Engine
@@ -230,7 +230,7 @@ def test_a_gradient_belongs_to_whoever_holds_it(tmp_path: Path) -> None:
         ours.zero_grad()
         del held, a, b
         loss_of(ours, batch(0)).backward()
-        assert isinstance(ours.norm.weight.grad, SpilledGradient), "its room is free again"
+        assert isinstance(ours.norm.weight.grad, GradientHandle), "its room is free again"
     assert type(ours.norm.weight.grad) is torch.Tensor, "an ordinary one, once the model is"
 
 

@@ -21,7 +21,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.config import Config
 from offload.core.errors import CapacityError, ConfigError
-from offload.optim.spilled_gradient import SpilledGradient
+from offload.optim.gradient_handle import GradientHandle
 from offload.optim.tiers import is_chunk_key
 from offload.params import units
 from offload.params.prepare_plan import PreparePlan
@@ -232,7 +232,7 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path) -> None:
         for micro in range(2):
             for model in (plain, ours):
                 (model(x * (step + micro)).square().mean()).backward()
-        spilled = [p.grad for p in ours.parameters() if isinstance(p.grad, SpilledGradient)]
+        spilled = [p.grad for p in ours.parameters() if isinstance(p.grad, GradientHandle)]
         assert sum(grad.nbytes for grad in spilled) >= 24 << 20
         assert all(grad.here is None for grad in spilled), "no bytes of it are in memory"
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from offload.core.metrics import Metrics
-from offload.optim.spilled_gradient import Gradient
+from offload.optim.gradient_source import Gradient
 from offload.planning.layout import Chunk, Slice
 from offload.storage.engine import Priority
 from offload.tools.forecast.simulation.clock import Clock

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor
 
-from offload.optim.spilled_gradient import Gradient
+from offload.optim.gradient_source import Gradient
 from offload.optim.staging import ArrivingGradient, StagingBuffer
 from offload.planning.layout import Chunk, ParamSpec, Slice
 from offload.tools.forecast.simulation.device import VirtualCopyTicket, VirtualDevice
