@@ -13,7 +13,6 @@ Autograd calls `arrived` from its own threads, while no step runs.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,11 +22,11 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from offload.core.metrics import Metrics
-from offload.core.ticket import Ticket
 from offload.device import DeviceTransfer, Mark
 from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
-from offload.optim.staging import DeviceStaging, StagingBuffer
+from offload.optim.staged_sums import HostSum, StagedSums, equal_parts
+from offload.optim.staging import DeviceStaging
 
 _AS_BITS = {2: torch.int16, 4: torch.int32}
 
@@ -66,14 +65,12 @@ class _Likeness:
         return self.grad() is grad and self.version == grad._version
 
 
-@dataclass(eq=False)
-class GradBuffer:
+@dataclass(eq=False, kw_only=True)
+class GradBuffer(HostSum):
     """The buffer of one parameter's gradient. `memory`: flat, in the order of the parameter's."""
 
     record: Record
-    memory: Tensor
     state: GradBufferState = GradBufferState.EMPTY
-    ticket: Ticket[Tensor] | None = None  # of the last download, until a thread takes it to wait
     likeness: _Likeness | None = None
     calls: int = 0  # calls of `arrived` since the last step
     usual_calls: int = 1  # the same in the step before
@@ -82,21 +79,6 @@ class GradBuffer:
     def move_to(self, state: GradBufferState) -> None:
         assert state in MOVES[self.state] or state is self.state, (self.state, state)
         self.state = state
-
-    def take_ticket(self) -> list[Ticket[Tensor]]:
-        """Return the tickets to wait for before `memory` is used, and forget them."""
-        taken, self.ticket = self.ticket, None
-        return [] if taken is None else [taken]
-
-
-@dataclass
-class _BufferAddend:
-    """A part of a gradient that is to be added to the gradient in its buffer."""
-
-    buffer: GradBuffer
-    begin: int
-    ticket: Ticket[Tensor]
-    staging_buffer: StagingBuffer
 
 
 class GradBuffers:
@@ -118,15 +100,16 @@ class GradBuffers:
         staging_buffers: DeviceStaging,
     ) -> None:
         self.by_number = {
-            number: GradBuffer(records[number], one) for number, one in memory.items()
+            number: GradBuffer(record=records[number], memory=one) for number, one in memory.items()
         }
         self._verdicts = verdicts
         self._transfers = transfers
         self._metrics = metrics
         self._release = release
-        self._staging_buffers = staging_buffers
+        # One is added while the other is in flight.
+        self._sums = StagedSums(staging_buffers.borrow, staging_buffers.give_back, most=2)
+        self._part_bytes = staging_buffers.buffer_bytes
         self._comes_early = True  # until gradients turn out to be changed after backward
-        self._addends: deque[_BufferAddend] = deque()
         self._lock = threading.Lock()  # autograd runs one thread per device
 
     # --- during backward --------------------------------------------------------------------------
@@ -176,36 +159,20 @@ class GradBuffers:
         return self._transfers[buffer.record.device].mark()
 
     def _add(self, buffer: GradBuffer, grad: Tensor) -> None:
-        """Begin to download the gradient in parts to staging buffers, from where they are added."""
+        """Begin to download the gradient to staging buffers, from where it is added."""
         source = in_order_of(grad.detach(), buffer.record.param)
-        begin = 0
-        while begin < source.numel():
-            while len(self._addends) > 1:  # one is added while the other is in flight
-                self._add_oldest()
-            staging_buffer = self._staging_buffers.borrow()
-            staged = staging_buffer.memory.view(source.dtype)[: source.numel() - begin]
-            part = source[begin : begin + staged.numel()]
-            ticket = self._transfers[source.device].read(part, staged, buffer.record.name)
-            self._addends.append(_BufferAddend(buffer, begin, ticket, staging_buffer))
-            begin += staged.numel()
-
-    def _add_oldest(self) -> None:
-        addend = self._addends.popleft()
-        try:
-            for ticket in addend.buffer.take_ticket():
-                ticket.wait()
-            staged = addend.ticket.wait()
-            addend.buffer.memory[addend.begin : addend.begin + staged.numel()].add_(staged)
-        finally:
-            self._staging_buffers.give_back(addend.staging_buffer)
+        parts = equal_parts(source.numel(), self._part_bytes // source.element_size())
+        transfer = self._transfers[source.device]
+        self._sums.add(
+            buffer, source, parts, lambda s, h: transfer.read(s, h, buffer.record.name), buffer
+        )
 
     # --- at the step ------------------------------------------------------------------------------
 
     def held(self) -> dict[int, Tensor]:
         """Return the gradients whose only copy is here, by parameter. Waits for pending addends."""
         with self._lock:
-            while self._addends:
-                self._add_oldest()
+            self._sums.finish()
             return {
                 number: buffer.memory
                 for number, buffer in self.by_number.items()
@@ -214,8 +181,7 @@ class GradBuffers:
 
     def settle(self, number: int) -> Tensor:
         """Wait until a parameter's gradient is in its buffer; return the buffer's memory."""
-        for ticket in self.by_number[number].take_ticket():
-            ticket.wait()
+        self.by_number[number].settle()
         return self.by_number[number].memory
 
     def fetch(self, grads: Mapping[int, Tensor]) -> None:
@@ -291,8 +257,7 @@ class GradBuffers:
     def forget(self) -> None:
         """Drop the contents of all buffers."""
         with self._lock:
-            while self._addends:
-                self._add_oldest()
+            self._sums.finish()
             for buffer in self.by_number.values():
                 if buffer.state is not GradBufferState.EMPTY:
                     buffer.move_to(GradBufferState.EMPTY)

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError, OffloadError, StateError
-from offload.core.ticket import Ticket
+from offload.core.in_flight import InFlight
 from offload.optim.buckets import Bucket
 from offload.optim.exchange import BucketBuffer, Exchange, Round
 from offload.optim.flat import in_order_of
@@ -32,20 +33,6 @@ from offload.optim.recipe import Record
 
 HAVING, LEFT = "having", "left"
 REDUCED = "which gradients were reduced"
-
-
-@dataclass(frozen=True, eq=False)
-class _InFlightMean:
-    """A reduce-scatter of one round that is in flight. to_add: the mean arrives in the buffer and
-    is then added to the slice. held: gradients whose memory must not be reused before it has
-    landed.
-    """
-
-    step: Round
-    buffer: BucketBuffer
-    ticket: Ticket[Any]
-    to_add: bool
-    held: Sequence[Tensor | None]
 
 
 @dataclass
@@ -86,7 +73,8 @@ class Reducer:
         self._empty = [r for r in records if not r.is_frozen and not r.param.numel()]
         self._filled: set[int] = set()  # buckets whose slices hold a mean since the last step
         self._of = _ReducedParams()
-        self._flying: deque[_InFlightMean] = deque()
+        # held: gradients whose memory must not be reused before their mean has landed.
+        self._flying: InFlight[Sequence[Tensor | None]] = InFlight(exchange.wait)
         self._lock = threading.RLock()
         self.is_syncing = True  # False: in `no_sync`
         self._begin_pass()
@@ -178,7 +166,7 @@ class Reducer:
         held: Sequence[Tensor | None],
     ) -> None:
         while not self._exchange.free:
-            self._land()
+            self._flying.finish_oldest()
         exchange, bucket = self._exchange, step.bucket
         buffer = exchange.free.pop()
         whole = exchange.whole(buffer, step, bucket.dtype)
@@ -192,7 +180,8 @@ class Reducer:
                     there.copy_(grad[span.first : span.end])
         own = self._part(buffer, step) if to_add else self._slice(step)
         ticket = exchange.reduce(whole, own, f"the gradients of {bucket.name}")
-        self._flying.append(_InFlightMean(step, buffer, ticket, to_add, held))
+        take_in = partial(self._slice(step).add_, own) if to_add else _nothing
+        self._flying.add(ticket, take_in, partial(exchange.free.append, buffer), held)
 
     def _part(self, buffer: BucketBuffer, step: Round) -> Tensor:
         return buffer.part[: step.numel * step.bucket.dtype.itemsize].view(step.bucket.dtype)
@@ -200,22 +189,9 @@ class Reducer:
     def _slice(self, step: Round) -> Tensor:
         return self._slices[step.bucket.number][step.begin : step.end]
 
-    def _land(self) -> None:
-        flight = self._flying[0]
-        try:
-            self._exchange.wait(flight.ticket)
-        except Exception:  # its buffer may still be written to
-            self._flying.popleft()
-            raise
-        self._flying.popleft()
-        if flight.to_add:
-            self._slice(flight.step).add_(self._part(flight.buffer, flight.step))
-        self._exchange.free.append(flight.buffer)
-
     def drain(self) -> None:
         """Wait until no reduction is in flight; all buffers are free then."""
-        while self._flying:
-            self._land()
+        self._flying.finish()
 
     # --- at the step ------------------------------------------------------------------------------
 
@@ -299,7 +275,7 @@ class Reducer:
         """
         while self._flying:
             with suppress(OffloadError):
-                self._land()
+                self._flying.finish_oldest()
 
     # --- from one plan to the next ----------------------------------------------------------------
 
@@ -328,3 +304,7 @@ class Reducer:
 
 def _known(params: Iterable[Tensor], numbers: Mapping[Tensor, int]) -> set[int]:
     return {numbers[param] for param in params if param in numbers}
+
+
+def _nothing() -> None:
+    """Take in a mean that the collective has put in its place."""

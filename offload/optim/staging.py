@@ -106,6 +106,7 @@ class DeviceStaging:
     ) -> None:
         self._records = records
         self._free = [StagingBuffer(one) for one in memory]
+        self.buffer_bytes = max((one.nbytes for one in memory), default=0)
         self._away: deque[StagingBuffer] = deque()  # whose uploads are in flight
         self._transfers = transfers
         self._marks: dict[torch.device, Mark] = {}

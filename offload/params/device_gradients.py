@@ -14,7 +14,6 @@ Autograd calls `arrived` from its own threads.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +23,14 @@ from torch import Tensor
 
 from offload.core.errors import ConfigError, StateError
 from offload.core.holders import holders
-from offload.core.locks import steadfast, uninterrupted
+from offload.core.locks import steadfast
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
-from offload.core.ticket import Ticket, TicketState
+from offload.core.ticket import Ticket
 from offload.device import DeviceTransfer
 from offload.optim.gradient_handle import GradientHandle
+from offload.optim.staged_sums import HostSum, StagedSums, equal_parts
+from offload.optim.staging import StagingBuffer
 from offload.params.gradients import GradMemory, spill
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea, SpilledGradientValues
@@ -50,34 +51,20 @@ def _place_bytes(params: Sequence[Tensor]) -> int:
     return min(largest, STAGING_MOST_BYTES)
 
 
-@dataclass
-class _DownloadAddend:
-    """A part of a gradient, from element `begin` on, that is downloaded to a staging buffer and
-    will be added to `target`. is_first: `target` has no values yet; the part is written, not added.
-    """
+@dataclass(frozen=True)
+class _SpilledSum:
+    """A spilled gradient that values are added to. is_first: it has none yet, they are written."""
 
-    param: Tensor
-    target: Tensor | SpilledGradientValues  # flat
-    begin: int
-    values: Tensor
-    slot: Tensor
-    ticket: Ticket[Tensor]
+    spilled: SpilledGradientValues
     is_first: bool
 
-    def finish(self) -> None:
-        """Add the values to the target, once they are downloaded."""
-        if isinstance(self.target, SpilledGradientValues):
-            self._hand_on(self.target)
-        else:
-            self.target[self.begin : self.begin + self.values.numel()].add_(self.values)
-
-    def _hand_on(self, spilled: SpilledGradientValues) -> None:
+    def add(self, values: Tensor, begin: int) -> None:
         if not self.is_first:
-            spilled.add(self.values, self.begin)
-        elif self.values.numel() == spilled.shape.numel():
-            spilled.take(self.values.view(spilled.shape))
+            self.spilled.add(values, begin)
+        elif values.numel() == self.spilled.shape.numel():
+            self.spilled.take(values.view(self.spilled.shape))
         else:
-            spilled.write(self.values, self.begin)
+            self.spilled.write(values, begin)
 
 
 class DeviceGradients:
@@ -108,15 +95,15 @@ class DeviceGradients:
         self._transfer = transfer
         self._metrics = metrics
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: its gradient
-        self._arriving: dict[Tensor, Ticket[Tensor]] = {}  # downloads straight to the gradient
-        self._addends: deque[_DownloadAddend] = deque()
+        self._arriving: dict[Tensor, HostSum] = {}  # downloads straight to the gradient
         self._exposed: set[Tensor] = set()  # their gradients are on the device
         self._lock = threading.RLock()
         self._slot_bytes = _place_bytes([*self._places, *spilled])
-        self._slots: list[Tensor] = []  # staging buffers that are free
+        self._slots: list[StagingBuffer] = []  # staging buffers that are free
         for _ in range(STAGING_PLACES if self._slot_bytes else 0):
             with pool.lease(self._slot_bytes, what="gradients to be added") as lease:
-                self._slots.append(lease.tensor())
+                self._slots.append(StagingBuffer(lease.tensor()))
+        self._coming = StagedSums(self._slots.pop, self._slots.append, STAGING_PLACES)
 
     # --- during backward --------------------------------------------------------------------------
 
@@ -148,7 +135,7 @@ class DeviceGradients:
                 "device go to host memory and have no graph there; leave create_graph out, or take "
                 "a plain model for second derivatives"
             )
-        self._finish_what_has_come()
+        self._coming.finish_what_has_ended()
         held = self._sums.get(param)
         if held is None:
             self._begin(param, grad.detach())
@@ -165,7 +152,7 @@ class DeviceGradients:
             if spilled is not None:
                 assert self.area is not None
                 self._sums[param] = self.area.show(param, spilled)
-                self._stage(param, spilled, grad, is_first=True)
+                self._stage(param, _SpilledSum(spilled, is_first=True), grad)
                 return
         place = self._places.get(param)
         if place is None or holders(place) > 1:
@@ -174,34 +161,30 @@ class DeviceGradients:
             place = self._transfer.pinned(grad.numel(), grad.dtype)
         self._sums[param] = place.view(grad.shape)
         if grad.numel():
-            self._arriving[param] = self._read(grad.contiguous().view(-1), place)
+            ticket = self._read(grad.contiguous().view(-1), place)
+            self._arriving[param] = HostSum(place, ticket)
 
     def _add(self, param: Tensor, held: Tensor, grad: Tensor) -> None:
         plain = _is_plain(grad, held.dtype) and _is_plain(held, grad.dtype)
-        target = held.away if isinstance(held, GradientHandle) else held.detach().view(-1)
-        if not plain or not held.is_contiguous() or not self._slot_bytes or target is None:
+        away = held.away if isinstance(held, GradientHandle) else held
+        if not plain or not held.is_contiguous() or not self._slot_bytes or away is None:
             self._settle_one(param)
             with torch.no_grad():
                 held.add_(grad.cpu())
-            return
-        assert isinstance(target, Tensor | SpilledGradientValues)
-        self._stage(param, target, grad, is_first=False)
+        elif isinstance(away, SpilledGradientValues):
+            self._stage(param, _SpilledSum(away, is_first=False), grad)
+        else:
+            # Downloads run in order: before its first addend the gradient itself has arrived.
+            self._stage(param, HostSum(held.detach().view(-1)), grad)
 
-    def _stage(
-        self, param: Tensor, target: Tensor | SpilledGradientValues, grad: Tensor, is_first: bool
-    ) -> None:
+    def _stage(self, param: Tensor, target: HostSum | _SpilledSum, grad: Tensor) -> None:
         """Download a gradient to `target` by way of the staging buffers."""
-        source = grad.contiguous().view(-1)
-        step = self._slot_bytes // grad.element_size()
-        for begin, end in _parts(target, grad.numel(), step):
-            if not self._slots:
-                self._finish_oldest()
-            slot = self._slots.pop()
-            values = slot.view(grad.dtype)[: end - begin]
-            ticket = self._read(source[begin:end], values)
-            self._addends.append(
-                _DownloadAddend(param, target, begin, values, slot, ticket, is_first)
-            )
+        most = self._slot_bytes // grad.element_size()
+        if isinstance(target, HostSum):
+            parts = equal_parts(grad.numel(), most)
+        else:
+            parts = _whole_pieces(target.spilled, most)
+        self._coming.add(target, grad.contiguous().view(-1), parts, self._read, param)
 
     def _read(self, source: Tensor, host: Tensor) -> Ticket[Tensor]:
         return self._transfer.read(source, host, "a gradient")
@@ -211,51 +194,25 @@ class DeviceGradients:
     def end_backward(self) -> None:
         """Wait until every gradient is in host memory, as a whole."""
         with self._lock:
-            while self._addends:
-                self._finish_oldest()
+            self._coming.finish()
             for param in list(self._arriving):
                 self._await(param)
             if self.area is not None:
                 self.area.poll()
 
     def _settle_one(self, param: Tensor) -> None:
-        while any(addend.param is param for addend in self._addends):
-            self._finish_oldest()
+        self._coming.finish_those_of(param)
         self._await(param)
 
-    def _finish_what_has_come(self) -> None:
-        while self._addends and self._addends[0].ticket.done:
-            self._finish_oldest()
-
-    @uninterrupted  # but for its wait, after which it is the oldest still
-    def _finish_oldest(self) -> None:
-        addend = self._addends[0]
-        try:
-            addend.ticket.wait()  # downloads run in order: what it is added to has arrived, too
-        except BaseException:
-            if addend.ticket.state is TicketState.COLLECTED:  # it has failed
-                self._addends.popleft()
-                self._slots.append(addend.slot)
-            raise
-        self._addends.popleft()
-        try:
-            with torch.no_grad():
-                addend.finish()
-        finally:
-            self._slots.append(addend.slot)
-
-    @uninterrupted  # but for its wait, after which it is still in flight
     def _await(self, param: Tensor) -> None:
-        ticket = self._arriving.get(param)
-        if ticket is None:
+        arriving = self._arriving.get(param)
+        if arriving is None:
             return
         try:
-            ticket.wait()
-        except BaseException:
-            if ticket.state is TicketState.COLLECTED:  # it has failed
-                del self._arriving[param]
-            raise
-        del self._arriving[param]
+            arriving.settle()
+        finally:
+            if arriving.ticket is None:  # it has come, or failed
+                self._arriving.pop(param, None)
 
     # --- gradients as user code sees them ---------------------------------------------------------
 
@@ -343,18 +300,13 @@ class DeviceGradients:
             self._slots.clear()
 
 
-def _parts(
-    target: Tensor | SpilledGradientValues, numel: int, step: int
-) -> Iterator[tuple[int, int]]:
-    """Yield the parts `[begin, end)` to download: at most `step` elements each, and only whole
-    pieces of a spilled gradient.
+def _whole_pieces(spilled: SpilledGradientValues, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a spilled gradient into parts [begin, end) of whole pieces, of at most `most` elements
+    each.
     """
-    if not isinstance(target, SpilledGradientValues):
-        yield from ((begin, min(begin + step, numel)) for begin in range(0, numel, step))
-        return
     begin = end = 0
-    for piece in target.pieces:
-        if piece.end - begin > step:
+    for piece in spilled.pieces:
+        if piece.end - begin > most:
             yield begin, end
             begin = piece.begin
         end = piece.end

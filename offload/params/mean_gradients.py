@@ -20,20 +20,20 @@ Autograd calls `arrived` from its own thread.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError, StateError
-from offload.core.locks import uninterrupted
+from offload.core.in_flight import InFlight
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, Pool
-from offload.core.ticket import Ticket, TicketState
+from offload.core.ticket import Ticket
 from offload.distributed import NETWORK, Ranks
 from offload.params.gathered import Claim, Gathered, GatheredBlockMemory
 from offload.params.gradients import GradMemory
@@ -69,22 +69,6 @@ class ShardContext:
     sharding: Sharding
     gather_memory: GatheredBlockMemory
     spill: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class _InFlightReduce:
-    """A reduce-scatter in flight.
-
-    target: the unit's shard itself, or memory for values to be added to it or written to the store.
-    slot: the staging buffer that `target` is in, if there is one.
-    """
-
-    sum: UnitSum
-    whole: Gathered
-    target: Tensor
-    slot: Tensor | None
-    ticket: Ticket[Any]
-    is_first: bool
 
 
 class MeanGradients:
@@ -136,7 +120,7 @@ class MeanGradients:
         self.sum_of = {param: one for one in self.sums.values() for param in one.members}
         self._touched: dict[int, None] = {}  # units that backward has reached, in order
         self._arrived: set[int] = set()  # numbers of parameters, since the latest exchange
-        self._flights: deque[_InFlightReduce] = deque()
+        self._flights: InFlight[Gathered] = InFlight(self._await)
         self._is_open = False  # a backward pass has begun, and not ended
         self._is_begun = False  # there has been a backward pass
         self._early: set[int] = set()  # units that were reduced before the end of this pass
@@ -207,7 +191,7 @@ class MeanGradients:
 
     def _await_room(self, nbytes: int) -> None:
         while self._flights and self._busy_bytes + nbytes > self.sharding.gradient_bytes:
-            self._finish_oldest()
+            self._flights.finish_oldest()
 
     def _make(self, one: UnitSum) -> Gathered:
         """Allocate a unit's gradient buffer, with zeros between its members: the collective sends
@@ -221,7 +205,7 @@ class MeanGradients:
     @property
     def _busy_bytes(self) -> int:
         held = sum(one.whole.taken_bytes for one in self.sums.values() if one.whole is not None)
-        return held + sum(flight.whole.taken_bytes for flight in self._flights)
+        return held + sum(whole.taken_bytes for whole in self._flights.owners)
 
     def visited(self, unit: Unit) -> None:
         """Note that backward has reached a unit, and reduce the units that are complete: those that
@@ -278,7 +262,8 @@ class MeanGradients:
             slot = self._take_slot()
             target = _like(one.like, slot)
         ticket = self._gather_memory.reduce(whole, target, one.name)
-        self._flights.append(_InFlightReduce(one, whole, target, slot, ticket, one.is_empty))
+        take_in = partial(self._take_in, one, whole, target, one.is_empty)
+        self._flights.add(ticket, take_in, partial(self._free, slot), whole)
         one.is_empty = False
         self._metrics.count("reduced_bytes", self.sharding.partition_of(one.unit).padded_bytes)
 
@@ -289,28 +274,25 @@ class MeanGradients:
         if not self.sharding.on_device:
             return None
         while not self._slots:
-            self._finish_oldest()
+            self._flights.finish_oldest()
         return self._slots.pop()
 
-    @uninterrupted  # except in its wait; if interrupted there, the flight stays in the queue
-    def _finish_oldest(self) -> None:
-        flight = self._flights[0]
-        try:
-            with self._metrics.span(NETWORK):
-                flight.ticket.wait()
-        except BaseException:
-            if flight.ticket.state is TicketState.COLLECTED:  # failed, not interrupted
-                self._flights.popleft()
-            raise
-        self._flights.popleft()
-        if not flight.whole.release():
+    def _await(self, ticket: Ticket[Any]) -> None:
+        with self._metrics.span(NETWORK):
+            ticket.wait()
+
+    def _take_in(self, one: UnitSum, whole: Gathered, target: Tensor, is_first: bool) -> None:
+        """Take in a mean. target: the unit's shard itself, or memory for values to be added to it
+        or written to the store.
+        """
+        if not whole.release():
             self._metrics.count("whole_gradients_escaped")
-        try:
-            if flight.target is not flight.sum.place:
-                flight.sum.take_in(flight.target, flight.is_first)
-        finally:
-            if flight.slot is not None:
-                self._slots.append(flight.slot)
+        if target is not one.place:
+            one.take_in(target, is_first)
+
+    def _free(self, slot: Tensor | None) -> None:
+        if slot is not None:
+            self._slots.append(slot)
 
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
         """Cut spilled shards at the bounds by which the update will read them."""
@@ -333,8 +315,7 @@ class MeanGradients:
             self._learn(left)
             for number in sorted(left):
                 self._reduce(number)
-            while self._flights:
-                self._finish_oldest()
+            self._flights.finish()
             for number in {number for params, _ in each for number in params}:
                 param = self._params[number]
                 self.sum_of[param].has.add(param)

@@ -63,7 +63,7 @@ class ShardedGradients:
         self.arrived, self.visited = means.arrived, means.visited
         self.end_backward, self.no_sync = means.end_backward, means.no_sync
         self.cut_for = means.cut_for
-        self._means = means
+        self.means = means
         self._is_on_device = shard_context.gather_memory.device.type != "cpu"
         self._handles: dict[Tensor, GradientHandle] = {}
         self._norms: dict[Tensor, float] = {}
@@ -73,7 +73,7 @@ class ShardedGradients:
         """Note that a backward pass begins, and hide the gradients of exposed parameters, so that
         autograd finds none to add to.
         """
-        self._means.begin()
+        self.means.begin()
         for param in self._exposed:
             set_own_grad(param, None)
 
@@ -86,13 +86,13 @@ class ShardedGradients:
     def of(self, param: Tensor) -> Tensor | None:
         """Return the handle of a parameter's gradient; None: it has none."""
         with self.lock:
-            self._means.end_what_broke()
+            self.means.end_what_broke()
             if own_grad(param) is not None and param not in self._exposed:
                 raise StateError(
                     f"{self.name_of(param)}: has a gradient, but was frozen when the model was "
                     "prepared: close() and prepare again"
                 )
-            one = self._means.sum_of.get(param)
+            one = self.means.sum_of.get(param)
             if one is None or not (param in one.has or param in one.arrived):
                 return None
             if param not in self._handles:
@@ -108,8 +108,8 @@ class ShardedGradients:
         same.
         """
         with self.lock:
-            self._means.end_what_broke()
-            one = self._means.sum_of.get(param)
+            self.means.end_what_broke()
+            one = self.means.sum_of.get(param)
             if grad is not None and grad is self._handles.get(param):
                 return
             if one is None:
@@ -137,10 +137,10 @@ class ShardedGradients:
     def norm_of(self, param: Tensor) -> float:
         """Return a gradient's norm over all ranks."""
         if not self._norms:  # all in one reduction: clipping asks for every norm
-            there = [p for one in self._means.sums.values() for p in one.members if p in one.has]
+            there = [p for one in self.means.sums.values() for p in one.members if p in one.has]
             sums = []
             for each in there:
-                values = self._means.sum_of[each].own(each)
+                values = self.means.sum_of[each].own(each)
                 sums.append(kernels.grad_stats(values).sum_squares if values.numel() else 0.0)
             totals = self.ranks.sum(sums, "norms of gradients")
             self._norms = dict(zip(there, map(math.sqrt, totals), strict=True))
@@ -155,7 +155,7 @@ class ShardedGradients:
         """Show the gradients of these parameters in `.grad` of the exposed parameters while the
         block runs; then take in what the user's code has put there.
         """
-        known = self._means.sum_of
+        known = self.means.sum_of
         fresh = [param for param in params if param in known and param not in self._exposed]
         for param in fresh:
             self._exposed.add(param)
@@ -204,7 +204,7 @@ class ShardedGradients:
         from all ranks. make: returns a place for spilled gradients that the user's code holds.
         """
         with self.lock:
-            self._means.close(_give_back)
+            self.means.close(_give_back)
             self._handles.clear()
             if self.area is not None:
                 self.area.close(make)

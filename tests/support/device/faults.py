@@ -93,11 +93,11 @@ OF_MODELS = [
     Fault("other memory is lost", never(_DETACH.operand("is_in_place"))),
     Fault(
         "a sum of what has not come",
-        dropped(at("params.device_gradients", "DeviceGradients._finish_oldest").call("wait")),
+        dropped(at("core.in_flight", "InFlight.finish_oldest").call("_wait")),
     ),
     Fault(
         "a gradient before it has come",
-        dropped(at("params.device_gradients", "DeviceGradients._await").call("wait")),
+        dropped(at("optim.staged_sums", "HostSum.settle").call("wait")),
     ),
     Fault(
         "a gradient stays and counts twice",
@@ -108,9 +108,7 @@ OF_MODELS = [
     ),
     Fault(
         "added to what was there before",
-        becomes(
-            at("params.device_gradients", "_DownloadAddend._hand_on").condition("is_first"), "True"
-        ),
+        becomes(at("params.device_gradients", "_SpilledSum.add").condition("is_first"), "True"),
     ),
     Fault(
         "a gradient that is held is overwritten",
@@ -119,10 +117,7 @@ OF_MODELS = [
     Fault(
         "a wrong part",
         becomes(
-            at("params.device_gradients", "DeviceGradients._stage")
-            .call("_DownloadAddend")
-            .argument(3),
-            "0",
+            at("optim.staged_sums", "StagedSums.add").call("partial", 1, of=2).argument(3), "0"
         ),
     ),
     Fault(
@@ -223,14 +218,14 @@ OF_RANKS = [
     (
         Fault(
             "a mean before it has come",
-            dropped(at("params.mean_gradients", "MeanGradients._finish_oldest").call("wait")),
+            dropped(at("params.mean_gradients", "MeanGradients._await").call("wait")),
         ),
         ("lazy", 0),
     ),
     (
         Fault(
             "a staging place is lost",
-            dropped(at("params.mean_gradients", "MeanGradients._finish_oldest").call("append")),
+            dropped(at("params.mean_gradients", "MeanGradients._free").call("append")),
         ),
         ("lazy", 0),
     ),
@@ -293,12 +288,12 @@ OF_STAGE_2 = [
     ),
     Fault(
         "a buffer filled again too early",
-        becomes(_SEND.call("append"), "(it, exchange.free.append(buffer))"),
+        becomes(_SEND.call("add"), "(it, exchange.free.append(buffer))"),
     ),
     Fault("gradients dropped before they were copied", becomes(_SEND.call("copy_"), _LATER)),
     Fault(
         "means used before they came",
-        becomes(at("optim.reducer", "Reducer._land").call("wait"), "flight.ticket"),
+        becomes(at("core.in_flight", "InFlight.finish_oldest").call("_wait"), "act.ticket"),
     ),
 ]
 OF_TWO_STREAMS = [
