@@ -20,6 +20,13 @@ from offload.optim.gradient_source import Gradient
 from offload.optim.staging import ArrivingGradient, Awaited, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.residency import Residency
+from offload.params.spill import SpillArea
+from offload.params.spill_slots import SpillSlot, round_up_to_cache_line
+from offload.params.spilled_gradient import (
+    SpilledGradientPart,
+    SpilledGradientValues,
+    StagedGradientRange,
+)
 from offload.planning.layout import Chunk, Slice
 
 
@@ -205,3 +212,72 @@ class BlockStaging:
 
     def close(self) -> None:
         self.break_off()
+
+
+class SpilledGradientReader:
+    """A reader of spilled gradients for the update: it stages the slices of each chunk of state in
+    one slot of the area. firsts: by the number of a parameter, the element at which its gradient
+    begins, for gradients that are not whole.
+    """
+
+    def __init__(self, area: SpillArea, firsts: Mapping[int, int]) -> None:
+        self._area, self._firsts = area, firsts
+        self._cold: dict[int, SpilledGradientPart] = {}
+        self._slots: dict[int, SpillSlot] = {}  # by the number of the chunk
+
+    def begin(self, grads: Mapping[int, Tensor | Gradient], chunks: Iterable[Chunk]) -> None:
+        """Begin an update of these gradients; cut those anew that are not cut as `chunks` are."""
+        self.end()
+        self._cold = {n: one for n, one in grads.items() if isinstance(one, SpilledGradientPart)}
+        for whose, cuts in self._wrongly_cut(chunks).items():
+            whose.cut_anew(sorted(cuts))
+
+    def _wrongly_cut(self, chunks: Iterable[Chunk]) -> dict[SpilledGradientValues, set[int]]:
+        wanted: dict[SpilledGradientValues, set[int]] = {}
+        wrong: set[SpilledGradientValues] = set()
+        for chunk in chunks:
+            for part in chunk.slices:
+                if part.param in self._cold:
+                    whose, begin, end = self._place(part)
+                    wanted.setdefault(whose, {0, whose.cuts[-1]}).update((begin, end))
+                    if not whose.is_cut_at(begin, end):
+                        wrong.add(whose)
+        return {whose: cuts for whose, cuts in wanted.items() if whose in wrong}
+
+    def _place(self, part: Slice) -> tuple[SpilledGradientValues, int, int]:
+        cold = self._cold[part.param]
+        begin = cold.begin + part.begin - self._firsts.get(part.param, 0)
+        return cold.whose, begin, begin + part.end - part.begin
+
+    def has_place(self, chunk: Chunk) -> bool:
+        """Return whether `take` would not wait for a slot."""
+        is_wanted = any(part.param in self._cold for part in chunk.slices)
+        return not is_wanted or self._area.has_free()
+
+    def take(self, chunk: Chunk) -> dict[Slice, StagedGradientRange]:
+        """Begin to read a chunk's spilled slices into one slot. Waits if no slot is free."""
+        wanted = [part for part in chunk.slices if part.param in self._cold]
+        if not wanted:
+            return {}
+        slot = self._slots[chunk.number] = self._area.take()
+        slot.is_staged = True
+        found, at = {}, 0
+        for part in wanted:
+            whose, begin, end = self._place(part)
+            nbytes = round_up_to_cache_line((end - begin) * whose.dtype.itemsize)
+            found[part] = whose.stage(begin, end, slot.memory[at : at + nbytes], slot)
+            at += nbytes
+        return found
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Return the chunk's slot to the area once the update has used its slices."""
+        slot = self._slots.pop(chunk.number, None)
+        if slot is not None:
+            slot.is_staged = False
+
+    def end(self) -> None:
+        """End the update: return all its slots to the area and release the gradients."""
+        for slot in self._slots.values():
+            slot.is_staged = False
+        self._slots.clear()
+        self._cold = {}

@@ -33,7 +33,8 @@ from offload.optim.staged_sums import HostSum, StagedSums, equal_parts
 from offload.optim.staging import StagingBuffer
 from offload.params.gradients import GradMemory, spill
 from offload.params.placeholder import own_grad, set_own_grad
-from offload.params.spill import SpillArea, SpilledGradientValues
+from offload.params.spill import SpillArea
+from offload.params.spilled_gradient import SpilledGradientValues
 from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 

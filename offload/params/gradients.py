@@ -20,7 +20,8 @@ from offload.core.holders import has_grad_to_itself
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.optim.gradient_handle import GradientHandle
-from offload.params.spill import SpillArea, SpilledGradientValues
+from offload.params.spill import SpillArea
+from offload.params.spilled_gradient import SpilledGradientValues
 from offload.planning.unit import Unit
 from offload.storage.disk import DiskStore
 from offload.storage.outgoing import Outgoing
@@ -165,7 +166,7 @@ def spill(
     since user code keeps an older gradient in that room.
     """
     assert area is not None, "made where gradients are spilled"
-    made = area.make(param, name, param.numel(), param.dtype, param.shape)
+    made = SpilledGradientValues.make(area, param, name, param.numel(), param.dtype, param.shape)
     if made is None:
         metrics.count("gradients_outside_of_their_place")
     return made

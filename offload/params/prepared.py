@@ -35,7 +35,7 @@ from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
 from offload.params.activation_store import ActivationStore, DiskActivations, HostActivations
 from offload.params.activations import Activations
-from offload.params.block_staging import BlockStaging
+from offload.params.block_staging import BlockStaging, SpilledGradientReader
 from offload.params.engine import Device, Engine
 from offload.params.gathered import GatheredBlockMemory, HostGatheredBlockMemory
 from offload.params.gathered_device import DeviceGatheredBlockMemory
@@ -48,7 +48,7 @@ from offload.params.prepare_plan import PreparePlan
 from offload.params.recompute import Recompute, layers_of
 from offload.params.sharded_gradients import NO_SCALER, ShardedGradients
 from offload.params.sharded_state import UnitGatherer
-from offload.params.spill import SpilledGradientReader, slot_bytes
+from offload.params.spill_slots import slot_bytes
 from offload.params.trace import Trace
 from offload.planning.layout import Chunk, slices_by_param
 from offload.planning.planner import Plan

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from offload.optim.gradient_source import Gradient, GradientEdit
 from offload.params.gathered import Gathered
-from offload.params.spill import SpillArea, SpilledGradientValues
+from offload.params.spill import SpillArea
+from offload.params.spilled_gradient import SpilledGradientValues
 from offload.planning.sharding import Sharding
 from offload.planning.unit import Member, Unit
 
@@ -46,8 +47,8 @@ class UnitSum:
         if self._spilled is None:
             assert self.area is not None, "made where slices are spilled"
             like = self.like
-            self._spilled = self.area.make(
-                self.unit.number, self.name, like.numel(), like.dtype, like.shape
+            self._spilled = SpilledGradientValues.make(
+                self.area, self.unit.number, self.name, like.numel(), like.dtype, like.shape
             )
             assert self._spilled is not None, "each has its room"
         return self._spilled

@@ -27,7 +27,8 @@ from offload.core.metrics import Metrics
 from offload.optim.gradient_handle import GradientHandle
 from offload.optim.gradient_source import GradientEdit
 from offload.params.prepared import prepared_of
-from offload.params.spill import SpillArea, SpilledGradientValues, StagedGradientRange
+from offload.params.spill import SpillArea
+from offload.params.spilled_gradient import SpilledGradientValues, StagedGradientRange
 from offload.planning import planner
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
@@ -620,7 +621,9 @@ def staging(folder: Path, nbytes: int = 8 * KI, **options: Any) -> Iterator[Spil
 
 
 def gradient(area: SpillArea, values: torch.Tensor) -> SpilledGradientValues:
-    made = area.make(object(), "w", values.numel(), values.dtype, values.shape)
+    made = SpilledGradientValues.make(
+        area, object(), "w", values.numel(), values.dtype, values.shape
+    )
     assert made is not None
     made.take(values)
     return made
@@ -682,8 +685,8 @@ def test_a_drive_that_answers_again_gives_staging_memory_back(tmp_path: Path) ->
 
 def test_what_was_never_started_loses_no_staging_memory(tmp_path: Path) -> None:
     with staging(tmp_path) as area:
-        area.lose_after(area._slots[0], StoreTimeout("not started", errno=errno.ETIME))
-        assert not area._slots[0].is_lost
+        area.slots.lose_after(area.slots.each[0], StoreTimeout("not started", errno=errno.ETIME))
+        assert not area.slots.each[0].is_lost
 
 
 def test_an_interrupted_addition_gives_its_slots_back(
@@ -701,11 +704,10 @@ def test_an_interrupted_addition_gives_its_slots_back(
         patch.setattr(StagedGradientRange, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(ours)
-    assert len(area._free) == len(area._slots)
+    assert all(slot.is_free for slot in area.slots.each)
     for param in ours.parameters():
         if isinstance(param.grad, GradientHandle) and param.grad.away.error is not None:
             param.grad = None
-    area._free.clear()  # as after an interrupt before a slot was returned
     assert area.has_free()
     mine.step()
 

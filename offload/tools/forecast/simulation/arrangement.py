@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from offload.params.device_gradients import STAGING_MOST_BYTES, STAGING_PLACES
-from offload.params.spill import slot_bytes
+from offload.params.spill_slots import slot_bytes
 from offload.planning.layout import ELEMENT_BYTES, ParamSpec
 from offload.planning.planner import (
     Plan,
