@@ -80,6 +80,10 @@ def test_a_wheel_carries_the_native_core_and_nothing_beside_the_package(
     # A text of the engine on io_uring, which headers of an old kernel leave out without an error.
     assert any(b"mmap of the ring" in wheel.read(name) for name in natives)
     assert "offload/py.typed" in wheel.namelist(), "type checkers ignore our annotations without it"
+    page = ROOT / "offload" / "tools" / "html_report"
+    parts = {f"offload/tools/html_report/{file.name}" for file in page.glob("*.*")}
+    assert {"one.html", "two.html", "page.css", "page.js"} <= {file.name for file in page.iterdir()}
+    assert parts <= set(wheel.namelist()), "`offload report` reads them"
     # A top-level module named `kernels` would break the users of the well-known package.
     assert top_level(wheel) == {"offload"}
 

@@ -27,12 +27,9 @@ from offload.core.errors import StateError
 from offload.core.event_log import EventLog
 from offload.core.log import LOG
 from offload.core.number_log import NumberLog
+from offload.core.step_fact import COMPUTING, OTHER
 from offload.core.timeline import STEP, UPDATE, WAITING, Event
 
-OTHER = "other"
-COMPUTING = frozenset(
-    {"update", "gradient norm", "state in", "state out"}
-)  # the other causes are waits
 MOST_EVENTS = 8192  # the last ones are kept; 40 bytes each, and their names
 MOST_SAMPLES = 4096  # of memory; the last ones are kept
 _AT_S = "at_s"  # the column of the time in a row of samples, beside the names of the gauges

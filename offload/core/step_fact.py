@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+# Where the seconds of a step were spent, before their cause: in `step()`, or since the step before.
+IN_STEP: Final = "step(): "
+IN_MODEL: Final = "model: "
+OTHER: Final = "other"
+COMPUTING: Final = frozenset(
+    {"update", "gradient norm", "state in", "state out"}
+)  # the other causes are waits
 
 
 @dataclass(frozen=True)
@@ -10,7 +19,7 @@ class StepFact:
     """The numbers of one `step()`.
 
     Times are those of `time.perf_counter`; in a run file, seconds since the first event or step.
-    seconds: by cause. counts: bytes and other counters since the previous step.
+    seconds: by place and cause. counts: bytes and other counters since the previous step.
     """
 
     number: int

@@ -29,7 +29,7 @@ from offload.checkpoint.format.verify import verify
 from offload.checkpoint.rng import random_states, set_random_states
 from offload.core.errors import ConfigError, OffloadError
 from offload.params.prepared import prepared_of
-from offload.telemetry.live_stats import LiveStats
+from offload.telemetry.words import below
 
 try:
     import transformers
@@ -110,9 +110,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc, unuse
             told = report(trainer.model if prepared_of(trainer.model) else trainer.optimizer)
         except ConfigError:  # neither prepared nor wrapped: only the checkpoints are ours
             return {}
-        live_stats = LiveStats.of(told, self._steps_logged)
-        self._steps_logged = live_stats.steps
-        return {f"offload/{name}": value for name, value in live_stats.to_dict().items()}
+        numbers = told.live_numbers(self._steps_logged)
+        self._steps_logged = told.steps
+        return below("offload", numbers)
 
     # --- saving -----------------------------------------------------------------------------------
 

@@ -20,9 +20,8 @@ from offload.core.log import LOG
 from offload.device import used_bytes
 from offload.distributed import place_of
 from offload.integrations.screen import LinePart, StatusLine, find_screen, fit
-from offload.telemetry.live_stats import LiveStats
-from offload.telemetry.loggers import Writer, check_writer, log_numbers
-from offload.telemetry.report import Report
+from offload.telemetry.report import Report, Writer, check_writer, log_numbers
+from offload.telemetry.words import below
 
 _T = TypeVar("_T")
 _WINDOW = 24  # latest lines or logs over which speeds are averaged
@@ -186,16 +185,16 @@ class Progress(Generic[_T]):
         if not shows and not logs:
             return
         told = None if self._optimizer is None else report(self._optimizer)
-        live_stats = None if told is None else LiveStats.of(told, self._steps_seen)
+        live = {} if told is None else told.live_numbers(self._steps_seen)
         numbers = {name: float(value) for name, value in self._numbers.items()}
         self._points.append(_DonePoint(now_s, self._done, self._tokens or 0))
         if shows:
             self._shown_done = self._done
-            self._steps_seen = live_stats.steps if live_stats else 0
-            self._screen.show(fit(self._parts(live_stats, numbers), self._screen.width))
+            self._steps_seen = told.steps if told is not None else 0
+            self._screen.show(fit(self._parts(live, numbers), self._screen.width))
         if logs:
             self._logged_done = self._done
-            self._write(told, live_stats, numbers)
+            self._write(told, live, numbers)
 
     def _speed(self) -> _Speed:
         first, last = self._points[0], self._points[-1]
@@ -203,7 +202,7 @@ class Progress(Generic[_T]):
         tokens = None if not self._tokens else (last.tokens - first.tokens) / spent_s
         return _Speed(spent_s / max(1, last.done - first.done), tokens)
 
-    def _parts(self, live_stats: LiveStats | None, numbers: Mapping[str, float]) -> list[LinePart]:
+    def _parts(self, live: Mapping[str, float], numbers: Mapping[str, float]) -> list[LinePart]:
         speed, done = self._speed(), self._start + self._done
         parts = [LinePart(f"step {done}" + (f"/{self._total}" if self._total else ""), 0)]
         if "loss" in numbers:
@@ -211,29 +210,28 @@ class Progress(Generic[_T]):
         if speed.tokens_per_s is not None:
             parts.append(LinePart(f"{speed.tokens_per_s:,.0f} tokens/s", 2))
         parts.append(LinePart(f"{speed.step_s:.2f} s/step", 6))
-        if live_stats is not None:
-            if live_stats.stall_share is not None:
-                parts.append(LinePart(f"waiting {live_stats.stall_share:.0%}", 3))
-            parts.append(LinePart(_tiers(live_stats, self._device), 4))
+        if "stall_share" in live:
+            parts.append(LinePart(f"waiting {live['stall_share']:.0%}", 3))
+        if live:
+            parts.append(LinePart(_tiers(live, self._device), 4))
         if self._total and self._total > done:
             parts.append(LinePart(f"{_clock((self._total - done) * speed.step_s)} left", 5))
         others = (item for item in numbers.items() if item[0] != "loss")
         return parts + [LinePart(f"{name} {value:.4g}", 7) for name, value in others]
 
     def _write(
-        self, told: Report | None, live_stats: LiveStats | None, numbers: Mapping[str, float]
+        self, told: Report | None, live: Mapping[str, float], numbers: Mapping[str, float]
     ) -> None:
         """Log the report's numbers, those of the line, and the loop's own."""
         assert self._log is not None
         speed = self._speed()
-        ours: dict[str, Any] = told.to_dict() if told is not None else {}
-        ours |= live_stats.to_dict() if live_stats is not None else {}
+        ours = {**(told.to_dict() if told is not None else {}), **live}
         ours["seconds_per_step"] = speed.step_s
         if speed.tokens_per_s is not None:
             ours["tokens_per_s"] = speed.tokens_per_s
-        plain = {f"offload/{k}": v for k, v in ours.items() if isinstance(v, int | float)}
-        own = {f"train/{name}": value for name, value in numbers.items()}
-        log_numbers(self._log.writer, {**plain, **own}, self._start + self._done)
+        plain = {name: value for name, value in ours.items() if isinstance(value, int | float)}
+        both = {**below("offload", plain), **below("train", numbers)}
+        log_numbers(self._log.writer, both, self._start + self._done)
 
 
 def _screen_failed(error: Exception) -> None:
@@ -279,12 +277,11 @@ def _device_of(optimizer: Any) -> torch.device | None:
     return next((p.device for p in params if p.device.type not in ("cpu", "meta")), None)
 
 
-def _tiers(live_stats: LiveStats, device: torch.device | None) -> str:
-    on_device = live_stats.device_bytes
-    if on_device is None and device is not None:
-        on_device = used_bytes(device)
-    tiers = {"device": on_device, "host": live_stats.host_bytes, "disk": live_stats.disk_bytes}
-    return ", ".join(f"{k} {format_size(n)}" for k, n in tiers.items() if n is not None)
+def _tiers(live: Mapping[str, float], device: torch.device | None) -> str:
+    sampled = live.get("device_bytes")
+    on_device = used_bytes(device) if sampled is None and device is not None else sampled
+    tiers = {"device": on_device, "host": live["host_bytes"], "disk": live["disk_bytes"]}
+    return ", ".join(f"{k} {format_size(int(n))}" for k, n in tiers.items() if n is not None)
 
 
 def _clock(seconds: float) -> str:

@@ -8,32 +8,31 @@ has never reached is not known here: `probe.py` measures it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from offload.core.decoded import Decoded
 from offload.core.metrics import NOTHING, Metrics, MetricsSnapshot
-from offload.core.step_fact import StepFact
+from offload.core.number_log import NumberLog
+from offload.core.step_fact import IN_MODEL, IN_STEP, StepFact
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
-from offload.optim.step_log import StepLog
 from offload.planning.planner import UNKNOWN, Speeds
 
-STEP, MODEL = "step(): ", "model: "  # of seconds in a step; since the last one
-_EARLY = "device_to_host_bytes", "gradients_early_bytes"
+MOST_STEPS = 4096  # that the log holds
+_EARLY = "device_to_host_bytes", "gradients_early_bytes"  # counted since the step before
+_OWN = "number", "begin_s", "end_s"  # of the step itself, in a row of the log
+_SECONDS, _COUNTS = "s", "n"  # prefixes of all other names in a row
 
 
 class StepStats:
     def __init__(self, metrics: Metrics, speeds: Speeds = UNKNOWN) -> None:
         self.metrics = metrics
         self.last: MetricsSnapshot = NOTHING  # the last step that succeeded
-        self.round: MetricsSnapshot = (
-            NOTHING  # from the end of the step before to the end of the last one: a whole iteration
-        )
-        self.round_s: float | None = None  # its time; None: there was no step before
         self._ended: MetricsSnapshot = NOTHING  # the totals at the end of the last step
-        self._ended_s: float | None = None
         self.speeds = speeds  # the best so far
         self.stepped: Counter[str] = Counter()  # moved in steps; passes move bytes, too
         self.steps = StepLog()
@@ -47,26 +46,16 @@ class StepStats:
         with self.metrics.step(f"step {number}"):
             yield
         now = self.metrics.snapshot()
-        self.last = replace(now - before, counts=self._counts(before, now))
-        self.stepped.update((now - before).counts)
-        self._note_round(now)
-        waits = {f"{MODEL}{cause}": s for cause, s in self.round.outside.items()}
-        seconds = {**{f"{STEP}{cause}": s for cause, s in self.last.seconds.items()}, **waits}
-        end_s, counts = time.perf_counter(), dict(self.round.counts)
-        self.steps.append(StepFact(number, begin_s, end_s, seconds, counts))
+        own, whole = now - before, now - self._ended  # whole: the passes before the step, too
+        early = {name: whole.counts[name] for name in _EARLY if name in whole.counts}
+        self.last = replace(own, counts={**own.counts, **early})
+        self.stepped.update(own.counts)
+        self._ended = now
+        seconds = {f"{IN_STEP}{cause}": s for cause, s in own.seconds.items()}
+        seconds |= {f"{IN_MODEL}{cause}": s for cause, s in whole.outside.items()}
+        counts = dict(whole.counts)
+        self.steps.append(StepFact(number, begin_s, time.perf_counter(), seconds, counts))
         self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.last_events()))
-
-    def _note_round(self, now: MetricsSnapshot) -> None:
-        now_s = time.perf_counter()
-        self.round = now - self._ended
-        self.round_s = None if self._ended_s is None else now_s - self._ended_s
-        self._ended, self._ended_s = now, now_s
-
-    def _counts(self, before: MetricsSnapshot, now: MetricsSnapshot) -> Mapping[str, int]:
-        """Return the counts of the step; those of early gradients since the step before it."""
-        since_then = (now - self._ended).counts
-        early = {name: since_then[name] for name in _EARLY if name in since_then}
-        return {**(now - before).counts, **early}
 
 
 def speeds_of(step: MetricsSnapshot, events: list[Event]) -> Speeds:
@@ -81,3 +70,45 @@ def speeds_of(step: MetricsSnapshot, events: list[Event]) -> Speeds:
         disk_s = busy_s(event for event in events if event.row in rows)
         disk = (read + written) / disk_s if disk_s else None
     return Speeds(disk, updated / update_s if updated and update_s else None)
+
+
+class StepLog:
+    """A log of the last steps, in memory of fixed size, since a long run keeps thousands of them.
+    It stores no zero seconds and no zero counts. Any thread may use it.
+    """
+
+    def __init__(self, most: int = MOST_STEPS) -> None:
+        self._rows = NumberLog(most)
+        self._lock = threading.Lock()
+
+    def append(self, step: StepFact) -> None:
+        row = dict(zip(_OWN, (step.number, step.begin_s, step.end_s), strict=True))
+        row |= {_SECONDS + cause: s for cause, s in step.seconds.items() if s}
+        row |= {_COUNTS + name: count for name, count in step.counts.items() if count}
+        with self._lock:
+            self._rows.append(row)
+
+    @property
+    def last(self) -> StepFact:
+        with self._lock:
+            return _fact(self._rows[-1])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def so_far(self) -> Sequence[StepFact]:
+        """Return the steps that the log holds now, the oldest first."""
+        with self._lock:  # another thread may end a step meanwhile
+            return Decoded(self._rows.copy(), _fact)
+
+
+def _fact(row: dict[str, float]) -> StepFact:
+    number, begin_s, end_s = (row.pop(name) for name in _OWN)
+    seconds: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for name, value in row.items():
+        if name[0] == _SECONDS:
+            seconds[name[1:]] = value
+        else:
+            counts[name[1:]] = int(value)
+    return StepFact(int(number), begin_s, end_s, seconds, counts)

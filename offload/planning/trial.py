@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.private_file import read_small, write_private
-from offload.core.step_fact import StepFact
+from offload.core.step_fact import COMPUTING, IN_MODEL, IN_STEP, OTHER, StepFact
 from offload.core.strict_json import parse_json, printable
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 from offload.core.typed import read_as
@@ -33,7 +33,6 @@ from offload.planning.profile import Tuning
 _T = TypeVar("_T")
 ENVIRONMENT = "OFFLOAD_TRIAL"
 MOST_FILE_BYTES = 1 << 20
-_STEP, _MODEL = "step(): ", "model: "  # as `StepStats` names the causes of seconds
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -275,11 +274,10 @@ def layer_sizes(units: Sequence[_TrialUnit]) -> list[int]:
 
 
 def _iteration(before: StepFact, step: StepFact, events: Sequence[Event]) -> _TrialIteration:
-    # Imported here, since it imports torch, which the tuner does not need.
-    from offload.core.metrics import COMPUTING, OTHER
-
-    in_step = {c.removeprefix(_STEP): s for c, s in step.seconds.items() if c.startswith(_STEP)}
-    outside = {c.removeprefix(_MODEL): s for c, s in step.seconds.items() if c.startswith(_MODEL)}
+    in_step = {c.removeprefix(IN_STEP): s for c, s in step.seconds.items() if c.startswith(IN_STEP)}
+    outside = {
+        c.removeprefix(IN_MODEL): s for c, s in step.seconds.items() if c.startswith(IN_MODEL)
+    }
     update_s = sum(s for cause, s in in_step.items() if cause in COMPUTING | {OTHER})
     model_waits_s = sum(s for cause, s in outside.items() if cause not in COMPUTING)
     whole_s = step.end_s - before.end_s

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from offload.core.config import format_size
-from offload.core.metrics import OTHER, MetricsSnapshot, Sample
-from offload.core.step_fact import StepFact
-from offload.core.timeline import Event
+from offload.core.errors import ConfigError
+from offload.core.metrics import MOST_EVENTS, MetricsSnapshot, Sample
+from offload.core.step_fact import IN_MODEL, IN_STEP, OTHER, StepFact
+from offload.core.timeline import Event, whole_steps
 from offload.params.trace import Trace
 from offload.planning.planner import Plan, Speeds
+from offload.planning.profile import this_machine
 from offload.planning.rank_share import RankShare
-from offload.planning.shares import Shares
-from offload.telemetry.loggers import Writer, log_numbers
-from offload.telemetry.recording import RunFacts, make_run
+from offload.telemetry.iterations import IterationSummary, stall_share
+from offload.telemetry.model_use import ModelUse
+from offload.telemetry.run_file import About, ParamFact, Run
+from offload.telemetry.words import (
+    MOVES,
+    as_numbers,
+    below,
+    flat_key,
+    key_numbers,
+    show_cause,
+    show_part,
+    show_rate,
+    show_share,
+)
 
-# Bytes by tier and direction: the counter, and the text for people.
-MOVES = {
-    "disk_read_bytes": "read from disk",
-    "disk_written_bytes": "written to disk",
-    "spilled_bytes": "gradients written to disk",
-    "spilled_read_bytes": "gradients read from disk",
-    "device_to_host_bytes": "copied from device to host",
-    "host_to_device_bytes": "copied from host to device",
-    "updated_bytes": "read and written by the update",
-}
 # Causes of a step's seconds. All are listed, also those that took none; other causes follow.
-CAUSES = {
-    "disk read": "waits for disk reads",
-    "disk write": "waits for disk writes",
-    "device copy": "waits for device copies",
-    "network": "waits for other ranks",
-    "gradient norm": "gradient norm",
-    "update": "update",
-    OTHER: "other",
-}
-
-
+CAUSES = ("disk read", "disk write", "device copy", "network", "gradient norm", "update", OTHER)
+MOST_USES = 1 << 14  # of units, in the file of a run: the last ones
 BOOKS_MARGIN_BYTES = 300 << 20  # of RSS beyond the engine's account, before the report mentions it
 _SHOWN_S = 0.0005  # what would be printed as 0.000 is left out
 
@@ -87,167 +85,11 @@ class Account:
         return {name: self.counts.get(name, 0) for name in MOVES}
 
     def to_dict(self) -> dict[str, float]:
-        known = {"ceiling_seconds": self.ceiling_s, "share_of_ceiling": self.share_of_ceiling}
         return {
             **self.moved,
-            "step_seconds": self.step_s,
-            **{f"seconds/{_key(cause)}": value for cause, value in self.seconds.items()},
-            **{name: value for name, value in known.items() if value is not None},
+            **as_numbers(self, "step_s", "ceiling_s", "share_of_ceiling"),
+            **{f"seconds/{flat_key(cause)}": value for cause, value in self.seconds.items()},
         }
-
-
-@dataclass(frozen=True)
-class ActivationUse:
-    """The saved activations of a model with `activations="offload"`. Hits are storages whose fetch
-    was in flight when backward needed them; waits are those of forward and backward passes.
-    """
-
-    sent_bytes: int  # offloaded from the memory that is computed in, since the model was prepared
-    host_bytes: int  # in host memory now
-    disk_bytes: int  # on disk now
-    hits: int
-    misses: int
-    waited_s: float
-
-    def to_dict(self) -> dict[str, float]:
-        plain = ("sent_bytes", "host_bytes", "disk_bytes", "hits", "misses")
-        return {**{name: getattr(self, name) for name in plain}, "waited_seconds": self.waited_s}
-
-    def __str__(self) -> str:
-        size = format_size
-        return (
-            f"{size(self.sent_bytes)} sent away, {size(self.host_bytes)} in host memory now, "
-            f"{size(self.disk_bytes)} on disk; {self.hits} of {self.hits + self.misses} came in "
-            f"time, waited {self.waited_s:.3f} s"
-        )
-
-
-@dataclass(frozen=True)
-class SharedUse:
-    """The traffic of a model that is sharded over ranks. Bytes since it was prepared; sent ones by
-    kind: `gather` for parameters (and whole states), `reduce` for gradients, `control` for messages
-    between ranks. waited_s: for other ranks, in forward and backward passes.
-    """
-
-    rank: int
-    count: int
-    whole_bytes: int  # that gathered blocks may take
-    whole_peak_bytes: int
-    gathered_bytes: int
-    reduced_bytes: int
-    sent_bytes: Mapping[str, int]
-    waited_s: float
-
-    def to_dict(self) -> dict[str, float]:
-        plain = ("rank", "count", "whole_bytes", "whole_peak_bytes")
-        return {
-            **{name: getattr(self, name) for name in (*plain, "gathered_bytes", "reduced_bytes")},
-            **{f"sent_bytes/{kind}": n for kind, n in self.sent_bytes.items()},
-            "waited_seconds": self.waited_s,
-        }
-
-    def __str__(self) -> str:
-        size = format_size
-        sent = ", ".join(f"{kind} {size(n)}" for kind, n in self.sent_bytes.items()) or "nothing"
-        return (
-            f"rank {self.rank} of {self.count}, stage 3: {size(self.gathered_bytes)} gathered, "
-            f"{size(self.reduced_bytes)} of gradients reduced; at most "
-            f"{size(self.whole_peak_bytes)} of {size(self.whole_bytes)} whole at a time; sent "
-            f"{sent}; waited {self.waited_s:.3f} s"
-        )
-
-
-@dataclass(frozen=True)
-class ModelUse:
-    """The state of a prepared model: where its bytes are, and the cost of fetching parameters.
-
-    Waits are those of forward and backward passes. round_s: from the end of the step before to that
-    of the last one, in which the model waited round_waited_s; None: there were no two steps yet.
-    """
-
-    units: int
-    param_bytes: int
-    shares: Shares  # of host memory, for parameters and all else; taken from the start
-    held_bytes: int  # of parameters, in host memory now
-    disk_bytes: int  # in use now: parameters, gradients, optimizer state, activations
-    depth: int  # units that are prefetched
-    hits: int  # blocks that a use had to attach and found in host memory or in flight
-    misses: int
-    waited_s: float
-    round_s: float | None
-    round_waited_s: float
-    read_bytes_per_s: float | None  # of parameters, lately
-    activations: ActivationUse | None = None  # None: they are not offloaded
-    shared: SharedUse | None = None  # None: this rank has all of it
-
-    @property
-    def memory_bytes(self) -> int:
-        """The host memory that parameters may take."""
-        return self.shares.params
-
-    @property
-    def host_bytes(self) -> int:
-        """All host memory that is held for the model and its optimizer."""
-        return self.shares.total
-
-    @property
-    def hit_rate(self) -> float | None:
-        """The share of hits among the blocks that had to be fetched; None if none had to."""
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else None
-
-    @property
-    def stall_share(self) -> float | None:
-        """The share of the last whole iteration in which forward and backward waited for
-        parameters.
-        """
-        return self.round_waited_s / self.round_s if self.round_s else None
-
-    def to_dict(self) -> dict[str, float]:
-        known = {
-            "hit_rate": self.hit_rate,
-            "stall_share": self.stall_share,
-            "iteration_seconds": self.round_s,
-            "read_bytes_per_s": self.read_bytes_per_s,
-        }
-        plain = ("units", "param_bytes", "memory_bytes", "held_bytes", "hits", "misses")
-        offloaded = self.activations.to_dict() if self.activations else {}
-        shared = self.shared.to_dict() if self.shared else {}
-        return {
-            **{name: getattr(self, name) for name in (*plain, "host_bytes", "disk_bytes")},
-            **{f"activations/{name}": value for name, value in offloaded.items()},
-            **{f"ranks/{name}": value for name, value in shared.items()},
-            "prefetch_depth": self.depth,
-            "waited_seconds": self.waited_s,
-            **{name: value for name, value in known.items() if value is not None},
-        }
-
-    def notes(self) -> list[tuple[str, str]]:
-        size = format_size
-        rate = "none was fetched" if self.hit_rate is None else f"{self.hit_rate:.1%} in time"
-        speed = f", read at {self.read_bytes_per_s / 1e9:.3g} GB/s" if self.read_bytes_per_s else ""
-        notes = [
-            (
-                "parameters",
-                f"{size(self.param_bytes)} in {self.units} units, {size(self.memory_bytes)} of "
-                f"host memory for them, {size(self.held_bytes)} there now",
-            ),
-            (
-                "prefetch",
-                f"{self.depth} units ahead, {rate} ({self.hits} of {self.hits + self.misses})"
-                f"{speed}",
-            ),
-        ]
-        if self.round_s is not None:
-            share = _part(self.round_waited_s, self.round_s)
-            notes.append(("last iteration", f"{self.round_s:.3f} s, model waited {share.strip()}"))
-        if self.activations is not None:
-            notes.append(("activations", str(self.activations)))
-        if self.shared is not None:
-            notes.append(("ranks", str(self.shared)))
-        notes.append(("host memory, taken", self.shares.taken))
-        notes.append(("disk, in use", size(self.disk_bytes)))
-        return notes
 
 
 @dataclass(frozen=True)
@@ -261,8 +103,8 @@ class RankUse:
     sent_bytes: Mapping[str, int]
 
     def to_dict(self) -> dict[str, int]:
-        plain = {name: getattr(self.share, name) for name in ("stage", "rank", "count")}
-        return {**plain, **{f"sent_bytes/{kind}": n for kind, n in self.sent_bytes.items()}}
+        plain = as_numbers(self.share, "stage", "rank", "count")
+        return {**plain, **below("sent_bytes", self.sent_bytes)}
 
     def notes(self) -> list[tuple[str, str]]:
         each = ", ".join(f"{kind} {format_size(n)}" for kind, n in self.sent_bytes.items())
@@ -333,8 +175,7 @@ class Report:
     # For the file of a run. No model and no optimizer: a report keeps no memory of theirs alive.
     samples: Sequence[Sample] = field(default_factory=list, repr=False)
     steps_done: Sequence[StepFact] = field(default_factory=list, repr=False)
-    facts: RunFacts | None = field(default=None, repr=False, compare=False)
-    tuned: str | None = None  # what a profile sets, and which profile
+    about: About | None = field(default=None, repr=False, compare=False)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -343,6 +184,11 @@ class Report:
     @property
     def steps(self) -> int:
         return self.counts.get("steps", 0)
+
+    @property
+    def tuned(self) -> str | None:
+        """What a profile sets, and which profile."""
+        return None if self.about is None else self.about.tuned
 
     @property
     def disk_read_bytes(self) -> int:
@@ -355,40 +201,63 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return flat numbers and texts, for a logger or for JSON. Unknown ones are left out."""
-        speeds = {
-            "speed/disk_bytes_per_s": self.speeds.disk_bytes_per_s,
-            "speed/update_bytes_per_s": self.speeds.update_bytes_per_s,
-            "predicted_step_seconds": self.plan.predicted_step_s,
-            "disk_engine": self.disk_engine,
-        }
-        told = {"steps", *MOVES}
+        plan, told = self.plan, {"steps", *MOVES}
+        known = {"predicted_step_seconds": plan.predicted_step_s, "disk_engine": self.disk_engine}
         return {
             "steps": self.steps,
-            **{f"total/{name}": value for name, value in self.total.to_dict().items()},
-            **{f"last_step/{name}": value for name, value in self.last.to_dict().items()},
-            **{f"outside/seconds/{_key(cause)}": s for cause, s in self.outside.items()},
+            **below("total", self.total),
+            **below("last_step", self.last),
+            **{f"outside/seconds/{flat_key(cause)}": s for cause, s in self.outside.items()},
             **{f"count/{name}": n for name, n in self.counts.items() if name not in told},
-            **{name: value for name, value in speeds.items() if value is not None},
-            **{f"model/{k}": v for k, v in (self.model.to_dict() if self.model else {}).items()},
-            **{f"ranks/{k}": v for k, v in (self.ranks.to_dict() if self.ranks else {}).items()},
-            **{
-                f"process/{k}": v
-                for k, v in (self.process.to_dict() if self.process else {}).items()
-            },
-            "state_bytes": self.plan.state_bytes,
-            "state_bytes_in_host_memory": self.plan.resident_bytes,
-            "state_bytes_on_disk": self.plan.disk_bytes,
+            **below("speed", as_numbers(self.speeds, "disk_bytes_per_s", "update_bytes_per_s")),
+            **{name: value for name, value in known.items() if value is not None},
+            **below("model", self.model),
+            **below("ranks", self.ranks),
+            **below("process", self.process),
+            "state_bytes": plan.state_bytes,
+            "state_bytes_in_host_memory": plan.resident_bytes,
+            "state_bytes_on_disk": plan.disk_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "fallbacks": len(self.fallbacks),
-            **{f"fallback/{_key(what)}": why for what, why in self.fallbacks.items()},
+            **{f"fallback/{flat_key(what)}": why for what, why in self.fallbacks.items()},
         }
+
+    @property
+    def iterations(self) -> IterationSummary:
+        """The summary of the iterations, which the page of the run shows as well."""
+        return IterationSummary.of(self.steps_done, self.to_dict())
+
+    def live_numbers(self, steps_before: int = 0) -> dict[str, float]:
+        """Return the few numbers that are worth watching while training runs. Unknown ones are left
+        out.
+
+        stall_share: of the iterations after step `steps_before`, at least of the last one.
+        device_bytes: of this process, when memory was last sampled. step_seconds: of the last
+        `step()`. disk_read_bytes, disk_written_bytes: of the last iteration. fallbacks: how many.
+        """
+        model, plan = self.model, self.plan
+        counts = self.steps_done[-1].counts if self.steps_done else {}
+        newest = self.samples[-1].nbytes if self.samples else {}
+        numbers = {
+            "device_bytes": newest.get("device"),
+            "host_bytes": plan.arena_bytes if model is None else model.host_bytes,
+            "disk_bytes": plan.disk_bytes if model is None else model.disk_bytes,
+            "stall_share": stall_share(self.steps_done, steps_before),
+            "step_seconds": self.last.step_s,
+            "disk_read_bytes": counts.get("disk_read_bytes", 0),
+            "disk_written_bytes": counts.get("disk_written_bytes", 0),
+            "hit_rate": None if model is None else model.hit_rate,
+            "prefetch_depth": None if model is None else model.depth,
+            "fallbacks": len(self.fallbacks),
+        }
+        return {name: value for name, value in numbers.items() if value is not None}
 
     def log_to(self, writer: Writer, step: int) -> None:
         """Write all numbers to TensorBoard's SummaryWriter, to a run of W&B, or to any object with
         the `add_scalar` of the one or the `log` of the other.
         """
         plain = {k: v for k, v in self.to_dict().items() if isinstance(v, int | float)}
-        log_numbers(writer, {f"offload/{name}": value for name, value in plain.items()}, step)
+        log_numbers(writer, below("offload", plain), step)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the run to a file: for `offload report` (a page), for `offload plan --trace`, and
@@ -396,25 +265,55 @@ class Report:
         resource. How many steps depends on their chunks: the last 8192 events are kept. Only its
         owner can read the file; an existing one is replaced.
         """
-        assert self.facts is not None, "reports of runs have them"
-        order = self.trace.uses() if self.trace is not None else ()
-        make_run(
-            replace(self.facts, order=order),
-            self.plan,
-            self.events,
-            self.samples,
-            self.steps_done,
-            self.to_dict(),
-            self.fallbacks,
-        ).save(path)
+        self.run().save(path)
+
+    def run(self) -> Run:
+        """Return the run as a file has it: the events of the last whole steps, the memory samples
+        since their begin, and all steps, each of the three from 0 seconds on.
+        """
+        drawn = whole_steps(self.events, some_are_lost=len(self.events) >= MOST_EVENTS)
+        start_s = min((event.begin_s for event in drawn), default=0.0)
+        events = (e._replace(begin_s=e.begin_s - start_s, end_s=e.end_s - start_s) for e in drawn)
+        kinds = tuple(dict.fromkeys(kind for sample in self.samples for kind in sample.nbytes))
+        samples = (
+            (sample.at_s - start_s, tuple(sample.nbytes.get(kind, 0) for kind in kinds))
+            for sample in self.samples
+            if sample.at_s >= start_s
+        )
+        return Run(self._whole_about(), tuple(events), kinds, tuple(samples))
+
+    def _whole_about(self) -> About:
+        assert self.about is not None, "reports of runs have it"
+        cpu, cores = this_machine()
+        plan, first_s = self.plan, self.steps_done[0].begin_s if self.steps_done else 0.0
+        moving = (chunk.numel for chunk in plan.chunks if chunk.number not in plan.resident)
+        return replace(
+            self.about,
+            made_by=f"offload {_version()}, torch {torch.__version__}",
+            date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            cpu=cpu,
+            cores=cores,
+            chunk_numel=max(moving, default=None),
+            params=tuple(ParamFact.of(spec) for spec in plan.params if spec.fields),
+            order=() if self.trace is None else tuple(self.trace.uses()[-MOST_USES:]),
+            steps=tuple(
+                replace(step, begin_s=step.begin_s - first_s, end_s=step.end_s - first_s)
+                for step in self.steps_done
+            ),
+            fallbacks=self.fallbacks,
+            numbers={name: float(n) for name, n in self.to_dict().items() if _is_plain(n)},
+        )
 
     def __str__(self) -> str:
         rows = [("", "in all", "last step"), ("steps", str(self.steps), "")]
         rows += [*self._time_rows(), *self._byte_rows(), *self._ceiling_rows()]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         table = [f"{name:<{wide[0]}}  {a:>{wide[1]}}  {b:>16}".rstrip() for name, a, b in rows]
-        notes = [f"{name:<{wide[0]}}  {text}" for name, text in self._notes()]
-        return "\n".join(table + notes)
+        key = [(name, f"{text} ({note})") for name, text, note in key_numbers(self.iterations)]
+        above, notes = (
+            [f"{name:<{wide[0]}}  {text}" for name, text in each] for each in (key, self._notes())
+        )
+        return "\n".join([*above, *table, *notes])
 
     def _time_rows(self) -> list[tuple[str, str, str]]:
         both = self.total, self.last
@@ -422,7 +321,7 @@ class Report:
         for cause, value in self.total.seconds.items():
             if value >= _SHOWN_S:
                 text = [_part(one.seconds.get(cause, 0.0), one.step_s) for one in both]
-                rows.append((f"  {CAUSES.get(cause, cause)}", text[0], text[1]))
+                rows.append((f"  {show_cause(IN_STEP + cause)}", text[0], text[1]))
         return rows
 
     def _byte_rows(self) -> list[tuple[str, str, str]]:
@@ -434,16 +333,17 @@ class Report:
 
     def _ceiling_rows(self) -> list[tuple[str, str, str]]:
         both = [one.share_of_ceiling for one in (self.total, self.last)]
-        texts = ["not known" if share is None else f"{share:.0%}" for share in both]
-        return [("share of the ceiling", texts[0], texts[1])]
+        texts = ["not known" if share is None else show_share(share) for share in both]
+        return [("share of step()'s own ceiling", texts[0], texts[1])]
 
     def _notes(self) -> list[tuple[str, str]]:
         plan, size = self.plan, format_size
         known = {"disk": self.speeds.disk_bytes_per_s, "update": self.speeds.update_bytes_per_s}
-        speeds = [f"{name} at {s / 1e9:.3g} GB/s" for name, s in known.items() if s]
+        speeds = [f"{name} at {show_rate(s)}" for name, s in known.items() if s]
         notes = []
         if speeds:
-            notes.append(("ceiling", f"{', '.join(speeds)}, both at once: the best of this run"))
+            text = f"{', '.join(speeds)}, both at once: the best of this run"
+            notes.append(("step()'s own ceiling", text))
         if plan.predicted_step_s is not None:
             notes.append(("predicted step()", f"{plan.predicted_step_s:.3f} s at best"))
         notes += self.model.notes() if self.model is not None else []
@@ -457,7 +357,7 @@ class Report:
         if self.disk_engine:
             notes.append(("disk engine", self.disk_engine))
         for cause, seconds in self.outside.items():
-            notes.append((f"outside step(): {cause}", f"{seconds:.3f} s"))
+            notes.append((show_part(IN_MODEL + cause), f"{seconds:.3f} s"))
         if not self.fallbacks:
             notes.append(("fall-backs", "none"))
         return notes + [(f"fall-back: {what}", why) for what, why in self.fallbacks.items()]
@@ -467,6 +367,58 @@ def _part(seconds: float, whole_s: float) -> str:
     return f"{seconds:.3f} s {seconds / whole_s if whole_s else 0.0:>4.0%}"
 
 
-def _key(name: str) -> str:
-    """Return the name as a part of a flat key."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")
+def _version() -> str:
+    try:
+        return importlib.metadata.version("offload")
+    except importlib.metadata.PackageNotFoundError:  # it runs from a source tree
+        return "unknown"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value >= 0
+
+
+# --- loggers --------------------------------------------------------------------------------------
+# Neither TensorBoard nor Weights & Biases is imported, and neither is needed.
+
+
+class ScalarWriter(Protocol):
+    """The method that TensorBoard's SummaryWriter has."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+class RunLogger(Protocol):
+    """The method that a run of Weights & Biases has, and the module `wandb` itself."""
+
+    def log(self, data: dict[str, float], *, step: int) -> Any: ...
+
+
+Writer = ScalarWriter | RunLogger
+
+
+def check_writer(writer: object, what: str) -> None:
+    """Raise a `ConfigError` unless numbers can be written there. what: the argument, for the
+    message.
+    """
+    if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
+        raise ConfigError(
+            f"{what}: expected TensorBoard's SummaryWriter (add_scalar) or a run of W&B (log), got "
+            f"{type(writer).__name__}, which has neither"
+        )
+
+
+def log_numbers(writer: Writer, numbers: Mapping[str, float], step: int) -> None:
+    """Write all numbers for one step: one by one with `add_scalar` if the writer has it, else at
+    once.
+    """
+    check_writer(writer, "log_to")
+    add: Any = getattr(writer, "add_scalar", None)
+    if callable(add):
+        for name, value in numbers.items():
+            add(name, value, step)
+    else:
+        log: Any = writer.log  # type: ignore[union-attr]
+        log(dict(numbers), step=step)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from offload.core.step_fact import StepFact
 from offload.core.strict_json import parse_json, printable, shown
 from offload.core.timeline import ROWS, Event, to_chrome
 from offload.core.typed import read_as
+from offload.planning.layout import MASTER, ParamSpec
 
 KEY = "offload"
 VERSION = 1
@@ -57,22 +58,27 @@ class ParamFact:
     grad_bytes: int
     is_on_device: bool
 
+    @classmethod
+    def of(cls, spec: ParamSpec) -> ParamFact:
+        each = 2 if MASTER in spec.fields else 4
+        grad = spec.numel * each
+        is_on_device = spec.device_bytes > 0
+        return cls(spec.name, spec.numel, each, spec.fields, spec.unit, grad, is_on_device)
+
 
 @dataclass(frozen=True)
 class About:
-    """The facts of a run.
+    """The facts of a run: those that do not change while it goes on, which a report has, and those
+    with a default, which are added for a file.
 
     prefetch_depth, activations: as the user set them.
     host_bytes, device_bytes: budgets in force; None: none.
     shares: of host memory, by their purpose.
+    units: none if the model is not prepared.
     order: phase (0 forward, 1 backward, 2 evaluation) and unit of the last uses.
     """
 
     title: str
-    made_by: str
-    date: str
-    cpu: str
-    cores: int
     device: str
     kind: str  # wrap or prepare
     prefetch_depth: str
@@ -83,13 +89,17 @@ class About:
     directories: int
     plan: str  # for people
     shares: dict[str, int]
-    chunk_numel: int | None  # of optimizer state that goes to disk
     units: tuple[UnitFact, ...]
-    params: tuple[ParamFact, ...]
-    order: tuple[tuple[int, ...], ...]
-    steps: tuple[StepFact, ...]
-    fallbacks: dict[str, str]
-    numbers: dict[str, float]  # of the report, from its start on
+    made_by: str = ""
+    date: str = ""
+    cpu: str = ""
+    cores: int = 0
+    chunk_numel: int | None = None  # of optimizer state that goes to disk
+    params: tuple[ParamFact, ...] = ()
+    order: tuple[tuple[int, ...], ...] = ()
+    steps: tuple[StepFact, ...] = ()
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)  # of the report, from its start on
 
 
 @dataclass(frozen=True)
@@ -146,11 +156,18 @@ def from_dict(data: Any) -> Run:
     if found.get("version") != VERSION:
         raise FormatError(f"expected version {VERSION}, got {shown(found.get('version'))}")
     about = read_as(About, found.get("about"), "about")
+    _check_keys(found["about"])
     _check_units(about)
     memory = read_as(tuple[str, ...], found.get("memory"), "memory")
     events = tuple(_event(item) for item in _list(found, "events"))
     samples = tuple(_sample(item, len(memory)) for item in _list(found, "samples"))
     return Run(about, events, memory, samples)
+
+
+def _check_keys(about: Mapping[str, Any]) -> None:
+    missing = [each.name for each in fields(About) if each.name not in about]
+    if missing:
+        raise FormatError(f"about: has no {missing[0]!r}")
 
 
 def _check_units(about: About) -> None:
@@ -194,12 +211,3 @@ def _are_numbers(*values: object) -> bool:
     return all(
         isinstance(v, int | float) and not isinstance(v, bool) and -1e15 < v < 1e18 for v in values
     )
-
-
-def relative(
-    events: Sequence[Event], samples: Sequence[tuple[float, tuple[int, ...]]], start_s: float
-) -> tuple[tuple[Event, ...], tuple[tuple[float, tuple[int, ...]], ...]]:
-    """Shift times so that `start_s` is 0, and leave out events and samples from before it."""
-    shifted = (e._replace(begin_s=e.begin_s - start_s, end_s=e.end_s - start_s) for e in events)
-    late = ((at_s - start_s, nbytes) for at_s, nbytes in samples)
-    return tuple(e for e in shifted if e.begin_s >= 0), tuple(s for s in late if s[0] >= 0)

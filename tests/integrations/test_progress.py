@@ -25,7 +25,7 @@ from offload.integrations import progress_line, screen
 from offload.integrations.progress_line import Progress, count_tokens
 from offload.integrations.screen import fit
 from offload.params import units
-from offload.telemetry.live_stats import stall_share
+from offload.telemetry.iterations import stall_share
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_is_left")]
 

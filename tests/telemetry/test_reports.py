@@ -38,8 +38,7 @@ from offload.core.timeline import (
     to_chrome,
     whole_steps,
 )
-from offload.optim.step_log import StepLog
-from offload.optim.step_stats import speeds_of
+from offload.optim.step_stats import StepLog, speeds_of
 from offload.planning import planner
 from offload.planning.limits import host_bytes
 from offload.planning.planner import Speeds

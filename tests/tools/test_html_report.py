@@ -13,10 +13,10 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from jinja2 import TemplateAssertionError, UndefinedError
 
-from offload.core import metrics
 from offload.core.errors import ConfigError, FormatError
-from offload.core.step_fact import StepFact
+from offload.core.step_fact import COMPUTING, IN_MODEL, IN_STEP, OTHER, StepFact
 from offload.core.timeline import (
     COMPUTE,
     DISK_READS,
@@ -28,20 +28,23 @@ from offload.core.timeline import (
     WAITING,
     Event,
 )
-from offload.optim import step_stats
 from offload.telemetry import run_file
+from offload.telemetry.iterations import is_wait, iterations_of
 from offload.telemetry.run_file import About, ParamFact, Run, UnitFact
-from offload.tools.html_report import make_page, make_picture, summarize, summary, to_perfetto
-from offload.tools.html_report.by_unit import HtmlReportUnits, costs_of, typical_iteration
-from offload.tools.html_report.document import embedded
-from offload.tools.html_report.drawing import draw
-from offload.tools.html_report.markup import Html, escape, tag
-from offload.tools.html_report.memory import tiers_of
+from offload.telemetry.words import show_ratio, show_seconds, show_share
+from offload.tools.html_report import make_page, make_picture, summarize, to_perfetto
+from offload.tools.html_report.page import environment
 from offload.tools.html_report.picture import COLOURS
-from offload.tools.html_report.words import show_ratio, show_seconds, show_share
+from offload.tools.html_report.timeline import (
+    HtmlReportUnits,
+    costs_of,
+    draw,
+    tiers_of,
+    typical_iteration,
+)
 
 MIB = 1 << 20
-HOSTILE = "<script>alert('x')</script>\"&amp;</pre>\u202e\ud800"
+HOSTILE = "<script>alert('x')</script>\"&amp;</pre>]]>{{ 7*7 }}{% raw %}\u202e\ud800"
 PARAM = "group 0 param 1 (64, 64)"
 
 
@@ -97,7 +100,11 @@ ABOUT = About(
     order=((0, 0), (0, 1), (1, 1), (1, 0)),
     steps=(fact(1, 0.0, 2.0), fact(2, 4.0, 6.0), fact(3, 8.0, 10.0)),
     fallbacks={},
-    numbers={"speed/disk_bytes_per_s": 40e6},
+    numbers={
+        "speed/disk_bytes_per_s": 40e6,
+        "count/parameter_hits": 9.0,
+        "count/parameter_misses": 3.0,
+    },
 )
 EVENTS = (
     Event(STEP, "step 1", 0.0, 2.0),
@@ -132,7 +139,8 @@ EMPTY = Run(
 
 def test_an_iteration_goes_from_end_to_end_of_steps() -> None:
     found = summarize(RUN)
-    assert [one.total_s for one in found.iterations] == [None, 4.0, 4.0]
+    assert [one.total_s for one in iterations_of(ABOUT.steps)] == [None, 4.0, 4.0]
+    assert (found.steps, found.span_s) == (3, (4.0, 4.0))
     assert (found.typical_s, found.step_s, found.is_whole) == (4.0, 2.0, True)
 
 
@@ -195,10 +203,10 @@ def test_one_step_alone_is_told_as_such() -> None:
     assert "step() takes 2 s" in make_page([run], ["x"])
 
 
-def test_the_engine_calls_its_causes_as_the_page_does() -> None:
-    assert summary.COMPUTED == metrics.COMPUTING
-    assert (summary.IN_STEP, summary.IN_MODEL) == (step_stats.STEP, step_stats.MODEL)
-    assert summary.OTHER == metrics.OTHER
+def test_causes_that_compute_are_no_waits_wherever_they_are() -> None:
+    for cause in (*COMPUTING, OTHER):
+        assert not is_wait(IN_STEP + cause) and not is_wait(IN_MODEL + cause)
+    assert is_wait(f"{IN_STEP}disk read") and is_wait(f"{IN_MODEL}parameter read")
 
 
 @pytest.mark.parametrize(
@@ -303,18 +311,29 @@ class Elements(HTMLParser):
         return [attributes for found, attributes in self.found if found == name]
 
 
+def rendered(template: str, **names: object) -> str:
+    return environment().from_string(template).render(**names)
+
+
 def test_text_is_escaped_unless_it_is_markup() -> None:
-    inner = tag("b", "<i>")
-    assert inner == "<b>&lt;i&gt;</b>"
-    assert tag("p", inner, title='"<', hidden=True, id=None) == (
-        '<p title="&quot;&lt;" hidden><b>&lt;i&gt;</b></p>'
+    inner = "{% macro inner(text) %}<b>{{ text }}</b>{% endmacro %}"
+    made = rendered(
+        inner + '<p title="{{ quotes }}">{{ inner(text) }}</p>', quotes="\"'<", text="<i>"
     )
-    assert escape(f"{inner}") == "&lt;b&gt;&amp;lt;i&amp;gt;&lt;/b&gt;"
-    assert isinstance(inner, Html)
+    assert made == '<p title="&#34;&#39;&lt;"><b>&lt;i&gt;</b></p>'
+    cells = '{% import "parts.html" as show %}{{ show.row([text, text|seconds_or, "<hr>"]) }}'
+    with pytest.raises(TemplateAssertionError, match="seconds_or"):
+        rendered(cells, text="<i>")
+    assert "<i>" not in rendered(cells.replace("|seconds_or", ""), text="<i>")
+    with pytest.raises(UndefinedError, match="nothing"):
+        rendered("{{ nothing }}")
 
 
 def test_what_cannot_be_seen_is_spelled_out() -> None:
-    assert escape("a\u202eb\ud800\x00\nc") == "a\\u202eb\\ud800\\x00\nc"
+    text = "a\u202eb\ud800\x00\nc"
+    assert rendered("{{ text }}", text=text) == "a\\u202eb\\ud800\\x00\nc"
+    both = '{% import "parts.html" as show %}{{ show.row([text, text ~ "µ"]) }}'
+    assert rendered(both, text=text).replace("\n", "").isprintable()
 
 
 def hostile() -> Run:
@@ -353,6 +372,7 @@ def test_hostile_names_stay_text(count: int) -> None:
     assert "\u202e" not in page
     assert page.count("<script>alert") == 0
     assert "<script>alert(" in elements.text
+    assert "{{ 7*7 }}{% raw %}" in elements.text, "no text is a template"
     for name, attributes in elements.found:
         assert not any(key.startswith("on") for key in attributes), name
 
@@ -501,9 +521,12 @@ def test_every_row_of_a_timeline_has_a_place_and_a_colour() -> None:
 
 
 def test_embedded_data_ends_no_element() -> None:
-    text = embedded(["</script><!--", "&"])
-    assert not set("<>&") & set(text)
-    assert json.loads(text) == ["</script><!--", "&"]
+    data = ["</script><!--", "&", "]]>", "\u2028\u202e\ud800", "'\""]
+    text = rendered("{{ data|tojson }}", data=data)
+    assert not set("<>&'") & set(text) and text.isascii()
+    assert json.loads(text) == data
+    with pytest.raises(ValueError):
+        rendered("{{ data|tojson }}", data=[float("nan")])
 
 
 def test_colours_stand_out_from_what_is_behind_them() -> None:

@@ -61,7 +61,7 @@ def describe(
     rows = [("machine", made.name)]
     rows += [(printable(figure.name), show(figure)) for figure in found.figures]
     if found.step is not None and found.step.stall_share is not None:
-        rows.append(("  waited for parameters", f"{found.step.stall_share:.0%} of the last step"))
+        rows.append(("  waited", f"{found.step.stall_share:.0%} of the last iteration"))
     if most_written_bytes:
         size, most = format_size(found.written_bytes), format_size(most_written_bytes)
         rows.append(("written to drives", f"{size} of at most {most}"))

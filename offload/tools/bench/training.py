@@ -24,8 +24,8 @@ _NEEDS_BYTES = ELEMENT_BYTES * 4  # per element: the parameter, its gradient, tw
 class StepFigures:
     """The figures of a training iteration.
 
-    stall_share: the share of the last iteration in which forward and backward waited for
-    parameters; None: the report has no whole iteration. host_bytes: the budget of host memory.
+    stall_share: the share of the last iteration in which its thread waited; None: the report has no
+    whole iteration. host_bytes: the budget of host memory.
     """
 
     seconds: Figure

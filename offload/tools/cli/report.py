@@ -18,8 +18,9 @@ from offload.core.errors import ConfigError
 from offload.core.private_file import write_private
 from offload.core.strict_json import printable
 from offload.telemetry.run_file import Run, load
-from offload.tools.html_report import Summary, make_page, make_picture, summarize, to_perfetto
-from offload.tools.html_report.words import show_part, show_seconds, show_share
+from offload.telemetry.words import show_part, show_seconds, show_share
+from offload.tools.html_report import make_page, make_picture, summarize, to_perfetto
+from offload.tools.html_report.timeline import tiers_of
 from offload.tools.output import print_json, print_lines
 
 SUMMARY: Final = "Make one HTML page of a run, or of two beside each other, from their traces."
@@ -80,11 +81,10 @@ def run(args: argparse.Namespace) -> int:
     made = {kind: make(kind, runs, paths) for kind in targets}
     for kind, content in made.items():
         write_private(targets[kind], content)
-    found = [summarize(one) for one in runs]
     if args.json:
-        print_json(as_json(runs, found, paths, targets))
+        print_json(as_json(runs, paths, targets))
     else:
-        print_lines(describe(found, paths, targets))
+        print_lines(describe(runs, paths, targets))
     return 0
 
 
@@ -119,34 +119,36 @@ def make(kind: str, runs: Sequence[Run], paths: Sequence[Path]) -> str | bytes:
     return json.dumps(to_perfetto(runs, names), allow_nan=False)
 
 
-def describe(
-    found: Sequence[Summary], paths: Sequence[Path], targets: dict[str, Path]
-) -> list[str]:
+def describe(runs: Sequence[Run], paths: Sequence[Path], targets: dict[str, Path]) -> list[str]:
     """Return the lines of the result: one for each run, then one for each file."""
     lines = []
-    for one, path in zip(found, paths, strict=True):
-        moved = [
-            format_size(round(one.moved.get(f"disk_{w}_bytes", 0))) for w in ("read", "written")
-        ]
+    for one, path in zip(map(summarize, runs), paths, strict=True):
+        moved = (
+            f"{format_size(round(one.moved.get(f'disk_{what}_bytes', 0)))} {what}"
+            for what in ("read", "written")
+        )
         part = "an iteration" if one.is_whole else "in step()"
         worst = next(iter(one.stalls), None)
         most = f", most: {printable(show_part(worst))}" if worst and one.stalls[worst] else ""
-        taken = f"{show_seconds(one.typical_s)} {part}"
         lines.append(
-            f"{printable(path)}: {len(one.iterations)} steps, {taken}, "
-            f"{show_share(one.stall_share)} waiting{most}, {moved[0]} read and {moved[1]} written"
+            f"{printable(path)}: {one.steps} steps, {show_seconds(one.typical_s)} {part}, "
+            f"{show_share(one.stall_share)} waiting{most}, {' and '.join(moved)}"
         )
     return lines + [f"{kind}: {printable(path)}" for kind, path in targets.items()]
 
 
-def as_json(
-    runs: Sequence[Run],
-    found: Sequence[Summary],
-    paths: Sequence[Path],
-    targets: dict[str, Path],
-) -> dict[str, Any]:
+def as_json(runs: Sequence[Run], paths: Sequence[Path], targets: dict[str, Path]) -> dict[str, Any]:
     told = [
-        {"trace": str(path), "title": run.about.title, "date": run.about.date, **one.to_dict()}
-        for run, one, path in zip(runs, found, paths, strict=True)
+        {
+            "trace": str(path),
+            "title": run.about.title,
+            "date": run.about.date,
+            **summarize(run).to_dict(),
+            "memory": {
+                tier.name: {"peak_bytes": tier.peak_bytes, "budget_bytes": tier.budget_bytes}
+                for tier in tiers_of(run)
+            },
+        }
+        for run, path in zip(runs, paths, strict=True)
     ]
     return {"runs": told, "files": {kind: str(path) for kind, path in targets.items()}}

@@ -24,8 +24,7 @@ from offload.planning.planner import Plan, least_arena_bytes, least_spill_bytes,
 from offload.planning.profile import Profile
 from offload.planning.shares import DEVICE_SPARE_BYTES, UnitSizes, on_device_bytes, share_out_sizes
 from offload.planning.unit import Unit, enclosing
-from offload.telemetry.recording import param_fact
-from offload.telemetry.run_file import UnitFact
+from offload.telemetry.run_file import ParamFact, UnitFact
 from offload.tools.forecast.footprint import Cost, Footprint, make_optimizer
 from offload.tools.forecast.machines import flops_of
 from offload.tools.forecast.workload import Workload, WorkloadUse
@@ -60,7 +59,7 @@ class ModelCost:
         return Workload(
             title=footprint.name,
             units=self._unit_facts(),
-            params=tuple(param_fact(spec) for spec in self.specs if spec.fields),
+            params=tuple(ParamFact.of(spec) for spec in self.specs if spec.fields),
             uses=tuple(self._use(cost, machine) for cost in footprint.uses),
             between_s=0.0,
             activation_bytes=footprint.activation_bytes,

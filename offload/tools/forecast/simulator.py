@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.core.errors import ConfigError
-from offload.core.metrics import OTHER
+from offload.core.step_fact import OTHER
 from offload.planning.profile import Profile, Tuning
 from offload.planning.tuning import UNTUNED
 from offload.tools.forecast.simulation.arrangement import Arrangement, arrange

@@ -14,12 +14,17 @@ from offload.core.config import format_size
 from offload.core.errors import ConfigError
 from offload.core.strict_json import printable
 from offload.core.timeline import STEP, Event, in_turn
+from offload.telemetry.iterations import IterationSummary
 from offload.telemetry.run_file import Run
-from offload.tools.html_report.by_unit import kind_of, typical_iteration
-from offload.tools.html_report.drawing import ROWS
-from offload.tools.html_report.sections import kind_of_part
-from offload.tools.html_report.summary import Summary, summarize
-from offload.tools.html_report.words import show_part, show_seconds
+from offload.telemetry.words import show_part, show_seconds
+from offload.tools.html_report.timeline import (
+    ROWS,
+    first_view,
+    kind_of,
+    kind_of_part,
+    summarize,
+    tiers_of,
+)
 
 DPI: Final = 300
 # Safe for colour-blind readers; the colours of page.css on white.
@@ -64,7 +69,7 @@ def make_picture(runs: Sequence[Run], paths: Sequence[str]) -> bytes:
 def _fill(figure: Any, runs: Sequence[Run], paths: Sequence[str]) -> None:
     axes = figure.subplots(3, len(runs), squeeze=False, height_ratios=(3, 1.6, 2))
     found = [summarize(run) for run in runs]
-    views = [_view(run.events) for run in runs]
+    views = [first_view(run.events) for run in runs]
     span_s = max(end_s - begin_s for begin_s, end_s in views)
     longest_s = max((s for one in found for s in one.parts.values()), default=1.0) or 1.0
     for column, (run, one, (begin_s, _)) in enumerate(zip(runs, found, views, strict=True)):
@@ -73,17 +78,8 @@ def _fill(figure: Any, runs: Sequence[Run], paths: Sequence[str]) -> None:
         title = f"{name}{_short(run.about.title)} ({_short(paths[column])})"
         top.set_title(f"{title}\n{show_seconds(one.typical_s)} an iteration", fontsize=9)
         _draw_timeline(top, run.events, begin_s, span_s)
-        _draw_memory(middle, one, begin_s, span_s)
+        _draw_memory(middle, run, begin_s, span_s)
         _draw_parts(bottom, one, longest_s)
-
-
-def _view(events: Sequence[Event]) -> tuple[float, float]:
-    """Return begin and end of a typical iteration, or else of all events."""
-    typical = typical_iteration(events)
-    if typical:
-        return typical
-    begin_s = min((event.begin_s for event in events), default=0.0)
-    return begin_s, max((event.end_s for event in events), default=begin_s + 1.0)
 
 
 def _draw_timeline(axis: Any, events: Sequence[Event], begin_s: float, span_s: float) -> None:
@@ -105,9 +101,10 @@ def _draw_timeline(axis: Any, events: Sequence[Event], begin_s: float, span_s: f
     axis.set_xlabel("seconds; grey: step()")
 
 
-def _draw_memory(axis: Any, found: Summary, begin_s: float, span_s: float) -> None:
+def _draw_memory(axis: Any, run: Run, begin_s: float, span_s: float) -> None:
     """Draw the first tier that has a budget, or else the first."""
-    tiers = [tier for tier in found.tiers if tier.budget_bytes] or list(found.tiers)
+    sampled = tiers_of(run)
+    tiers = [tier for tier in sampled if tier.budget_bytes] or sampled
     if not tiers:
         axis.text(0.5, 0.5, "no memory was sampled", ha="center", transform=axis.transAxes)
         axis.set_axis_off()
@@ -127,7 +124,7 @@ def _draw_memory(axis: Any, found: Summary, begin_s: float, span_s: float) -> No
     axis.legend(loc="lower right", fontsize=6)
 
 
-def _draw_parts(axis: Any, found: Summary, longest_s: float) -> None:
+def _draw_parts(axis: Any, found: IterationSummary, longest_s: float) -> None:
     parts = sorted(found.parts.items(), key=lambda item: -item[1])[:_MOST_PARTS]
     for place, (name, seconds) in enumerate(parts):
         kind = kind_of_part(name)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 
-from offload.core.metrics import OTHER, Metrics
+from offload.core.metrics import Metrics
+from offload.core.step_fact import OTHER
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event
 from offload.tools.forecast.simulation.drives import DriveRequest, Drives
 

@@ -1,0 +1,222 @@
+"""What a prepared model uses: where its bytes are, what it waits for, and what its ranks move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload.core.config import format_size
+from offload.core.metrics import MetricsSnapshot
+from offload.distributed import NETWORK
+from offload.params.prepared import Prepared
+from offload.params.sharded_residency import ShardedResidency
+from offload.planning.shares import Shares
+from offload.telemetry.iterations import Iteration, hit_rate
+from offload.telemetry.words import as_numbers, below, show_rate, show_seconds, show_share
+
+_WAITS = ("parameter read", "parameter write", "device copy", NETWORK)
+_ACTIVATION_WAITS = ("activation read", "activation write")
+
+
+@dataclass(frozen=True)
+class ActivationUse:
+    """The saved activations of a model with `activations="offload"`. Hits are storages whose fetch
+    was in flight when backward needed them; waits are those of forward and backward passes.
+    """
+
+    sent_bytes: int  # offloaded from the memory that is computed in, since the model was prepared
+    host_bytes: int  # in host memory now
+    disk_bytes: int  # on disk now
+    hits: int
+    misses: int
+    waited_s: float
+
+    @classmethod
+    def of(cls, made: Prepared, total: MetricsSnapshot) -> ActivationUse | None:
+        """Return None if the model's activations are not offloaded."""
+        assert made.engine is not None
+        kept, count = made.engine.activations, total.counts.get
+        if kept is None:
+            return None
+        return cls(
+            sent_bytes=count("activations_offloaded_bytes", 0),
+            host_bytes=kept.host_bytes,
+            disk_bytes=kept.disk_bytes,
+            hits=count("activation_hits", 0),
+            misses=count("activation_misses", 0),
+            waited_s=_waited_s(total, _ACTIVATION_WAITS),
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        return as_numbers(self, *self.__dataclass_fields__)
+
+    def __str__(self) -> str:
+        size = format_size
+        return (
+            f"{size(self.sent_bytes)} sent away, {size(self.host_bytes)} in host memory now, "
+            f"{size(self.disk_bytes)} on disk; {self.hits} of {self.hits + self.misses} came in "
+            f"time, waited {self.waited_s:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
+class SharedUse:
+    """The traffic of a model that is sharded over ranks. Bytes since it was prepared; sent ones by
+    kind: `gather` for parameters (and whole states), `reduce` for gradients, `control` for messages
+    between ranks. waited_s: for other ranks, in forward and backward passes.
+    """
+
+    rank: int
+    count: int
+    whole_bytes: int  # that gathered blocks may take
+    whole_peak_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
+    sent_bytes: Mapping[str, int]
+    waited_s: float
+
+    @classmethod
+    def of(cls, made: Prepared, total: MetricsSnapshot) -> SharedUse | None:
+        """Return None if this rank has all of the model."""
+        assert made.engine is not None
+        residency = made.engine.residency
+        if made.ranks is None or not isinstance(residency, ShardedResidency):
+            return None
+        return cls(
+            *made.ranks.place,
+            whole_bytes=residency.tier.budget_bytes,
+            whole_peak_bytes=residency.tier.peak_bytes,
+            gathered_bytes=total.counts.get("gathered_bytes", 0),
+            reduced_bytes=total.counts.get("reduced_bytes", 0),
+            sent_bytes=dict(made.ranks.sent_bytes),
+            waited_s=_waited_s(total, [NETWORK]),
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        plain = (name for name in self.__dataclass_fields__ if name != "sent_bytes")
+        return {**as_numbers(self, *plain), **below("sent_bytes", self.sent_bytes)}
+
+    def __str__(self) -> str:
+        size = format_size
+        sent = ", ".join(f"{kind} {size(n)}" for kind, n in self.sent_bytes.items()) or "nothing"
+        return (
+            f"rank {self.rank} of {self.count}, stage 3: {size(self.gathered_bytes)} gathered, "
+            f"{size(self.reduced_bytes)} of gradients reduced; at most "
+            f"{size(self.whole_peak_bytes)} of {size(self.whole_bytes)} whole at a time; sent "
+            f"{sent}; waited {self.waited_s:.3f} s"
+        )
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """The state of a prepared model: where its bytes are, and the cost of fetching parameters.
+
+    waited_s: of forward and backward passes. round_s: of the last iteration, in which the thread
+    that trains waited round_waited_s, in `step()` and outside; None: there were no two steps yet.
+    """
+
+    units: int
+    param_bytes: int
+    shares: Shares  # of host memory, for parameters and all else; taken from the start
+    held_bytes: int  # of parameters, in host memory now
+    disk_bytes: int  # in use now: parameters, gradients, optimizer state, activations
+    depth: int  # units that are prefetched
+    hits: int  # blocks that a use had to attach and found in host memory or in flight
+    misses: int
+    hit_rate: float | None  # the share of hits; None if no block had to be fetched
+    waited_s: float
+    round_s: float | None
+    round_waited_s: float
+    read_bytes_per_s: float | None  # of parameters, lately
+    activations: ActivationUse | None = None  # None: they are not offloaded
+    shared: SharedUse | None = None  # None: this rank has all of it
+
+    @classmethod
+    def of(cls, made: Prepared, total: MetricsSnapshot, last: Iteration | None) -> ModelUse:
+        """Collect what a prepared model uses. last: its last iteration; None: it took no step."""
+        assert made.engine is not None
+        residency = made.engine.residency
+        return cls(
+            units=len(made.units),
+            param_bytes=sum(map(made.prepare_plan.host_bytes_of, made.units)),
+            shares=made.shares,
+            held_bytes=sum(b.nbytes for b in residency.blocks if b.memory is not None),
+            disk_bytes=_disk_bytes(made),
+            depth=residency.prefetch.depth,
+            hits=total.counts.get("parameter_hits", 0),
+            misses=total.counts.get("parameter_misses", 0),
+            hit_rate=hit_rate(total.counts, "parameter"),
+            waited_s=_waited_s(total, _WAITS),
+            round_s=last.total_s if last is not None else None,
+            round_waited_s=last.waited_s if last is not None else 0.0,
+            read_bytes_per_s=residency.prefetch.read_bytes_per_s,
+            activations=ActivationUse.of(made, total),
+            shared=SharedUse.of(made, total),
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """The host memory that parameters may take."""
+        return self.shares.params
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that is held for the model and its optimizer."""
+        return self.shares.total
+
+    @property
+    def stall_share(self) -> float | None:
+        """The share of the last iteration in which its thread waited."""
+        return self.round_waited_s / self.round_s if self.round_s else None
+
+    def to_dict(self) -> dict[str, Any]:
+        known = {"iteration_seconds": self.round_s} if self.round_s is not None else {}
+        plain = ("units", "param_bytes", "memory_bytes", "held_bytes", "host_bytes", "disk_bytes")
+        rates = ("hits", "misses", "hit_rate", "stall_share", "waited_s", "read_bytes_per_s")
+        return {
+            **as_numbers(self, *plain, *rates),
+            "prefetch_depth": self.depth,
+            **known,
+            **below("activations", self.activations),
+            **below("ranks", self.shared),
+        }
+
+    def notes(self) -> list[tuple[str, str]]:
+        size, asked = format_size, self.hits + self.misses
+        rate = f"{show_share(self.hit_rate)} in time" if asked else "none was fetched"
+        speed = f", read at {show_rate(self.read_bytes_per_s)}" if self.read_bytes_per_s else ""
+        notes = [
+            (
+                "parameters",
+                f"{size(self.param_bytes)} in {self.units} units, {size(self.memory_bytes)} of "
+                f"host memory for them, {size(self.held_bytes)} there now",
+            ),
+            ("prefetch", f"{self.depth} units ahead, {rate} ({self.hits} of {asked}){speed}"),
+        ]
+        if self.round_s is not None:
+            waited = f"waited {show_seconds(self.round_waited_s)} ({show_share(self.stall_share)})"
+            notes.append(("last iteration", f"{show_seconds(self.round_s)}, {waited}"))
+        if self.activations is not None:
+            notes.append(("activations", str(self.activations)))
+        if self.shared is not None:
+            notes.append(("ranks", str(self.shared)))
+        notes.append(("host memory, taken", self.shares.taken))
+        notes.append(("disk, in use", size(self.disk_bytes)))
+        return notes
+
+
+def _disk_bytes(made: Prepared) -> int:
+    """Sum the bytes of drives in use now, for all that belongs to the model."""
+    assert made.engine is not None
+    kept = made.engine.activations
+    return (
+        sum(store.stats().used_bytes for store in made.stores)
+        + made.shares.gradients_on_disk
+        + (kept.disk_bytes if kept is not None else 0)
+    )
+
+
+def _waited_s(snapshot: MetricsSnapshot, causes: Iterable[str]) -> float:
+    """Sum the seconds that forward and backward passes waited for these causes."""
+    return sum(snapshot.outside.get(cause, 0.0) for cause in causes)
