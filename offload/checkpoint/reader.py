@@ -10,7 +10,6 @@ An open reader holds a shared lock on the directory, so that no save removes it 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -184,8 +183,7 @@ class CheckpointReader:
 
     def _compare(self, file: DirectFile, tensor: SavedTensor, offset: int, target: Buffer) -> None:
         """Compare every part that was read whole with its checksum."""
-        bytes_read = (ctypes.c_char * target.nbytes).from_address(target.address)
-        view = memoryview(bytes_read).cast("B")
+        view = target.view()
         for part in tensor.parts:
             begin = part.offset - offset
             if begin >= 0 and begin + part.nbytes <= target.nbytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,10 @@ class Buffer(NamedTuple):
             found = check_tensor(name, tensor)
             # The storage, not the tensor: user code may give the tensor another one at any time.
             return cls(found.begin, found.end - found.begin, tensor.untyped_storage())
+
+    def view(self) -> memoryview:
+        """Return a view of the bytes, which does not keep the memory alive."""
+        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
 
     def part(self, begin: int, nbytes: int) -> Buffer:
         if nbytes == self.nbytes and begin == 0:

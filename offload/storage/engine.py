@@ -13,9 +13,11 @@ Engines know files and addresses; they do not know chunks, generations or free s
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ MOST_DEPTH = 4096  # a ring has twice as many places, and no more than 32768
 TIMEOUT_S = 30.0
 # Engines with an operation that never ended: the memory it may touch must live to the process end.
 _STUCK: list[IOEngine] = []
+OPEN_ENGINES: weakref.WeakSet[IOEngine] = weakref.WeakSet()  # engines whose threads run
 Sums: TypeAlias = "array[int]"
 
 
@@ -250,6 +253,12 @@ class IOEngine(ABC):
         shown = rows[:20] + ([f"and {len(rows) - 20} more"] if len(rows) > 20 else [])
         return "nothing" if not shown else "\n  " + "\n  ".join(shown)
 
+    def _run(self, thread: threading.Thread) -> None:
+        """Start the engine's own thread, which is ended at the latest when the process ends."""
+        self._thread = thread
+        OPEN_ENGINES.add(self)
+        thread.start()
+
     # --- for the engines --------------------------------------------------------------------------
 
     @abstractmethod
@@ -296,6 +305,7 @@ class IOEngine(ABC):
                 if not self.is_over:
                     self._stop()
                     self.is_over = True
+                    OPEN_ENGINES.discard(self)
 
     def _keep_if_stuck(self, ended: bool) -> None:
         if not ended or self._abandoned:
@@ -399,6 +409,15 @@ class IOEngine(ABC):
             f"{_REMEDIES.get(code, 'see dmesg for what the system says about it')}",
             **facts,  # type: ignore[arg-type]
         )
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all engines before the interpreter ends: a thread that returns from C++ after that
+    would crash the process.
+    """
+    for engine in list(OPEN_ENGINES):
+        engine.close()
 
 
 _REMEDIES = {

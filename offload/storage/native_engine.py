@@ -4,17 +4,16 @@ one Python thread takes in completions and ends tickets.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import math
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from offload.storage.buffers import Buffer
 from offload.storage.engine import (
     DEPTH,
+    OPEN_ENGINES,
     PIECE_BYTES,
     SUM_BYTES,
     TIMEOUT_S,
@@ -26,7 +25,6 @@ from offload.storage.engine import (
 
 _WAITED_FOR = int(Priority.WAITED_FOR)
 _POLL_S = 0.25  # the longest time between two searches for overdue operations
-_OPEN: weakref.WeakSet[NativeEngine] = weakref.WeakSet()
 
 
 class NativeEngine(IOEngine):
@@ -46,10 +44,8 @@ class NativeEngine(IOEngine):
         self.notes += notes
         self.held = memory  # registered with the ring by address: it must not be freed and reused
         self._native = native  # None: closed, and nothing is in flight
-        self._pump = threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True)
         self._stopped = False
-        _OPEN.add(self)
-        self._pump.start()
+        self._run(threading.Thread(target=self._take_in, name=f"offload-{name}", daemon=True))
 
     def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
         self._native.submit(
@@ -123,14 +119,13 @@ class NativeEngine(IOEngine):
     def _stop(self) -> None:
         self._stopped = True
         ended = self._native.stop(self.timeout_s)
-        if threading.current_thread() is not self._pump and self._pump.ident is not None:
-            self._pump.join(self.timeout_s + 1.0)
-        if not self._pump.is_alive():
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join(self.timeout_s + 1.0)
+        if not self._thread.is_alive():
             self._take_in_once(0.0, math.inf, 0.0)  # late completions
             if ended and not self._abandoned:
                 self._native, self.held = None, ()  # free both, however long this object lives
         self._keep_if_stuck(ended)
-        _OPEN.discard(self)
 
 
 def open_threads(
@@ -168,19 +163,10 @@ def _opened(
     try:
         return NativeEngine(name, native, notes, timeout_s, memory)
     except BaseException:  # Ctrl-C: its thread may run already, with no caller to close it
-        for engine in list(_OPEN):
-            if engine._native is native:
+        for engine in list(OPEN_ENGINES):
+            if isinstance(engine, NativeEngine) and engine._native is native:
                 engine.close()
                 break
         else:
             native.stop(timeout_s)
         raise
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close all engines before the interpreter ends: a thread that returns from C++ after that
-    would crash the process.
-    """
-    for engine in list(_OPEN):
-        engine.close()

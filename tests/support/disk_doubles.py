@@ -5,7 +5,6 @@ all operations is known. The one that records is in `power_loss.py`.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Callable
@@ -29,7 +28,7 @@ class StraightEngine(IOEngine):
 
     def _start(self, number: int, transfer: Transfer, priority: Priority) -> None:
         memory = transfer.memory
-        view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address)).cast("B")
+        view = memory.view()
         move = self._disk.write_data if transfer.is_write else self._disk.read_data
         try:
             code = (
