@@ -41,7 +41,7 @@ POINTS = (
     "old one removed",
 )
 # The points of a rank that is not the first.
-PARTICIPANT_POINTS = ("joined", "data written", "files synced", "verified")
+PARTICIPANT_POINTS = ("joined", "shard opened", "data written", "files synced", "verified")
 _RENAME_NOREPLACE = 1
 
 

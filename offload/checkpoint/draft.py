@@ -13,8 +13,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from offload.checkpoint.disk import CheckpointDisk, told
+from offload.checkpoint.disk import CheckpointDisk, refusal, told
 from offload.checkpoint.format.directory import CheckpointDirectory
+from offload.checkpoint.output import OutputFile
 from offload.checkpoint.staging_dir import (
     MOST_NAME_BYTES,
     PART,
@@ -26,6 +27,7 @@ from offload.checkpoint.staging_dir import (
     remove,
     try_lock,
 )
+from offload.core.config import format_size
 from offload.core.errors import ConfigError, FormatError, StateError, StoreError
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
@@ -55,11 +57,15 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 class UnfinishedCheckpoint:
-    """A checkpoint's directory before it is published. fd: the descriptor of the directory."""
+    """A checkpoint's directory before it is published. fd: the descriptor of the directory. fds:
+    those of the files in it that are being written. is_shared: other ranks write them, too.
+    """
 
-    def __init__(self, path: Path, disk: CheckpointDisk, metrics: Metrics) -> None:
-        self.path, self._disk = path, disk
-        self._pid = os.getpid()
+    def __init__(
+        self, path: Path, disk: CheckpointDisk, metrics: Metrics, is_shared: bool = False
+    ) -> None:
+        self.path, self._disk, self._metrics, self._is_shared = path, disk, metrics, is_shared
+        self.fds: list[int] = []
         self._made: list[tuple[CheckpointDirectory, str]] = []  # parents that were missing
         self._parents: list[CheckpointDirectory] = []
         self.hidden = ""
@@ -67,7 +73,7 @@ class UnfinishedCheckpoint:
         try:
             self.parent = self._open_parent()
             remove_leftovers(self.parent, disk, path.name)
-            self._make(metrics)
+            self._make()
         except BaseException:
             self.discard()
             raise
@@ -108,11 +114,11 @@ class UnfinishedCheckpoint:
         self._parents.append(CheckpointDirectory(path))
         return self._parents[-1]
 
-    def _make(self, metrics: Metrics) -> None:
+    def _make(self) -> None:
         """Make the hidden directory, and lock it."""
         for _ in range(_TRIES):
             self.hidden = hidden_name(self.path.name, PART)
-            with told("mkdir", self.parent.path / self.hidden):
+            with told("mkdir", self.folder):
                 self._disk.mkdir(self.parent.fd, self.hidden)
                 # Between the two calls another save may remove it: without a lock it is a leftover.
                 with suppress(FileNotFoundError):
@@ -126,12 +132,41 @@ class UnfinishedCheckpoint:
         else:
             raise StateError(f"{self.parent.path}: others remove every directory made there")
         if locked is None:
-            metrics.fall_back(
+            self._metrics.fall_back(
                 f"checkpoints in {self.parent.path}",
                 "no locks on directories: what a killed save leaves there is not removed",
             )
-        with told("chmod", self.parent.path / self.hidden):
+        with told("chmod", self.folder):
             self._disk.chmod(self.fd, 0o700)
+
+    @property
+    def folder(self) -> Path:
+        return self.parent.path / self.hidden
+
+    def open_file(self, name: str, nbytes: int) -> OutputFile:
+        """Create a file with room for all of its bytes, past the page cache if that works."""
+        path = self.path / name
+        fd = self.open_new(name)
+        self.fds.append(fd)
+        try:
+            self._disk.allocate(fd, nbytes)
+        except OSError as error:
+            found = os.fstatvfs(fd)
+            free = found.f_frsize * found.f_bavail
+            more = f": {format_size(nbytes)} ({nbytes} bytes) are needed, {format_size(free)} free"
+            raise refusal("allocate", path, error, more) from error
+        with told("open past the page cache", path):
+            align = self._disk.go_direct(fd)
+        if align == 1:
+            self._metrics.fall_back(
+                f"checkpoints in {self.path.parent}",
+                "bytes pass through the page cache: no O_DIRECT here",
+            )
+        if not self._is_shared:
+            return OutputFile(fd, align, str(path))
+        with told("open", path):  # again, for blocks in which other ranks have bytes, too
+            self.fds.append(self._disk.open_again(self.fd, name))
+        return OutputFile(fd, align, str(path), self.fds[-1])
 
     def open_new(self, name: str) -> int:
         """Create a file in the directory. The caller closes it."""
@@ -157,26 +192,20 @@ class UnfinishedCheckpoint:
         self._disk.hook("parent synced")
 
     def release(self) -> None:
-        """Unlock and close the directory, and keep the parents that were made for it; they stay
-        open until `close_parents`.
-        """
+        """Unlock and close the directory, and keep the parents that were made for it."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             with suppress(OSError):  # closing is not enough if a forked child shares it
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
         self._made.clear()
-
-    def close_parents(self) -> None:
         for parent in self._parents:
             parent.close()
 
     def discard(self) -> None:
         """Remove everything that was made. Idempotent. What cannot be removed is left to the next
-        save. Does nothing in a forked child.
+        save.
         """
-        if os.getpid() != self._pid:
-            return
         try:
             if self.fd >= 0:
                 self._remove()
@@ -197,7 +226,6 @@ class UnfinishedCheckpoint:
                 )
         finally:
             self.release()
-            self.close_parents()
 
     def _remove(self) -> None:
         dir_fd = self.parent.fd

@@ -25,10 +25,10 @@ from offload.checkpoint import background
 from offload.checkpoint.division import TensorToSave, within
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
-from offload.checkpoint.participant_writer import ParticipantWriter, sweep
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.rng import random_states
 from offload.checkpoint.shard import Shard
+from offload.checkpoint.shared_draft import sweep
 from offload.checkpoint.strided_state import StridedState
 from offload.checkpoint.trees import OTHER, SavedTreeTensors
 from offload.checkpoint.writer import CheckpointWriter
@@ -78,7 +78,7 @@ class Save:
         self._stateful = stateful
         self._leaves = SavedTreeTensors()
         self._holdings: dict[str, list[TensorToSave]] = {}
-        self._writer: CheckpointWriter | ParticipantWriter | None = None
+        self._writer: CheckpointWriter | None = None
         self._shards: dict[str, _Shards] = {}
         self._saver: Saver | None = None
         self._strided: StridedState | None = None
@@ -178,30 +178,25 @@ class Save:
 
     def _make(self) -> dict[str, Any] | None:
         """Make directory and files on the first rank; return the invitation for the other ranks."""
-        if not self._rank_group.is_first:
-            _UNDER_WAY.add(self)
-            return None
-        metrics = self._session.metrics if self._session is not None else None
-        self._writer = CheckpointWriter(self.path, metrics=metrics, rank_group=self._rank_group)
         _UNDER_WAY.add(self)
+        return self._open(None).invitation() if self._rank_group.is_first else None
+
+    def _open(self, invitation: Mapping[str, Any] | None) -> CheckpointWriter:
+        self._writer = writer = CheckpointWriter(
+            self.path,
+            metrics=self._session.metrics if self._session is not None else None,
+            rank_group=self._rank_group,
+            invitation=invitation,
+        )
         if self._cancelled is not None:
             raise self._cancelled
-        self._open_shards()
-        return self._writer.invitation()
-
-    def _open_shards(self) -> None:
-        assert self._writer is not None
         for section, holdings in self._holdings.items():
-            self._shards[section] = _Shards(self._writer, section, holdings)
+            self._shards[section] = _Shards(writer, section, holdings)
+        return writer
 
     def _write(self, invitation: Mapping[str, Any]) -> None:
         if not self._rank_group.is_first:
-            metrics = self._session.metrics if self._session is not None else None
-            path = Path.cwd() / self.path
-            self._writer = ParticipantWriter(path, invitation, self._rank_group, metrics=metrics)
-            if self._cancelled is not None:
-                raise self._cancelled
-            self._open_shards()
+            self._open(invitation)
         if self._optimizer is not None and self._session is not None:
             names, state = self._optimizer.names, self._shards[OPTIMIZER]
             first = [first_byte(param) for param in self._optimizer.params]
@@ -381,7 +376,7 @@ class _Shards:
 
     def __init__(
         self,
-        writer: CheckpointWriter | ParticipantWriter,
+        writer: CheckpointWriter,
         section: str,
         holdings: Sequence[TensorToSave],
     ) -> None:

@@ -59,6 +59,12 @@ def leads_to(dir_fd: int, name: str, fd: int) -> bool:
     return os.path.samestat(found, os.fstat(fd))
 
 
+def identity_of(fd: int) -> list[int]:
+    """Return device and inode, by which another process knows that it has the same file open."""
+    found = os.fstat(fd)
+    return [found.st_dev, found.st_ino]
+
+
 def is_ours(name: str) -> bool:
     """Return whether a save makes files of that name."""
     return name == MANIFEST or SHARD_NAME.fullmatch(name) is not None

@@ -10,9 +10,9 @@ the manifest after them, then the directory, and then publishes it by a rename, 
 all other processes. An error before that, or in it, removes everything. A failed fsync is final:
 the system may have dropped the bytes, and a second fsync would not say so.
 
-Several ranks save together (`rank_group`): the first has this writer, every other rank a
-`ParticipantWriter`, by an `invitation`. All write their own bytes; the first alone writes the
-manifest and publishes the checkpoint, when all ranks have told it that their bytes are durable.
+Several ranks save together (`rank_group`): the first makes the directory, every other rank writes
+in it, by an `invitation`. All write their own bytes, which are durable before a rank says so; the
+first alone writes the manifest and publishes the checkpoint, when all ranks have said so.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from offload.checkpoint.disk import CheckpointDisk, refusal, told, write_whole
+from offload.checkpoint.disk import CheckpointDisk, told, write_whole
 from offload.checkpoint.division import Range, divide
 from offload.checkpoint.draft import UnfinishedCheckpoint, check_path
 from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME, Manifest
@@ -36,14 +36,18 @@ from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.retention import OlderCheckpoints, next_number
 from offload.checkpoint.shard import Shard, ShardHeader
-from offload.core.config import format_size
+from offload.checkpoint.shared_draft import SharedDraft
+from offload.checkpoint.staging_dir import identity_of
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.core.metrics import Metrics
-from offload.core.portable import drop_cached
+from offload.core.portable import close_fds, drop_cached
 from offload.storage.safetensors_header import TensorSpec
 
 # The phases of a commit, which all ranks go through.
 WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"
+
+
+Draft: TypeAlias = UnfinishedCheckpoint | SharedDraft
 
 
 class WriterState(Enum):
@@ -66,27 +70,23 @@ class _OpenWork:
     does not refer to the writer, so that an abandoned writer can be garbage-collected.
     """
 
-    def __init__(
-        self, path: Path, disk: CheckpointDisk, metrics: Metrics, buffer_bytes: int
-    ) -> None:
-        self.path = path
+    def __init__(self, path: Path, output: Output, make: Callable[[], Draft]) -> None:
+        self.path, self.output = path, output
         self.pid = os.getpid()
-        self.fds: list[int] = []
-        self.output = Output(disk, metrics, buffer_bytes)
         try:
-            self.draft = UnfinishedCheckpoint(path, disk, metrics)
+            self.draft = make()
         except BaseException:
             self.output.close(StateError(f"checkpoint {path}: never begun"))
             raise
 
-    def close_files(self, why: BaseException) -> None:
-        ended = self.output.close(why)
-        while self.fds and ended:  # else the kernel may still use them
-            os.close(self.fds.pop())
+    def close_files(self, why: str) -> None:
+        if self.output.close(StateError(f"checkpoint {self.path}: {why}")):
+            close_fds(self.draft.fds)  # else the kernel may still use them
 
     def discard(self) -> None:
+        """Release everything. Does nothing in a forked child."""
         if os.getpid() == self.pid:
-            self.close_files(StateError(f"checkpoint {self.path}: abandoned"))
+            self.close_files("abandoned")
             self.draft.discard()
 
 
@@ -101,21 +101,39 @@ class CheckpointWriter:
         metrics: Metrics | None = None,
         buffer_bytes: int = BUFFER_BYTES,
         rank_group: RankGroup | None = None,
+        invitation: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the hidden directory, and missing parents. buffer_bytes: of all shards together.
-        rank_group: the ranks that save together; this is the first of them.
+        rank_group: the ranks that save together. invitation: on every rank but the first, what
+        the first rank's writer says.
         """
-        self.path = check_path(path)
+        self.path = check_path(path) if invitation is None else Path.cwd() / path
         self._rank_group = rank_group or RankGroup(f"save of {path}", None)
+        assert self._rank_group.is_first == (invitation is None)
         self._disk, self._metrics = disk or CheckpointDisk(), metrics or Metrics()
         self._lock = threading.RLock()
         self._state = WriterState.OPEN
         self._shards: list[Shard] = []
         self._names: set[str] = set()
         self._manifest: Manifest | None = None
-        self._work = _OpenWork(self.path, self._disk, self._metrics, buffer_bytes)
+
+        def make() -> Draft:
+            if invitation is not None:
+                return SharedDraft(self.path, invitation, self._disk)
+            is_shared = self._rank_group.count > 1
+            return UnfinishedCheckpoint(self.path, self._disk, self._metrics, is_shared)
+
+        output = Output(self._disk, self._metrics, buffer_bytes)
+        self._work = _OpenWork(self.path, output, make)
         self._discard = weakref.finalize(self, self._work.discard)
-        self._disk.hook("created")
+        self._disk.hook("created" if self._rank_group.is_first else "joined")
+
+    @property
+    def _draft(self) -> UnfinishedCheckpoint:
+        """The directory, of which the first rank alone makes a checkpoint."""
+        draft = self._work.draft
+        assert isinstance(draft, UnfinishedCheckpoint)
+        return draft
 
     # --- shards -----------------------------------------------------------------------------------
 
@@ -125,8 +143,8 @@ class CheckpointWriter:
         tensors: Sequence[TensorSpec],
         own: Mapping[str, Sequence[Range] | None] | None = None,
     ) -> Shard:
-        """Make a new file for these tensors of `section`, with room for all of their bytes. own:
-        of each tensor, as in `TensorToSave`; for a save of several ranks.
+        """Make a new file for these tensors of `section`, with room for all of their bytes, or open
+        the first rank's. own: of each tensor, as in `TensorToSave`; for a save of several ranks.
 
         A full disk is reported here: a `StoreError` with the numbers. An error in making the file
         fails the whole save.
@@ -142,7 +160,8 @@ class CheckpointWriter:
             try:
                 file = self._open_file(name, header.nbytes)
                 bytes_of = share(header, own, self._rank_group)
-                shard = Shard(self._work.output, file, name, header, bytes_of)
+                is_first = self._rank_group.is_first
+                shard = Shard(self._work.output, file, name, header, bytes_of, is_first)
             except BaseException as error:
                 self._work.output.fail(error)
                 raise
@@ -161,47 +180,19 @@ class CheckpointWriter:
             raise ConfigError(f"{section}: {error}") from error
 
     def _open_file(self, name: str, nbytes: int) -> OutputFile:
-        path = self.path / name
-        fd = self._work.draft.open_new(name)
-        self._work.fds.append(fd)
-        try:
-            self._disk.allocate(fd, nbytes)
-        except OSError as error:
-            found = os.fstatvfs(fd)
-            free = found.f_frsize * found.f_bavail
-            more = f": {format_size(nbytes)} ({nbytes} bytes) are needed, {format_size(free)} free"
-            raise refusal("allocate", path, error, more) from error
-        with told("open past the page cache", path):
-            align = self._disk.go_direct(fd)
-        file = OutputFile(fd, align, str(path), self._open_again(name))
-        if file.align == 1:
-            self._metrics.fall_back(
-                f"checkpoints in {self.path.parent}",
-                "bytes pass through the page cache: no O_DIRECT here",
-            )
+        file = self._work.draft.open_file(name, nbytes)
         if file.block_bytes > self._work.output.each_bytes:
             raise ConfigError(
-                f"{path}: is written in blocks of {file.block_bytes} bytes, one buffer has "
+                f"{file.label}: is written in blocks of {file.block_bytes} bytes, one buffer has "
                 f"{self._work.output.each_bytes}; save on another file system"
             )
         return file
 
-    def _open_again(self, name: str) -> int:
-        """Open the file again, for blocks in which other ranks have bytes, too; -1 if this process
-        saves alone.
-        """
-        if self._rank_group.count == 1:
-            return -1
-        with told("open", self.path / name):
-            self._work.fds.append(self._disk.open_again(self._work.draft.fd, name))
-        return self._work.fds[-1]
-
     def invitation(self) -> dict[str, Any]:
         """Return what the other ranks must know to write their parts. All shards must be open."""
-        draft = self._work.draft
         return {
-            "directory": str(draft.parent.path / draft.hidden),
-            "identity": identity_of(draft.fd),
+            "directory": str(self._draft.folder),
+            "identity": identity_of(self._draft.fd),
             "files": {
                 shard.name: [shard.file.align, *identity_of(shard.file.fd)]
                 for shard in self._shards
@@ -215,7 +206,8 @@ class CheckpointWriter:
     ) -> Path:
         """Make the checkpoint durable and publish it; return its path.
 
-        values: by section, as `format.values.encode` made them. keep: how many checkpoints of this
+        values: by section, as `format.values.encode` made them; the first rank's are saved, and so
+        is its fingerprint. keep: how many checkpoints of this
         directory with this fingerprint stay, this one included; None: all. With a number, all of
         the checkpoint is first read back past the page cache and compared, and older ones beyond
         that number are removed at the end. On any error nothing of the checkpoint is left, and no
@@ -229,13 +221,13 @@ class CheckpointWriter:
             self._move_to(WriterState.COMMITTING)
         rank_group = self._rank_group
         try:
-            self._take_in(rank_group.by_consensus(WRITTEN, self._flush))
-            rank_group.by_consensus(DESCRIBED, lambda: self._write_all(values, fingerprint))
+            pieces = rank_group.by_consensus(WRITTEN, self._flush)
+            rank_group.by_consensus(DESCRIBED, lambda: self._describe(pieces, values, fingerprint))
             if keep is not None:
                 rank_group.by_consensus(VERIFIED, self._verify)
-                self._disk.hook("verified")
-            self._work.output.check()
             rank_group.by_consensus(PUBLISHED, lambda: self._publish(keep))
+            if not rank_group.is_first:
+                self._end()
         except BaseException as error:
             self.abandon()
             is_about_others = isinstance(error, OffloadError) and rank_group.count > 1
@@ -245,36 +237,55 @@ class CheckpointWriter:
         return self.path
 
     def _flush(self) -> dict[str, Any]:
-        """Wait until all writes of this rank have ended."""
-        if self._rank_group.count == 1:
+        """Wait until all writes of this rank have ended. On every rank but the first, make their
+        bytes durable, and return the pieces that they consist of.
+        """
+        rank_group, pieces = self._rank_group, {}
+        if rank_group.count == 1:
             for shard in self._shards:
                 shard.saved()  # raises if bytes are missing, before we wait for anything
+        if not rank_group.is_first:
+            pieces = {shard.name: shard.pieces() for shard in self._shards}
         self._work.output.flush()
         self._disk.hook("data written")
-        return {}
+        if not rank_group.is_first:
+            self._sync_files()
+        return pieces
 
-    def _take_in(self, pieces: Sequence[Mapping[str, Any]]) -> None:
-        """Add the pieces that the other ranks have written."""
-        for theirs in pieces[1:]:
-            for shard in self._shards:
-                shard.take_in(theirs[shard.name])
-
-    def _publish(self, keep: int | None) -> None:
-        self._work.draft.publish()
-        self._move_to(WriterState.DONE)
-        self._end(keep)
-
-    def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> None:
-        """Make files, manifest and directory durable under the hidden name."""
-        output, draft = self._work.output, self._work.draft
-        saved = [tensor for shard in self._shards for tensor in shard.saved()]
+    def _sync_files(self) -> None:
         for shard in self._shards:
-            output.check()
-            with told("truncate", shard.file.label):
-                self._disk.truncate(shard.file.fd, shard.nbytes)
+            self._work.output.check()
+            if self._rank_group.is_first:
+                with told("truncate", shard.file.label):
+                    self._disk.truncate(shard.file.fd, shard.nbytes)
             with told("fsync", shard.file.label):
                 self._disk.fsync(shard.file.fd)
         self._disk.hook("files synced")
+
+    def _describe(
+        self,
+        pieces: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any],
+        fingerprint: str,
+    ) -> None:
+        """On the first rank, add the pieces that the other ranks have written, and write all."""
+        if self._rank_group.is_first:
+            for theirs in pieces[1:]:
+                for shard in self._shards:
+                    shard.take_in(theirs[shard.name])
+            self._write_all(values, fingerprint)
+
+    def _publish(self, keep: int | None) -> None:
+        self._work.output.check()
+        if self._rank_group.is_first:
+            self._draft.publish()
+            self._end(keep)
+
+    def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> None:
+        """Make files, manifest and directory durable under the hidden name."""
+        draft = self._draft
+        saved = [tensor for shard in self._shards for tensor in shard.saved()]
+        self._sync_files()
         self._manifest = manifest = Manifest(
             number=next_number(draft.parent),
             created_s=int(time.time()),
@@ -284,13 +295,13 @@ class CheckpointWriter:
             values=values,
         )
         self._write_manifest(manifest.to_bytes())
-        with told("fsync of directory", draft.parent.path / draft.hidden):
+        with told("fsync of directory", draft.folder):
             self._disk.fsync_dir(draft.fd)
         self._disk.hook("manifest synced")
 
     def _write_manifest(self, text: bytes) -> None:
         path = self.path / MANIFEST
-        fd = self._work.draft.open_new(MANIFEST)
+        fd = self._draft.open_new(MANIFEST)
         try:
             with told("write", path):
                 write_whole(self._disk, fd, text, 0)
@@ -303,36 +314,43 @@ class CheckpointWriter:
 
     def _verify(self) -> None:
         """Read everything, or this rank's share of it, back from the disk, and compare it."""
-        draft, output = self._work.draft, self._work.output
-        hidden = draft.parent.path / draft.hidden
+        output, hidden = self._work.output, self._work.draft.folder
+        share_of = self._rank_group.rank, self._rank_group.count
         try:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
-                if reader.manifest != self._manifest:
+                if self._manifest is not None and reader.manifest != self._manifest:
                     raise FormatError(
                         f"{hidden / MANIFEST}: it is not the manifest that was written"
                     )
-                reader.check(output.buffers, output.check, (0, self._rank_group.count))
+                reader.check(output.buffers, output.check, share_of)
         except FormatError as error:  # it was right when it was written
-            raise not_what_was_written(self.path, error) from error
+            raise CorruptionError(
+                f"checkpoint {self.path}: what was read from the disk is not what was written "
+                f"({error}); the drive, its cable or the memory is faulty: use another drive",
+                errno=errno.EBADMSG,
+                operation="verify",
+                file=str(self.path),
+            ) from error
+        self._disk.hook("verified")
 
-    def _end(self, keep: int | None) -> None:
+    def _end(self, keep: int | None = None) -> None:
         """Release everything after the checkpoint is published, and remove older checkpoints. The
         checkpoint stays saved, also if this fails.
         """
+        self._move_to(WriterState.DONE)
         work = self._work
-        assert self._manifest is not None
         try:
-            work.close_files(StateError(f"checkpoint {self.path}: is saved; open another writer"))
+            work.close_files("is saved; open another writer")
             self._metrics.count("checkpoint_written_bytes", work.output.written_bytes)
             if keep is not None:
+                assert self._manifest is not None
                 older = OlderCheckpoints(
-                    work.draft.parent, self._manifest, self._disk, self._metrics
+                    self._draft.parent, self._manifest, self._disk, self._metrics
                 )
                 older.remove_all_but(keep - 1)
         finally:
             self._discard.detach()
             work.draft.release()
-            work.draft.close_parents()
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -355,6 +373,8 @@ class CheckpointWriter:
             if self._state in (WriterState.DONE, WriterState.GONE):
                 return
             self._move_to(WriterState.GONE)
+        if not self._rank_group.is_first:
+            self._rank_group.leave()  # before discard looks whether the first still lives
         self._discard()
 
     def _check_open(self) -> None:
@@ -385,19 +405,3 @@ def share(
         return None
     assert own is not None
     return divide(header.places, own, rank_group.rank, rank_group.count)
-
-
-def identity_of(fd: int) -> list[int]:
-    """Return device and inode, by which another process knows that it has the same file open."""
-    found = os.fstat(fd)
-    return [found.st_dev, found.st_ino]
-
-
-def not_what_was_written(path: Path, error: FormatError) -> CorruptionError:
-    return CorruptionError(
-        f"checkpoint {path}: what was read from the disk is not what was written "
-        f"({error}); the drive, its cable or the memory is faulty: use another drive",
-        errno=errno.EBADMSG,
-        operation="verify",
-        file=str(path),
-    )
