@@ -107,10 +107,6 @@ class Extents:
         self._free, self._by_size = free, sorted((size, begin) for begin, size in free)
         self.used = sum(self._taken.values())
 
-    def size_at(self, begin: int) -> int:
-        """Return the size of the taken extent that starts at `begin`."""
-        return self._taken[begin]
-
     def is_taken(self, begin: int) -> bool:
         """Return whether a taken extent starts at `begin`."""
         return begin in self._taken

@@ -46,11 +46,6 @@ class MetricsSnapshot:
     outside: Mapping[str, float]  # of spans outside of a step, or in another thread than its own
     fallbacks: Mapping[str, str]  # the degraded feature -> the reason
 
-    @property
-    def wall_s(self) -> float:
-        """The wall time of all steps, in seconds."""
-        return sum(self.seconds.values())
-
     def __sub__(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
         return MetricsSnapshot(
             MappingProxyType({k: v - earlier.counts.get(k, 0) for k, v in self.counts.items()}),

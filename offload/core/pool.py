@@ -45,9 +45,8 @@ _RECHECK_S = (
     0.05  # how long a waiting thread may miss an extent that returned while the lock was held
 )
 
-# The quarantine: memory that a stuck operation may still write to, which keeps its arena mapped,
-# also beyond the life of the pool; and arenas that the device did not unregister.
-_QUARANTINE: list[object] = []
+# Arenas that the device did not unregister: they stay mapped to the end of the process.
+_KEPT: list[object] = []
 
 
 class _Arena(mmap.mmap):
@@ -67,7 +66,7 @@ class _Arena(mmap.mmap):
             unregister()
         except Exception as error:  # no caller can catch it here
             LOG.warning("host memory: could not be unpinned, and stays mapped: %s", error)
-            _QUARANTINE.append(self)  # else CUDA would take new memory at this address for pinned
+            _KEPT.append(self)  # else CUDA would take new memory at this address for pinned
 
 
 _ARENAS: weakref.WeakSet[_Arena] = weakref.WeakSet()
@@ -178,7 +177,6 @@ class PoolStats:
     used_bytes: int
     peak_bytes: int
     largest_free_bytes: int
-    quarantined_bytes: int
     leases: int
 
 
@@ -223,7 +221,6 @@ class Pool:
         self._returned: deque[int] = deque()
         self._queue: deque[object] = deque()  # one entry per waiting thread, served in order
         self._peak_bytes = 0
-        self._quarantined_bytes = 0
 
     def _pin(
         self, register: Register, device: torch.device, metrics: Metrics
@@ -322,7 +319,6 @@ class Pool:
                 self._extents.used,
                 self._peak_bytes,
                 self._extents.largest_free,
-                self._quarantined_bytes,
                 self._extents.pieces,
             )
 
@@ -404,15 +400,6 @@ class Lease:
         """End the lease. Its extent returns to the pool as soon as no tensor or view is left on it.
         Idempotent.
         """
-        self._held = None
-
-    def quarantine(self) -> None:
-        """End the lease and never reuse its memory: a stuck operation may still write to it."""
-        memory = self._memory()
-        if self._return.detach():
-            with self._pool._lock:
-                self._pool._quarantined_bytes += self._pool._extents.size_at(self._begin)
-        _QUARANTINE.append(memory)
         self._held = None
 
     def _memory(self) -> ctypes.Array[ctypes.c_char]:

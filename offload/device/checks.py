@@ -1,9 +1,8 @@
-"""Checks of tensors to copy and of devices; how a copy is cut; how a thread enters a stream."""
+"""Checks of tensors to copy and of devices; how a thread enters a stream."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -62,10 +61,3 @@ def check_copy(host: Tensor, device: Tensor, what: str) -> None:
     for side, tensor in (("host", host), ("device", device)):
         if not tensor.is_contiguous():
             raise ConfigError(f"{what}: expected a contiguous {side} tensor")
-
-
-def cut(numel: int, part: int) -> Iterator[slice]:
-    """Cut [0, numel) into slices of `part` elements; yield one empty slice if `numel` is 0."""
-    step = max(part, 1)
-    for begin in range(0, max(numel, 1), step):
-        yield slice(begin, min(begin + step, numel))

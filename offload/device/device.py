@@ -21,7 +21,7 @@ from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.core.timeline import TO_DEVICE, TO_HOST, Event
 from offload.device.buffer import DeviceBuffer, DeviceMemory
-from offload.device.checks import check_copy, cut, indexed, on
+from offload.device.checks import check_copy, indexed, on
 from offload.device.streams import lend
 
 READS_IN_FLIGHT_BYTES = 256 << 20
@@ -270,32 +270,6 @@ class DeviceTransfer:
         `source`, as with a gradient in its autograd hook. Only then `source` may be released early:
         it counts against `reads_in_flight_bytes`; otherwise it is held until the copy is over.
         """
-        return self._read(source, host, what, after, [(source.detach(), host)])[0]
-
-    def read_in_parts(
-        self,
-        source: Tensor,
-        host: Tensor,
-        part_bytes: int,
-        what: str = "a copy",
-        after: Mark | None = None,
-    ) -> list[Ticket[Tensor]]:
-        """Download like `read`, with a ticket for every `part_bytes`, in order: the caller can
-        process the first part while the next is in flight. Each result is a part of `host`, flat.
-        """
-        check_copy(host, source, what)
-        flat, target = source.detach().view(-1), host.view(-1)
-        parts = cut(source.numel(), part_bytes // source.element_size())
-        return self._read(source, host, what, after, [(flat[p], target[p]) for p in parts])
-
-    def _read(
-        self,
-        source: Tensor,
-        host: Tensor,
-        what: str,
-        after: Mark | None,
-        pairs: list[tuple[Tensor, Tensor]],
-    ) -> list[Ticket[Tensor]]:
         self._check_open()
         self._check_pair(host, source, what)
         self.poll()
@@ -304,10 +278,10 @@ class DeviceTransfer:
         asynchronous = self._is_registered(host)
         with self._downward.lock:  # the order of the queue is that of the stream
             self._down.wait_event(mark.event)
-            tickets = [self._download(*pair, what, owner, asynchronous) for pair in pairs]
+            ticket = self._download(source.detach(), host, what, owner, asynchronous)
             self._let_go_of_sources()
         self.metrics.count("device_to_host_bytes", host.nbytes)
-        return tickets
+        return ticket
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pinned host memory from torch's allocator, outside of every pool, for asynchronous

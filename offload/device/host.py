@@ -7,7 +7,7 @@ from torch import Tensor
 
 from offload.core.errors import StateError
 from offload.core.ticket import Ticket
-from offload.device.checks import check_copy, cut
+from offload.device.checks import check_copy
 
 
 class HostBuffer:
@@ -68,18 +68,6 @@ class HostTransfer:
     ) -> Ticket[Tensor]:
         """Return a ticket that is done, with `source` itself as its result; `host` is not used."""
         return Ticket.of(source, what)
-
-    def read_in_parts(
-        self,
-        source: Tensor,
-        host: Tensor | None,
-        part_bytes: int,
-        what: str = "a copy",
-        after: None = None,
-    ) -> list[Ticket[Tensor]]:
-        flat = source.detach().view(-1)
-        parts = cut(flat.numel(), part_bytes // flat.element_size())
-        return [Ticket.of(flat[part], what) for part in parts]
 
     def close(self) -> None:
         return None

@@ -119,10 +119,6 @@ class Trace:
         before = self._pace_s.get(token, seconds)
         self._pace_s[token] = before + _PACE_WEIGHT * (seconds - before)
 
-    def pace_s(self, use: Use) -> float | None:
-        """Return the mean seconds from this use to the next, waits left out; None: not known."""
-        return self._pace_s.get(self._token(use))
-
     def paces_s(self) -> list[float]:
         """Return the paces of all uses that have one."""
         return list(self._pace_s.values())

@@ -75,7 +75,7 @@ def test_release_is_idempotent_and_ends_access(pool: Pool) -> None:
     lease.release()
     lease.release()
     assert pool.stats().used_bytes == 0
-    for use in (lease.tensor, lease.buffer, lambda: lease.address, lease.quarantine):
+    for use in (lease.tensor, lease.buffer, lambda: lease.address):
         with pytest.raises(StateError, match="lease: already released"):
             use()
 
@@ -190,18 +190,6 @@ def test_small_requests_do_not_overtake_a_large_one_that_waits(pool: Pool) -> No
     large.join()
     small.join()
     assert got == ["large", "small"]
-
-
-def test_a_quarantined_piece_never_comes_back(pool: Pool) -> None:
-    lease = pool.lease(MIB)
-    lease.quarantine()
-    del lease
-    gc.collect()
-    stats = pool.stats()
-    assert (stats.used_bytes, stats.quarantined_bytes) == (MIB, MIB)
-    assert pool.lease(15 * MIB).nbytes == 15 * MIB
-    with pytest.raises(CapacityError):
-        pool.lease(16 * MIB)
 
 
 def test_the_peak_is_kept(pool: Pool) -> None:

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeviceModule
-from support.device.transfer_cases import CASES, SIZE, WAIT_S, WIDTH, bench, matrix, run
+from support.device.transfer_cases import (
+    CASES,
+    SIZE,
+    WAIT_S,
+    WIDTH,
+    bench,
+    matrix,
+    read_in_parts,
+    run,
+)
 
 from offload.core.errors import CapacityError, ConfigError, StateError, StoreTimeout
 from offload.core.metrics import Metrics
@@ -46,7 +55,7 @@ def test_a_step_waits_only_where_it_is_written_down(fake: DeviceModule) -> None:
         for buffer in buffers:
             weight = weight @ matrix(buffer)
             buffer.release()
-        tickets = b.transfer.read_in_parts(weight, target, 256)
+        tickets = read_in_parts(b.transfer, weight, target, 256)
         b.transfer.write(hosts[0], torch.empty_like(weight), b.transfer.mark())
         b.transfer.join()
         counted = fake.counters()
@@ -181,7 +190,7 @@ def test_nothing_is_a_size_too(fake: DeviceModule) -> None:
         assert numel == 0 and buffer.arrived and buffer.release()
         empty = torch.empty(0, 3, device="fake")
         assert b.transfer.read(empty, torch.empty(0, 3)).wait(WAIT_S).shape == (0, 3)
-        assert len(b.transfer.read_in_parts(empty, torch.empty(0, 3), 64)) == 1
+        assert len(read_in_parts(b.transfer, empty, torch.empty(0, 3), 64)) == 1
 
 
 def test_threads_keep_their_streams_and_their_order(fake: DeviceModule) -> None:
@@ -240,7 +249,7 @@ def test_chains_and_groups_end_without_blocking_who_ends_them(
         waiter.join(10)
         assert threading.current_thread() not in landed_in
         assert len(results) == 1 and torch.equal(results[0][0], results[0][1])
-        tickets = b.transfer.read_in_parts(source, b.host(64), 4)
+        tickets = read_in_parts(b.transfer, source, b.host(64), 4)
         ends = [t.then(lambda part: b.transfer.read(source, b.host(64))) for t in tickets]
         assert all(end.wait(10)[3] == 6 for end in ends)
 
@@ -346,7 +355,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     with pytest.raises(StateError, match="layer 3"):
         buffer.use()
     assert transfer.read(host, None).wait() is host
-    parts = [ticket.wait() for ticket in transfer.read_in_parts(host, None, 16)]
+    parts = [ticket.wait() for ticket in read_in_parts(transfer, host, None, 16)]
     assert [part.data_ptr() - host.data_ptr() for part in parts] == [0, 16]
     assert transfer.write(host, host, transfer.mark()).wait() is host
     other = torch.zeros(2, 3)

@@ -12,7 +12,7 @@ from offload.core.metrics import Metrics
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event
 from offload.params import prefetch_depth as pace_module
 from offload.params.prefetch_depth import PrefetchDepth
-from offload.params.trace import Phase, Trace, Use
+from offload.params.trace import Phase, Trace
 
 SIZES = [1000] * 6 + [0]
 
@@ -65,8 +65,7 @@ def test_waits_are_no_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError), prefetch.waiting():
         raise ValueError
     prefetch.note_use(Phase.FORWARD, 2)
-    assert trace.pace_s(Use(Phase.FORWARD, 0)) == 1.0
-    assert trace.pace_s(Use(Phase.FORWARD, 1)) == 3.0 - 1.0
+    assert trace.paces_s() == [1.0, 3.0 - 1.0]  # of 0 and of 1
     assert prefetch.depth == 5 and prefetch.read_bytes_per_s is None
 
 

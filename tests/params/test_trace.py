@@ -118,12 +118,11 @@ def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pace() -> None:
     trace = Trace("m", 2)
     trace.record(FORWARD, 0)
-    assert trace.pace_s(Use(FORWARD, 0)) is None
+    assert not trace.paces_s()
     for _ in range(50):
         trace.record(FORWARD, 1, since_last_s=0.2)
         trace.record(FORWARD, 0, since_last_s=0.5)
-    assert trace.pace_s(Use(FORWARD, 0)) == pytest.approx(0.2)
-    assert trace.pace_s(Use(FORWARD, 1)) == pytest.approx(0.5)
+    assert trace.paces_s() == pytest.approx([0.2, 0.5])  # of 0 and of 1
 
 
 def test_kept_and_taken_up_again() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from offload.core.budget import Budget
 from offload.core.pool import Lease, Pool
+from offload.core.ticket import Ticket
 from offload.device import HostTransfer
 
 WIDTH, LAYERS, STEPS, RATE = 16, 4, 3, 0.1
@@ -61,6 +62,19 @@ class Bench:
         )
 
 
+def read_in_parts(
+    transfer: Any, source: Tensor, host: Tensor | None, part_bytes: int
+) -> list[Ticket[Tensor]]:
+    """Download like `read`, with a ticket for every `part_bytes`, in order."""
+    flat = source.detach().view(-1)
+    there = None if host is None else host.view(-1)
+    step, found = max(part_bytes // flat.element_size(), 1), []
+    for begin in range(0, max(flat.numel(), 1), step):
+        part = slice(begin, begin + step)
+        found.append(transfer.read(flat[part], there if there is None else there[part]))
+    return found
+
+
 @contextmanager
 def bench(module: ModuleType | None, pool_bytes: int = 1 << 20, **options: Any) -> Iterator[Bench]:
     """Open a pool and a transfer of this module; None runs on the CPU."""
@@ -101,7 +115,7 @@ def train_with_fetched_parameters(module: ModuleType | None) -> list[Tensor]:
                 gradient = values[layer].t() @ slope
                 slope = slope @ matrix(buffer).t()
                 assert buffer.release()
-                pending[layer] = b.transfer.read_in_parts(gradient, b.host(WIDTH, WIDTH), 256)
+                pending[layer] = read_in_parts(b.transfer, gradient, b.host(WIDTH, WIDTH), 256)
                 del gradient
             after.release()
             for layer in reversed(range(LAYERS)):
@@ -350,7 +364,7 @@ def memory_let_go_in_order(module: ModuleType | None) -> list[Tensor]:
         tickets = []
         for number in range(6):
             gradient = torch.full((1024,), float(number), device=b.device) + 0.5
-            tickets += b.transfer.read_in_parts(gradient, b.host(1024), 1024)
+            tickets += read_in_parts(b.transfer, gradient, b.host(1024), 1024)
             del gradient
             spoiler = torch.full((1024,), FILLER, device=b.device) * 2
             del spoiler
@@ -364,7 +378,7 @@ def memory_let_go_by_another_stream(module: ModuleType | None) -> list[Tensor]:
     with bench(module, **({"reads_in_flight_bytes": 4096} if module else {})) as b:
         with side:
             gradient = torch.full((1024,), 3.0, device=b.device) + 0.5
-            first = b.transfer.read_in_parts(gradient, b.host(1024), 256)
+            first = read_in_parts(b.transfer, gradient, b.host(1024), 256)
             del gradient
         gradient = torch.full((1024,), 4.0, device=b.device) + 0.5
         second = b.transfer.read(gradient, b.host(1024))

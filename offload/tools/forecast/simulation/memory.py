@@ -125,7 +125,6 @@ class VirtualPool:
             self._extents.used,
             self._peak_bytes,
             self._extents.largest_free,
-            0,
             self._extents.pieces,
         )
 
