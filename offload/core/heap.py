@@ -11,7 +11,7 @@ size is too small unless its neighbours are free, too. Gradients that are made a
 the other, as spilled gradients are, then take new memory each, up to the sum of them all. So the
 engine looks at RSS while gradients arrive and units run. Where RSS has grown by more than
 `SLACK_BYTES` beyond the most that was ever needed, it trims the heap: free pages return to the
-kernel, and the RSS that is left is in use.
+kernel, and the RSS that is left is in use. The gauges of memory are here, too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from offload.core.gauges import private_bytes, resident_bytes, resident_peak_bytes
 from offload.core.metrics import Metrics
 
 SLACK_BYTES: Final = 96 << 20  # may be free and resident beyond the most that was needed
 _PASSING_SLACK_BYTES = 32 << 20  # the same, beyond the memory made and freed between two looks
 _LOOK_EVERY_BYTES = 16 << 20  # of gradients
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 _NEVER = -1
 _MOST_MMAP_BYTES = 32 << 20  # where glibc's own threshold ends up; setting it ends its adjustment
@@ -36,6 +37,59 @@ _NO_TRIM = (
     "this C library has no malloc_trim: memory of freed gradients may stay with the process, "
     "beyond host_memory"
 )
+
+
+class _Stats(Protocol):
+    @property
+    def used_bytes(self) -> int: ...
+
+
+class _Measurable(Protocol):
+    def stats(self) -> _Stats: ...
+
+
+def used_by(holder: _Measurable) -> Callable[[], int | None]:
+    """Return a function that asks a pool or a store for its used bytes.
+
+    The function has a weak reference to `holder`, and returns None once `holder` is collected.
+    """
+    there = weakref.ref(holder)
+
+    def ask() -> int | None:
+        found = there()
+        return None if found is None else found.stats().used_bytes
+
+    return ask
+
+
+def resident_bytes() -> int | None:
+    """Return the RSS of this process; None where the system does not report it."""
+    pages = _pages()
+    return None if pages is None else pages[0] * _PAGE_BYTES
+
+
+def private_bytes() -> int | None:
+    """Return the RSS of this process without file-backed pages and shared memory; None as above."""
+    pages = _pages()
+    return None if pages is None else (pages[0] - pages[1]) * _PAGE_BYTES
+
+
+def resident_peak_bytes() -> int | None:
+    """Return the peak of `resident_bytes` in the life of this process (VmHWM); None if unknown."""
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def _pages() -> tuple[int, int] | None:
+    """Return the number of resident pages, and of the shared ones among them."""
+    # Unbuffered: it is asked dozens of times a step, and a buffer costs half of the time.
+    with suppress(OSError, ValueError), open("/proc/self/statm", "rb", buffering=0) as file:
+        _, resident, shared, _ = file.read(128).split(maxsplit=3)
+        return int(resident), int(shared)
+    return None
 
 
 class Heap:

@@ -22,11 +22,9 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 
-from offload.core.decoded import Decoded
 from offload.core.errors import StateError
-from offload.core.event_log import EventLog
 from offload.core.log import LOG
-from offload.core.number_log import NumberLog
+from offload.core.ring_logs import Decoded, EventLog, NumberLog
 from offload.core.step_fact import COMPUTING, OTHER
 from offload.core.timeline import STEP, UPDATE, WAITING, Event
 

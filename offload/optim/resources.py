@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.core.budget import HOST
-from offload.core.gauges import resident_bytes, used_by
-from offload.core.heap import HEAP
+from offload.core.heap import HEAP, resident_bytes, used_by
 from offload.core.metrics import Metrics
 from offload.core.pool import Pool
 from offload.device import DeviceTransfer

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from offload.core.decoded import Decoded
 from offload.core.metrics import NOTHING, Metrics, MetricsSnapshot
-from offload.core.number_log import NumberLog
+from offload.core.ring_logs import Decoded, NumberLog
 from offload.core.step_fact import IN_MODEL, IN_STEP, StepFact
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 from offload.planning.planner import UNKNOWN, Speeds

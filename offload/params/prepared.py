@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from offload.core.budget import HOST, Share
 from offload.core.errors import CapacityError, ConfigError, OffloadError, StateError
-from offload.core.gauges import resident_bytes, used_by
-from offload.core.heap import HEAP
+from offload.core.heap import HEAP, resident_bytes, used_by
 from offload.core.locks import steadfast, uninterrupted
 from offload.core.log import LOG
 from offload.core.metrics import Metrics

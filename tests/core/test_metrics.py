@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from offload.core.errors import StateError
-from offload.core.event_log import EventLog
 from offload.core.metrics import MOST_EVENTS, Metrics
-from offload.core.number_log import NumberLog
+from offload.core.ring_logs import EventLog, NumberLog
 from offload.core.timeline import STEP, UPDATE, WAITING, Event
 
 
