@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from offload.checkpoint.disk import BLOCK_BYTES
 from offload.storage.safetensors_header import TensorPlace, TensorSpec
 
+T = TypeVar("T")
 Range = tuple[int, int]  # begin and end, in bytes
 
 
@@ -111,3 +112,18 @@ def share_of(sizes: Sequence[int], rank: int, count: int) -> range:
     ends = list(itertools.accumulate(sizes))
     bounds = [bisect.bisect_left(ends, -(-total * k // count)) for k in (rank, rank + 1)]
     return range(0 if rank == 0 else bounds[0], len(sizes) if rank == count - 1 else bounds[1])
+
+
+def in_files(items: Iterable[T], nbytes_of: Callable[[T], int], most_bytes: int) -> list[list[T]]:
+    """Divide the items, in their order, into files of at most `most_bytes`, unless one alone has
+    more.
+    """
+    found: list[list[T]] = []
+    nbytes = 0
+    for item in items:
+        if not found or nbytes + nbytes_of(item) > most_bytes:
+            found.append([])
+            nbytes = 0
+        found[-1].append(item)
+        nbytes += nbytes_of(item)
+    return found

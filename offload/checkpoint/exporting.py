@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.disk import told
+from offload.checkpoint.division import in_files
 from offload.checkpoint.format.manifest import SavedTensor
 from offload.checkpoint.memory_format import parse_memory_formats, viewed
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
@@ -43,12 +44,13 @@ def export_model(reader: CheckpointReader, out: Path, shard_bytes: int) -> list[
     tensors = [t for t in reader.manifest.tensors.values() if t.section == MODEL]
     if os.path.lexists(out):
         raise ConfigError(f"{out}: is there already; give a new directory")
+    shards = in_files(tensors, lambda tensor: tensor.nbytes, shard_bytes) or [[]]
     hidden = out.parent / f".{out.name}.{secrets.token_hex(8)}.export"
     with told("mkdir", hidden):
         out.parent.mkdir(parents=True, exist_ok=True)
         hidden.mkdir()
     try:
-        names = _write_shards(reader, hidden, _cut(tensors, shard_bytes))
+        names = _write_shards(reader, hidden, shards)
         with told("rename", out):
             _sync(hidden)
             os.rename(hidden, out)
@@ -57,18 +59,6 @@ def export_model(reader: CheckpointReader, out: Path, shard_bytes: int) -> list[
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     return names
-
-
-def _cut(tensors: Sequence[SavedTensor], shard_bytes: int) -> list[list[SavedTensor]]:
-    found: list[list[SavedTensor]] = [[]]
-    nbytes = 0
-    for tensor in tensors:
-        if found[-1] and nbytes + tensor.nbytes > shard_bytes:
-            found.append([])
-            nbytes = 0
-        found[-1].append(tensor)
-        nbytes += tensor.nbytes
-    return found
 
 
 def _write_shards(

@@ -110,11 +110,7 @@ class CheckpointReader:
         for the other ranks to check.
         """
         buffers = buffers or IoBuffers(_BUFFER_BYTES, _BUFFERS)
-        tensors: dict[str, list[SavedTensor]] = {name: [] for name in self._files}
-        for tensor in self.manifest.tensors.values():
-            tensors[tensor.parts[0].file].append(tensor)
-        for each in tensors.values():
-            each.sort(key=lambda tensor: (tensor.parts[0].offset, tensor.nbytes))
+        tensors = self.manifest.by_file()
         sizes = [p.nbytes for each in tensors.values() for tensor in each for p in tensor.parts]
         mine, before = share_of(sizes, *share), 0
         for name, file in self._files.items():

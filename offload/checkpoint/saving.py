@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint import background
-from offload.checkpoint.division import TensorToSave, within
+from offload.checkpoint.division import TensorToSave, in_files, within
 from offload.checkpoint.model import ModelContents, PreparedModel
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
 from offload.checkpoint.rank_group import RankGroup
@@ -381,7 +381,7 @@ class _Shards:
         holdings: Sequence[TensorToSave],
     ) -> None:
         self._shard_of: dict[str, Shard] = {}
-        for some in _cut(holdings):
+        for some in in_files(holdings, lambda each: each.spec.nbytes, _MOST_SHARD_BYTES):
             own = {each.spec.name: each.own for each in some}
             shard = writer.open_shard(section, [each.spec for each in some], own)
             self._shard_of |= {name: shard for name in own}
@@ -398,15 +398,3 @@ class _Shards:
     def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
         own = self._shard_of[name].own
         return own is None or bool(within(own[name], begin_bytes, end_bytes))
-
-
-def _cut(holdings: Iterable[TensorToSave]) -> list[list[TensorToSave]]:
-    found: list[list[TensorToSave]] = []
-    nbytes = 0
-    for each in holdings:
-        if not found or nbytes + each.spec.nbytes > _MOST_SHARD_BYTES:
-            found.append([])
-            nbytes = 0
-        found[-1].append(each)
-        nbytes += each.spec.nbytes
-    return found

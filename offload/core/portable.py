@@ -9,6 +9,9 @@ import os
 from contextlib import suppress
 from typing import Final
 
+from offload.core.errors import StoreError
+from offload.core.strict_json import printable
+
 RESERVES: Final = hasattr(os, "posix_fallocate")  # else the drive may run out of space later
 
 
@@ -32,6 +35,26 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
     """Advise the kernel to drop a part of a file from the page cache; 0 bytes: up to the end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def refused(
+    path: object,
+    operation: str,
+    error: OSError | ValueError,
+    *,
+    offset: int | None = None,
+    remedy: str = "see that it is there and may be read",
+) -> StoreError:
+    """Return the error to raise where the system refuses an operation on a file."""
+    number = error.errno if isinstance(error, OSError) else None
+    why = os.strerror(number) if number else str(error)
+    return StoreError(
+        f"{printable(path)}: cannot {operation} it: {why}; {remedy}",
+        errno=number,
+        operation=operation,
+        file=str(path),
+        offset_bytes=offset,
+    )
 
 
 def close_fds(fds: list[int]) -> None:

@@ -7,7 +7,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from offload.core.errors import ConfigError, FormatError, StoreError
+from offload.core.errors import ConfigError, FormatError
+from offload.core.portable import refused
 
 
 def write_private(path: Path, content: str | bytes) -> None:
@@ -19,7 +20,7 @@ def write_private(path: Path, content: str | bytes) -> None:
     try:
         _write(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise _refusal("write", path, error) from error
+        raise refused(path, "write", error, remedy="see that you may write there") from error
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -57,16 +58,7 @@ def read_small(path: Path, most_bytes: int) -> bytes:
         finally:
             os.close(handle)
     except OSError as error:
-        raise _refusal("read", path, error) from error
+        raise refused(path, "read", error) from error
     if len(text) > most_bytes:
         raise FormatError(f"{path}: has more than {most_bytes} bytes; expected a small file")
     return text
-
-
-def _refusal(operation: str, path: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"{path}: cannot {operation} it: {error.strerror}",
-        errno=error.errno,
-        operation=operation,
-        file=str(path),
-    )

@@ -19,7 +19,7 @@ import torch
 
 from offload.core.errors import FormatError, StoreError
 from offload.core.format_limits import MOST_HEADER_BYTES
-from offload.core.portable import close_fds
+from offload.core.portable import close_fds, refused
 from offload.storage.direct_file import DirectFile
 from offload.storage.safetensors_header import LENGTH_BYTES, parse_header, parse_json, parse_length
 
@@ -68,7 +68,7 @@ class SafetensorsFile(DirectFile):
             # O_NONBLOCK: opening a pipe must not hang.
             self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as error:
-            raise _refusal(path, "open", error) from error
+            raise refused(path, "open", error) from error
         try:
             if not stat.S_ISREG(os.fstat(self._fds[0]).st_mode):
                 raise FormatError(f"{path}: expected a safetensors file, got something else")
@@ -102,7 +102,7 @@ class SafetensorsFile(DirectFile):
             try:
                 got = os.preadv(self.buffered.fd, [view[done:]], offset + done)
             except OSError as error:
-                raise _refusal(self.path, "read", error) from error
+                raise refused(self.path, "read", error, offset=offset + done) from error
             if not got:
                 raise StoreError(
                     f"{self.path}: ends at {offset + done}, expected {len(view) - done} bytes "
@@ -116,13 +116,3 @@ class SafetensorsFile(DirectFile):
     def close(self) -> None:
         """Close the file. Idempotent. No read may be in flight."""
         close_fds(self._fds)
-
-
-def _refusal(path: Path, operation: str, error: OSError) -> StoreError:
-    return StoreError(
-        f"{path}: cannot {operation} it: {os.strerror(error.errno or 0)}; see that it is "
-        "there and may be read",
-        errno=error.errno,
-        operation=operation,
-        file=str(path),
-    )

@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from offload.core.errors import ConfigError, FormatError, StoreError
+from offload.core.errors import ConfigError, FormatError
 from offload.core.log import LOG
+from offload.core.portable import refused
 from offload.storage.safetensors_file import MOST_HEADER_BYTES, Entry, SafetensorsFile, parse_json
 
 SINGLE = "model.safetensors"
@@ -79,9 +80,7 @@ def _read_index(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
             text = file.read(MOST_HEADER_BYTES + 1)
     except OSError as error:
-        raise StoreError(
-            f"{path}: cannot read it: {error.strerror}", errno=error.errno, file=str(path)
-        ) from error
+        raise refused(path, "read", error) from error
     if len(text) > MOST_HEADER_BYTES:
         raise FormatError(f"{path}: has more than {MOST_HEADER_BYTES} bytes; expected an index")
     try:

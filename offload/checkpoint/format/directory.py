@@ -28,7 +28,7 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.core.errors import ConfigError, CorruptionError, FormatError, StoreError
 from offload.core.format_limits import MOST_FILE_NAME_CHARS, MOST_MANIFEST_BYTES, MOST_NAMES
-from offload.core.portable import close_fds
+from offload.core.portable import close_fds, refused
 from offload.core.strict_json import printable, shown
 
 _NAME: Final = re.compile(rf"(?=[^.])[A-Za-z0-9._-]{{1,{MOST_FILE_NAME_CHARS}}}", re.ASCII)
@@ -358,15 +358,6 @@ def _refusal(
     """Return the error to raise. below: the checkpoint should have the file, so that a missing one,
     or one of another kind, is a `FormatError` of the checkpoint.
     """
-    number = error.errno if isinstance(error, OSError) else None
-    why = os.strerror(number) if number else str(error)
-    message = f"{printable(path)}: cannot {operation} it: {why}"
-    if below and number in _NOT_THERE:
-        return FormatError(f"{message}; take another checkpoint")
-    return StoreError(
-        f"{message}; see that it is there and may be read",
-        errno=number,
-        operation=operation,
-        file=str(path),
-        offset_bytes=offset,
-    )
+    if below and isinstance(error, OSError) and error.errno in _NOT_THERE:
+        return FormatError(str(refused(path, operation, error, remedy="take another checkpoint")))
+    return refused(path, operation, error, offset=offset)

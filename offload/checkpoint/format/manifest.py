@@ -109,6 +109,15 @@ class Manifest:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Any]
 
+    def by_file(self) -> dict[str, list[SavedTensor]]:
+        """Return the tensors of each file, in the order of their bytes."""
+        found: dict[str, list[SavedTensor]] = {name: [] for name in self.files}
+        for tensor in self.tensors.values():
+            found[tensor.parts[0].file].append(tensor)
+        for tensors in found.values():
+            tensors.sort(key=lambda tensor: (tensor.parts[0].offset, tensor.nbytes))
+        return found
+
     def to_bytes(self) -> bytes:
         """Return the bytes of the manifest file. Raises `FormatError` for what `parse` refuses."""
         _check(self)

@@ -132,18 +132,15 @@ class _Verifier:
         self._report = report
         self._total_bytes = sum(manifest.files.values())
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._tensors: dict[str, list[SavedTensor]] = {name: [] for name in manifest.files}
-        for tensor in manifest.tensors.values():
-            self._tensors[tensor.parts[0].file].append(tensor)
+        self._tensors = manifest.by_file()
 
     def check_files(self) -> None:
         done = 0
         for name, nbytes in self._files.items():
             self._report(done, self._total_bytes)
-            tensors = sorted(self._tensors[name], key=lambda tensor: tensor.parts[0].offset)
             try:
                 with self._directory.opened(name) as fd:
-                    self._check_file(fd, name, tensors, done)
+                    self._check_file(fd, name, self._tensors[name], done)
             except (FormatError, StoreError) as error:
                 _note(self._findings, error)
             done += nbytes
