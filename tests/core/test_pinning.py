@@ -157,7 +157,7 @@ def test_an_arena_that_cannot_be_unpinned_stays_mapped(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(pool_module, "_QUARANTINE", kept)
+    monkeypatch.setattr(pool_module, "_KEPT", kept)
     raised: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     runtime.unregister_answer = 1
