@@ -234,8 +234,7 @@ class UnfinishedCheckpoint:
                 self._disk.rename(dir_fd, self.path.name, self.hidden)
         for name in (self.hidden, self.path.name):
             if leads_to(dir_fd, name, self.fd):
-                files = [file for file in os.listdir(self.fd) if is_ours(file)]
-                remove(self._disk, dir_fd, name, self.fd, files)
+                remove(self._disk, dir_fd, name, self.fd)
 
 
 def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: str) -> None:

@@ -20,10 +20,9 @@ from torch import Tensor
 from offload.checkpoint.disk import told
 from offload.checkpoint.division import in_files
 from offload.checkpoint.format.manifest import SavedTensor
-from offload.checkpoint.memory_format import parse_memory_formats, viewed
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.saving import MODEL, OPTIMIZER
-from offload.checkpoint.tensors import PIECE_BYTES
+from offload.checkpoint.tensors import PIECE_BYTES, parse_memory_formats, viewed
 from offload.checkpoint.trees import decoded, unpacked
 from offload.core.errors import ConfigError, FormatError
 from offload.core.portable import reserve
@@ -170,7 +169,7 @@ def _mapped(
     dimensions in memory; ignored if it has another number of dimensions.
     """
     source = reader.tensor(name)
-    dtype, shape = DTYPES[source.dtype], tuple(source.shape)
+    dtype, shape = source.dtype, tuple(source.shape)
     numel = torch.Size(shape).numel()
     if numel == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")

@@ -21,10 +21,10 @@ from offload.checkpoint import background
 from offload.checkpoint.differences import Differences
 from offload.checkpoint.format.directory import find_newest, pass_over
 from offload.checkpoint.format.manifest import Manifest
-from offload.checkpoint.model import ModelContents, PreparedModel
+from offload.checkpoint.model import ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.rank_group import RankGroup
-from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
+from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.rng import check_random_states, set_random_states
 from offload.checkpoint.saving import (
     MODEL,
@@ -42,20 +42,7 @@ from offload.core.locks import uninterrupted
 from offload.core.log import LOG
 from offload.optim.consistency import CHECKPOINT
 from offload.optim.source import FieldSource
-from offload.storage.safetensors_file import DTYPES
-
-
-class _CheckpointTensor:
-    """A source of one tensor of a checkpoint, with torch's own dtype."""
-
-    def __init__(self, source: SavedTensorSource) -> None:
-        self._source = source
-        self.dtype = DTYPES[source.dtype]
-        self.shape = tuple(source.shape)
-
-    def read_into(self, begin_bytes: int, target: Tensor) -> None:
-        if target.numel():
-            self._source.read_into(begin_bytes, target)
+from offload.params.prepared import Prepared
 
 
 class Load:
@@ -66,7 +53,7 @@ class Load:
         reader: CheckpointReader,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        keeper: PreparedModel | None,
+        keeper: Prepared | None,
         stateful: Mapping[str, Any],
         rank_group: RankGroup | None = None,
     ) -> None:
@@ -132,7 +119,7 @@ class Load:
         }
 
     def _source(self, name: str) -> FieldSource:
-        return _CheckpointTensor(self._reader.tensor(name))
+        return self._reader.tensor(name)
 
     def _read_whole(self, name: str) -> Tensor:
         return whole(self._source(name))
@@ -230,7 +217,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    keeper: PreparedModel | None,
+    keeper: Prepared | None,
     stateful: Mapping[str, Any],
 ) -> Any:
     """See `offload.load`."""
@@ -262,7 +249,7 @@ def _load_one(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    keeper: PreparedModel | None,
+    keeper: Prepared | None,
     stateful: Mapping[str, Any],
     rank_group: RankGroup,
 ) -> Any:

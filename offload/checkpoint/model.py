@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,38 +25,13 @@ from offload.checkpoint.tensors import (
     spec_of,
     write,
 )
-from offload.core.config import Config
 from offload.core.errors import ConfigError, FormatError
-from offload.distributed import Ranks, is_sharded
+from offload.distributed import is_sharded
 from offload.optim.source import FieldSource
+from offload.params.prepared import Prepared
 from offload.storage.safetensors_header import TensorSpec
 
 _EXTRA = "_extra_state"  # torch's name for the state that a module adds by itself
-
-
-class PreparedModel(Protocol):
-    """A prepared model, which holds the parameters and fetches them. ranks: those that share the
-    parameters, and fetch them together in the same order; None: this process holds all of them.
-    """
-
-    config: Config
-    ranks: Ranks | None
-
-    def check_age(self) -> None:
-        """Refuse to save values that an error has left in the middle of a change."""
-
-    def own_of(self, param: Tensor) -> tuple[int, int] | None:
-        """Return the elements [begin, end) of a parameter that this rank holds, where ranks share
-        it; None: all are here, or the parameter is not of the prepared model.
-        """
-
-    def unit_of(self, param: Tensor) -> int | None:
-        """Return the number of the parameter's unit; None: not of the prepared model."""
-
-    def at_hand(self, number: int, to_change: bool = False) -> AbstractContextManager[None]:
-        """Keep the unit's parameters in host memory while the block runs. to_change: the block
-        changes their values.
-        """
 
 
 class ModelContents:
@@ -66,7 +41,7 @@ class ModelContents:
     extra states of modules. names: the model's names of the parameters among the tensors.
     """
 
-    def __init__(self, model: nn.Module, keeper: PreparedModel | None = None) -> None:
+    def __init__(self, model: nn.Module, keeper: Prepared | None = None) -> None:
         self._model = model
         self._keeper = keeper
         self.tensors: dict[str, Tensor] = {}

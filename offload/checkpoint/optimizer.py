@@ -17,10 +17,17 @@ from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
 from offload.checkpoint.division import Range, TensorToSave
-from offload.checkpoint.memory_format import order_of
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.strided_state import is_strided
-from offload.checkpoint.tensors import Sink, holding_of, local_part, sample, whole, write
+from offload.checkpoint.tensors import (
+    Sink,
+    holding_of,
+    local_part,
+    order_of,
+    sample,
+    whole,
+    write,
+)
 from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded, like, local_of, rows_of

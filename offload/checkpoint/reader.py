@@ -39,6 +39,7 @@ from offload.storage.buffers import Buffer
 from offload.storage.choose import open_engine
 from offload.storage.direct_file import DirectFile
 from offload.storage.engine import Group, IOEngine, Priority, Transfer, make_sums
+from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import TensorSpec, build_header
 
 _BUFFER_BYTES = 4 << 20
@@ -199,11 +200,11 @@ class CheckpointReader:
 
 
 class SavedTensorSource:
-    """A tensor of a checkpoint, as a source of its bytes. dtype: as safetensors calls it."""
+    """A tensor of a checkpoint, as a source of its bytes."""
 
     def __init__(self, reader: CheckpointReader, saved: SavedTensor) -> None:
         self._reader, self._saved = reader, saved
-        self.name, self.dtype, self.shape = saved.name, saved.dtype, saved.shape
+        self.name, self.dtype, self.shape = saved.name, DTYPES[saved.dtype], saved.shape
         self.nbytes, self.parts = saved.nbytes, saved.parts
 
     def read_into(self, begin_bytes: int, target: Any) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint import background
 from offload.checkpoint.division import TensorToSave, in_files, within
-from offload.checkpoint.model import ModelContents, PreparedModel
+from offload.checkpoint.model import ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.rng import random_states
@@ -40,6 +40,7 @@ from offload.optim import Session, is_wrapped
 from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
 from offload.optim.source import as_bytes
+from offload.params.prepared import Prepared
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 RNG_RANKS = "rng_ranks"  # of all ranks but the first, where several have saved
@@ -58,7 +59,7 @@ class Save:
         path: str | os.PathLike[str],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        keeper: PreparedModel | None,
+        keeper: Prepared | None,
         extra: Any,
         keep: int | None,
         stateful: Mapping[str, Any],
@@ -300,7 +301,7 @@ def save(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    keeper: PreparedModel | None,
+    keeper: Prepared | None,
     extra: Any,
     keep: int | None,
     in_background: bool,

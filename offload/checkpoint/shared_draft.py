@@ -23,7 +23,6 @@ from offload.checkpoint.format.directory import CheckpointDirectory
 from offload.checkpoint.output import OutputFile
 from offload.checkpoint.staging_dir import (
     identity_of,
-    is_ours,
     leads_to,
     name_within,
     open_directory,
@@ -103,9 +102,8 @@ class SharedDraft:
         name, until_s = self.folder.name, time.monotonic() + _GONE_S
         while leads_to(self.parent.fd, name, self.fd):
             if try_lock(self.fd):
-                files = [file for file in os.listdir(self.fd) if is_ours(file)]
                 with suppress(FileNotFoundError):  # another rank was faster
-                    remove(self._disk, self.parent.fd, name, self.fd, files)
+                    remove(self._disk, self.parent.fd, name, self.fd)
                 return
             if time.monotonic() > until_s:
                 return

@@ -70,12 +70,16 @@ def is_ours(name: str) -> bool:
     return name == MANIFEST or SHARD_NAME.fullmatch(name) is not None
 
 
-def remove(disk: CheckpointDisk, dir_fd: int, name: str, fd: int, files: Iterable[str]) -> None:
-    """Remove the directory `name`, open as `fd`, with `files` in it.
+def remove(
+    disk: CheckpointDisk, dir_fd: int, name: str, fd: int, files: Iterable[str] | None = None
+) -> None:
+    """Remove the directory `name`, open as `fd`, with `files` in it; None: all that a save makes.
 
     The manifest is removed first: from then on the rest, under any name, is no checkpoint. Raises
     `OSError` if something is left.
     """
+    if files is None:
+        files = [file for file in os.listdir(fd) if is_ours(file)]
     for file in sorted(files, key=lambda file: (file != MANIFEST, file)):
         disk.unlink(fd, file)
     disk.rmdir(dir_fd, name)

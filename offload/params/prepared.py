@@ -338,6 +338,7 @@ class Prepared:
     # --- for the optimizer's session --------------------------------------------------------------
 
     def unit_of(self, param: Tensor) -> int | None:
+        """Return the number of the parameter's unit; None: not of this model."""
         unit = self._unit_of.get(param)  # type: ignore[call-overload]
         return None if unit is None else unit.number
 
@@ -347,6 +348,9 @@ class Prepared:
         return residency.original_device_of(param)
 
     def own_of(self, param: Tensor) -> tuple[int, int] | None:
+        """Return the elements [begin, end) of a parameter that this rank holds, where ranks share
+        it; None: all are here, or the parameter is not of this model.
+        """
         return self.prepare_plan.own_of(param)
 
     def by_consensus(self, look: Callable[[], T], tell: Callable[[T], Mapping[str, object]]) -> T:

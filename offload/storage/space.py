@@ -7,7 +7,7 @@ succeeds whenever enough bytes are free in all. Not thread-safe: the store holds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, cast
 
 from offload.core.config import format_size
 from offload.core.extents import Extents
@@ -22,37 +22,15 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class AnyExtents(Protocol):
-    """The interface that `offload.core.extents.Extents` and the native core's list share. Each
-    change is atomic, also when a signal handler raises.
+def best_extents() -> type[Extents]:
+    """Return the native core's class, or else Python's. Each change of either is atomic, also when
+    a signal handler raises.
     """
-
-    def __init__(self, capacity: int, align: int) -> None: ...
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def used(self) -> int: ...
-
-    @property
-    def largest_free(self) -> int: ...
-
-    def find(self, size: int) -> int | None: ...
-
-    def take_at(self, begin: int, size: int) -> None: ...
-
-    def give_back(self, begin: int) -> None: ...
-
-    def is_taken(self, begin: int) -> bool: ...
-
-
-def best_extents() -> type[AnyExtents]:
     try:
         from offload import _native
     except ImportError:
         return Extents
-    return _native.Extents
+    return cast("type[Extents]", _native.Extents)
 
 
 class Space:
@@ -61,7 +39,7 @@ class Space:
     extents: the class of each file's list; None: the native core's, or else Python's.
     """
 
-    def __init__(self, files: Sequence[SwapFile], extents: type[AnyExtents] | None = None) -> None:
+    def __init__(self, files: Sequence[SwapFile], extents: type[Extents] | None = None) -> None:
         align = max(BLOCK_BYTES, *(file.align for file in files))
         kind = extents or best_extents()
         self._extents = [kind(file.nbytes - file.nbytes % align, align) for file in files]

@@ -82,7 +82,7 @@ def test_long_writes_become_several_parts(tmp_path: Path, monkeypatch: pytest.Mo
     with CheckpointReader(tmp_path / "a") as reader:
         source = reader.tensor("model/w")
         assert [part.nbytes for part in source.parts] == [10_000, 2_000, 10_000, 3_000]
-        assert (source.dtype, source.shape, source.nbytes) == ("U8", (25_000,), 25_000)
+        assert (source.dtype, source.shape, source.nbytes) == (torch.uint8, (25_000,), 25_000)
         for begin, end in [(0, 25_000), (1, 24_999), (9_999, 10_001), (500, 500)]:
             target = torch.empty(end - begin, dtype=torch.uint8)
             source.read_into(begin, target)
