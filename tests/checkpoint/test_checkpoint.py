@@ -461,18 +461,18 @@ def test_an_error_in_the_middle_of_a_load(
 
 def break_reads(patch: pytest.MonkeyPatch, section: str) -> None:
     """Make the third read of a section fail, after the whole checkpoint has been verified."""
-    from offload.checkpoint.loading import _CheckpointTensor
+    from offload.checkpoint.reader import SavedTensorSource
 
-    original, left = _CheckpointTensor.read_into, [2]
+    original, left = SavedTensorSource.read_into, [2]
 
     def read_into(self: Any, begin_bytes: int, target: Tensor) -> None:
-        if self._source.name.startswith(section):
+        if self.name.startswith(section):
             left[0] -= 1
             if left[0] < 0:
                 raise OSError("broken")
         original(self, begin_bytes, target)
 
-    patch.setattr(_CheckpointTensor, "read_into", read_into)
+    patch.setattr(SavedTensorSource, "read_into", read_into)
 
 
 # --- between kinds --------------------------------------------------------------------------------
