@@ -31,12 +31,13 @@ from predict_results import BYTES_NEAR, NEEDED, Known, Prediction, Predictions
 import offload
 from offload.core.step_fact import StepFact
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event
+from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning, this_machine
 from offload.storage.disk import DiskStore
 from offload.telemetry import run_file
 from offload.telemetry.run_file import Run
 from offload.tools.forecast.simulator import simulate
-from offload.tools.forecast.workload import Budgets, Workload
+from offload.tools.forecast.workload import Workload
 
 MI = 1 << 20
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 10, 768, 12, 4096, 512

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from offload.integrations.progress_line import progress
     from offload.integrations.signals import save_on_signal
     from offload.optim import Lion
-    from offload.planning.planner import Plan
+    from offload.planning.state_plan import Plan
     from offload.telemetry.report import Report
 
 __version__ = "0.1.0.dev0"
@@ -73,7 +73,7 @@ __all__ = [
 # `offload doctor` must be able to report that torch is broken.
 _LATE = {
     "Lion": "offload.optim",
-    "Plan": "offload.planning.planner",
+    "Plan": "offload.planning.state_plan",
     "Report": "offload.telemetry.report",
     "TrainerCallback": "offload.integrations.huggingface",
     "close": "offload.api",

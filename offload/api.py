@@ -20,16 +20,16 @@ from offload.core.log import LOG
 from offload.core.modes import outside_inference_mode
 from offload.core.torch_versions import warn_if_unknown
 from offload.distributed import Ranks, is_sharded, place_of, ranks_of
-from offload.optim import WrapRequest, attach, is_wrapped
-from offload.optim.opening import open_session
+from offload.optim import attach, is_wrapped
+from offload.optim.opening import draw_up, open_session
 from offload.params.hooks import watch_gradients, watch_passes
 from offload.params.prepare_consensus import connected_ranks, plan_by_consensus
 from offload.params.prepare_plan import PreparePlan
 from offload.params.prepared import Prepared, prepared_of, refuse_prepared
 from offload.params.units import Choice
 from offload.planning.limits import host_bytes, limited, telling_of_the_budget
-from offload.planning.model_plan import ModelPlan
-from offload.planning.planner import Plan
+from offload.planning.state_plan import Plan
+from offload.planning.training import TrainingPlan
 from offload.telemetry.report import Report
 from offload.telemetry.report_builder import report_on
 
@@ -236,7 +236,7 @@ def plan(
     elementwise: bool = False,
     measure: bool = False,
     **fields: Any,
-) -> Plan | ModelPlan | Forecast:
+) -> Plan | TrainingPlan | Forecast:
     """Return the plan of what `wrap` with the same arguments would do, and raise the same errors.
     For a model and its optimizer, `plan(model, optimizer, host_memory=...)`, return the plan of
     `prepare`. Nothing is kept, and without `measure` nothing is allocated.
@@ -257,7 +257,7 @@ def plan(
         raise ConfigError("plan: expected an optimizer, or a model and its optimizer; got two")
     config = Config.of(config, **fields)
     place = None if _is_sharded(optimizer) else place_of(config.process_group)
-    return WrapRequest.of(optimizer, config, elementwise, measure, place).plan
+    return draw_up(optimizer, config, elementwise, measure, place).plan
 
 
 def _plan_by_name(
@@ -285,7 +285,7 @@ def _plan_by_name(
 
 def _plan_of_model(
     model: nn.Module, second: object, elementwise: bool, measure: bool, fields: dict[str, Any]
-) -> ModelPlan:
+) -> TrainingPlan:
     if elementwise or measure:
         raise ConfigError(
             "plan: elementwise and measure are for wrapped optimizers; leave them out"

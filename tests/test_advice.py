@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import offload
 from offload.core.ticket import Ticket
 from offload.integrations.progress_line import Progress
-from offload.optim import request
+from offload.optim import opening
 from offload.optim.optimizer import OffloadOptimizer
 from offload.params import prepare_plan
 from offload.telemetry.report import Report
@@ -33,7 +33,7 @@ from offload.tools.cli import COMMANDS, make_parser
 pytestmark = pytest.mark.quick
 ROOT = Path(offload.__file__).parent
 FIELDS = {field.name for field in dataclasses.fields(offload.Config)}
-REFUSED = {"wrap": set(request._UNBUILT), "prepare": set(prepare_plan._UNBUILT)}
+REFUSED = {"wrap": set(opening._UNBUILT), "prepare": set(prepare_plan._UNBUILT)}
 
 # Which calls can raise what a file says, by the beginning of its path; the longest counts. Other
 # files: both wrap and prepare.
@@ -41,7 +41,7 @@ RAISED_BY = {
     "params/": ("prepare",),
     "planning/shares": ("prepare",),
     "planning/sharding": ("prepare",),
-    "planning/unit": ("prepare",),
+    "planning/training": ("prepare",),
     "device/buffer": ("prepare",),  # wrap has no budget on a device
     "tools/forecast/": ("prepare",),
     "tools/cli/tune": ("prepare",),  # what it says to change in the program
@@ -50,7 +50,7 @@ RAISED_BY = {
     "optim/optimizer": ("wrap",),  # whose scaler is refused
     "optim/reducer": ("wrap",),
     "optim/grad_buffers": ("wrap",),
-    "optim/request": ("wrap",),
+    "optim/opening": ("wrap",),
     "optim/buckets": ("wrap",),
     "optim/choose": ("wrap",),  # what it says to prepare names wrap
     "storage/weight_blocks": ("prepare",),

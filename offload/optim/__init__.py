@@ -4,7 +4,7 @@ Read in this order: `recipe` (what a step does to a slice), `records` (of which 
 `generic` and `choose` (for which optimizer), `tiers` (where chunks are), `pipeline` (how chunks
 pass through the update), `staging` and `grad_buffers` (how gradients get from a device to host
 memory), `updater` (one step), `session` (everything one wrapped optimizer holds), `optimizer` (what
-the user sees). Beside them: `request` (what is refused), `incoming` and `plain` (state from and to
+the user sees). Beside them: `opening` (what is refused), `incoming` and `plain` (state from and to
 torch), `exclusive_access` (one act at a time), `consistency` (what an error leaves behind).
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from offload.optim.lion import Lion
 from offload.optim.optimizer import OffloadOptimizer, attach, is_wrapped
-from offload.optim.request import WrapRequest
 from offload.optim.session import Session
 
-__all__ = ["Lion", "OffloadOptimizer", "Session", "WrapRequest", "attach", "is_wrapped"]
+__all__ = ["Lion", "OffloadOptimizer", "Session", "attach", "is_wrapped"]

@@ -25,7 +25,7 @@ from offload.core.config import Config
 from offload.core.errors import ConfigError
 from offload.distributed.partition import ALIGN_BYTES, Partition
 from offload.optim.recipe import Record
-from offload.planning.rank_share import RankShare
+from offload.planning.state_plan import RankShare
 
 BUCKET_BYTES = 32 << 20
 LEAST_BUCKET_BYTES = 64 << 10

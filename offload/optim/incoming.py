@@ -15,6 +15,18 @@ from offload.optim.source import FieldSource
 from offload.planning.layout import MASTER
 
 
+def states_of(
+    optimizer: torch.optim.Optimizer, records: Sequence[Record], recipe: Recipe
+) -> dict[int, dict[str, Any]]:
+    """Return the state that a plain optimizer has already, by record number; raise where it does
+    not fit.
+    """
+    numbers = {record.param: record.number for record in records}
+    states = {numbers[p]: state for p, state in optimizer.state.items() if p in numbers}
+    check_states(records, recipe, states)
+    return states
+
+
 def check_states(
     records: Sequence[Record], recipe: Recipe, states: Mapping[int, Mapping[str, Any]]
 ) -> None:

@@ -18,7 +18,7 @@ from offload import kernels
 from offload.kernels import rules
 from offload.optim.traffic import FIELDS, Traffic, plan_traffic
 from offload.planning.layout import ELEMENT_BYTES, ParamSpec
-from offload.planning.planner import Plan, Speeds
+from offload.planning.state_plan import Plan, Speeds
 
 DISK_BYTES = 192 << 20  # written, then read and written again
 TENSORS = 2 + len(FIELDS)  # in an update: parameter, gradient and states

@@ -43,7 +43,10 @@ class Record:
     own: tuple[int, int] | None = None  # the elements whose state this rank owns; None: all
 
     def __post_init__(self) -> None:
-        # As the plan was made for; a later `model.to(...)` may change the parameter's.
+        self.note_param()
+
+    def note_param(self) -> None:
+        """Note the parameter as it is now; a later `model.to(...)` may change it."""
         local = self.local
         self.dtype, self.device, self.shape = local.dtype, local.device, local.shape
         self.stride = local.stride()  # chunks have the elements in the order of memory

@@ -1,22 +1,45 @@
 """The records of an optimizer's parameters, in the order of its groups: which of them get state,
-and which the update cannot handle.
+which the update cannot handle, and what the plan of all needs to know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from offload.core.config import Config
 from offload.core.errors import ConfigError
+from offload.distributed import is_initialised
+from offload.optim.buckets import Buckets
 from offload.optim.flat import is_dense
 from offload.optim.recipe import Recipe, Record
 from offload.planning.layout import MASTER, ParamSpec
+from offload.planning.planner import Budgets, TrainingFacts
+from offload.planning.state_plan import UNKNOWN, Plan, RankShare, Speeds
+from offload.planning.tuning import ChosenTuning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+States = Mapping[int, Mapping[str, Any]]  # as a plain optimizer has them, by record number
+
+
+@dataclass(frozen=True)
+class OptimizerDraft:
+    """A set of records, plan and buckets that is drawn up and not opened yet. budgets: for later
+    plans, too. states: that the optimizer has already, by record number.
+    """
+
+    recipe: Recipe
+    records: list[Record]
+    plan: Plan
+    budgets: Budgets
+    chosen: ChosenTuning
+    buckets: Buckets | None = None  # None: nothing is shared with other ranks
+    states: States = field(default_factory=dict)
 
 
 def make_records(
@@ -57,6 +80,31 @@ def each_param(
         ]
         found += [(p, group, name) for p, name in zip(group["params"], names, strict=True)]
     return found
+
+
+def facts_of(
+    records: Sequence[Record],
+    config: Config,
+    share: RankShare | None = None,
+    speeds: Speeds = UNKNOWN,
+    unit_of: Callable[[Tensor], int | None] | None = None,
+) -> TrainingFacts:
+    """Gather the facts that the plan of these records depends on. share: what ranks share. unit_of:
+    returns the number of the prepared model's unit that owns a parameter.
+    """
+    specs = tuple(spec_of(r, unit_of(r.param) if unit_of is not None else None) for r in records)
+    return TrainingFacts(specs, bool(config.release_grads), share, speeds)
+
+
+def check_grad_buffers(config: Config, plan: Plan) -> None:
+    is_alone = not plan.has_grad_buffers and plan.ranks is None
+    if config.release_grads and is_alone and not is_initialised():
+        # A program for several ranks may be started with a single one, which has none to share
+        # with.
+        raise ConfigError(
+            "release_grads: all parameters are in host memory, where their gradients are used in "
+            "place; leave it out"
+        )
 
 
 def spec_of(record: Record, unit: int | None = None) -> ParamSpec:

@@ -23,7 +23,7 @@ from offload.optim.grad_buffers import GradBuffers
 from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, StagingProvider
 from offload.optim.tiers import Tiers
-from offload.planning.planner import Plan, grad_buffer_bytes, verdicts_bytes
+from offload.planning.state_plan import Plan, grad_buffer_bytes, verdicts_bytes
 from offload.storage.disk import DiskStore
 
 T = TypeVar("T")
@@ -55,10 +55,6 @@ class ParamOwner(Protocol):
     """The interface of a prepared model, which owns the memory, the disk and the parameters."""
 
     metrics: Metrics
-
-    @property
-    def most_chunk_numel(self) -> int | None:
-        """The largest chunk, in elements, whose gradients it can stage; None: no limit."""
 
     def unit_of(self, param: Tensor) -> int | None:
         """Return the number of the unit that owns the parameter."""

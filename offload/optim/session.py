@@ -10,8 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from offload.distributed import (
     DeviceLink,
     Ranks,
     checksum_of,
-    is_initialised,
     is_sharded,
     like,
     local_of,
@@ -37,7 +37,6 @@ from offload.distributed import (
 from offload.optim.agreement import settings_sum
 from offload.optim.aside import KeptOptimizerState
 from offload.optim.assembly import is_same_order
-from offload.optim.buckets import Buckets
 from offload.optim.consistency import LOAD, MOVE, Consistency, clear_frames
 from offload.optim.exclusive_access import ExclusiveAccess
 from offload.optim.export import OptimizerStateGatherer, ParamOptimizerState, export
@@ -46,8 +45,15 @@ from offload.optim.incoming import check_groups, check_states
 from offload.optim.norm import GlobalNorm
 from offload.optim.pending_step import PendingStep
 from offload.optim.plain import plain_room, plain_state, tell_what_is_lost
-from offload.optim.recipe import NativeRecipe, Recipe, Record
-from offload.optim.records import check_param, each_param, make_records, spec_of
+from offload.optim.recipe import NativeRecipe, Record
+from offload.optim.records import (
+    OptimizerDraft,
+    check_grad_buffers,
+    check_param,
+    each_param,
+    facts_of,
+    make_records,
+)
 from offload.optim.resources import OptimizerOwnResources, ParamOwner, Resources, Watch, WatchPasses
 from offload.optim.saver import Saver, Sink
 from offload.optim.self_check import checked
@@ -55,9 +61,9 @@ from offload.optim.sharded_coordinator import ShardedCoordinator
 from offload.optim.step_stats import StepStats
 from offload.optim.updater import Updater
 from offload.planning.layout import MASTER
-from offload.planning.planner import UNKNOWN, Plan, Speeds, make_plan
-from offload.planning.tuning import NOTHING as NO_TUNING
-from offload.planning.tuning import ChosenTuning
+from offload.planning.planner import Budgets
+from offload.planning.state_plan import Plan
+from offload.planning.training import plan_training
 from offload.storage.disk import DiskStore
 from offload.storage.handout import Handout
 from offload.storage.outgoing import Outgoing
@@ -72,38 +78,26 @@ _KEPT = (
 )
 
 
-class OptimizerDraft(NamedTuple):
-    """A set of records, plan and buckets that is drawn up and not opened yet."""
-
-    records: list[Record]
-    plan: Plan
-    buckets: Buckets | None  # None: nothing is shared with other ranks
-
-
 class Session:
     """The session of one optimizer. `reopen` makes a new plan when the parameters have changed."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        recipe: Recipe,
+        draft: OptimizerDraft,
         config: Config,
-        host_memory_bytes: int | None,
         watch: Watch,
-        chunk_numel: int | None = None,
-        speeds: Speeds = UNKNOWN,
         host: ParamOwner | None = None,
         ranks: Ranks | None = None,
         watch_passes: WatchPasses | None = None,
         link: DeviceLink | None = None,
-        chosen: ChosenTuning = NO_TUNING,
     ) -> None:
         # A weak reference: with a strong one each would hold the other, and its memory, until
         # garbage collection.
         self._optimizer = weakref.ref(optimizer)
         self.config = config
         self.metrics = Metrics(strict=config.strict) if host is None else host.metrics
-        self.step_stats = StepStats(self.metrics, speeds)
+        self.step_stats = StepStats(self.metrics, draft.plan.speeds)
         self.grad_norm: float | None = None
         self.supported_scaling: bool | None = None  # what the plain optimizer says of itself
         self.incoming: Mapping[int, Mapping[str, Any]] | None = None  # during load_state_dict
@@ -112,23 +106,22 @@ class Session:
         self._aside: KeptOptimizerState | None = (
             None  # state that is in no chunk, after a failed opening
         )
-        self._recipe = recipe
+        self._recipe = draft.recipe
         self._watch_gradients = watch
         self.host = host
         self._resources: Resources | None = None
         self.updater: Updater = None  # type: ignore[assignment]  # None: nothing is open
         self._directories: list[Path] = [Path(path) for path in config.nvme or ()]  # type: ignore[union-attr]
-        self._host_memory_bytes = host_memory_bytes
-        self._chunk_numel = chunk_numel
-        self.chosen = chosen
+        self._budgets = draft.budgets
+        self.chosen = draft.chosen
         if host is None:  # else the prepared model has done so
-            chosen.begin(self.metrics)
+            self.chosen.begin(self.metrics)
         # For the ranks that share the state; None: all of it is here.
         self.coordinator = (
             ShardedCoordinator(ranks, config, self.metrics, watch_passes, link) if ranks else None
         )
         self._holder = holder_now()  # also of memory that a later plan takes
-        self._open(*self._draw_up(optimizer.state))
+        self._open(draft)
 
     @property
     def is_alive(self) -> bool:
@@ -145,23 +138,14 @@ class Session:
         """Make records and plan for the optimizer as it is now. Changes nothing."""
         records = self._make_records(with_state)
         buckets, share = self.coordinator.share_out(records) if self.coordinator else (None, None)
-        allowed_bytes, held_bytes = self._allowed()
-        plan = make_plan(
-            [spec_of(r, self.host.unit_of(r.param) if self.host else None) for r in records],
-            allowed_bytes,
-            has_disk=bool(self._directories),
-            chunk_numel=self._chunk_numel,
-            needs_grad_buffers=self.config.release_grads,
-            held_bytes=held_bytes,
-            speeds=self.step_stats.speeds,
-            ranks=share,
-            disk_chunk_numel=self.chosen.tuning.chunk_numel,
-            most_numel=self.host.most_chunk_numel if self.host else None,
-        )
+        unit_of = self.host.unit_of if self.host is not None else None
+        facts = facts_of(records, self.config, share, self.step_stats.speeds, unit_of)
+        budgets = self._allowed()
+        plan = plan_training(facts, budgets).state
         check_grad_buffers(self.config, plan)
         if self.host is not None:
             self.host.check(records, plan)
-        return OptimizerDraft(records, plan, buckets)
+        return OptimizerDraft(self._recipe, records, plan, budgets, self.chosen, buckets)
 
     def _make_records(self, with_state: Container[Tensor]) -> list[Record]:
         records = make_records(self.optimizer, self._recipe, with_state)
@@ -172,17 +156,17 @@ class Session:
             record.own = self.host.own_of(record.param) if self.host else None
         return records
 
-    def _allowed(self) -> tuple[int | None, int]:
-        """Return the host bytes that this optimizer may take: the granted ones, less what other
-        holders have taken of the limit since. And the bytes that those hold.
+    def _allowed(self) -> Budgets:
+        """Return the budgets for a new plan: the granted host bytes, less what other holders have
+        taken of the limit since.
         """
-        granted, limit = self._host_memory_bytes, HOST.limit_bytes
+        granted, limit = self._budgets.host_bytes, HOST.limit_bytes
         if self.host is not None:
-            return granted, 0  # a share of the prepared model's pool
+            return self._budgets  # a share of the prepared model's pool
         held = HOST.used_bytes - sum(pool.capacity_bytes for pool in self.pools)
-        if granted is None or limit is None:
-            return granted, held
-        return min(granted, max(0, limit - held)), held
+        if granted is not None and limit is not None:
+            granted = min(granted, max(0, limit - held))
+        return replace(self._budgets, host_bytes=granted, held_bytes=held)
 
     @property
     def pools(self) -> list[Pool]:
@@ -194,17 +178,18 @@ class Session:
     def store(self) -> DiskStore | None:
         return self._resources.store if self._resources else None
 
-    def _open(self, records: list[Record], plan: Plan, buckets: Buckets | None) -> None:
+    def _open(self, draft: OptimizerDraft) -> None:
+        records, plan = draft.records, draft.plan
         self.plan = plan
         try:
             with held_by(self._holder):
                 self._resources = resources = self._make_resources(records, plan)
             sharded_update = None
-            if self.coordinator is not None and buckets is not None:
+            if self.coordinator is not None and draft.buckets is not None:
                 assert isinstance(resources, OptimizerOwnResources), (
                     "a prepared model has ranks of its own"
                 )
-                sharded_update = self.coordinator.open(records, plan, buckets, resources)
+                sharded_update = self.coordinator.open(records, plan, draft.buckets, resources)
         except BaseException as error:
             self.close()
             clear_frames(error)
@@ -506,7 +491,7 @@ class Session:
             fresh = self._draw_up({records[number].param for number in states})
             self.close()
             try:
-                self._open(*fresh)
+                self._open(fresh)
             except BaseException as error:
                 self.consistency.lose(LOAD, error)
                 raise
@@ -541,7 +526,7 @@ class Session:
         fit beside them it is put in a store, or the excess is reported as a fall-back.
         """
         self._check_shapes()
-        allowed_bytes, _ = self._allowed()
+        allowed_bytes = self._allowed().host_bytes
         taken_bytes = self.plan.state_bytes + max(self.plan.arena_bytes, plan.arena_bytes)
         fits = allowed_bytes is None or taken_bytes <= allowed_bytes or self.coordinator is not None
         if self.store is not None or (self._directories and not fits):
@@ -561,7 +546,7 @@ class Session:
             return
         states, was_lost = self._aside.states if self._aside else {}, self.consistency.is_lost
         try:
-            self._open(*(fresh or self._draw_up(states)))
+            self._open(fresh or self._draw_up(states))
             numbers = {record.param: record.number for record in self.updater.records}
             self.updater.take_in({numbers[p]: s for p, s in states.items() if p in numbers})
         except BaseException as error:
@@ -626,14 +611,3 @@ def _placed(record: Record, state: Mapping[str, Any]) -> dict[str, Any]:
         name: like(record.param, value.tensor) if isinstance(value, Outgoing) else value
         for name, value in state.items()
     }
-
-
-def check_grad_buffers(config: Config, plan: Plan) -> None:
-    is_alone = not plan.has_grad_buffers and plan.ranks is None
-    if config.release_grads and is_alone and not is_initialised():
-        # A program for several ranks may be started with a single one, which has none to share
-        # with.
-        raise ConfigError(
-            "release_grads: all parameters are in host memory, where their gradients are used in "
-            "place; leave it out"
-        )

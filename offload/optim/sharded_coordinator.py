@@ -26,8 +26,7 @@ from offload.optim.recipe import Record
 from offload.optim.reducer import CarriedGradients, Reducer
 from offload.optim.resources import OptimizerOwnResources, WatchPasses
 from offload.optim.sharded_update import ShardedUpdate
-from offload.planning.planner import Plan
-from offload.planning.rank_share import RankShare
+from offload.planning.state_plan import Plan, RankShare
 
 RENDEZVOUS_S = 60.0
 _CALL_ON_ALL = (

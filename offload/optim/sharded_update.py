@@ -31,7 +31,7 @@ from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer
 from offload.optim.resources import WatchPasses
 from offload.optim.source import FieldPart
-from offload.planning.rank_share import RankShare
+from offload.planning.state_plan import RankShare
 
 _COMPARED_STEPS = 2  # in which all parameters and gradients are compared; later a sample of them
 _SAMPLE_BYTES = 1 << 20

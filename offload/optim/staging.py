@@ -24,7 +24,7 @@ from offload.optim.flat import flat
 from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.recipe import Record
 from offload.planning.layout import Chunk, Slice
-from offload.planning.planner import staging_spans
+from offload.planning.state_plan import staging_spans
 
 
 class Awaited(Protocol):

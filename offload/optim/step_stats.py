@@ -19,7 +19,7 @@ from offload.core.metrics import NOTHING, Metrics, MetricsSnapshot
 from offload.core.ring_logs import Decoded, NumberLog
 from offload.core.step_fact import IN_MODEL, IN_STEP, StepFact
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
-from offload.planning.planner import UNKNOWN, Speeds
+from offload.planning.state_plan import UNKNOWN, Speeds
 
 MOST_STEPS = 4096  # that the log holds
 _EARLY = "device_to_host_bytes", "gradients_early_bytes"  # counted since the step before

@@ -22,7 +22,7 @@ from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.kernels import SUM_BYTES
 from offload.planning.layout import ELEMENT_BYTES, Chunk, Slice
-from offload.planning.planner import Plan
+from offload.planning.state_plan import Plan
 from offload.storage.contract import KnownSums
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Priority

@@ -25,8 +25,8 @@ from offload.core.timeline import DISK_READS, DISK_WRITES, busy_s
 from offload.optim.pipeline import Pipeline
 from offload.optim.staging import StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
-from offload.planning.layout import ELEMENT_BYTES, Chunk, ParamSpec
-from offload.planning.planner import Plan, make_plan
+from offload.planning.layout import ELEMENT_BYTES, Chunk, ParamSpec, lay_out
+from offload.planning.state_plan import Plan
 from offload.storage.disk import DiskStore
 
 FIELDS = ("exp_avg", "exp_avg_sq")
@@ -63,11 +63,18 @@ def plan_traffic(nbytes: int, buffers: int, chunk_numel: int) -> Plan:
     `disk_bytes` only where there are more chunks than buffers.
     """
     element_bytes = ELEMENT_BYTES * len(FIELDS)
-    return make_plan(
-        [ParamSpec("noise", nbytes // element_bytes, FIELDS)],
-        buffers * chunk_numel * element_bytes,
-        has_disk=True,
-        chunk_numel=chunk_numel,
+    noise = ParamSpec("noise", nbytes // element_bytes, FIELDS)
+    chunks = lay_out([noise], chunk_numel)
+    host_bytes = buffers * chunk_numel * element_bytes
+    fits = sum(chunk.nbytes for chunk in chunks) <= host_bytes
+    return Plan(
+        params=(noise,),
+        chunks=tuple(chunks),
+        resident=frozenset(chunk.number for chunk in chunks if fits),
+        buffers=0 if fits else buffers,
+        staging_buffers=0,
+        has_grad_buffers=False,
+        host_memory_bytes=host_bytes,
     )
 
 

@@ -26,8 +26,7 @@ from offload.params.placeholder import restore
 from offload.params.prefetch import look_ahead
 from offload.params.residency import Residency, ResidencyParts
 from offload.params.trace import Phase
-from offload.planning.shares import least_device_bytes
-from offload.planning.unit import Unit
+from offload.planning.unit import Unit, UnitSizes
 from offload.storage.outgoing import Outgoing
 from offload.storage.weight_blocks import WeightBlock
 
@@ -50,7 +49,7 @@ class DeviceResidency(Residency):
             self.blocks,
             transfer,
             limit_bytes,
-            least_device_bytes(parts.units),
+            UnitSizes.of(parts.units).least_device_bytes,
             parts.owner,
             parts.metrics,
             _DEPTH if depth is None else depth,

@@ -29,7 +29,7 @@ from offload.params.device_budget import DeviceBudget
 from offload.params.placeholder import Owner, restore
 from offload.params.prefetch import TierState, look_ahead, make_room
 from offload.params.trace import Phase
-from offload.planning.shares import on_device_bytes
+from offload.planning.unit import on_device_bytes
 
 _TIERS: WeakSet[DeviceTier] = WeakSet()  # of all models; they make room for one another
 

@@ -20,7 +20,7 @@ from offload.core.ticket import Ticket
 from offload.device import DeviceBuffer
 from offload.distributed.device_network import DeviceNetwork
 from offload.params.gathered import Claim, Gathered
-from offload.planning.shares import on_device_bytes
+from offload.planning.unit import on_device_bytes
 
 
 class DeviceGathered:

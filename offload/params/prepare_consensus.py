@@ -85,7 +85,8 @@ def _digest(prepare_plan: PreparePlan) -> str:
         for unit in prepare_plan.units
         for m in unit.members
     ]
-    lines += [f"{spec.name} {spec.numel} {spec.fields} {spec.unit}" for spec in prepare_plan.specs]
+    specs = prepare_plan.plan.facts.params
+    lines += [f"{spec.name} {spec.numel} {spec.fields} {spec.unit}" for spec in specs]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

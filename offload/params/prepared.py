@@ -27,8 +27,8 @@ from offload.optim import Session, attach
 from offload.optim.consistency import clear_frames
 from offload.optim.export import OptimizerStateGatherer
 from offload.optim.grad_buffers import GradBuffers
-from offload.optim.recipe import Recipe, Record
-from offload.optim.request import states_of
+from offload.optim.recipe import Record
+from offload.optim.records import OptimizerDraft
 from offload.optim.resources import Resources
 from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
@@ -50,7 +50,7 @@ from offload.params.sharded_state import UnitGatherer
 from offload.params.spill_slots import slot_bytes
 from offload.params.trace import Trace
 from offload.planning.layout import Chunk, slices_by_param
-from offload.planning.planner import Plan
+from offload.planning.state_plan import Plan
 from offload.storage.disk import DiskStore
 from offload.storage.growing import GrowingStore
 from offload.storage.outgoing import Outgoing
@@ -95,11 +95,9 @@ class Prepared:
     ) -> None:
         self.prepare_plan = prepare_plan
         self.ranks = ranks  # the ranks that the model is sharded over; None: not sharded
-        self.config, self.units, self.shares = (
-            prepare_plan.config,
-            prepare_plan.units,
-            prepare_plan.shares,
-        )
+        self.config, self.units = prepare_plan.config, prepare_plan.units
+        self.plan = prepare_plan.plan
+        self.shares = self.plan.shares
         self.metrics = Metrics(strict=self.config.strict)
         prepare_plan.chosen.begin(self.metrics)
         if prepare_plan.device_note is not None:
@@ -131,10 +129,10 @@ class Prepared:
                     ranks, "the start of the model", lambda: self._open_model(model, shard_context)
                 )
             self._open_activations(model)
-            if optimizer is not None and prepare_plan.recipe is not None:
-                recipe = prepare_plan.recipe
+            draft, prepare_plan.draft = prepare_plan.draft, None  # it holds state of torch's
+            if optimizer is not None and draft is not None:
                 by_consensus(
-                    ranks, "optimizer state", lambda: self._open_optimizer(optimizer, recipe)
+                    ranks, "optimizer state", lambda: self._open_optimizer(optimizer, draft)
                 )
             assert self.engine is not None
             self.engine.residency.commit()
@@ -164,7 +162,7 @@ class Prepared:
         if shares.state:
             self.state_pool = Pool(shares.state, budget=HOST)  # never copied to a device
         memory = [pool.buffer() for pool in (self.pool, self.state_pool) if pool]
-        room = self.prepare_plan.disk_room_bytes
+        room = self.plan.disk_room_bytes
         if room:
             options = self.prepare_plan.chosen.store_options
             self.store = DiskStore(
@@ -224,7 +222,7 @@ class Prepared:
         assert self.pool is not None
         wanted = self.config.prefetch_depth
         depth = None if wanted == "auto" else int(wanted)
-        device = Device(self.transfer, self.prepare_plan.device_bytes) if self.transfer else None
+        device = Device(self.transfer, self.plan.device_bytes) if self.transfer else None
         if self._start is not None:
             self._start.open(self.metrics, self.store)
         self.engine = Engine(
@@ -273,7 +271,7 @@ class Prepared:
         gather_memory: GatheredBlockMemory = HostGatheredBlockMemory(self.ranks)
         if self.transfer is not None:
             network = DeviceNetwork(self.ranks, self.transfer)  # a collective: needs all ranks
-            gather_memory = DeviceGatheredBlockMemory(network, self.prepare_plan.device_left_bytes)
+            gather_memory = DeviceGatheredBlockMemory(network, self.plan.device_left_bytes)
         return ShardContext(self.ranks, sharding, gather_memory, self.prepare_plan.spilled_units)
 
     def _open_activations(self, model: nn.Module) -> None:
@@ -311,18 +309,13 @@ class Prepared:
         self._activations_share = self._take_share(nbytes, "activations")
         return DiskActivations(store, nbytes)
 
-    def _open_optimizer(self, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-        session = Session(
-            optimizer,
-            recipe,
-            self.config,
-            self.shares.state,
-            watch_gradients,
-            host=self,
-            chosen=self.prepare_plan.chosen,
-        )
+    def _open_optimizer(self, optimizer: torch.optim.Optimizer, draft: OptimizerDraft) -> None:
+        for record in draft.records:
+            record.note_param()  # it has been taken into the model's memory since
+            record.original_device = self.original_device_of(record.param)
+        session = Session(optimizer, draft, self.config, watch_gradients, host=self)
         try:
-            session.updater.take_in(states_of(optimizer, session.updater.records, recipe))
+            session.updater.take_in(draft.states)
         except BaseException:
             session.close()
             raise
@@ -399,7 +392,7 @@ class Prepared:
                     "them again, together"
                 )
         needed = plan.disk_capacity_bytes
-        reserved = self.prepare_plan.state_plan.disk_capacity_bytes
+        reserved = self.plan.state.disk_capacity_bytes
         if needed > reserved:
             raise CapacityError(
                 f"nvme: the optimizer state needs {needed} bytes of disk now, {reserved} were "
@@ -436,10 +429,6 @@ class Prepared:
             for record in records
             if record.param in spilled or self._unit_of[record.param].number in units  # type: ignore[index]
         }
-
-    @property
-    def most_chunk_numel(self) -> int | None:
-        return self.prepare_plan.most_chunk_numel
 
     # --- for users --------------------------------------------------------------------------------
 

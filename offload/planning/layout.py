@@ -45,6 +45,11 @@ class ParamSpec:
         return end - begin
 
     @property
+    def element_bytes(self) -> int:
+        """The bytes of an element of a parameter that is trained, and of its gradient."""
+        return ELEMENT_BYTES // 2 if MASTER in self.fields else ELEMENT_BYTES
+
+    @property
     def has_staging_buffer(self) -> bool:
         """Whether the parameter is staged for its update."""
         return self.device_bytes > 0 or self.unit is not None
@@ -54,9 +59,8 @@ class ParamSpec:
         state and parameter are read and written. grad_bytes: of a gradient's element; None: as the
         parameter's.
         """
-        own = ELEMENT_BYTES // 2 if MASTER in self.fields else ELEMENT_BYTES
-        grad = own if grad_bytes is None else grad_bytes
-        return self.own_numel * (2 * (ELEMENT_BYTES * len(self.fields) + own) + grad)
+        grad = self.element_bytes if grad_bytes is None else grad_bytes
+        return self.own_numel * (2 * (ELEMENT_BYTES * len(self.fields) + self.element_bytes) + grad)
 
     @property
     def state_bytes(self) -> int:
@@ -102,8 +106,8 @@ def lay_out(params: Sequence[ParamSpec], chunk_numel: int = CHUNK_NUMEL) -> list
         fields = kind[1]
         alike = [(n, p) for n, p in enumerate(params) if (p.unit, p.fields) == kind]
         packed = [(n, p) for n, p in alike if fields or p.has_staging_buffer]
-        for slices in _pack(packed, _round_up(chunk_numel, _SLICE_ALIGN)):
-            numel = _round_up(slices[-1].offset + slices[-1].end - slices[-1].begin, _FIELD_ALIGN)
+        for slices in _pack(packed, round_up(chunk_numel, _SLICE_ALIGN)):
+            numel = round_up(slices[-1].offset + slices[-1].end - slices[-1].begin, _FIELD_ALIGN)
             first = slices[0]
             name = f"{params[first.param].name}[{first.begin}:{first.end}]"
             if len(slices) > 1:
@@ -124,7 +128,7 @@ def _pack(params: Sequence[tuple[int, ParamSpec]], chunk_numel: int) -> Iterator
                 slices, offset = [], 0
             end = min(last, begin + chunk_numel - offset)
             slices.append(Slice(number, begin, end, offset))
-            offset = _round_up(offset + end - begin, _SLICE_ALIGN)
+            offset = round_up(offset + end - begin, _SLICE_ALIGN)
             begin = end
     if slices:
         yield slices
@@ -139,5 +143,6 @@ def slices_by_param(chunks: Iterable[Chunk]) -> dict[int, list[tuple[Chunk, Slic
     return found
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple

@@ -1,19 +1,21 @@
-"""The planner of optimizer state: from sizes and budgets to a plan. A pure function.
+"""The planner of optimizer state: from facts and budgets to the plan. A pure function.
 
-Nothing is allocated and nothing is measured here. The plan says which chunks of optimizer state
-stay in host memory and which go to the disk, how many buffers the update uses, what moves each step
-and what that does to an SSD; and where it cannot work it is refused with the arithmetic.
+Nothing is allocated and nothing is measured here. What fits stays in host memory, the rest passes
+through a few buffers; where that cannot work it is refused with the arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError
-from offload.planning.layout import CHUNK_NUMEL, ELEMENT_BYTES, Chunk, ParamSpec, Slice, lay_out
-from offload.planning.rank_share import RankShare
+from offload.planning.layout import CHUNK_NUMEL, ELEMENT_BYTES, Chunk, ParamSpec, lay_out, round_up
+from offload.planning.sharding import Sharding
+from offload.planning.state_plan import UNKNOWN, Plan, RankShare, Speeds, largest_staging_buffer
+from offload.planning.unit import NO_UNITS, UnitSizes
 
 BUFFERS = 16  # chunks in flight: some being read, one updated, some written
 DISK_CHUNK_NUMEL = 1 << 20  # less to wait for where a step begins and ends
@@ -21,281 +23,102 @@ LEAST_BUFFERS = 2
 STAGING_BUFFERS = 3  # of device parameters: one is downloaded, one updated, one uploaded
 LEAST_CHUNK_NUMEL = 16 << 10
 _CHUNKS_STAGED = 4  # with gradients read from disk, where there is memory for more than one
-_PAGE = 4096
 _LINE = 64
-STEPS_OF_INTEREST = 10_000
-RATED_TERABYTES_WRITTEN = 600.0  # what common 1 TB drives are warranted for
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """The measured rates of disk and update, bytes a second; None: not known."""
+class Budgets:
+    """The budgets of a training. None: no limit.
 
-    disk_bytes_per_s: float | None = None  # reads and writes together
-    update_bytes_per_s: float | None = None  # of the update, over all that it reads and writes
-
-    def best(self, other: Speeds) -> Speeds:
-        """Take the higher rate of each kind; one that is not known does not count."""
-        return Speeds(
-            max(self.disk_bytes_per_s or 0.0, other.disk_bytes_per_s or 0.0) or None,
-            max(self.update_bytes_per_s or 0.0, other.update_bytes_per_s or 0.0) or None,
-        )
-
-    def least_s(self, disk_bytes: int, updated_bytes: int) -> dict[str, float] | None:
-        """Compute the seconds that disk and update each need at least. They run together, so a step
-        takes at least the larger. None: a speed is missing, or there is nothing to do.
-        """
-        parts = {}
-        for name, nbytes, speed in (
-            ("disk", disk_bytes, self.disk_bytes_per_s),
-            ("update", updated_bytes, self.update_bytes_per_s),
-        ):
-            if nbytes and speed is None:
-                return None
-            if nbytes and speed is not None:
-                parts[name] = nbytes / speed
-        return parts or None
-
-
-UNKNOWN = Speeds()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The plan of optimizer state: where it lives and what a step moves. `str()` is a table for
-    people.
+    directories: how many on drives; 0: there is no disk. activations: keep, recompute or offload.
+    held_bytes: what other optimizers hold beside it, for the message. chunk_numel: elements of a
+    chunk that goes to disk, if the budget has room for its buffers; None: 1 Mi. most_chunk_numel:
+    of any chunk.
     """
 
-    params: tuple[ParamSpec, ...]
-    chunks: tuple[Chunk, ...]
-    resident: frozenset[int]  # numbers of the chunks that stay in host memory
-    buffers: int
-    staging_buffers: int
-    has_grad_buffers: bool  # gradients from devices have host memory of their own
-    host_memory_bytes: int | None  # the budget; None: no limit was given
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    directories: int = 1
+    activations: str = "keep"
+    held_bytes: int = 0
+    chunk_numel: int | None = None
+    most_chunk_numel: int | None = None
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.activations == "offload"
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """The facts about a training that its plan depends on: names, sizes and fields, no tensors.
+
+    params: of the optimizer. needs_grad_buffers: gradients must have host memory of their own; they
+    get it anyway where no chunk loses its place by that. ranks: what is shared, with memory of its
+    own; `params` have `own` then.
+
+    Of a prepared model: units; gradients: bytes of each in host memory; staging_bytes: for
+    gradients on their way from a device; params_of_ranks: `params` as each rank has them, if there
+    are several; buffer_bytes: of the model's buffers; others_bytes: on the device already.
+    """
+
+    params: tuple[ParamSpec, ...] = ()
+    needs_grad_buffers: bool = False
+    ranks: RankShare | None = None
     speeds: Speeds = UNKNOWN
-    ranks: RankShare | None = None  # None: nothing is shared with other ranks
+    is_prepared: bool = False
+    units: UnitSizes = NO_UNITS
+    gradients: tuple[int, ...] = ()
+    staging_bytes: int = 0
+    sharding: Sharding | None = None
+    params_of_ranks: tuple[tuple[ParamSpec, ...], ...] = ()
+    buffer_bytes: int = 0
+    others_bytes: int = 0
 
-    @property
-    def numel(self) -> int:
-        return sum(param.numel for param in self.params)
+    @cached_property
+    def whole(self) -> tuple[Chunk, ...]:
+        """The chunks where all state is in host memory."""
+        return tuple(lay_out(self.params, CHUNK_NUMEL))
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks)
+        """The host memory for all state of a prepared model's optimizer."""
+        return sum(chunk.nbytes for chunk in self.whole)
 
-    @property
-    def resident_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks if chunk.number in self.resident)
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.state_bytes - self.resident_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The bytes of one buffer: the largest chunk that moves."""
-        return max((c.nbytes for c in self.chunks if c.number not in self.resident), default=0)
-
-    @property
-    def staging_buffer_bytes(self) -> int:
-        """The bytes of one staging buffer: the downloads for the largest chunk."""
-        return largest_staging_buffer(self.chunks, self.params, self.grads_are_here)
-
-    @property
-    def grads_are_here(self) -> bool:
-        """Whether gradients from devices need no staging buffer: they have gradient buffers, or are
-        averaged over ranks into host memory of their own.
+    @cached_property
+    def least_state_bytes(self) -> int:
+        """The least host memory that the state of a prepared model's optimizer can pass through, on
+        the rank that needs most.
         """
-        return self.has_grad_buffers or (self.ranks is not None and self.ranks.grad_bytes > 0)
+        return max(map(least_arena_bytes, self.params_of_ranks or (self.params,)))
 
-    @property
-    def grad_buffers_bytes(self) -> int:
-        """The bytes of all gradient buffers, and of the flags that tell whether a gradient has
-        changed.
-        """
-        return grad_buffers_bytes(self.params) if self.has_grad_buffers else 0
-
-    @property
-    def arena_bytes(self) -> int:
-        """The host memory that the optimizer takes: resident chunks, buffers, staging buffers,
-        gradient buffers, and what sharing with other ranks takes.
-        """
-        copied = self.staging_buffers * self.staging_buffer_bytes + self.grad_buffers_bytes
-        return self.chunk_bytes + copied + self.shared_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The part of it for resident chunks and buffers, which is never copied to or from a
-        device.
-        """
-        return self.resident_bytes + self.buffers * self.buffer_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """The part of it for network buffers, and for gradients that were reduced over ranks."""
-        return self.ranks.host_bytes if self.ranks else 0
-
-    @property
-    def disk_capacity_bytes(self) -> int:
-        """The room on disk: the chunks, and the new generations that are being written."""
-        moving = [chunk for chunk in self.chunks if chunk.number not in self.resident]
-        rounded = sum(_round_up(chunk.nbytes, _PAGE) for chunk in moving)
-        return rounded + self.buffers * self.buffer_bytes
-
-    @property
-    def step_read_bytes(self) -> int:
-        """The most bytes that a step reads, from the second step on. As many chunks as there are
-        buffers wait in them for the next step; which ones differs from step to step, so the
-        smallest are counted.
-        """
-        moving = sorted(c.nbytes for c in self.chunks if c.number not in self.resident)
-        return sum(moving[self.buffers :])
-
-    @property
-    def step_written_bytes(self) -> int:
-        return self.step_read_bytes
-
-    @property
-    def step_updated_bytes(self) -> int:
-        """The bytes of host memory that the update of all parameters reads and writes."""
-        return sum(param.touched_bytes() for param in self.params)
-
-    @property
-    def predicted_step_s(self) -> float | None:
-        """The seconds of one `step()`: the slower of disk and update, which run together. None
-        where their speeds are not known, or where copies to a device take part, whose speed is not
-        known.
-        """
-        parts = self._least_s()
-        return max(parts.values()) if parts else None
-
-    def _least_s(self) -> dict[str, float] | None:
-        if self.staging_buffers:
-            return None
-        moved = self.step_read_bytes + self.step_written_bytes
-        return self.speeds.least_s(moved, self.step_updated_bytes)
-
-    @property
-    def fits_without_us(self) -> bool:
-        """Whether plain torch would do: parameters and state are in host memory anyway."""
-        return not self.disk_bytes and not self.staging_buffers and self.ranks is None
-
-    def endurance_share(
-        self, steps: int = STEPS_OF_INTEREST, rated_tb: float = RATED_TERABYTES_WRITTEN
-    ) -> float:
-        """Return the share of a drive's rated writes that so many steps take."""
-        return self.step_written_bytes * steps / (rated_tb * 1e12)
-
-    def __str__(self) -> str:
-        size = format_size
-        rows = [
-            ("parameters", f"{self.numel:,} in {len(self.params)} tensors"),
-            *([("ranks", str(self.ranks))] if self.ranks else []),
-            ("optimizer state", f"{size(self.state_bytes)} in {len(self.chunks)} chunks"),
-            ("  in host memory", f"{size(self.resident_bytes)} in {len(self.resident)} chunks"),
-            ("  on disk", size(self.disk_bytes)),
-            *self._buffer_row(),
-            *self._staging_row(),
-            ("host memory taken", self._taken()),
-        ]
-        if self.disk_bytes:
-            written, worn = self.step_written_bytes, 100 * self.endurance_share()
-            rows += [
-                ("disk space taken", size(self.disk_capacity_bytes)),
-                ("moved each step", f"{size(self.step_read_bytes)} read, {size(written)} written"),
-                (
-                    f"{STEPS_OF_INTEREST:,} steps write",
-                    f"{written * STEPS_OF_INTEREST / 1e12:.3g} TB: {worn:.2g} % of "
-                    f"what a drive rated for {RATED_TERABYTES_WRITTEN:.0f} TB can take",
-                ),
-            ]
-        rows += [("verdict", self._verdict()), ("step()", self._prediction())]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-
-    def _verdict(self) -> str:
-        if self.fits_without_us:
-            return "fits without offload: parameters and state are in host memory anyway"
-        if not self.disk_bytes:
-            return "all state fits in host memory; nothing goes to disk"
-        return f"{self.disk_bytes / self.state_bytes:.0%} of the state is on disk"
-
-    def _prediction(self) -> str:
-        parts, speeds = self._least_s(), self.speeds
-        if parts is None:
-            if self.staging_buffers:
-                return "not predicted: the speed of copies to and from a device is not known"
-            return "not predicted: no speeds known; wrap(..., measure=True) measures them"
-        rates = {"disk": speeds.disk_bytes_per_s, "update": speeds.update_bytes_per_s}
-        each = [f"{n} {s:.3g} s at {(rates[n] or 0.0) / 1e9:.3g} GB/s" for n, s in parts.items()]
-        return f"{max(parts.values()):.3g} s at best: {', '.join(each)}"
-
-    def _buffer_row(self) -> list[tuple[str, str]]:
-        if not self.buffers:
-            return []
-        each = format_size(self.buffer_bytes)
-        return [("buffers", f"{self.buffers} of {each}, for chunks on their way from and to disk")]
-
-    def _staging_row(self) -> list[tuple[str, str]]:
-        if not self.staging_buffers:
-            return []
-        grad_buffers = "at step()"
-        if self.grads_are_here:
-            grad_buffers = "while backward runs, averaged over ranks"
-        if self.has_grad_buffers:
-            grad_buffers = (
-                f"while backward runs, to {format_size(self.grad_buffers_bytes)} of their own"
-            )
-        return [
-            (
-                "device copies",
-                f"{self.staging_buffers} buffers of {format_size(self.staging_buffer_bytes)}",
-            ),
-            ("gradients come", grad_buffers),
-        ]
-
-    def _taken(self) -> str:
-        parts = {
-            "state": self.resident_bytes,
-            "buffers": self.buffers * self.buffer_bytes,
-            "staging_buffers": self.staging_buffers * self.staging_buffer_bytes,
-            "gradients": self.grad_buffers_bytes + (self.ranks.grad_bytes if self.ranks else 0),
-            "network": self.ranks.buffers * self.ranks.buffer_bytes if self.ranks else 0,
-        }
-        each = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items() if n)
-        allowed = "without limit"
-        if self.host_memory_bytes is not None:
-            allowed = f"of {format_size(self.host_memory_bytes)} allowed"
-        return f"{format_size(self.arena_bytes)} {allowed}" + (f": {each}" if each else "")
+    @cached_property
+    def least_spill_bytes(self) -> int:
+        """The host memory with which spilled gradients can pass through: one chunk's."""
+        chunks = lay_out([_beginning(param) for param in self.params], LEAST_CHUNK_NUMEL)
+        widths = [param.element_bytes for param in self.params]
+        each = (
+            sum(round_up((p.end - p.begin) * widths[p.param], _LINE) for p in chunk.slices)
+            for chunk in chunks
+        )
+        return max(each, default=0)
 
 
 def least_arena_bytes(params: Sequence[ParamSpec]) -> int:
-    """Return the host memory with which `make_plan` works if there is a disk, for parameters on the
-    CPU.
+    """Return the host memory with which `plan_state` works if there is a disk, for parameters on
+    the CPU.
     """
     # The largest chunk is the same if each parameter is cut down to a few chunks; those of a large
     # model would be millions.
     chunks = lay_out([_beginning(param) for param in params], LEAST_CHUNK_NUMEL)
-    if not chunks:
-        return 0
     return min(LEAST_BUFFERS * _largest(chunks), sum(chunk.nbytes for chunk in chunks))
 
 
-def least_spill_bytes(params: Sequence[ParamSpec], itemsizes: Sequence[int]) -> int:
-    """Return the host memory with which spilled gradients can pass through: one chunk's. itemsizes:
-    bytes of an element of each parameter's gradient, 0 where there is none.
-    """
-    return _spilled_bytes(lay_out([_beginning(p) for p in params], LEAST_CHUNK_NUMEL), itemsizes)
-
-
-def _spilled_bytes(chunks: Sequence[Chunk], itemsizes: Sequence[int]) -> int:
-    """Return the bytes of the gradients of any chunk, at most."""
-    each = (
-        sum(_round_up((p.end - p.begin) * itemsizes[p.param], _LINE) for p in chunk.slices)
-        for chunk in chunks
-    )
-    return max(each, default=0)
+def _beginning(param: ParamSpec) -> ParamSpec:
+    """Cut the parameter down to a few chunks, if it has more."""
+    begin, end = param.own or (0, param.numel)
+    end = min(end, begin + 4 * LEAST_CHUNK_NUMEL)
+    return replace(param, numel=min(param.numel, end), own=param.own and (begin, end))
 
 
 def most_numel(staging_bytes: int) -> int:
@@ -306,192 +129,80 @@ def most_numel(staging_bytes: int) -> int:
     return max(LEAST_CHUNK_NUMEL, 1 << max(0, fitting.bit_length() - 1))
 
 
-def _beginning(param: ParamSpec) -> ParamSpec:
-    """Cut the parameter down to a few chunks, if it has more."""
-    begin, end = param.own or (0, param.numel)
-    end = min(end, begin + 4 * LEAST_CHUNK_NUMEL)
-    return replace(param, numel=min(param.numel, end), own=param.own and (begin, end))
-
-
-def make_plan(
-    params: Sequence[ParamSpec],
-    host_memory_bytes: int | None,
-    has_disk: bool,
-    chunk_numel: int | None = None,
-    speeds: Speeds = UNKNOWN,
-    needs_grad_buffers: bool = False,
-    held_bytes: int = 0,
-    ranks: RankShare | None = None,
-    disk_chunk_numel: int | None = None,
-    most_numel: int | None = None,
-) -> Plan:
+def plan_state(facts: TrainingFacts, budgets: Budgets) -> Plan:
     """Keep in host memory what fits, move the rest through a few buffers.
 
-    host_memory_bytes: None is no limit. chunk_numel: None derives it: 4 Mi elements, 1 Mi where
-    some go to disk, less where the budget would not hold the buffers. needs_grad_buffers: gradients
-    must have host memory of their own; they get it anyway where no chunk loses its place by that.
-    held_bytes: what other optimizers hold beside it, for the message. ranks: what is shared, with
-    memory of its own; `params` have `own` then. disk_chunk_numel: instead of 1 Mi, still less where
-    the budget asks for it. most_numel: the limit for any chunk, above the other two. Raises
-    `CapacityError` where nothing works.
+    A chunk has 4 Mi elements, 1 Mi where some go to disk, less where the budget would not hold the
+    buffers. Raises `CapacityError` where nothing works.
     """
-    numel = chunk_numel or CHUNK_NUMEL
-    numel = min(numel, most_numel or numel)
+    limit, has_disk = budgets.host_bytes, budgets.directories > 0
+    numel = _at_most(CHUNK_NUMEL, budgets)
     while True:
-        for has_grad_buffers in (True,) if needs_grad_buffers else (True, False):
-            whole = _keep_all(params, numel, has_grad_buffers, host_memory_bytes, speeds, ranks)
-            if host_memory_bytes is None or whole.arena_bytes <= host_memory_bytes:
+        chunks = facts.whole if numel == CHUNK_NUMEL else lay_out(facts.params, numel)
+        for has_grad_buffers in (True,) if facts.needs_grad_buffers else (True, False):
+            whole = _keep_all(facts, chunks, has_grad_buffers, limit)
+            if limit is None or whole.arena_bytes <= limit:
                 return whole
         # Without a disk, only smaller staging buffers save memory.
-        if has_disk or chunk_numel or not whole.staging_buffers or numel <= LEAST_CHUNK_NUMEL:
+        if has_disk or not whole.staging_buffers or numel <= LEAST_CHUNK_NUMEL:
             break
         numel //= 2
-    assert host_memory_bytes is not None, "without a limit everything fits"
+    assert limit is not None, "without a limit everything fits"
     if not has_disk:
         raise CapacityError(
             f"host_memory: the optimizer state needs {format_size(whole.state_bytes)} "
             f"({whole.state_bytes} bytes)"
             + _and_device_copies(whole)
             + _and_network(whole)
-            + f", {format_size(host_memory_bytes)} are allowed"
-            + _others(host_memory_bytes, held_bytes)
+            + f", {format_size(limit)} are allowed"
+            + _others(limit, budgets.held_bytes)
             + "; raise host_memory, or give nvme=... a directory on a fast drive for the rest"
         )
-    numel = chunk_numel or disk_chunk_numel or min(numel, DISK_CHUNK_NUMEL)
-    numel = min(numel, most_numel or numel)
-    chunks, free = lay_out(params, numel), host_memory_bytes - whole.grad_buffers_bytes
-    free -= whole.shared_bytes
-    while chunk_numel is None and numel > LEAST_CHUNK_NUMEL:
-        staging_buffer = largest_staging_buffer(chunks, params, whole.grads_are_here)
+    numel = _at_most(budgets.chunk_numel or min(numel, DISK_CHUNK_NUMEL), budgets)
+    chunks = lay_out(facts.params, numel)
+    free = limit - whole.grad_buffers_bytes - whole.shared_bytes
+    while numel > LEAST_CHUNK_NUMEL:
+        staging_buffer = largest_staging_buffer(chunks, facts.params, whole.grads_are_here)
         if BUFFERS * _largest(chunks) + whole.staging_buffers * staging_buffer <= free:
             break
         numel //= 2
-        chunks = lay_out(params, numel)
-    return _split(whole, chunks, host_memory_bytes, held_bytes)
+        chunks = lay_out(facts.params, numel)
+    return _split(whole, chunks, limit, budgets.held_bytes)
+
+
+def _at_most(numel: int, budgets: Budgets) -> int:
+    return min(numel, budgets.most_chunk_numel or numel)
 
 
 def _keep_all(
-    params: Sequence[ParamSpec],
-    numel: int,
-    has_grad_buffers: bool,
-    budget: int | None,
-    speeds: Speeds,
-    ranks: RankShare | None,
+    facts: TrainingFacts, chunks: Sequence[Chunk], has_grad_buffers: bool, limit: int | None
 ) -> Plan:
-    """Plan all state in host memory, in chunks of `numel` elements, regardless of the budget."""
-    chunks = lay_out(params, numel)
+    """Plan all state in host memory, regardless of the budget."""
+    has_staging = largest_staging_buffer(chunks, facts.params, has_grad_buffers) > 0
     return Plan(
-        params=tuple(params),
+        params=facts.params,
         chunks=tuple(chunks),
         resident=frozenset(chunk.number for chunk in chunks),
         buffers=0,
-        staging_buffers=STAGING_BUFFERS
-        if largest_staging_buffer(chunks, params, has_grad_buffers)
-        else 0,
+        staging_buffers=STAGING_BUFFERS if has_staging else 0,
         # Ranks need only their own part of gradients, after the reduce-scatter.
         has_grad_buffers=has_grad_buffers
-        and ranks is None
-        and any(param.device_bytes for param in params)
-        and not any(param.comes_late for param in params),
-        host_memory_bytes=budget,
-        speeds=speeds,
-        ranks=ranks,
+        and facts.ranks is None
+        and any(param.device_bytes for param in facts.params)
+        and not any(param.comes_late for param in facts.params),
+        host_memory_bytes=limit,
+        speeds=facts.speeds,
+        ranks=facts.ranks,
     )
 
 
-def staging_spans(
-    chunk: Chunk, device_bytes: Sequence[int], has_no_grads: bool
-) -> dict[Slice, tuple[int, int, int]]:
-    """Place the slices of a chunk in a staging buffer: a parameter's bytes from the first number
-    on, its gradient's, unless there are none, from the second, both ending at the third.
-    device_bytes: of an element of each parameter.
-    """
-    spans, at = {}, 0
-    for part in chunk.slices:
-        nbytes = _round_up((part.end - part.begin) * device_bytes[part.param], _LINE)
-        middle = at + nbytes
-        end = middle if has_no_grads else middle + nbytes
-        spans[part] = (at, middle, end)
-        at = end
-    return spans
-
-
-def largest_staging_buffer(
-    chunks: Sequence[Chunk], params: Sequence[ParamSpec], has_no_grads: bool
-) -> int:
-    """Return the most bytes that the slices of a chunk take in a staging buffer; not 0 where a
-    device takes part.
-    """
-    widths = [param.device_bytes for param in params]
-    ends = [max(e for _, _, e in staging_spans(c, widths, has_no_grads).values()) for c in chunks]
-    return _round_up(max([*ends, int(any(widths))]), _PAGE)
-
-
-def grad_buffers_bytes(params: Sequence[ParamSpec]) -> int:
-    """Return the bytes of the gradient buffers of all parameters on a device, and of a flag for
-    each.
-    """
-    moved = [param for param in params if param.device_bytes]
-    grad_buffers = sum(grad_buffer_bytes(param) for param in moved)
-    return grad_buffers + verdicts_bytes(params) if moved else 0
-
-
-def grad_buffer_bytes(param: ParamSpec) -> int:
-    return _round_up(param.numel * param.device_bytes, _PAGE)
-
-
-def verdicts_bytes(params: Sequence[ParamSpec]) -> int:
-    """Return the bytes of the flags that tell whether a gradient has changed: one for each
-    parameter.
-    """
-    return _round_up(len(params), _PAGE)
-
-
-def _and_device_copies(plan: Plan) -> str:
-    if not plan.staging_buffers:
-        return ""
-    staging_bytes = plan.staging_buffers * plan.staging_buffer_bytes
-    text = f" and copies of device parameters {format_size(staging_bytes)}"
-    if plan.has_grad_buffers:
-        text += f" and their gradients {format_size(plan.grad_buffers_bytes)}"
-    return text
-
-
-def _and_network(plan: Plan) -> str:
-    if not plan.shared_bytes or plan.ranks is None:
-        return ""
-    text = f" and {plan.ranks.buffers} buffers for the network {format_size(plan.shared_bytes)}"
-    return text + (" with gradients" if plan.ranks.grad_bytes else "")
-
-
-def _round_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
-
-
-def _largest(chunks: Sequence[Chunk]) -> int:
-    return max((chunk.nbytes for chunk in chunks), default=0)
-
-
-def _others(budget: int, held_bytes: int) -> str:
-    """Tell where the budget comes from, when other optimizers hold a part of it."""
-    if not held_bytes:
-        return ""
-    size = format_size
-    return (
-        f" ({size(budget + held_bytes)} for the whole process, of which other optimizers hold "
-        f"{size(held_bytes)}; close() what is not needed any more)"
-    )
-
-
-def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Plan:
+def _split(whole: Plan, chunks: Sequence[Chunk], budget: int, held_bytes: int) -> Plan:
     """Give memory to gradient buffers, staging buffers and buffers first, then to as many resident
     chunks as fit.
     """
     staging_buffers, grad_buffers = whole.staging_buffers, whole.grad_buffers_bytes
-    largest, staging_buffer = (
-        _largest(chunks),
-        largest_staging_buffer(chunks, whole.params, whole.grads_are_here),
-    )
+    largest = _largest(chunks)
+    staging_buffer = largest_staging_buffer(chunks, whole.params, whole.grads_are_here)
     fixed = staging_buffers * staging_buffer + grad_buffers + whole.shared_bytes
     buffers = min(BUFFERS, (budget - fixed) // largest) if largest else 0
     if buffers < LEAST_BUFFERS and (largest or fixed > budget):
@@ -515,3 +226,38 @@ def _split(whole: Plan, chunks: list[Chunk], budget: int, held_bytes: int) -> Pl
             resident.add(chunk.number)
             free -= chunk.nbytes
     return replace(whole, chunks=tuple(chunks), resident=frozenset(resident), buffers=buffers)
+
+
+def _largest(chunks: Sequence[Chunk]) -> int:
+    return max((chunk.nbytes for chunk in chunks), default=0)
+
+
+# --- what a refusal says --------------------------------------------------------------------------
+
+
+def _and_device_copies(plan: Plan) -> str:
+    if not plan.staging_buffers:
+        return ""
+    staging_bytes = plan.staging_buffers * plan.staging_buffer_bytes
+    text = f" and copies of device parameters {format_size(staging_bytes)}"
+    if plan.has_grad_buffers:
+        text += f" and their gradients {format_size(plan.grad_buffers_bytes)}"
+    return text
+
+
+def _and_network(plan: Plan) -> str:
+    if not plan.shared_bytes or plan.ranks is None:
+        return ""
+    text = f" and {plan.ranks.buffers} buffers for the network {format_size(plan.shared_bytes)}"
+    return text + (" with gradients" if plan.ranks.grad_bytes else "")
+
+
+def _others(budget: int, held_bytes: int) -> str:
+    """Tell where the budget comes from, when other optimizers hold a part of it."""
+    if not held_bytes:
+        return ""
+    size = format_size
+    return (
+        f" ({size(budget + held_bytes)} for the whole process, of which other optimizers hold "
+        f"{size(held_bytes)}; close() what is not needed any more)"
+    )

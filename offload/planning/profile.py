@@ -73,11 +73,22 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class TuningTarget:
+    """The facts by which a profile tells models apart. model: `fingerprint` of its parameters.
+    host_bytes, device_bytes: the budgets; None: none was given.
+    """
+
+    model: str
+    device: str
+    host_bytes: int | None
+    device_bytes: int | None
+    directories: int
+
+
+@dataclass(frozen=True)
 class Tuned:
-    """The best tuning that was found for one model within one budget. model: `fingerprint` of its
-    parameters. host_bytes, device_bytes: the budgets; None: none was given. step_s, spread_s: of a
-    whole iteration, median and half of the middle half's width. limit_s: what the drive and the
-    cores need at least.
+    """The best tuning that was found for one target. step_s, spread_s: of a whole iteration, median
+    and half of the middle half's width. limit_s: what the drive and the cores need at least.
     """
 
     model: str
@@ -94,8 +105,10 @@ class Tuned:
     date: str
 
     @property
-    def key(self) -> tuple[object, ...]:
-        return self.model, self.device, self.host_bytes, self.device_bytes, self.directories
+    def target(self) -> TuningTarget:
+        return TuningTarget(
+            self.model, self.device, self.host_bytes, self.device_bytes, self.directories
+        )
 
 
 @dataclass(frozen=True)
@@ -154,23 +167,17 @@ class Profile:
 
     def with_tuned(self, found: Tuned) -> Profile:
         """Return the profile with this tuning in place of that for the same model and budgets."""
-        others = [tuned for tuned in self.tuned if tuned.key != found.key]
+        others = [tuned for tuned in self.tuned if tuned.target != found.target]
         return replace(self, tuned=(*others, found)[-MOST_TUNED:])
 
-    def tuned_for(
-        self,
-        model: str,
-        device: str,
-        host_bytes: int | None,
-        device_bytes: int | None,
-        directories: int,
-    ) -> Tuned | None:
+    def tuned_for(self, wanted: TuningTarget) -> Tuned | None:
         """Return the newest tuning that was found for this model within budgets like these."""
         for tuned in reversed(self.tuned):
-            same = tuned.model == model and tuned.device == device
-            near = _is_near(tuned.host_bytes, host_bytes)
-            near &= _is_near(tuned.device_bytes, device_bytes)
-            if same and near and tuned.directories == directories:
+            host_bytes, device_bytes = tuned.host_bytes, tuned.device_bytes
+            near = _is_near(host_bytes, wanted.host_bytes)
+            near &= _is_near(device_bytes, wanted.device_bytes)
+            same = replace(wanted, host_bytes=host_bytes, device_bytes=device_bytes)
+            if near and tuned.target == same:
                 return tuned
         return None
 

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.core.config import format_size
-from offload.core.errors import CapacityError
 from offload.distributed.partition import Partition
-from offload.planning.shares import DEVICE_SPARE_BYTES, on_device_bytes
-from offload.planning.unit import Unit, enclosing
+from offload.planning.unit import Unit, UnitSizes, on_device_bytes
 
 DEPTH = 2  # gathered blocks ahead, by default: all ranks need the same number
 
@@ -46,6 +44,21 @@ class Sharding:
     def fixed_bytes(self) -> int:
         return self.whole_bytes + self.gradient_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory for gathered blocks and whole gradients."""
+        return 0 if self.on_device else self.fixed_bytes
+
+    @property
+    def arithmetic(self) -> str:
+        """What these bytes are for, in a refusal."""
+        return (
+            f"on each rank; gathered from {self.count} ranks one unit needs "
+            f"{format_size(self.whole_bytes)} with {self.depth} more ahead, and whole "
+            f"gradients on their way {format_size(self.gradient_bytes)} (a lower "
+            "prefetch_depth needs less)"
+        )
+
     def partition_of(self, unit: Unit) -> Partition:
         return Partition(unit.nbytes, self.count)
 
@@ -67,16 +80,17 @@ class Sharding:
         """Return the sharding with the least bytes with which the model works and blocks are
         prefetched. trained: numbers of the units that have gradients.
         """
-        whole = list(map(self.whole_of, units))
+        sizes = UnitSizes.of(units, self.whole_of)
+        whole = sizes.nbytes
         ahead = self.depth * max(whole, default=0)
         grads = [size if n in trained else 0 for n, size in enumerate(whole)]
         # From a device a shard goes to host memory, which has room for it (`staging_bytes`).
         shards = [0 if self.on_device else self.shard_bytes(units[n]) for n in trained]
         # One unit's gradients are made while another's are in flight, with the reduced shards.
-        gradients = _least(units, grads) + max(grads, default=0) + 2 * max(shards, default=0)
+        gradients = sizes.least_of(grads) + max(grads, default=0) + 2 * max(shards, default=0)
         return replace(
             self,
-            whole_bytes=min(sum(whole), _least(units, whole) + ahead),
+            whole_bytes=min(sum(whole), sizes.least_of(whole) + ahead),
             gradient_bytes=min(sum(grads) + sum(shards), gradients),
         )
 
@@ -86,30 +100,3 @@ class Sharding:
         """
         whole = sum(map(self.whole_of, units))
         return replace(self, whole_bytes=min(whole, self.whole_bytes + max(0, left_bytes)))
-
-    def left_on_device(self, buffer_bytes: int, others_bytes: int, limit_bytes: int) -> int:
-        """Return how much of the limit for everything on a device is left for other uses; refuse a
-        limit that is too low. buffer_bytes: of the model's buffers. others_bytes: on the device
-        already.
-        """
-        buffers = on_device_bytes(buffer_bytes) + DEVICE_SPARE_BYTES
-        works = self.fixed_bytes + buffers + others_bytes
-        if works > limit_bytes:
-            raise CapacityError(
-                f"device_memory: {format_size(limit_bytes)} ({limit_bytes} bytes) are allowed on "
-                f"each rank; one unit at a time, gathered from {self.count} ranks, needs "
-                f"{format_size(self.whole_bytes)} with {self.depth} more ahead, whole gradients on "
-                f"their way {format_size(self.gradient_bytes)}, the model's buffers "
-                f"{format_size(buffer_bytes)}, other code holds {format_size(others_bytes)}; the "
-                "least "
-                f"that works is about {works} bytes, and what activations take; raise "
-                "device_memory, or lower prefetch_depth"
-            )
-        return limit_bytes - works
-
-
-def _least(units: Sequence[Unit], sizes: Sequence[int]) -> int:
-    """Return the bytes with one unit at a time, beside the units that hold others."""
-    kept = enclosing(units)
-    most = max((sum(sizes[n] for n in u.needs if n not in kept) for u in units), default=0)
-    return sum(sizes[number] for number in kept) + most

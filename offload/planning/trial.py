@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.private_file import read_small, write_private
@@ -28,7 +28,11 @@ from offload.core.step_fact import COMPUTING, IN_MODEL, IN_STEP, OTHER, StepFact
 from offload.core.strict_json import parse_json, printable
 from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
 from offload.core.typed import read_as
-from offload.planning.profile import Tuning
+from offload.planning.profile import Tuning, TuningTarget
+
+if TYPE_CHECKING:  # they import torch, which the tuner does not need
+    from offload.core.metrics import Metrics
+    from offload.planning.unit import Unit
 
 _T = TypeVar("_T")
 ENVIRONMENT = "OFFLOAD_TRIAL"
@@ -64,17 +68,6 @@ class TrialOrder:
 
 
 @dataclass(frozen=True)
-class TrialTarget:
-    """The model that was opened, with the facts by which a profile tells models apart."""
-
-    model: str
-    device: str
-    host_bytes: int | None
-    device_bytes: int | None
-    directories: int
-
-
-@dataclass(frozen=True)
 class TrialResult:
     """The measurements of a trial. The seconds are of whole iterations, from the end of a step to
     that of the next; all else is the median iteration's. is_whole: no step is missing.
@@ -85,7 +78,7 @@ class TrialResult:
     the best of any iteration. peak_bytes: of each kind of memory.
     """
 
-    targets: tuple[TrialTarget, ...] = ()
+    targets: tuple[TuningTarget, ...] = ()
     is_whole: bool = False
     steps_done: int = 0
     seconds: tuple[float, ...] = ()
@@ -131,36 +124,12 @@ def _load(kind: type[_T], path: Path) -> _T:
 # --- the trial of this process --------------------------------------------------------------------
 
 
-class _MemorySample(Protocol):
-    @property
-    def nbytes(self) -> Mapping[str, int]: ...
-
-
-class TrialMetrics(Protocol):
-    """The metrics of one engine."""
-
-    def events_since(self, begin_s: float) -> list[Event]: ...
-
-    def samples(self) -> Sequence[_MemorySample]: ...
-
-
-class _TrialUnit(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def modules(self) -> Sequence[object]: ...
-
-    @property
-    def needs(self) -> Sequence[int]: ...
-
-
 @runtime_checkable
 class TrialModel(Protocol):
     """A prepared model."""
 
     @property
-    def units(self) -> Sequence[_TrialUnit]: ...
+    def units(self) -> Sequence[Unit]: ...
 
 
 @dataclass(frozen=True)
@@ -186,9 +155,9 @@ class Trial:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.order = load_order(path)
-        self._targets: dict[TrialTarget, None] = {}
+        self._targets: dict[TuningTarget, None] = {}
         self._is_prepared = self._tunes_depth = self._tunes_activations = False
-        self._followed: TrialMetrics | None = None
+        self._followed: Metrics | None = None
         self._last: StepFact | None = None
         self._steps = 0
         self._iterations: list[_TrialIteration] = []
@@ -197,7 +166,7 @@ class Trial:
     def tuning(self) -> Tuning:
         return self.order.tuning
 
-    def note_target(self, target: TrialTarget) -> None:
+    def note_target(self, target: TuningTarget) -> None:
         """Note that a model, or an optimizer's parameters, will be opened with that tuning."""
         self._targets[target] = None
         self._write(TrialResult(tuple(self._targets)))
@@ -208,7 +177,7 @@ class Trial:
         self._tunes_depth |= tunes_depth
         self._tunes_activations |= tunes_activations
 
-    def note_step(self, step: StepFact, metrics: TrialMetrics, model: object, threads: int) -> None:
+    def note_step(self, step: StepFact, metrics: Metrics, model: object, threads: int) -> None:
         """Note that a step has ended. Raises SystemExit after the last step of the order. model:
         the prepared model that the step belongs to, if there is one.
         """
@@ -224,7 +193,7 @@ class Trial:
         if self._steps >= self.order.steps_needed:
             raise SystemExit(0)
 
-    def _result(self, metrics: TrialMetrics, model: object, threads: int) -> TrialResult:
+    def _result(self, metrics: Metrics, model: object, threads: int) -> TrialResult:
         layers = layer_sizes(model.units) if isinstance(model, TrialModel) else []
         usual = statistics.multimode(layers)
         common: dict[str, Any] = {
@@ -268,7 +237,7 @@ def current() -> Trial | None:
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
-def layer_sizes(units: Sequence[_TrialUnit]) -> list[int]:
+def layer_sizes(units: Sequence[Unit]) -> list[int]:
     """Return the bytes that each layer's parameters take, its frozen ones included."""
     return [sum(units[n].nbytes for n in unit.needs) for unit in units if unit.modules]
 
@@ -319,7 +288,7 @@ def _figures(iterations: Sequence[_TrialIteration]) -> dict[str, Any]:
     }
 
 
-def _peak_bytes(metrics: TrialMetrics) -> dict[str, int]:
+def _peak_bytes(metrics: Metrics) -> dict[str, int]:
     found = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_BYTES}
     for sample in metrics.samples():
         for name, nbytes in sample.nbytes.items():

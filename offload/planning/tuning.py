@@ -18,8 +18,8 @@ from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.step_fact import StepFact
 from offload.planning import profile
-from offload.planning.profile import Profile, Tuned, Tuning
-from offload.planning.trial import Trial, TrialTarget, current
+from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
+from offload.planning.trial import Trial, current
 
 AUTO = "auto"
 UNTUNED = Tuning()
@@ -106,10 +106,7 @@ def choose(
     path, found, note = _find(config)
     if found is None or path is None:
         return ChosenTuning(note=note)
-    target = _target(config, params, device)
-    tuned = found.tuned_for(
-        target.model, device, target.host_bytes, target.device_bytes, target.directories
-    )
+    tuned = found.tuned_for(_target(config, params, device))
     if tuned is not None:
         return ChosenTuning(tuned.tuning, path, note)
     if config.profile is None:
@@ -129,9 +126,9 @@ def _on_trial(
     return ChosenTuning(trial.tuning, trial.path, trial=trial)
 
 
-def _target(config: Config, params: Iterable[Tensor], device: str) -> TrialTarget:
+def _target(config: Config, params: Iterable[Tensor], device: str) -> TuningTarget:
     """Return the facts by which a profile knows a model."""
-    return TrialTarget(
+    return TuningTarget(
         model=fingerprint_of(params),
         device=device,
         host_bytes=None if config.host_memory is None else int(config.host_memory),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from offload.planning.layout import round_up
+
 ALIGN_BYTES = 256  # the most that cuBLASLt is told; kernels may give other bits with less
+PAGE = 4096
+_DEVICE_ALIGN = 512
+DEVICE_SPARE_BYTES = 8 * _DEVICE_ALIGN  # a placeholder's value for each type of parameters
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,64 @@ def enclosing(units: Sequence[Unit]) -> set[int]:
     return around | frozen
 
 
+@dataclass(frozen=True)
+class UnitSizes:
+    """The sizes of a model's units. nbytes: of each in host memory. needs: the units that each
+    needs. kept: those that hold others, and stay resident. in_files: those that are read from
+    weight files, and never written.
+    """
+
+    nbytes: tuple[int, ...] = ()
+    needs: tuple[tuple[int, ...], ...] = ()
+    kept: frozenset[int] = frozenset()
+    in_files: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        units: Sequence[Unit],
+        nbytes_of: Callable[[Unit], int] = lambda unit: unit.nbytes,
+        in_files: Collection[int] = (),
+    ) -> UnitSizes:
+        needs = tuple(unit.needs for unit in units)
+        kept = frozenset(enclosing(units))
+        return cls(tuple(map(nbytes_of, units)), needs, kept, frozenset(in_files))
+
+    @property
+    def pages(self) -> list[int]:
+        return [round_up(nbytes, PAGE) for nbytes in self.nbytes]
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of the blocks that may have to be written to the store."""
+        return sum(size for number, size in enumerate(self.pages) if number not in self.in_files)
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes for blocks when one unit at a time is in memory, beside the units that hold
+        others.
+        """
+        return self.least_of(self.pages)
+
+    @property
+    def least_device_bytes(self) -> int:
+        """The same on a device."""
+        return self.least_of([on_device_bytes(nbytes) for nbytes in self.nbytes])
+
+    def least_of(self, sizes: Sequence[int]) -> int:
+        """The same where the units have other sizes."""
+        at_once = (sum(sizes[n] for n in needs if n not in self.kept) for needs in self.needs)
+        return sum(sizes[number] for number in self.kept) + max(at_once, default=0)
+
+
+NO_UNITS = UnitSizes()
+
+
 def padded_bytes(nbytes: int) -> int:
     """Round up to where the next parameter may begin."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return round_up(nbytes, ALIGN_BYTES)
+
+
+def on_device_bytes(nbytes: int) -> int:
+    """Return the bytes that a block of `nbytes` takes on a device: allocators round up."""
+    return round_up(nbytes, _DEVICE_ALIGN)

@@ -18,9 +18,8 @@ from offload.core.metrics import MOST_EVENTS, MetricsSnapshot, Sample
 from offload.core.step_fact import IN_MODEL, IN_STEP, OTHER, StepFact
 from offload.core.timeline import Event, whole_steps
 from offload.params.trace import Trace
-from offload.planning.planner import Plan, Speeds
 from offload.planning.profile import this_machine
-from offload.planning.rank_share import RankShare
+from offload.planning.state_plan import Plan, RankShare, Speeds
 from offload.telemetry.iterations import IterationSummary, stall_share
 from offload.telemetry.model_use import ModelUse
 from offload.telemetry.run_file import About, ParamFact, Run

@@ -18,7 +18,7 @@ from offload.core.step_fact import StepFact
 from offload.optim import Session, is_wrapped
 from offload.optim.step_stats import StepStats
 from offload.params.prepared import Prepared, prepared_of
-from offload.planning.planner import make_plan
+from offload.planning.planner import Budgets, TrainingFacts, plan_state
 from offload.planning.tuning import ChosenTuning
 from offload.planning.unit import enclosing
 from offload.telemetry.iterations import Iteration, iterations_of
@@ -49,7 +49,7 @@ def _report(
     if made is not None and made.pool is not None:
         pools.append(made.pool)
     ranks = session.ranks if session is not None else None
-    plan = session.plan if session is not None else make_plan([], None, has_disk=False)
+    plan = session.plan if session is not None else plan_state(TrainingFacts(), Budgets())
     return Report(
         plan=plan,
         total=Account.of(total, speeds, step_stats.stepped),
@@ -118,7 +118,7 @@ def _about_model(made: Prepared) -> About:
         activations=config.activations,
         tuned=_tuned(prepare_plan.chosen),
         host_bytes=prepare_plan.host_bytes,
-        device_bytes=prepare_plan.device_bytes or None,
+        device_bytes=prepare_plan.plan.device_bytes or None,
         directories=len(prepare_plan.directories),
         plan=str(prepare_plan.plan),
         shares={**made.shares.parts, "gradients on disk": made.shares.gradients_on_disk},

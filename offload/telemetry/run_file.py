@@ -21,7 +21,7 @@ from offload.core.step_fact import StepFact
 from offload.core.strict_json import parse_json, printable, shown
 from offload.core.timeline import ROWS, Event, to_chrome
 from offload.core.typed import read_as
-from offload.planning.layout import MASTER, ParamSpec
+from offload.planning.layout import ParamSpec
 
 KEY = "offload"
 VERSION = 1
@@ -60,7 +60,7 @@ class ParamFact:
 
     @classmethod
     def of(cls, spec: ParamSpec) -> ParamFact:
-        each = 2 if MASTER in spec.fields else 4
+        each = spec.element_bytes
         grad = spec.numel * each
         is_on_device = spec.device_bytes > 0
         return cls(spec.name, spec.numel, each, spec.fields, spec.unit, grad, is_on_device)

@@ -25,7 +25,7 @@ from offload.device import DeviceTransfer, find_device, used_bytes
 from offload.optim import resources
 from offload.params import prepared, units
 from offload.params.prepared import prepared_of
-from offload.planning.shares import on_device_bytes
+from offload.planning.unit import on_device_bytes
 
 WIDTH, LAYERS = 64, 12
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -178,7 +178,7 @@ def test_a_limit_above_the_device_is_brought_down_and_told() -> None:
     offload.close(model)
     model = deep()
     offload.prepare(model, device="fake", device_memory=95 * LAYER_BYTES)
-    assert not notes_of(model) and prepared_of(model).prepare_plan.device_bytes == 95 * LAYER_BYTES
+    assert not notes_of(model) and prepared_of(model).plan.device_bytes == 95 * LAYER_BYTES
     offload.close(model)
 
 

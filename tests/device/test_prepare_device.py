@@ -43,7 +43,7 @@ from offload.params.device_residency import DeviceResidency
 from offload.params.placeholder import is_offloaded
 from offload.params.prepared import prepared_of
 from offload.planning import planner
-from offload.planning.shares import least_device_bytes
+from offload.planning.unit import UnitSizes
 
 KI = 1 << 10
 SOME = [("eager", 0), ("lazy", 0), ("seeded", 5)]
@@ -709,7 +709,7 @@ def test_a_batch_that_is_many_times_longer_still_fits(sizes: list[int]) -> None:
     expected = run_batches(model, optimizer, sizes)
     made = prepared_of(model)
     others = made.engine.residency.tier.device_budget.others_peak_bytes
-    limit = others + 2 * least_device_bytes(made.units)  # of six units
+    limit = others + 2 * UnitSizes.of(made.units).least_device_bytes  # of six units
     optimizer.close()
     gc.collect()
     torch.accelerator.empty_cache()

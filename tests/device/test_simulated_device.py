@@ -19,12 +19,13 @@ import offload
 from offload.core.pool import Pool
 from offload.params import prepared, units
 from offload.planning import planner
+from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
-from offload.planning.shares import DEVICE_SPARE_BYTES
+from offload.planning.unit import DEVICE_SPARE_BYTES
 from offload.telemetry import run_file
 from offload.telemetry.run_file import Run
 from offload.tools.forecast.simulator import simulate
-from offload.tools.forecast.workload import Budgets, Workload
+from offload.tools.forecast.workload import Workload
 
 STEPS = 6
 MACHINE = Profile(

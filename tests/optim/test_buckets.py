@@ -11,7 +11,7 @@ from torch import nn
 from offload.optim.buckets import Buckets, bucket_bytes_for, share_out
 from offload.optim.recipe import Record
 from offload.planning.layout import ParamSpec, lay_out
-from offload.planning.planner import make_plan
+from offload.planning.planner import Budgets, TrainingFacts, plan_state
 
 SIZES = (1, 5, 1000, 0, 37, 4096, 3, 20_001)
 FIELDS = ("m", "v")
@@ -98,8 +98,8 @@ def test_the_plan_has_the_shares() -> None:
     made = records((1 << 20, 1 << 18))
     for stage, grads in ((1, 0), (2, 1)):
         share = share_out(Buckets(1, 4, 1 << 20), made).share(stage)
-        specs = [ParamSpec(r.name, r.param.numel(), FIELDS, own=r.own) for r in made]
-        plan = make_plan(specs, None, has_disk=False, ranks=share)
+        specs = tuple(ParamSpec(r.name, r.param.numel(), FIELDS, own=r.own) for r in made)
+        plan = plan_state(TrainingFacts(specs, ranks=share), Budgets())
         numel = (1 << 20) + (1 << 18)
         assert abs(plan.state_bytes - 8 * numel / 4) <= 2 * 4096
         assert abs(share.grad_bytes - grads * numel) <= 4096

@@ -17,8 +17,8 @@ from offload.core.pool import Pool
 from offload.optim.pipeline import Pipeline
 from offload.optim.staging import StagingBuffer
 from offload.optim.tiers import HostChunk, Tiers
-from offload.planning.layout import Chunk, ParamSpec
-from offload.planning.planner import make_plan
+from offload.planning.layout import Chunk, ParamSpec, lay_out
+from offload.planning.state_plan import Plan
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
 
@@ -76,7 +76,8 @@ class Counted:
 @pytest.fixture
 def counted(tmp_path: Path) -> Iterator[Counted]:
     spec = ParamSpec("p", CHUNKS * NUMEL, ("m",))
-    plan = make_plan([spec], BUFFERS * NUMEL * 4, has_disk=True, chunk_numel=NUMEL)
+    chunks = tuple(lay_out([spec], NUMEL))
+    plan = Plan((spec,), chunks, frozenset(), BUFFERS, 0, False, BUFFERS * NUMEL * 4)
     assert plan.buffers == BUFFERS and len(plan.chunks) == CHUNKS and not plan.resident
     with (
         Pool(plan.arena_bytes, budget=Budget()) as pool,

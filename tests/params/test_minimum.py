@@ -20,7 +20,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CapacityError
 from offload.params import units
-from offload.planning import planner, shares
+from offload.planning import planner, unit
 
 PAGE = 4096
 
@@ -141,10 +141,10 @@ def assert_no_less_works(
     seed: int, least: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Assert that a page less for parameters does not train when the refusal is out of the way."""
-    enough = shares.UnitSizes.least_bytes.fget  # type: ignore[attr-defined]
+    enough = unit.UnitSizes.least_bytes.fget  # type: ignore[attr-defined]
     model, optimizer = built(seed)
     with monkeypatch.context() as patch:
-        patch.setattr(shares.UnitSizes, "least_bytes", property(lambda self: enough(self) - PAGE))
+        patch.setattr(unit.UnitSizes, "least_bytes", property(lambda self: enough(self) - PAGE))
         try:
             made = offload.plan(model, optimizer, host_memory=least - PAGE, **options)
         except CapacityError as error:  # to hold all parameters takes less than to fetch them
@@ -158,8 +158,8 @@ def assert_no_less_works(
         offload.close(model)
 
 
-def sizes_of(model: nn.Module) -> shares.UnitSizes:
-    return shares.UnitSizes.of(units.find_units(model))
+def sizes_of(model: nn.Module) -> unit.UnitSizes:
+    return unit.UnitSizes.of(units.find_units(model))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -28,7 +28,9 @@ from offload.params.prepare_plan import PreparePlan
 from offload.params.prepared import Prepared
 from offload.params.units import find_units
 from offload.planning import planner
-from offload.planning.shares import share_out
+from offload.planning.planner import Budgets, TrainingFacts
+from offload.planning.shares import Shares, share_out
+from offload.planning.unit import Unit, UnitSizes
 
 KI = 1024
 STEPS = chosen(test=4, torture=10)
@@ -39,6 +41,21 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> None:
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
+
+
+def shared_out(
+    found: Sequence[Unit],
+    gradients: Sequence[int],
+    state_bytes: int,
+    host_bytes: int | None,
+    activations: str = "keep",
+    least_state_bytes: int = 0,
+) -> Shares:
+    """Divide the budget among units, gradients and as much state as is said."""
+    facts = TrainingFacts(is_prepared=True, units=UnitSizes.of(found), gradients=tuple(gradients))
+    known = {"state_bytes": state_bytes, "least_state_bytes": least_state_bytes}
+    vars(facts).update(known, least_spill_bytes=0)  # instead of those of parameters
+    return share_out(facts, Budgets(host_bytes, activations=activations))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -184,13 +201,13 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(tmp_path: Path) -> None
     with pytest.raises(
         CapacityError, match=r"the least that works is about (\d+) bytes"
     ) as refused:
-        share_out(found, [40 * KI], 80 * KI, 50 * KI, least_state_bytes=72 * KI)
+        shared_out(found, [40 * KI], 80 * KI, 50 * KI, least_state_bytes=72 * KI)
     least = int(str(refused.value).split("about ")[1].split()[0])
-    shares = share_out(found, [40 * KI], 80 * KI, least)
+    shares = shared_out(found, [40 * KI], 80 * KI, least)
     assert shares.total <= least
-    everything = share_out(found, [40 * KI], 80 * KI, None)
+    everything = shared_out(found, [40 * KI], 80 * KI, None)
     assert everything.holds_all_params
-    assert share_out(found, [40 * KI], 80 * KI, everything.total) == everything
+    assert shared_out(found, [40 * KI], 80 * KI, everything.total) == everything
     model = make("gpt")
     stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], 0.1)
     with pytest.raises(ConfigError, match="the optimizer has it, but the model does not"):
@@ -225,7 +242,7 @@ def test_gradients_on_disk_leave_memory(tmp_path: Path) -> None:
     assert shares.gradients_on_disk >= 24 << 20
     assert "on disk for want of it" in str(shares)
     assert prepared.metrics._gauges["disk"]() == prepared.store.stats().used_bytes
-    room = prepared.prepare_plan.spill_room_bytes
+    room = prepared.plan.spill_room_bytes
     assert shares.gradients_on_disk < room < 1.15 * shares.gradients_on_disk + 2 * shares.staging
     x = torch.ones(4, 1024)
     for step in range(3):
@@ -254,23 +271,23 @@ def test_as_few_gradients_as_must_go_to_disk() -> None:
     found = find_units(make("gpt"))
     sizes = [4 * KI, 64 * KI, 16 * KI, 0]
     state = 400 * KI
-    least = least_that_works(lambda: share_out(found, sizes, state, 9 * KI))
-    assert share_out(found, sizes, state, least).spilled == (0, 1, 2)
-    some = share_out(found, sizes, state, least + 28 * KI)
+    least = least_that_works(lambda: shared_out(found, sizes, state, 9 * KI))
+    assert shared_out(found, sizes, state, least).spilled == (0, 1, 2)
+    some = shared_out(found, sizes, state, least + 28 * KI)
     assert some.spilled == (1,) and some.gradients == 20 * KI
     assert some.gradients_on_disk == 64 * KI and some.total <= least + 28 * KI
-    assert share_out(found, sizes, state, least + 110 * KI).spilled == ()
+    assert shared_out(found, sizes, state, least + 110 * KI).spilled == ()
 
 
 @pytest.mark.parametrize("state", [0, 40 * KI, 4000 * KI])
 @pytest.mark.parametrize("offloads", [False, True])
 def test_the_least_that_is_told_works(state: int, offloads: bool) -> None:
-    found = find_units(make("gpt"))
-    least = least_that_works(lambda: share_out(found, [], state, 9 * KI, True, offloads))
-    shares = share_out(found, [], state, least, True, offloads)
+    found, activations = find_units(make("gpt")), "offload" if offloads else "keep"
+    least = least_that_works(lambda: shared_out(found, [], state, 9 * KI, activations))
+    shares = shared_out(found, [], state, least, activations)
     assert shares.total <= least and bool(shares.activations) is offloads
     with pytest.raises(CapacityError):
-        share_out(found, [], state, least - 4096, True, offloads)
+        shared_out(found, [], state, least - 4096, activations)
 
 
 def least_that_works(refused: Callable[[], object]) -> int:

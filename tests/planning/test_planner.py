@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from offload import CapacityError
 from offload.planning.layout import ParamSpec
-from offload.planning.planner import BUFFERS, Plan, Speeds, make_plan
+from offload.planning.planner import BUFFERS, Budgets, TrainingFacts, plan_state
+from offload.planning.state_plan import UNKNOWN, Plan, Speeds
 
 MI = 1 << 20
 FIELDS = ("exp_avg", "exp_avg_sq")
@@ -14,6 +17,17 @@ FIELDS = ("exp_avg", "exp_avg_sq")
 
 def params(*numels: int, fields: tuple[str, ...] = FIELDS) -> list[ParamSpec]:
     return [ParamSpec(f"p{i}", n, fields) for i, n in enumerate(numels)]
+
+
+def make_plan(
+    specs: Sequence[ParamSpec],
+    host_bytes: int | None,
+    has_disk: bool,
+    needs_grad_buffers: bool = False,
+    speeds: Speeds = UNKNOWN,
+) -> Plan:
+    facts = TrainingFacts(tuple(specs), needs_grad_buffers, speeds=speeds)
+    return plan_state(facts, Budgets(host_bytes, directories=int(has_disk)))
 
 
 def test_everything_stays_where_it_fits() -> None:

@@ -16,7 +16,7 @@ from offload import kernels
 from offload.core.config import Config
 from offload.core.errors import ConfigError, FormatError, StateError
 from offload.planning import profile, tuning
-from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
+from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning, TuningTarget
 
 WIDTH = 64
 HOST_BYTES = 390 << 10
@@ -149,14 +149,8 @@ def test_budgets_are_the_same_within_a_tenth() -> None:
     old = whole.tuned[0]
 
     def found(**changes: Any) -> Tuned | None:
-        wanted: dict[str, Any] = {
-            "model": old.model,
-            "device": "cpu",
-            "host_bytes": HOST_BYTES,
-            "device_bytes": None,
-            "directories": 1,
-        }
-        return whole.tuned_for(**{**wanted, **changes})
+        wanted = TuningTarget(old.model, "cpu", HOST_BYTES, None, 1)
+        return whole.tuned_for(dataclasses.replace(wanted, **changes))
 
     assert found() is old
     assert found(host_bytes=370 << 10) is old

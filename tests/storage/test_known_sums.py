@@ -35,7 +35,7 @@ from offload.core.pool import Pool
 from offload.kernels import SUM_BYTES, rules
 from offload.optim.tiers import HostChunk, Tiers
 from offload.planning.layout import Chunk, ParamSpec, Slice
-from offload.planning.planner import make_plan
+from offload.planning.planner import Budgets, TrainingFacts, plan_state
 from offload.storage import engine
 from offload.storage.contract import KnownSums
 from offload.storage.disk import DiskStore
@@ -301,7 +301,7 @@ def test_a_piece_knows_where_sums_of_its_fields_go() -> None:
 
 
 def test_sums_are_forgotten_before_a_chunk_changes() -> None:
-    plan = make_plan([ParamSpec("p", 8 * BLOCK, ("m",))], None, has_disk=False)
+    plan = plan_state(TrainingFacts((ParamSpec("p", 8 * BLOCK, ("m",)),)), Budgets())
     chunk = plan.chunks[0]
     piece = HostChunk(chunk, torch.empty(0), torch.empty(0), np.full(8, 7, dtype=np.uint64))
     with Pool(plan.arena_bytes) as pool:

@@ -41,7 +41,7 @@ from offload.core.timeline import (
 from offload.optim.step_stats import StepLog, speeds_of
 from offload.planning import planner
 from offload.planning.limits import host_bytes
-from offload.planning.planner import Speeds
+from offload.planning.state_plan import Speeds
 from offload.storage.engine import Fault, FaultKind
 from offload.telemetry.report import CAUSES
 

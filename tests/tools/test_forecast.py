@@ -14,15 +14,16 @@ from torch import nn
 import offload
 from offload.core.errors import CapacityError, ConfigError, FormatError
 from offload.planning import tuning
-from offload.planning.planner import least_arena_bytes
+from offload.planning.layout import lay_out
+from offload.planning.planner import LEAST_BUFFERS, LEAST_CHUNK_NUMEL
 from offload.planning.profile import DriveProfile, Profile, Tuned, Tuning
 from offload.tools.forecast.footprint import measure
 from offload.tools.forecast.forecast import HIDDEN_SHARE, Forecast
 from offload.tools.forecast.forecast_request import FIELDS, ForecastRequest
 from offload.tools.forecast.forecaster import forecast
 from offload.tools.forecast.machines import NOMINAL, find_machine, shipped, with_drives
-from offload.tools.forecast.model_cost import ModelCost
 from offload.tools.forecast.model_source import FunctionSource, find_source
+from offload.tools.forecast.simulation.facts import facts_of
 from offload.tools.forecast.synthetic_llama import StandIn
 
 BATCH, SEQUENCE = 2, 32
@@ -187,8 +188,10 @@ def test_the_smallest_host_memory_is_the_smallest_that_works(
 
 @pytest.mark.parametrize("text", ["1M", "20M"])
 def test_few_elements_tell_how_small_chunks_get(text: str) -> None:
-    model_cost = ModelCost.of(measure(find_source(text), 1, 8), "adamw", on_device=False)
-    assert model_cost._least_state_bytes == least_arena_bytes(model_cost.specs)
+    work = measure(find_source(text), 1, 8).workload("adamw", NOMINAL)
+    facts = facts_of(work, offloads_activations=False)
+    chunks = lay_out(facts.params, LEAST_CHUNK_NUMEL)
+    assert facts.least_state_bytes == LEAST_BUFFERS * max(chunk.nbytes for chunk in chunks)
 
 
 def test_the_smallest_budgets_on_a_device_work(on: str) -> None:

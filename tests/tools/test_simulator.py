@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import offload
 from offload.core.errors import CapacityError, ConfigError
+from offload.planning.planner import Budgets
 from offload.planning.profile import DriveProfile, Profile, Tuning
 from offload.storage.engine import PIECE_BYTES, Priority
 from offload.telemetry import run_file
@@ -22,7 +23,7 @@ from offload.telemetry.run_file import ParamFact, Run, UnitFact
 from offload.tools.forecast.simulation.clock import Clock
 from offload.tools.forecast.simulation.drives import DriveRequest, Drives, Rates
 from offload.tools.forecast.simulator import Outcome, simulate
-from offload.tools.forecast.workload import BACKWARD, FORWARD, Budgets, Workload, WorkloadUse
+from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
 KI, MI, GI = 1 << 10, 1 << 20, 1 << 30
 WORDS, WIDTH, LAYERS, STEPS = 96, 96, 5, 6

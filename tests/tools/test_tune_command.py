@@ -31,8 +31,8 @@ from offload import kernels
 from offload.core.errors import ConfigError
 from offload.integrations.screen import StatusLine
 from offload.planning import planner, profile, trial, tuning
-from offload.planning.profile import Tuned, Tuning
-from offload.planning.trial import TrialOrder, TrialResult, TrialTarget
+from offload.planning.profile import Tuned, Tuning, TuningTarget
+from offload.planning.trial import TrialOrder, TrialResult
 from offload.storage import choose as store_choose
 from offload.tools import cli
 from offload.tools.tune import picture, session, space, table, trials
@@ -48,9 +48,9 @@ def layers(count: int = 6) -> nn.Sequential:
     )
 
 
-def target() -> TrialTarget:
+def target() -> TuningTarget:
     """Return the target of a trial that opens `layers` by `prepared`."""
-    return TrialTarget(tuning.fingerprint_of(layers().parameters()), "cpu", HOST_BYTES, None, 1)
+    return TuningTarget(tuning.fingerprint_of(layers().parameters()), "cpu", HOST_BYTES, None, 1)
 
 
 # --- a trial --------------------------------------------------------------------------------------
@@ -201,7 +201,8 @@ import dataclasses, json, os, sys, time
 from pathlib import Path
 from offload.core.private_file import write_private
 from offload.planning.profile import Tuning
-from offload.planning.trial import TrialResult, TrialTarget, load_order
+from offload.planning.profile import TuningTarget
+from offload.planning.trial import TrialResult, load_order
 
 order = load_order(Path(os.environ["OFFLOAD_TRIAL"]))
 wanted, changes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
@@ -219,8 +220,10 @@ def miss(name, value):
 misses = sum(miss(name, value) for name, value in wanted.items())
 step_s = 1.0 + 0.2 * misses
 result = TrialResult(
-    targets=(TrialTarget(**json.loads(sys.argv[3])),), is_whole=True, steps_done=order.steps_needed,
-    seconds=(step_s,) * order.steps, is_prepared=True, tunes_depth=True, tunes_activations=True,
+    targets=(TuningTarget(**json.loads(sys.argv[3])),), is_whole=True,
+    steps_done=order.steps_needed, seconds=(step_s,) * order.steps,
+    is_prepared=True, tunes_depth=True,
+    tunes_activations=True,
     threads=2, layer_bytes=1000, layers=8, stall_share=0.1 + 0.1 * misses, compute_s=0.3,
     update_s=0.2, read_bytes=300, written_bytes=200, disk_bytes_per_s=1000.0,
     update_bytes_per_s=1e9, peak_bytes={"process": 1 << 20},
@@ -308,7 +311,7 @@ def test_what_is_best_is_found_told_and_written(desk: Desk) -> None:
     assert code == 0
     tuned = profile.load(desk.profile).tuned
     assert [t.tuning for t in tuned] == [Tuning(prefetch_depth=3)]
-    assert tuned[0].key == dataclasses.astuple(target()) and tuned[0].name == "fake.py"
+    assert tuned[0].target == target() and tuned[0].name == "fake.py"
     assert (tuned[0].step_s, tuned[0].spread_s, tuned[0].stall_share) == (1.0, 0.0, 0.1)
     assert tuned[0].limit_s == 0.5  # 500 bytes at 1000 bytes a second; computing takes as long
     assert profile.load(desk.profile).is_of_this_machine

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from offload.optim.traffic import FIELDS, plan_traffic
 from offload.planning.layout import ELEMENT_BYTES
-from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL, Plan
+from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL
+from offload.planning.state_plan import Plan
 from offload.tools.bench.figure import Repeats
 
 _MOST_RUNS = 400  # of a measurement that writes nothing

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offload.device import DeviceTransfer, Transfer, find_device, open_transfer
 from offload.optim.traffic import Traffic
-from offload.planning.planner import Plan
+from offload.planning.state_plan import Plan
 from offload.tools.bench.beside import measure_beside
 from offload.tools.bench.compute import DTYPES, Product, measure_product
 from offload.tools.bench.copies import measure_copies

@@ -15,19 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.core.errors import ConfigError, OffloadError
+from offload.core.config import format_size
+from offload.core.errors import CapacityError, ConfigError, OffloadError
 from offload.core.metrics import Metrics
 from offload.optim import Lion
+from offload.optim.choose import choose_recipe
+from offload.optim.records import make_records, spec_of
 from offload.params.hooks import call_in_backward, follow
 from offload.params.model_buffers import buffer_bytes
 from offload.params.recompute import Layers, Recompute, layers_of
 from offload.params.units import find_units, refuse_lazy
-from offload.planning.unit import Unit
+from offload.planning.layout import ParamSpec
+from offload.planning.profile import Profile
+from offload.planning.unit import (
+    DEVICE_SPARE_BYTES,
+    Unit,
+    UnitSizes,
+    enclosing,
+    on_device_bytes,
+)
+from offload.telemetry.run_file import ParamFact, UnitFact
 from offload.tools.forecast.forecast_request import OPTIMIZERS
+from offload.tools.forecast.machines import flops_of
 from offload.tools.forecast.meta_cost import Meter, metered
 from offload.tools.forecast.model_source import ModelSource
-from offload.tools.forecast.workload import BACKWARD, FORWARD
+from offload.tools.forecast.workload import BACKWARD, FORWARD, Workload, WorkloadUse
 
+_LAYERS_HERE = 2  # whose activations are on the device while the others are offloaded
 _MOMENTUM = 0.9  # with momentum SGD has state; models of this kind are trained with it
 
 
@@ -50,6 +64,7 @@ class Footprint:
     activation_bytes: what autograd keeps of the layers until backward. logits_bytes: the most that
     is held beside them: the output, the loss, their gradients, and the temporaries of one layer.
     layer_bytes: the most that one use adds to activations. recomputed_layers: how many run twice.
+    on_device: the model runs on a device.
     """
 
     name: str
@@ -64,6 +79,7 @@ class Footprint:
     batch: int
     sequence: int
     activations: str
+    on_device: bool
 
     @property
     def tokens(self) -> int:
@@ -89,6 +105,98 @@ class Footprint:
             name = str(param.dtype).removeprefix("torch.")
             counts[name] = counts.get(name, 0) + param.numel()
         return max(counts, key=lambda name: counts[name], default="float32")
+
+    # --- where the model runs ---------------------------------------------------------------------
+
+    @property
+    def passing_bytes(self) -> int:
+        """The bytes of activations and logits there, at the largest moment."""
+        return self.activations_here_bytes + self.logits_bytes
+
+    @property
+    def activations_here_bytes(self) -> int:
+        """The bytes of activations there. On a device from which they are offloaded, only some
+        layers' are there at once.
+        """
+        if self.activations == "offload" and self.on_device:
+            return min(self.activation_bytes, _LAYERS_HERE * self.layer_bytes)
+        return self.activation_bytes
+
+    @property
+    def recompute_note(self) -> str | None:
+        """Why recompute has no effect, if it was requested and finds no layer; otherwise None."""
+        if self.activations != "recompute" or self.recomputed_layers:
+            return None
+        return (
+            'activations="recompute" finds no layer to run again: none is in a list of layers; '
+            "checkpoint them in the model itself"
+        )
+
+    @property
+    def device_parts(self) -> dict[str, int]:
+        """The least bytes that must be on the device at once, by what they are for."""
+        return {
+            "one unit at a time": UnitSizes.of(self.units).least_device_bytes,
+            "buffers": on_device_bytes(self.buffer_bytes) + DEVICE_SPARE_BYTES,
+            "activations": self.activations_here_bytes,
+            "logits and what passes": self.logits_bytes,
+        }
+
+    def check_device(self, device_bytes: int) -> None:
+        """Raise `CapacityError` if not even one unit at a time works within the budget."""
+        parts, note = self.device_parts, self.recompute_note
+        needed = sum(parts.values())
+        if needed <= device_bytes:
+            return
+        each = ", ".join(f"{name} {format_size(n)}" for name, n in parts.items())
+        raise CapacityError(
+            f"device_memory: {format_size(device_bytes)} ({device_bytes} bytes) are allowed; "
+            f"{each} need {format_size(needed)} ({needed} bytes); raise device_memory, or take a "
+            "smaller batch or shorter texts"
+            + ("" if self.activations == "recompute" else ', or activations="recompute"')
+            + (f"; {note}" if note else "")
+        )
+
+    # --- the workload -----------------------------------------------------------------------------
+
+    def workload(self, optimizer: str, machine: Profile) -> Workload:
+        """Make the workload for one of `OPTIMIZERS` on a machine, which says how long each use
+        computes there.
+        """
+        kept = enclosing(self.units)
+        return Workload(
+            title=self.name,
+            units=tuple(
+                UnitFact(u.name, u.nbytes, u.needs, u.number in kept, not u.nbytes)
+                for u in self.units
+            ),
+            params=tuple(ParamFact.of(spec) for spec in self._specs(optimizer) if spec.fields),
+            uses=tuple(self._use(cost, machine) for cost in self.uses),
+            between_s=0.0,
+            activation_bytes=self.activation_bytes,
+            logits_bytes=self.logits_bytes,
+            flops=float(self.flops),
+            tokens=self.tokens,
+            dtype=self.dtype,
+            device="device" if self.on_device else "cpu",
+        )
+
+    def _specs(self, optimizer: str) -> list[ParamSpec]:
+        made = make_optimizer(optimizer, self.model)
+        records = make_records(made, choose_recipe(made, elementwise=False), made.state)
+        unit_of = {m.param: unit.number for unit in self.units for m in unit.members}
+        return [spec_of(record, unit_of[record.param]) for record in records]  # type: ignore[index]
+
+    def _use(self, cost: Cost, machine: Profile) -> WorkloadUse:
+        """Compute the seconds of a use: matrix products at the profile's FLOP/s, the rest, on the
+        CPU, at the speed of memory. On a device the rest is left out: memory there is so much
+        faster that the published speeds leave room for it.
+        """
+        flops_per_s = flops_of(machine, self.dtype)
+        seconds = cost.flops / flops_per_s if flops_per_s else 0.0
+        if not self.on_device and machine.memory_bytes_per_s:
+            seconds += cost.moved_bytes / machine.memory_bytes_per_s
+        return WorkloadUse(cost.phase, cost.unit, seconds)
 
 
 def make_on_meta(source: ModelSource, dtype: str | None = None) -> nn.Module:
@@ -163,6 +271,7 @@ def measure(
         batch=batch,
         sequence=sequence,
         activations=activations,
+        on_device=on_device,
     )
 
 

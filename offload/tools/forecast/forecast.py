@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.core.config import format_size
+from offload.tools.output import table
 
 FORMAT = "offload forecast"
 VERSION = 1
@@ -119,8 +120,7 @@ class Forecast:
 
     def __str__(self) -> str:
         rows = [*self._about(), *self._bytes(), *self._times(), *self._advice()]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
+        return "\n".join(line.rstrip() for line in table(rows, width=None))
 
     def _about(self) -> Iterator[tuple[str, str]]:
         yield "model", f"{self.model}: {self.numel:,} parameters, {self.dtype}, {self.units} units"

@@ -6,14 +6,17 @@ import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.core.config import ACTIVATIONS, PARAM_DTYPES, parse_name, parse_size
 from offload.core.errors import ConfigError
 from offload.core.strict_json import printable
 from offload.tools.forecast.model_shape import Shape
+
+if TYPE_CHECKING:  # it imports torch, which the checks do not need
+    from offload.planning.planner import Budgets
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 _SHAPE = tuple(field.name for field in fields(Shape) if field.name != "key_value_heads")
@@ -72,6 +75,15 @@ class ForecastRequest:
         if "on" in known:
             made["on"] = os.fspath(known["on"])
         return cls(model=os.fspath(model), drives=_drives(known), **made)
+
+    def within(self, usual: Budgets) -> Budgets:
+        """Return the budgets; one that is not given is the usual one."""
+        given: dict[str, Any] = {
+            "host_bytes": self.host_bytes,
+            "device_bytes": self.device_bytes,
+            "directories": self.drives,
+        }
+        return replace(usual, **{name: n for name, n in given.items() if n is not None})
 
 
 FIELDS = (

@@ -9,10 +9,15 @@ from dataclasses import dataclass, replace
 
 from offload.core.config import Config, format_size
 from offload.core.errors import CapacityError
+from offload.planning.layout import round_up
 from offload.planning.limits import host_bytes as usual_bytes_here
-from offload.planning.profile import Profile, Tuned, Tuning
+from offload.planning.planner import Budgets, TrainingFacts
+from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
+from offload.planning.shares import share_out
+from offload.planning.training import TrainingPlan
 from offload.planning.tuning import UNTUNED, fingerprint_of
-from offload.tools.forecast.footprint import measure
+from offload.planning.unit import PAGE
+from offload.tools.forecast.footprint import Footprint, measure
 from offload.tools.forecast.forecast import HIDDEN_SHARE, CheckpointCost, Forecast, Timing, Wear
 from offload.tools.forecast.forecast_request import ForecastRequest
 from offload.tools.forecast.machines import (
@@ -25,13 +30,13 @@ from offload.tools.forecast.machines import (
     usual_host_bytes,
     with_drives,
 )
-from offload.tools.forecast.model_cost import ModelCost
-from offload.tools.forecast.model_source import ModelSource, find_source
-from offload.tools.forecast.simulation.arrangement import Arrangement, arrange
-from offload.tools.forecast.simulator import MODEL, STEP, Outcome, simulate
-from offload.tools.forecast.workload import Budgets, Workload
+from offload.tools.forecast.model_source import find_source
+from offload.tools.forecast.simulation.facts import facts_of, plan_of
+from offload.tools.forecast.simulator import MODEL, STEP, Outcome, simulate_plan
+from offload.tools.forecast.workload import Workload
 
 _GB = 10**9
+_EXACT = 1e-3  # of the smallest budget: the search ends within this share
 _ITERATIONS = 4  # two of them steady: which chunks stay in buffers differs from step to step
 _FEWER_ITERATIONS = 3  # for a model so large that its buffers hardly matter
 _LARGE_NUMEL = 2 * 10**9
@@ -49,6 +54,7 @@ Tell = Callable[[str], None]
 class _ForecastCase:
     """A case to simulate. machine: with as many drives as the request asks for."""
 
+    footprint: Footprint
     work: Workload
     budgets: Budgets
     machine: Profile
@@ -58,12 +64,68 @@ class _ForecastCase:
     def numel(self) -> int:
         return sum(param.numel for param in self.work.params)
 
-    def run(self) -> Outcome:
-        count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
-        return simulate(self.work, self.budgets, self.machine, self.tuning, count)
+    @property
+    def facts(self) -> TrainingFacts:
+        return facts_of(self.work, self.budgets.offloads_activations)
 
-    def arrange(self) -> Arrangement:
-        return arrange(self.work, self.budgets, self.tuning.chunk_numel)
+    def run(self, plan: TrainingPlan | None = None) -> Outcome:
+        count = _ITERATIONS if self.numel < _LARGE_NUMEL else _FEWER_ITERATIONS
+        plan = plan or plan_of(self.work, self.budgets)
+        return simulate_plan(self.work, plan, self.machine, self.tuning, count)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The bytes of one checkpoint: parameters in their own dtypes, all optimizer state in fp32,
+        and the model's buffers.
+        """
+        fields = sum(param.numel * len(param.fields) for param in self.work.params)
+        return self.footprint.param_bytes + 4 * fields + self.footprint.buffer_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """The bytes that torch alone would need in one place: for everything, with the same
+        precision.
+        """
+        found, facts = self.footprint, self.facts
+        kept = found.activation_bytes + found.logits_bytes + found.buffer_bytes
+        return self.work.param_bytes + sum(facts.gradients) + facts.state_bytes + kept
+
+    @property
+    def least(self) -> dict[str, int]:
+        """The smallest budgets that work."""
+        found = {
+            "host memory with a drive": self._least_host_bytes(directories=1),
+            "host memory without one": self._least_host_bytes(directories=0),
+        }
+        if self.footprint.on_device:
+            needed = sum(self.footprint.device_parts.values())
+            found["device memory"] = smallest(lambda nbytes: needed <= nbytes, 2 * needed)
+        return found
+
+    def _least_host_bytes(self, directories: int) -> int:
+        work, facts = self.work, self.facts
+
+        def works(host_bytes: int) -> bool:
+            budgets = replace(self.budgets, host_bytes=host_bytes, directories=directories)
+            try:
+                share_out(facts, budgets)
+            except CapacityError:
+                return False
+            return True
+
+        whole = work.param_bytes + sum(facts.gradients) + facts.state_bytes + facts.staging_bytes
+        return smallest(works, 2 * whole + PAGE * (len(work.units) + len(work.params) + 4))
+
+
+def smallest(works: Callable[[int], bool], most: int) -> int:
+    """Find the least number of bytes that works, to a thousandth and in whole pages, provided that
+    all larger numbers work. most: a number that works.
+    """
+    low, high = 0, most
+    while high - low > max(PAGE, int(high * _EXACT)):
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return round_up(high, PAGE)
 
 
 def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Forecast:
@@ -74,26 +136,27 @@ def forecast(request: ForecastRequest, tell: Tell = lambda text: None) -> Foreca
     machine = find_machine(request.on)
     source = find_source(request.model, request.shape)
     known = machine.profile or NOMINAL
-    drives = request.drives if request.drives is not None else len(known.disks) or 1
-    profile = with_drives(completed(known), drives)
-    on_device = profile.device is not None or request.device_bytes is not None
-    budgets = Budgets(
-        _host_bytes(request, machine),
-        (request.device_bytes or usual_device_bytes(profile)) if on_device else None,
-        drives,
-        request.activations,
-    )
+    on_device = known.device is not None or request.device_bytes is not None
+    budgets = request.within(_usual_budgets(request, machine, on_device))
+    profile = with_drives(completed(known), budgets.directories)
     tell("counting what the model computes and keeps")
-    model_cost = _drafted(request, source, on_device)
-    tuned = _tuned_for(model_cost, profile, request, drives)
-    if tuned is not None and tuned.tuning.unit_bytes is not None:
-        model_cost = _drafted(request, source, on_device, tuned.tuning.unit_bytes)
+
+    def measured(unit_bytes: int | None) -> Footprint:
+        size, dtype, how = (request.batch, request.sequence), request.dtype, request.activations
+        return measure(source, *size, dtype, how, unit_bytes, on_device)
+
+    footprint = measured(None)
+    tuned = _tuned_for(footprint, profile, request, budgets.directories)
     tuning = UNTUNED if tuned is None else tuned.tuning
-    case = _ForecastCase(model_cost.workload(profile), budgets, profile, tuning)
-    missing = missing_speeds(known, model_cost.footprint.dtype, drives, on_device)
+    if tuning.unit_bytes is not None:
+        footprint = measured(tuning.unit_bytes)
+    work = footprint.workload(request.optimizer, profile)
+    budgets = replace(budgets, chunk_numel=tuning.chunk_numel)
+    case = _ForecastCase(footprint, work, budgets, profile, tuning)
+    missing = missing_speeds(known, footprint.dtype, budgets.directories, on_device)
     if machine.profile is not None and missing:
         machine = replace(machine, profile=None, note=_not_known(machine, missing))
-    return _answer(request, machine, model_cost, case, tuned, tell)
+    return _answer(request, machine, case, tuned, tell)
 
 
 def _not_known(machine: TargetMachine, missing: Sequence[str]) -> str:
@@ -103,42 +166,28 @@ def _not_known(machine: TargetMachine, missing: Sequence[str]) -> str:
     )
 
 
-def _drafted(
-    request: ForecastRequest, source: ModelSource, on_device: bool, unit_bytes: int | None = None
-) -> ModelCost:
-    footprint = measure(
-        source,
-        request.batch,
-        request.sequence,
-        request.dtype,
-        request.activations,
-        unit_bytes,
-        on_device,
-    )
-    return ModelCost.of(footprint, request.optimizer, on_device)
-
-
-def _host_bytes(request: ForecastRequest, machine: TargetMachine) -> int | None:
-    if request.host_bytes is not None:
-        return request.host_bytes
-    if machine.profile is not None:
-        return usual_host_bytes(machine.profile)
-    return usual_bytes_here(Config())[0]
+def _usual_budgets(request: ForecastRequest, machine: TargetMachine, on_device: bool) -> Budgets:
+    known = machine.profile
+    host = usual_host_bytes(known) if known is not None else usual_bytes_here(Config())[0]
+    device = usual_device_bytes(known) if known is not None and on_device else None
+    drives = len(known.disks) if known is not None else 0
+    return Budgets(host, device, drives or 1, request.activations)
 
 
 def _tuned_for(
-    model_cost: ModelCost, machine: Profile, request: ForecastRequest, drives: int
+    footprint: Footprint, machine: Profile, request: ForecastRequest, drives: int
 ) -> Tuned | None:
     """Return what `offload tune` has found on that machine for this very model, within the budgets
     of the request. A budget that was not given matches only one that was not given to the tuner.
     """
-    return machine.tuned_for(
-        fingerprint_of(model_cost.footprint.model.parameters()),
-        "cpu" if not model_cost.on_device else machine.device or "cuda",
+    target = TuningTarget(
+        fingerprint_of(footprint.model.parameters()),
+        "cpu" if not footprint.on_device else machine.device or "cuda",
         request.host_bytes,
         request.device_bytes,
         drives,
     )
+    return machine.tuned_for(target)
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -147,21 +196,20 @@ def _tuned_for(
 def _answer(
     request: ForecastRequest,
     machine: TargetMachine,
-    model_cost: ModelCost,
     case: _ForecastCase,
     tuned: Tuned | None,
     tell: Tell,
 ) -> Forecast:
-    footprint, budgets = model_cost.footprint, case.budgets
+    footprint, budgets = case.footprint, case.budgets
     tell("simulating a step")
-    arrangement, outcome = _try(model_cost, case, request.host_bytes is not None)
-    saving = _saving(request, model_cost, case, machine.profile, arrangement)
+    plan, outcome = _try(case, request.host_bytes is not None)
+    saving = _saving(request, case, machine.profile, plan)
     return Forecast(
         model=footprint.name,
         machine=machine.name,
         machine_note=machine.note,
         numel=footprint.numel,
-        trained_numel=sum(spec.numel for spec in model_cost.specs if spec.fields),
+        trained_numel=case.numel,
         dtype=footprint.dtype,
         units=len(footprint.units),
         batch=request.batch,
@@ -174,9 +222,9 @@ def _answer(
         host_bytes=budgets.host_bytes,
         device_bytes=budgets.device_bytes,
         drives=budgets.directories,
-        tiers=_tiers(model_cost, arrangement),
+        tiers=_tiers(case, plan),
         taken_bytes=outcome.host_bytes_taken,
-        passing_bytes=model_cost.passing_bytes,
+        passing_bytes=footprint.passing_bytes,
         disk_room_bytes=outcome.disk_bytes,
         read_bytes=outcome.read_bytes,
         written_bytes=outcome.written_bytes,
@@ -185,81 +233,61 @@ def _answer(
         to_host_bytes=outcome.to_host_bytes,
         wear=_wear(request, outcome.written_bytes, saving, budgets.directories),
         saving=saving,
-        least=_least(model_cost),
-        plain_bytes=model_cost.plain_bytes,
-        fits_without_us=model_cost.plain_bytes <= _room_bytes(model_cost, case, machine.profile),
-        notes=tuple(filter(None, (model_cost.recompute_note,))),
-        problems=_problems(model_cost, case, machine.profile, outcome),
+        least=case.least,
+        plain_bytes=case.plain_bytes,
+        fits_without_us=case.plain_bytes <= _room_bytes(case, machine.profile),
+        notes=tuple(filter(None, (footprint.recompute_note,))),
+        problems=_problems(case, machine.profile, outcome),
         tuned=None if tuned is None else f"{tuned.tuning}; found {tuned.date}",
-        timing=_timing(request, model_cost, case, outcome, tell)
-        if machine.profile is not None
-        else None,
+        timing=_timing(request, case, outcome, tell) if machine.profile is not None else None,
     )
 
 
-def _try(
-    model_cost: ModelCost, case: _ForecastCase, host_is_given: bool
-) -> tuple[Arrangement, Outcome]:
+def _try(case: _ForecastCase, host_is_given: bool) -> tuple[TrainingPlan, Outcome]:
     """Plan the case and simulate it. A refusal also says which budgets would work."""
     try:
         if case.budgets.device_bytes is not None:
-            model_cost.check_device(case.budgets.device_bytes)
-        return case.arrange(), case.run()
+            case.footprint.check_device(case.budgets.device_bytes)
+        plan = plan_of(case.work, case.budgets)
+        return plan, case.run(plan)
     except CapacityError as error:
-        least = ", ".join(f"{name} {format_size(n)}" for name, n in _least(model_cost).items())
+        least = ", ".join(f"{name} {format_size(n)}" for name, n in case.least.items())
         origin = "" if host_is_given else _ORIGIN
         raise CapacityError(f"{error}; smallest budgets that work: {least}{origin}") from error
 
 
-def _least(model_cost: ModelCost) -> dict[str, int]:
-    found = {
-        "host memory with a drive": model_cost.least_host_bytes(has_disk=True),
-        "host memory without one": model_cost.least_host_bytes(has_disk=False),
-    }
-    return found | (
-        {"device memory": model_cost.least_device_bytes()} if model_cost.on_device else {}
-    )
-
-
-def _tiers(model_cost: ModelCost, arrangement: Arrangement) -> dict[str, dict[str, int]]:
-    shares, state, footprint = arrangement.shares, arrangement.plan, model_cost.footprint
-    assert shares is not None, "there are units"
-    in_host = min(shares.params, model_cost.param_bytes)
-    where = "device" if model_cost.on_device else "process"
-    here = model_cost.activations_here_bytes
+def _tiers(case: _ForecastCase, plan: TrainingPlan) -> dict[str, dict[str, int]]:
+    shares, footprint = plan.shares, case.footprint
+    where = "device" if footprint.on_device else "process"
+    here = footprint.activations_here_bytes
     elsewhere = footprint.activation_bytes - here
     if footprint.activations == "offload":  # beyond their share of host memory: on the drives
-        elsewhere += here if not model_cost.on_device else 0
-        here = here if model_cost.on_device else 0
+        elsewhere += here if not footprint.on_device else 0
+        here = here if footprint.on_device else 0
     in_share = min(elsewhere, shares.activations)
-    return {
-        "parameters": {"host": in_host, "disk": model_cost.param_bytes - in_host},
-        "gradients": {
-            "host": model_cost.grad_bytes - shares.gradients_on_disk,
-            "disk": shares.gradients_on_disk,
-        },
-        "optimizer state": {"host": state.resident_bytes, "disk": state.disk_bytes},
+    tiers = plan.tiers
+    # What they take, without the buffers that they pass through.
+    tiers["gradients"]["host"] = sum(plan.facts.gradients) - shares.gradients_on_disk
+    return tiers | {
         "activations": {where: here, "host": in_share, "disk": elsewhere - in_share},
         "logits": {where: footprint.logits_bytes},
     }
 
 
-def _room_bytes(model_cost: ModelCost, case: _ForecastCase, machine: Profile | None) -> int:
+def _room_bytes(case: _ForecastCase, machine: Profile | None) -> int:
     """Return the bytes that plain torch could have in the place where the model runs."""
-    if model_cost.on_device:
+    if case.footprint.on_device:
         return case.budgets.device_bytes or 0
     total = machine.memory_bytes if machine is not None else None
     return case.budgets.host_bytes or total or 0
 
 
-def _problems(
-    model_cost: ModelCost, case: _ForecastCase, machine: Profile | None, outcome: Outcome
-) -> tuple[str, ...]:
+def _problems(case: _ForecastCase, machine: Profile | None, outcome: Outcome) -> tuple[str, ...]:
     """Return the problems that the engine itself would not notice, since it counts its own bytes
     only: activations and logits may need more host memory than the machine has.
     """
     total = machine.memory_bytes if machine is not None else None
-    beside = 0 if model_cost.on_device else model_cost.passing_bytes
+    beside = 0 if case.footprint.on_device else case.footprint.passing_bytes
     needed = outcome.host_bytes_taken + beside
     if total is None or needed <= total:
         return ()
@@ -274,20 +302,14 @@ def _problems(
 
 
 def _saving(
-    request: ForecastRequest,
-    model_cost: ModelCost,
-    case: _ForecastCase,
-    machine: Profile | None,
-    arrangement: Arrangement,
+    request: ForecastRequest, case: _ForecastCase, machine: Profile | None, plan: TrainingPlan
 ) -> CheckpointCost:
     """Compute the cost of the checkpoints. All of a checkpoint is written; its part on the drives
     must be read for that, from the same drives.
     """
     count = request.steps // request.save_every if request.save_every else 0
-    written = model_cost.checkpoint_bytes
-    read = arrangement.plan.disk_bytes + max(
-        0, model_cost.param_bytes - arrangement.params_on_host_bytes
-    )
+    written = case.checkpoint_bytes
+    read = plan.state.disk_bytes + plan.param_bytes - plan.params_on_host_bytes
     mixed, write = case.machine.disk_mixed_bytes_per_s, case.machine.disk_write_bytes_per_s
     if machine is None or not mixed or not write:
         return CheckpointCost(count, written, None)
@@ -308,13 +330,7 @@ def _wear(
 # --- time -----------------------------------------------------------------------------------------
 
 
-def _timing(
-    request: ForecastRequest,
-    model_cost: ModelCost,
-    case: _ForecastCase,
-    outcome: Outcome,
-    tell: Tell,
-) -> Timing:
+def _timing(request: ForecastRequest, case: _ForecastCase, outcome: Outcome, tell: Tell) -> Timing:
     tell("simulating a step with more of each")
     return Timing(
         step_s=outcome.step_s,
@@ -322,7 +338,7 @@ def _timing(
         update_s=outcome.update_s,
         other_s=max(0.0, outcome.other_s),
         stalls=outcome.stalls,
-        tokens_per_s=model_cost.footprint.tokens / outcome.step_s if outcome.step_s else 0.0,
+        tokens_per_s=case.footprint.tokens / outcome.step_s if outcome.step_s else 0.0,
         training_s=request.steps * outcome.step_s,
         limit=outcome.limit,
         limit_s=outcome.limit_s,

@@ -19,6 +19,7 @@ from offload.planning.profile import Profile
 
 _SHIPPED = Path(__file__).parent / "profiles"
 _DEVICE_SHARE = 0.9  # of a device's memory: the budget if the user gives none
+_DISK_SPEEDS = tuple(f"disk_{kind}_bytes_per_s" for kind in ("read", "write", "mixed"))
 
 # For counting bytes if no speed is known; any speeds of this order would do.
 NOMINAL = Profile(
@@ -106,14 +107,10 @@ def with_drives(machine: Profile, count: int) -> Profile:
     have = len(machine.disks) or 1
     if count in (0, have):
         return machine
-    factor = count / have
-    return replace(
-        machine,
-        disks=tuple(machine.disks[n % have] for n in range(count)) if machine.disks else (),
-        disk_read_bytes_per_s=_times(machine.disk_read_bytes_per_s, factor),
-        disk_write_bytes_per_s=_times(machine.disk_write_bytes_per_s, factor),
-        disk_mixed_bytes_per_s=_times(machine.disk_mixed_bytes_per_s, factor),
-    )
+    disks = tuple(machine.disks[n % have] for n in range(count)) if machine.disks else ()
+    speeds = {name: getattr(machine, name) for name in _DISK_SPEEDS}
+    times = {name: speed * (count / have) for name, speed in speeds.items() if speed is not None}
+    return replace(machine, disks=disks, **times)
 
 
 def missing_speeds(machine: Profile, dtype: str, drives: int, on_device: bool) -> list[str]:
@@ -138,10 +135,6 @@ def completed(machine: Profile) -> Profile:
     names = [field.name for field in fields(Profile) if field.name.endswith("_per_s")]
     lacking = [name for name in (*names, "flops") if not getattr(machine, name)]
     return replace(machine, **{name: getattr(NOMINAL, name) for name in lacking})
-
-
-def _times(speed: float | None, factor: float) -> float | None:
-    return None if speed is None else speed * factor
 
 
 def usual_host_bytes(machine: Profile) -> int | None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +35,38 @@ _LONGEST = 1 << 20  # tokens of a text, for a stand-in
 _SOME_TOKENS = 256  # ids are below this if the model has no embedding that tells how many it knows
 
 
+@dataclass(frozen=True)
+class Texts:
+    """The random texts of a batch to be made, for a generator's state the same on every device but
+    meta. sequence: tokens that the model reads of each.
+    """
+
+    batch: int
+    sequence: int
+    generator: torch.Generator | None
+    device: torch.device
+
+    def tokens(self, vocabulary: int, more: int = 0) -> Tensor:
+        """Make token ids, `more` than the model reads of each text."""
+        shape = self.batch, self.sequence + more
+        if self.device.type == "meta":
+            return torch.empty(*shape, dtype=torch.int64, device=self.device)
+        tokens = torch.randint(vocabulary, shape, generator=self.generator, device="cpu")
+        return tokens.to(self.device)
+
+
 class ModelSource(ABC):
-    """A source that makes a model, its input and its loss. For one thread."""
+    """A source that makes a model, its input and its loss. For one thread. remedy: what the user
+    can do if the model runs for real, but not on shapes alone.
+    """
 
     name: str
-
-    @property
-    def remedy(self) -> str:
-        """What the user can do if the model runs for real, but not on shapes alone."""
-        return "a size such as 7B is planned without the model itself"
+    remedy: ClassVar[str] = "a size such as 7B is planned without the model itself"
 
     @abstractmethod
     def make_model(self) -> nn.Module:
         """Make a new model, on the device of the `torch.device(...)` around the call."""
 
-    @abstractmethod
     def make_batch(
         self,
         batch: int,
@@ -61,10 +78,25 @@ class ModelSource(ABC):
         `loss` itself compares tokens with the next ones, there is one token more. device: None is
         torch's default device, so that of a `torch.device(...)` around the call.
         """
+        where = torch.get_default_device() if device is None else torch.device(device)
+        return self.feed(Texts(batch, sequence, generator, where))
 
     @abstractmethod
+    def feed(self, texts: Texts) -> Any:
+        """Make the model's input: token ids, or arguments of `forward`, by place and by name."""
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Run the model on the batch and return a scalar to call `backward` on."""
+        """Run the model on the batch and return a scalar to call `backward` on: the loss of the
+        next token if it gets tokens and returns logits.
+        """
+        if isinstance(batch, dict):
+            return _loss_of_output(model(**batch))
+        if not isinstance(batch, Tensor):
+            return _loss_of_output(model(*batch))
+        output = model(batch[:, :-1])
+        if isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point():
+            return F.cross_entropy(output.flatten(0, 1).float(), batch[:, 1:].flatten())
+        return _loss_of_output(output)
 
 
 def find_source(text: str | os.PathLike[str], shape: Shape | None = None) -> ModelSource:
@@ -111,18 +143,9 @@ class SizeSource(ModelSource):
         )
         return model.to(torch.bfloat16)
 
-    def make_batch(
-        self,
-        batch: int,
-        sequence: int,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def feed(self, texts: Texts) -> Tensor:
         assert self.shape.vocabulary
-        return _tokens(self.shape.vocabulary, batch, sequence + 1, generator, device)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return _loss_of_tokens(model, batch)
+        return texts.tokens(self.shape.vocabulary, more=1)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -136,12 +159,10 @@ class ConfigSource(ModelSource):
     config: Any
     make: Callable[[Any], nn.Module]
 
-    @property
-    def remedy(self) -> str:
-        return (
-            "if it is not the length, the model does what shapes cannot tell: give module:function "
-            "of a model that can be run so, or a size such as 7B"
-        )
+    remedy: ClassVar[str] = (
+        "if it is not the length, the model does what shapes cannot tell: give module:function of "
+        "a model that can be run so, or a size such as 7B"
+    )
 
     @classmethod
     def at(cls, path: Path) -> ConfigSource:
@@ -169,21 +190,12 @@ class ConfigSource(ModelSource):
     def make_model(self) -> nn.Module:
         return self.make(self.config)
 
-    def make_batch(
-        self,
-        batch: int,
-        sequence: int,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-    ) -> dict[str, Tensor]:
-        text = self.config.get_text_config()
-        tokens = _tokens(int(text.vocab_size), batch, sequence, generator, device)
-        return {"input_ids": tokens, "labels": tokens}
+    def feed(self, texts: Texts) -> Any:
+        return _labelled(texts.tokens(int(self.config.get_text_config().vocab_size)))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self._check_length(model, batch["input_ids"].shape[1])
-        loss: Tensor = model(**batch).loss
-        return loss
+        return super().loss(model, batch)
 
     def _check_length(self, model: nn.Module, length: int) -> None:
         """Refuse a text that is longer than the table of position embeddings; a run on shapes alone
@@ -243,17 +255,12 @@ class FunctionSource(ModelSource):
 
     name: str
     function: Callable[[], Any]
-    _feed: Callable[[int, int, torch.Generator | None, Any], Any] | None = field(
-        default=None, repr=False
+    _feed: Callable[[Texts], Any] | None = field(default=None, repr=False)
+    remedy: ClassVar[str] = (
+        "a model that takes something else than tokens says so by a method "
+        f"{EXAMPLE_METHOD}(batch, sequence); one that looks at values is planned by a size such as "
+        "7B"
     )
-
-    @property
-    def remedy(self) -> str:
-        return (
-            "a model that takes something else than tokens says so by a method "
-            f"{EXAMPLE_METHOD}(batch, sequence); one that looks at values is planned by a size "
-            "such as 7B"
-        )
 
     def make_model(self) -> nn.Module:
         try:
@@ -267,24 +274,12 @@ class FunctionSource(ModelSource):
         self._feed = _feed_of(model)
         return model
 
-    def make_batch(
-        self,
-        batch: int,
-        sequence: int,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-    ) -> Any:
+    def feed(self, texts: Texts) -> Any:
         if self._feed is None:
             with torch.device("meta"):
                 self.make_model()
         assert self._feed is not None
-        return self._feed(batch, sequence, generator, device)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        if isinstance(batch, Tensor):
-            return _loss_of_tokens(model, batch)
-        args, kwargs = batch
-        return _loss_of_output(model(*args, **kwargs))
+        return self._feed(texts)
 
 
 def _find_function(module_name: str, name: str) -> Callable[[], Any]:
@@ -309,7 +304,7 @@ def _find_function(module_name: str, name: str) -> Callable[[], Any]:
     return function
 
 
-def _feed_of(model: nn.Module) -> Callable[[int, int, torch.Generator | None, Any], Any]:
+def _feed_of(model: nn.Module) -> Callable[[Texts], Any]:
     """Return a function that makes the model's input. It holds no reference to the model, unless
     the model has an example method.
     """
@@ -317,26 +312,27 @@ def _feed_of(model: nn.Module) -> Callable[[int, int, torch.Generator | None, An
     is_huggingface = hasattr(model, "get_input_embeddings") and hasattr(model, "config")
     vocabulary = _vocabulary_of(model)
 
-    def feed(batch: int, sequence: int, generator: torch.Generator | None, device: Any) -> Any:
+    def feed(texts: Texts) -> Any:
         if example is not None:
-            return _example(example(batch, sequence), device)
+            return _example(example(texts.batch, texts.sequence), texts.device)
         if is_huggingface:
-            tokens = _tokens(vocabulary, batch, sequence, generator, device)
-            return (), {"input_ids": tokens, "labels": tokens}
-        return _tokens(vocabulary, batch, sequence + 1, generator, device)
+            return _labelled(texts.tokens(vocabulary))
+        return texts.tokens(vocabulary, more=1)
 
     return feed
 
 
-def _example(given: Any, device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _labelled(tokens: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of a model that compares tokens with the next ones itself."""
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _example(given: Any, device: torch.device) -> dict[str, Any] | tuple[Any, ...]:
     """Convert what an example method returned to arguments of `forward`, on that device."""
-    where = _device(device)
-    moved = tree_map_only(Tensor, lambda tensor: tensor.to(where), given)
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), given)
     if isinstance(moved, dict):
-        return (), moved
-    if isinstance(moved, tuple | list):
-        return tuple(moved), {}
-    return (moved,), {}
+        return moved
+    return tuple(moved) if isinstance(moved, tuple | list) else (moved,)
 
 
 def _vocabulary_of(model: nn.Module) -> int:
@@ -346,38 +342,6 @@ def _vocabulary_of(model: nn.Module) -> int:
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
     first = next(embeddings, None)
     return _SOME_TOKENS if first is None else first.num_embeddings
-
-
-# --- tokens and losses ----------------------------------------------------------------------------
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.get_default_device() if device is None else torch.device(device)
-
-
-def _tokens(
-    vocabulary: int,
-    batch: int,
-    length: int,
-    generator: torch.Generator | None,
-    device: torch.device | str | None,
-) -> Tensor:
-    """Make random token ids, for a generator's state the same ones on every device but meta."""
-    where = _device(device)
-    if where.type == "meta":
-        return torch.empty(batch, length, dtype=torch.int64, device=where)
-    tokens = torch.randint(vocabulary, (batch, length), generator=generator, device="cpu")
-    return tokens.to(where)
-
-
-def _loss_of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the loss of the next token if the model returns logits, otherwise the loss that
-    `_loss_of_output` makes.
-    """
-    output = model(tokens[:, :-1])
-    if isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point():
-        return F.cross_entropy(output.flatten(0, 1).float(), tokens[:, 1:].flatten())
-    return _loss_of_output(output)
 
 
 def _loss_of_output(output: Any) -> Tensor:

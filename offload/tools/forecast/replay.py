@@ -18,6 +18,7 @@ from typing import Any
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError, ConfigError
+from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
 from offload.telemetry import run_file
 from offload.telemetry.run_file import About, Run
@@ -31,7 +32,8 @@ from offload.tools.forecast.machines import (
     with_drives,
 )
 from offload.tools.forecast.simulator import Outcome, simulate
-from offload.tools.forecast.workload import Budgets, Workload
+from offload.tools.forecast.workload import Workload
+from offload.tools.output import table
 
 FORMAT = "offload replay"
 VERSION = 1
@@ -78,9 +80,7 @@ class Replay:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def __str__(self) -> str:
-        rows = list(self._rows())
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
+        lines = [line.rstrip() for line in table(list(self._rows()), width=None)]
         return "\n".join([*lines, "", *self._table()])
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -148,9 +148,8 @@ def replay(
     factor, notes = _factor(run.about, work, origin, machine.profile)
     profile = machine.profile
     is_same = origin is not None and origin.name == profile.name
-    wanted = _budgets(
-        run.about, profile, budgets or ForecastRequest(""), keeps_budget=is_same or on is None
-    )
+    usual = _usual_budgets(run.about, profile, keeps_budget=is_same or on is None)
+    wanted = (budgets or ForecastRequest("")).within(usual)
     if work.units:
         work = replace(work, device="cpu" if wanted.device_bytes is None else "device")
     if wanted.device_bytes is not None:
@@ -181,19 +180,12 @@ def _factor(
     return before / after, []
 
 
-def _budgets(about: About, machine: Profile, given: ForecastRequest, keeps_budget: bool) -> Budgets:
-    """Return the given budgets; one that is not given is that of the run if `keeps_budget`,
-    otherwise the usual one of the machine.
-    """
-    host = given.host_bytes
-    if host is None:
-        host = about.host_bytes if keeps_budget else usual_host_bytes(machine)
-    device = given.device_bytes
-    if device is None:
-        device = about.device_bytes if keeps_budget else usual_device_bytes(machine)
-    drives = given.drives
-    if drives is None:
-        drives = about.directories if keeps_budget else len(machine.disks)
+def _usual_budgets(about: About, machine: Profile, keeps_budget: bool) -> Budgets:
+    """Return the budgets of the run if `keeps_budget`, otherwise the usual ones of the machine."""
+    host, device, drives = about.host_bytes, about.device_bytes, about.directories
+    if not keeps_budget:
+        host, device = usual_host_bytes(machine), usual_device_bytes(machine)
+        drives = len(machine.disks)
     return Budgets(host, device, drives, about.activations)
 
 
@@ -208,12 +200,29 @@ def _tried(
     factor: float,
     notes: tuple[str, ...],
 ) -> Replay:
-    assert machine.profile is not None
-    bench = _ReplayBench(work, machine.profile, budgets)
-    depths = [bench.run(budgets, depth) for depth in _DEPTHS] if work.units else []
+    outcomes: dict[ReplayTrial, Outcome] = {}
+
+    def run_within(within: Budgets, depth: int) -> ReplayTrial:
+        """Simulate a setting and return its trial, without `step_s` if it cannot work. Raises
+        `CapacityError` if it cannot work within the whole budgets.
+        """
+        assert machine.profile is not None
+        trial = ReplayTrial(within.host_bytes, within.directories, depth, None)
+        profile = with_drives(machine.profile, within.directories)
+        try:
+            outcome = simulate(work, within, profile, Tuning(prefetch_depth=depth))
+        except CapacityError:
+            if within == budgets:
+                raise
+            return trial
+        trial = replace(trial, step_s=outcome.step_s)
+        outcomes[trial] = outcome
+        return trial
+
+    depths = [run_within(budgets, depth) for depth in _DEPTHS] if work.units else []
     depth = _least_of(depths).depth if depths else 0
-    others = [bench.run(fewer, depth) for fewer in _fewer(budgets)]
-    first = depths or [bench.run(budgets, 0)]
+    others = [run_within(fewer, depth) for fewer in _fewer(budgets)]
+    first = depths or [run_within(budgets, 0)]
     trials = tuple(dict.fromkeys([*first, *others]))
     chosen = _least_of(trials)
     return Replay(
@@ -227,33 +236,8 @@ def _tried(
         device_bytes=budgets.device_bytes,
         trials=trials,
         recommended=chosen,
-        outcome=bench.outcomes[chosen],
+        outcome=outcomes[chosen],
     )
-
-
-class _ReplayBench:
-    """A bench that simulates settings and keeps the outcome of each one that works."""
-
-    def __init__(self, work: Workload, machine: Profile, budgets: Budgets) -> None:
-        self._work, self._machine = work, machine
-        self.outcomes: dict[ReplayTrial, Outcome] = {}
-        self._whole = budgets
-
-    def run(self, budgets: Budgets, depth: int) -> ReplayTrial:
-        """Simulate a setting and return its trial, without `step_s` if it cannot work. Raises
-        `CapacityError` if it cannot work within the whole budgets.
-        """
-        trial = ReplayTrial(budgets.host_bytes, budgets.directories, depth, None)
-        machine = with_drives(self._machine, budgets.directories)
-        try:
-            outcome = simulate(self._work, budgets, machine, Tuning(prefetch_depth=depth))
-        except CapacityError:
-            if budgets == self._whole:
-                raise
-            return trial
-        trial = replace(trial, step_s=outcome.step_s)
-        self.outcomes[trial] = outcome
-        return trial
 
 
 def _fewer(budgets: Budgets) -> Iterator[Budgets]:

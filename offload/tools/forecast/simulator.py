@@ -22,15 +22,17 @@ allocates no memory for tensors and reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from offload.core.errors import ConfigError
 from offload.core.step_fact import OTHER
+from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
+from offload.planning.training import TrainingPlan
 from offload.planning.tuning import UNTUNED
-from offload.tools.forecast.simulation.arrangement import Arrangement, arrange
 from offload.tools.forecast.simulation.device import COMPUTING
+from offload.tools.forecast.simulation.facts import plan_of
 from offload.tools.forecast.simulation.gradients import COPY
 from offload.tools.forecast.simulation.residency import LOOKING
 from offload.tools.forecast.simulation.training import (
@@ -41,7 +43,7 @@ from offload.tools.forecast.simulation.training import (
     VirtualIterationCosts,
 )
 from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, UP, make_world
-from offload.tools.forecast.workload import Budgets, Workload
+from offload.tools.forecast.workload import Workload
 
 STEP, MODEL = "step(): ", "model: "  # where the wait is, as in a run's file
 DEVICE_IDLE = f"{MODEL}the device waits"
@@ -98,64 +100,71 @@ def simulate(
     """
     if iterations < 1:
         raise ConfigError(f"iterations: expected 1 or more, got {iterations}")
-    arrangement = arrange(work, budgets, tuning.chunk_numel)
-    training = Training(work, arrangement, make_world(work, budgets, machine, tuning, arrangement))
+    plan = plan_of(work, replace(budgets, chunk_numel=tuning.chunk_numel))
+    return simulate_plan(work, plan, machine, tuning, iterations)
+
+
+def simulate_plan(
+    work: Workload, plan: TrainingPlan, machine: Profile, tuning: Tuning, iterations: int
+) -> Outcome:
+    """Simulate training as `simulate` does, by a plan that is made already."""
+    training = Training(work, plan, make_world(work, machine, tuning, plan))
     spent = [training.iterate() for _ in range(iterations)]
-    mean = _Mean(spent[_LEARNING:] or spent[-1:])
-    return _outcome(mean, arrangement, budgets.directories, work.device != "cpu")
+    mean = _mean_of(spent[_LEARNING:] or spent[-1:])
+    return _outcome(mean, plan, work.device != "cpu")
 
 
-class _Mean:
-    """The mean of some iterations: seconds, and numbers by name. depth: that of the last."""
+def _mean_of(spent: Sequence[VirtualIterationCosts]) -> VirtualIterationCosts:
+    """Return the mean of some iterations, with the depth of the last."""
 
-    def __init__(self, spent: Sequence[VirtualIterationCosts]) -> None:
-        self._spent = spent
-        self.seconds = sum(one.seconds for one in spent) / len(spent)
-        self.model = self._of("model")
-        self.step = self._of("step")
-        self.counts = self._of("counts")
-        self.busy = self._of("busy")
-        self.depth = spent[-1].depth
-
-    def _of(self, field: str) -> dict[str, float]:
-        each = [getattr(one, field) for one in self._spent]
+    def mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
         names = dict.fromkeys(name for one in each for name in one)
         return {name: sum(one.get(name, 0.0) for one in each) / len(each) for name in names}
 
-    def count(self, name: str) -> int:
-        return round(self.counts.get(name, 0.0))
+    return VirtualIterationCosts(
+        sum(one.seconds for one in spent) / len(spent),
+        mean([one.model for one in spent]),
+        mean([one.step for one in spent]),
+        mean([one.counts for one in spent]),
+        mean([one.busy for one in spent]),
+        spent[-1].depth,
+    )
 
 
-def _outcome(mean: _Mean, arrangement: Arrangement, directories: int, on_device: bool) -> Outcome:
+def _outcome(mean: VirtualIterationCosts, plan: TrainingPlan, on_device: bool) -> Outcome:
     update_s = mean.step.get(UPDATE, 0.0)
     compute_s = mean.busy[DEVICE] if on_device else mean.model.get(COMPUTE, 0.0)
     else_s = sum(mean.model.get(cause, 0.0) + mean.step.get(cause, 0.0) for cause in _ELSE)
     stalls = _stalls(mean, compute_s if on_device else None)
     limit, limit_s = _limit(mean, compute_s + update_s + else_s)
+
+    def count(name: str) -> int:
+        return round(mean.counts.get(name, 0.0))
+
     return Outcome(
         step_s=mean.seconds,
         compute_s=compute_s,
         update_s=update_s,
         stalls=stalls,
-        read_bytes=mean.count("disk_read_bytes"),
-        written_bytes=mean.count("disk_written_bytes"),
-        to_device_bytes=mean.count("host_to_device_bytes"),
-        to_host_bytes=mean.count("device_to_host_bytes"),
+        read_bytes=count("disk_read_bytes"),
+        written_bytes=count("disk_written_bytes"),
+        to_device_bytes=count("host_to_device_bytes"),
+        to_host_bytes=count("device_to_host_bytes"),
         depth=mean.depth,
         limit=limit,
         limit_s=limit_s,
-        host_bytes_taken=arrangement.host_bytes,
-        disk_bytes=arrangement.disk_bytes(directories),
-        params_on_host_bytes=arrangement.params_on_host_bytes,
+        host_bytes_taken=plan.host_bytes,
+        disk_bytes=plan.disk_room_bytes,
+        params_on_host_bytes=plan.params_on_host_bytes,
         other_s=max(0.0, mean.seconds - compute_s - update_s - sum(stalls.values())),
-        spilled_bytes=mean.count("spilled_bytes"),
-        hits=mean.count("parameter_hits"),
-        misses=mean.count("parameter_misses"),
+        spilled_bytes=count("spilled_bytes"),
+        hits=count("parameter_hits"),
+        misses=count("parameter_misses"),
         disk_busy_s=mean.busy.get(DISK, 0.0),
     )
 
 
-def _stalls(mean: _Mean, device_s: float | None) -> dict[str, float]:
+def _stalls(mean: VirtualIterationCosts, device_s: float | None) -> dict[str, float]:
     """Return the seconds waited, by where and why. device_s: seconds that a device computes. It
     does so while the thread that trains waits or goes on, so outside of steps only the device's own
     waiting counts.
@@ -172,7 +181,7 @@ def _stalls(mean: _Mean, device_s: float | None) -> dict[str, float]:
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
 
-def _limit(mean: _Mean, work_s: float) -> tuple[str, float]:
+def _limit(mean: VirtualIterationCosts, work_s: float) -> tuple[str, float]:
     """Return the resource that has the most to do, and how long that takes alone."""
     has_to_do = {"compute and update": work_s}
     has_to_do |= {name: mean.busy.get(name, 0.0) for name in (DISK, UP, DOWN)}

@@ -108,18 +108,6 @@ class Workload:
         )
 
 
-@dataclass(frozen=True)
-class Budgets:
-    """The budgets of a training. None: no limit. directories: how many on drives; 0: there is no
-    disk. activations: keep, recompute or offload.
-    """
-
-    host_bytes: int | None = None
-    device_bytes: int | None = None
-    directories: int = 1
-    activations: str = "keep"
-
-
 # --- from a run -----------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from offload.api import close, plan, prepare, report
 from offload.core.errors import CapacityError, OffloadError
 from offload.device import find_device, used_bytes
 from offload.params.prepared import prepared_of
-from offload.planning.shares import least_device_bytes, on_device_bytes
+from offload.planning.unit import UnitSizes, on_device_bytes
 from offload.tools.selftest.bits import require_same
 from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
 from offload.tools.selftest.model import least_bytes, make_model, make_optimizer, train, train_plain
@@ -166,7 +166,7 @@ def _device_needs(setting: Setting) -> _Needs:
     made: Any = prepared_of(model)
     others = made.engine.residency.tier.device_budget.others_peak_bytes
     every = sum(on_device_bytes(unit.nbytes) for unit in made.units)
-    needs = _Needs(least_device_bytes(made.units), every, others)
+    needs = _Needs(UnitSizes.of(made.units).least_device_bytes, every, others)
     close(model)
     return needs
 

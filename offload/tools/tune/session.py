@@ -9,8 +9,8 @@ from pathlib import Path
 
 from offload.core.host_facts import read_memory
 from offload.planning import profile
-from offload.planning.profile import Profile, Tuned, Tuning
-from offload.planning.trial import TrialResult, TrialTarget
+from offload.planning.profile import Profile, Tuned, Tuning, TuningTarget
+from offload.planning.trial import TrialResult
 from offload.tools.tune.search import Measured, Search, TuneResult
 from offload.tools.tune.space import Limit, make_base, make_space
 from offload.tools.tune.table import TrialTable
@@ -83,7 +83,7 @@ class TuneSession:
         return Limit.of(best, list(self.results.values()))
 
     @property
-    def targets(self) -> list[TrialTarget]:
+    def targets(self) -> list[TuningTarget]:
         found = (target for result in self.results.values() for target in result.targets)
         return list(dict.fromkeys(found))
 
@@ -103,7 +103,7 @@ def _measured(result: TrialResult, took_s: float) -> Measured:
     return Measured(result.seconds, took_s, result.stall_share)
 
 
-def _tuned(target: TrialTarget, name: str, finding: TuneResult, limit_s: float) -> Tuned:
+def _tuned(target: TuningTarget, name: str, finding: TuneResult, limit_s: float) -> Tuned:
     return Tuned(
         **asdict(target),
         name=name,

@@ -21,7 +21,7 @@ import offload
 from offload.core.errors import CapacityError
 from offload.params.placeholder import is_offloaded
 from offload.params.prepared import prepared_of
-from offload.planning.shares import least_device_bytes, on_device_bytes
+from offload.planning.unit import UnitSizes, on_device_bytes
 from support.allowance import CHECKS
 from support.bits import assert_same_tensors
 from support.loops import chosen
@@ -94,7 +94,7 @@ def device_bytes(name: str, dtype: torch.dtype) -> tuple[int, int, int]:
     found = prepared_of(model).units
     everything = sum(on_device_bytes(unit.nbytes) for unit in found)
     optimizer.close()
-    return least_device_bytes(found), everything, others
+    return UnitSizes.of(found).least_device_bytes, everything, others
 
 
 def budget_bytes(name: str, dtype: torch.dtype, budget: str) -> int:
@@ -162,7 +162,7 @@ def large_loss_bytes() -> int:
     found = prepared_of(model)
     others = found.engine.residency.tier.device_budget.others_peak_bytes
     offload.close(model)
-    return int(others) + least_device_bytes(found.units)
+    return int(others) + UnitSizes.of(found.units).least_device_bytes
 
 
 def starts_right(folder: Path, schedule: tuple[str, int]) -> None:

@@ -3,6 +3,6 @@
 `clock`, `drives` and `device` model the machine; `memory` has the pools, stores and units that the
 engine's own classes work with; `residency` and `device_residency` are subclasses of those classes
 that touch no real tensor and no real clock; `staging`, `gradients` and `activations` take the place
-of the others. So what the engine decides is decided here by the same code. `arrangement` plans the
+of the others. So what the engine decides is decided here by the same code. `facts` plans the
 memory, `world` puts all this together, and `training` runs iterations.
 """

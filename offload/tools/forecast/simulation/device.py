@@ -19,7 +19,7 @@ from offload.core.errors import ConfigError
 from offload.core.metrics import Metrics
 from offload.device.gauge import DeviceReading
 from offload.planning.profile import Profile
-from offload.planning.shares import on_device_bytes
+from offload.planning.unit import on_device_bytes
 from offload.tools.forecast.simulation.clock import Clock
 
 COMPUTING = "device"  # the thread waits until the device has computed

@@ -10,7 +10,7 @@ from offload.params.device_budget import DeviceBudget
 from offload.params.device_residency import _DEPTH, DeviceResidency
 from offload.params.device_tier import DeviceTier
 from offload.params.residency import Residency, ResidencyParts
-from offload.planning.shares import UnitSizes, on_device_bytes
+from offload.planning.unit import UnitSizes, on_device_bytes
 from offload.tools.forecast.simulation.device import VirtualGauge, VirtualTransfer
 from offload.tools.forecast.simulation.residency import VirtualResidency
 

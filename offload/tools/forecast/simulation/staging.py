@@ -11,24 +11,17 @@ from torch import Tensor
 
 from offload.optim.gradient_source import Gradient
 from offload.optim.staging import ArrivingGradient, StagingBuffer
-from offload.planning.layout import Chunk, ParamSpec, Slice
+from offload.planning.layout import Chunk, Slice
+from offload.planning.state_plan import Plan
 from offload.tools.forecast.simulation.device import VirtualCopyTicket, VirtualDevice
 
 
 class VirtualStaging:
-    """The staging buffers of a wrapped optimizer. has_grad_buffers: gradients are downloaded before
-    the step.
-    """
+    """The staging buffers of a wrapped optimizer."""
 
-    def __init__(
-        self,
-        device: VirtualDevice,
-        specs: Sequence[ParamSpec],
-        staging_buffers: int,
-        has_grad_buffers: bool,
-    ) -> None:
-        self._device, self._specs, self._free = device, specs, staging_buffers
-        self._has_grad_buffers = has_grad_buffers
+    def __init__(self, device: VirtualDevice, plan: Plan) -> None:
+        self._device, self._specs, self._free = device, plan.params, plan.staging_buffers
+        self._has_grad_buffers = plan.has_grad_buffers  # downloaded before the step
         self._away: deque[VirtualCopyTicket] = (
             deque()
         )  # uploads in flight, each of one staging buffer

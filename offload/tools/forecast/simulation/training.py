@@ -17,10 +17,11 @@ from offload.optim.tiers import HostChunk, Tiers
 from offload.params.block_staging import BlockStaging
 from offload.params.trace import Phase
 from offload.planning.layout import Chunk
+from offload.planning.training import TrainingPlan
 from offload.storage.disk import DiskStore
 from offload.storage.weight_blocks import WeightBlock
 from offload.tools.forecast.simulation.activations import VirtualActivations
-from offload.tools.forecast.simulation.arrangement import Arrangement
+from offload.tools.forecast.simulation.facts import spilled_params, staged_chunks
 from offload.tools.forecast.simulation.gradients import VirtualGradients
 from offload.tools.forecast.simulation.memory import VirtualPool, VirtualWeightBlock, units_of
 from offload.tools.forecast.simulation.staging import VirtualStaging
@@ -46,20 +47,19 @@ class VirtualIterationCosts:
 
 
 class Training:
-    """The training of one workload, arranged within budgets, in a world of its own."""
+    """The training of one workload, planned within budgets, in a world of its own."""
 
-    def __init__(self, work: Workload, arrangement: Arrangement, world: VirtualWorld) -> None:
-        self._work, self._arrangement, self._world = work, arrangement, world
+    def __init__(self, work: Workload, plan: TrainingPlan, world: VirtualWorld) -> None:
+        self._work, self._plan, self._world = work, plan, world
         self._clock, self._speeds = world.clock, world.speeds
         self._units = units_of(work.units)
-        plan = arrangement.plan
-        pool = VirtualPool(max(plan.arena_bytes, PIECE_ALIGN))
-        self._tiers = Tiers(plan, cast("Pool", pool), cast("DiskStore", world.store))
-        self._update_s = [self._seconds_of(chunk, world.speeds) for chunk in plan.chunks]
+        pool = VirtualPool(max(plan.state.arena_bytes, PIECE_ALIGN))
+        self._tiers = Tiers(plan.state, cast("Pool", pool), cast("DiskStore", world.store))
+        self._update_s = [self._seconds_of(chunk, world.speeds) for chunk in plan.state.chunks]
         self._gradients = VirtualGradients(
             work,
-            arrangement.spilled,
-            arrangement.staged_chunks,
+            spilled_params(plan),
+            staged_chunks(plan),
             world.clock,
             world.metrics,
             world.speeds.memory_bytes_per_s,
@@ -76,8 +76,8 @@ class Training:
     def _take_in(self) -> None:
         """Give the residency all blocks, as the engine begins: those that stay resident first."""
         residency, facts = self._world.residency, self._work.units
-        shares, store = self._arrangement.shares, self._world.store
-        if residency is None or shares is None:
+        store = self._world.store
+        if residency is None:
             return
         for number in sorted(range(len(facts)), key=lambda number: not facts[number].is_kept):
             block = residency.blocks[number]
@@ -89,29 +89,26 @@ class Training:
                 residency.take_in(block)
             if facts[number].is_kept:
                 residency.keep(block)
-        residency.has_room_for_all = shares.holds_all_params
+        residency.has_room_for_all = self._plan.shares.holds_all_params
         residency.watch_edits()
 
     def _make_staging(self) -> StagingProvider | None:
-        world, plan = self._world, self._arrangement.plan
-        specs = self._arrangement.specs
+        world, plan = self._world, self._plan.state
         if world.residency is not None:
             blocks = world.residency.blocks
             places = {
                 number: (blocks[spec.unit], 0, torch.float32)
-                for number, spec in enumerate(specs)
+                for number, spec in enumerate(plan.params)
                 if spec.unit is not None
             }
             return BlockStaging(world.residency, places, self._gradients)
         if plan.staging_buffers and world.device is not None:
-            return VirtualStaging(world.device, specs, plan.staging_buffers, plan.has_grad_buffers)
+            return VirtualStaging(world.device, plan)
         return None
 
     def _make_activations(self) -> VirtualActivations | None:
-        shares, store = self._arrangement.shares, self._world.store
-        if shares is None or not shares.activations or store is None:
-            return None
-        return VirtualActivations(self._clock, store, shares.activations)
+        nbytes, store = self._plan.shares.activations, self._world.store
+        return VirtualActivations(self._clock, store, nbytes) if nbytes and store else None
 
     # --- one iteration ----------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class Training:
         found |= _since(before, self._clock.seconds)
 
     def _between(self) -> None:
-        device, plan = self._world.device, self._arrangement.plan
+        device, plan = self._world.device, self._plan.state
         if device is not None and plan.has_grad_buffers:  # downloaded while backward runs
             device.download(sum(spec.numel * spec.device_bytes for spec in plan.params))
         beside = self._speeds.compute_beside_disk if device is None else 1.0
@@ -226,8 +223,7 @@ class Training:
 
     @property
     def _offloads(self) -> bool:
-        shares = self._arrangement.shares
-        return shares is not None and shares.activations > 0
+        return self._plan.shares.activations > 0
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -236,7 +232,7 @@ class Training:
             self._world.device.settle()  # backward has ended: gradients are in host memory
         if self._staging_buffers is not None:
             self._staging_buffers.begin_step({}, {})
-        chunks = self._arrangement.plan.chunks
+        chunks = self._plan.state.chunks
         Pipeline(self._tiers, self._staging_buffers, self._world.metrics).run(chunks, self._update)
         if self._staging_buffers is not None:
             self._staging_buffers.end_step()
@@ -247,7 +243,7 @@ class Training:
 
     def _seconds_of(self, chunk: Chunk, speeds: VirtualSpeeds) -> float:
         """Compute the seconds of a chunk's update from the bytes that it reads and writes."""
-        specs = self._arrangement.specs
+        specs = self._plan.facts.params
         touched = (
             specs[part.param].touched_bytes() * (part.end - part.begin) / specs[part.param].numel
             for part in chunk.slices

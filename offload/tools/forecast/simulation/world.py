@@ -8,8 +8,9 @@ from offload.core.errors import ConfigError
 from offload.core.pool import PIECE_ALIGN
 from offload.device import READS_IN_FLIGHT_BYTES
 from offload.params.trace import Trace
+from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
-from offload.tools.forecast.simulation.arrangement import Arrangement
+from offload.planning.training import TrainingPlan
 from offload.tools.forecast.simulation.clock import Clock, VirtualMetrics
 from offload.tools.forecast.simulation.device import (
     CopyRates,
@@ -25,7 +26,7 @@ from offload.tools.forecast.simulation.residency import (
     VirtualResidency,
     parts_of,
 )
-from offload.tools.forecast.workload import Budgets, Workload
+from offload.tools.forecast.workload import Workload
 
 DISK, DEVICE, UP, DOWN = "disk", "device", "copies to the device", "copies to the host"
 _USABLE = 0.9  # of a device's memory: the limit if the budgets have none
@@ -85,12 +86,13 @@ class VirtualWorld:
 
 
 def make_world(
-    work: Workload, budgets: Budgets, machine: Profile, tuning: Tuning, arrangement: Arrangement
+    work: Workload, machine: Profile, tuning: Tuning, plan: TrainingPlan
 ) -> VirtualWorld:
-    speeds = VirtualSpeeds.of(machine)
+    speeds, directories = VirtualSpeeds.of(machine), plan.budgets.directories
     drives = None
-    if arrangement.moves and (budgets.directories or arrangement.has_weight_blocks):
-        drives = Drives(Rates.of(machine, max(1, budgets.directories)), tuning.queue_depth)
+    reads_files = any(unit.is_weight_block for unit in work.units)
+    if reads_files or (directories and _moves(plan)):
+        drives = Drives(Rates.of(machine, max(1, directories)), tuning.queue_depth)
     clock = Clock(drives)
     metrics = VirtualMetrics(clock)
     store = VirtualStore(clock, metrics) if drives is not None else None
@@ -102,22 +104,28 @@ def make_world(
         transfer = VirtualTransfer(device, work.device) if work.units else None
     memory = transfer.memory if transfer is not None else None
     world = VirtualWorld(clock, metrics, speeds, store, None, device, memory)
-    if arrangement.shares is not None:
-        limit = _device_bytes(budgets, machine)
-        world.residency = _residency(work, world, arrangement, tuning, transfer, limit)
+    if work.units:
+        limit = _device_bytes(plan.budgets, machine)
+        world.residency = _residency(work, world, plan, tuning, transfer, limit)
     return world
+
+
+def _moves(plan: TrainingPlan) -> bool:
+    """Return whether anything is written to drives, and read there."""
+    shares = plan.shares
+    some = shares.spilled or shares.activations or not shares.holds_all_params
+    return bool(plan.state.disk_bytes or some)
 
 
 def _residency(
     work: Workload,
     world: VirtualWorld,
-    arrangement: Arrangement,
+    plan: TrainingPlan,
     tuning: Tuning,
     transfer: VirtualTransfer | None,
     limit_bytes: int,
 ) -> VirtualResidency:
-    assert arrangement.shares is not None, "of a prepared model"
-    pool = VirtualPool(max(arrangement.shares.params, PIECE_ALIGN))
+    pool = VirtualPool(max(plan.shares.params, PIECE_ALIGN))
     trace = Trace("simulated", len(work.units))
     depth, look = tuning.prefetch_depth, world.speeds.memory_bytes_per_s
     parts = parts_of(units_of(work.units), pool, world.store, trace, world.metrics, depth)
@@ -126,7 +134,7 @@ def _residency(
         residency = VirtualHostResidency(parts)
         residency.take_over(world.clock, look, depth)
     else:
-        residency = VirtualDeviceResidency(parts, transfer, limit_bytes, arrangement.sizes)
+        residency = VirtualDeviceResidency(parts, transfer, limit_bytes, plan.facts.units)
         # Blocks are prefetched to host memory twice as far ahead as to the device.
         residency.take_over(world.clock, look, None if depth is None else 2 * depth)
     return residency
