@@ -43,10 +43,10 @@ def entered(package: Path, step: Any) -> tuple[Functions, int]:
 
 def count(offload: Any, directory: str, is_tight: bool) -> tuple[Functions, int]:
     import torch
-    from offload.tools.selftest.least import least_bytes
     from torch import nn
 
     from offload.planning import planner
+    from offload.tools.selftest.model import least_bytes
 
     planner.CHUNK_NUMEL, planner.LEAST_CHUNK_NUMEL = 4096, 256
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
