@@ -17,7 +17,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.config import format_size
 from offload.core.pool import Pool
-from offload.integrations import progress_line
+from offload.integrations import progress_line, screen
 from offload.optim import resources
 from offload.planning import planner
 
@@ -53,7 +53,8 @@ def test_a_loss_on_the_device_is_waited_for_only_when_a_line_is_due(
 ) -> None:
     now_s = [0.0]
     clock = type("Clock", (), {"monotonic": staticmethod(lambda: now_s[0])})
-    monkeypatch.setattr(progress_line, "time", clock)
+    for module in (progress_line, screen):
+        monkeypatch.setattr(module, "time", clock)
     out, loss = io.StringIO(), torch.ones((), device="fake")
     bar = offload.progress(range(25), None, file=out)
     waited_after = []
