@@ -132,7 +132,7 @@ def test_no_moment_leaves_a_lock_held_or_a_section_half_done(act: str) -> None:
         assert not guarded.lock.locked(), moments
         assert guarded.first == guarded.second, moments
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, moments
-        assert locks._DEFERRAL.depth == 0 and not locks._DEFERRAL.is_open, moments
+        assert locks._DEFERRAL.depth == locks._DEFERRAL.open_at == 0, moments
         if moments.came_at is None:
             break
     assert number > 10

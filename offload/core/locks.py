@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, suppress
 from signal import SIGINT
+from threading import get_ident
 from typing import Any
 
 from offload.core.errors import StoreTimeout
@@ -38,32 +39,28 @@ _RECHECK_S = 1.0  # how long a wait may miss a change whose thread ended before 
 Lock = Any  # threading.Lock or threading.RLock: made by C, so that `with` is safe
 
 
-class _Deferral:
-    """The state of the deferral of SIGINT in the main thread.
+class _Deferral(ContextDecorator):
+    """The deferral of SIGINT in sections of the main thread, which all enter this one object.
 
     A handler of another signal or a finalizer may run a section of its own between any two steps of
-    `begin` and `end`. The steps are ordered so that its section holds and no signal is lost: a
-    section counts before its note is installed, and until the user's handler is restored.
+    `__enter__` and `__exit__`. The steps are ordered so that its section holds and no signal is
+    lost: a section counts before its note is installed, and until the user's handler is restored.
     """
 
     depth = 0  # sections that this thread is in
     steadfast = 0  # how many of them are steadfast
-    open_at = 0  # `depth` when the innermost section began to wait: it may be interrupted
+    # `depth` when the innermost section began to wait: it may be interrupted. A section that a
+    # signal handler runs during the wait is deeper.
+    open_at = 0
     is_armed = False  # a `_Note` is installed in place of the user's handler
     noted: _Note | None = None  # the note that got a signal which is not delivered yet
 
     def __init__(self) -> None:
         self._note = _Note(None)
+        self.main_thread = threading.main_thread().ident  # only a fork changes it
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the innermost section waits and may be interrupted. False in a section that a
-        signal handler runs during the wait.
-        """
-        return self.depth > 0 and self.open_at == self.depth
-
-    def begin(self) -> None:
-        if not _in_main_thread():
+    def __enter__(self) -> None:
+        if get_ident() != self.main_thread:
             return
         self.depth += 1
         if self.is_armed:
@@ -87,13 +84,13 @@ class _Deferral:
                 return
         self.is_armed = True
 
-    def end(self, kind: type[BaseException] | None) -> None:
-        if not self.depth or not _in_main_thread():
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.depth or get_ident() != self.main_thread:
             return
         if self.depth > 1:
             self.depth -= 1
-            if kind is None and self.is_open:  # a handler's; the wait it interrupted goes on
-                self.check()
+            if kind is None and self.open_at == self.depth:  # a handler's; its wait goes on
+                check()
             return
         try:
             self._disarm()
@@ -109,13 +106,9 @@ class _Deferral:
             self.is_armed = False  # a section that begins after the next line needs its own note
             _signal.signal(SIGINT, now.before)
 
-    def check(self) -> None:
-        if self.noted is not None and not self.steadfast:
-            noted, self.noted = self.noted, None
-            noted.before(SIGINT, sys._getframe())
-
     def forget(self) -> None:
         """Reset the state in a forked child, which is in none of the parent's sections."""
+        self.main_thread = get_ident()
         self._disarm()
         self.depth = self.steadfast = self.open_at = 0
         self.is_armed, self.noted = False, None
@@ -142,49 +135,40 @@ _DEFERRAL = _Deferral()
 os.register_at_fork(after_in_child=_DEFERRAL.forget)
 
 
-def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
-class _Uninterrupted(ContextDecorator):
-    def __enter__(self) -> None:
-        _DEFERRAL.begin()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _DEFERRAL.end(kind)
-
-
 class _Steadfast(ContextDecorator):
     def __enter__(self) -> None:
-        _DEFERRAL.begin()
-        if _in_main_thread():
+        _DEFERRAL.__enter__()
+        if get_ident() == _DEFERRAL.main_thread:
             _DEFERRAL.steadfast += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if _DEFERRAL.steadfast and _in_main_thread():  # 0: in a child that was forked inside
+        # 0: in a child that was forked inside
+        if _DEFERRAL.steadfast and get_ident() == _DEFERRAL.main_thread:
             _DEFERRAL.steadfast -= 1
-        _DEFERRAL.end(kind)
+        _DEFERRAL.__exit__(kind)
 
 
-uninterrupted = _Uninterrupted()  # with uninterrupted: ..., or @uninterrupted
+uninterrupted = _DEFERRAL  # with uninterrupted: ..., or @uninterrupted
 steadfast = _Steadfast()
 
 
 def check() -> None:
     """Deliver a deferred SIGINT here, between two parts of a long section."""
-    if _DEFERRAL.noted is not None and _in_main_thread():
-        _DEFERRAL.check()
+    state = _DEFERRAL
+    if state.noted is not None and not state.steadfast and get_ident() == state.main_thread:
+        noted, state.noted = state.noted, None
+        noted.before(SIGINT, sys._getframe())
 
 
-def _waiting(wait: Callable[[], Any]) -> Any:
+def _waiting(wait: Callable[..., Any], *args: object) -> Any:
     """Call `wait` and return its result. SIGINT may interrupt it although it is in a section."""
-    if not _DEFERRAL.depth or not _in_main_thread():
-        return wait()
+    if not _DEFERRAL.depth or get_ident() != _DEFERRAL.main_thread:
+        return wait(*args)
     before = _DEFERRAL.open_at  # not 0 if this runs in a handler that interrupted another wait
     try:
         _DEFERRAL.open_at = _DEFERRAL.depth  # from here on the handler raises
         check()
-        found = wait()
+        found = wait(*args)
     finally:
         _DEFERRAL.open_at = before
     return found
@@ -195,11 +179,11 @@ def acquire(lock: Lock, timeout_s: float) -> bool:
 
     An interrupt may come after the acquire: for a lock that guards data use `with`.
     """
-    return bool(_waiting(lambda: lock.acquire(True, min(timeout_s, threading.TIMEOUT_MAX))))
+    return bool(_waiting(lock.acquire, True, min(timeout_s, threading.TIMEOUT_MAX)))
 
 
 def nap(seconds: float) -> None:
-    _waiting(lambda: time.sleep(seconds))
+    _waiting(time.sleep, seconds)
 
 
 @contextmanager
