@@ -16,18 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.autograd import profiler
 
 from offload.core.errors import StateError
 from offload.core.log import LOG
-from offload.core.ring_logs import Decoded, EventLog, NumberLog
 from offload.core.step_fact import COMPUTING, OTHER
-from offload.core.timeline import STEP, UPDATE, WAITING, Event
+from offload.core.timeline import STEP, UPDATE, WAITING, Decoded, Event, EventLog, NumberLog
 
+N = TypeVar("N", int, float)
 MOST_EVENTS = 8192  # the last ones are kept; 40 bytes each, and their names
 MOST_SAMPLES = 4096  # of memory; the last ones are kept
 _AT_S = "at_s"  # the column of the time in a row of samples, beside the names of the gauges
@@ -46,7 +45,7 @@ class MetricsSnapshot:
 
     def __sub__(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
         return MetricsSnapshot(
-            MappingProxyType({k: v - earlier.counts.get(k, 0) for k, v in self.counts.items()}),
+            _less(self.counts, earlier.counts),
             _less(self.seconds, earlier.seconds),
             _less(self.outside, earlier.outside),
             self.fallbacks,
@@ -60,8 +59,8 @@ class Sample(NamedTuple):
     nbytes: Mapping[str, int]
 
 
-def _less(now: Mapping[str, float], before: Mapping[str, float]) -> Mapping[str, float]:
-    return MappingProxyType({key: value - before.get(key, 0.0) for key, value in now.items()})
+def _less(now: Mapping[str, N], before: Mapping[str, N]) -> Mapping[str, N]:
+    return MappingProxyType({key: value - before.get(key, 0) for key, value in now.items()})
 
 
 NOTHING = MetricsSnapshot({}, {}, {}, {})
@@ -139,21 +138,12 @@ class Metrics:
         earlier ones may have been overwritten.
         """
         with self._lock:
-            return Decoded(self._events.copy(), _itself)
+            return Decoded(self._events.copy(), lambda event: event)
 
     def events_since(self, begin_s: float) -> list[Event]:
         """Return the events that ended at `begin_s` or later, the latest first."""
         with self._lock:
-            return list(takewhile(lambda event: event.end_s >= begin_s, reversed(self._events)))
-
-    def last_events(self) -> list[Event]:
-        """Return the event of the last step, then the other events that ended within that step, the
-        latest first.
-        """
-        with self._lock:
-            latest = reversed(self._events)
-            step = next(event for event in latest if event.row == STEP)
-            return [step, *takewhile(lambda event: event.end_s >= step.begin_s, latest)]
+            return self._events.since(begin_s)
 
     def watch(self, name: str, ask: Callable[[], int | None]) -> None:
         """Sample the gauge `ask` while the engine runs. ask: returns the bytes in use now, or None
@@ -245,7 +235,3 @@ class _CauseSpan:
 
 def _sample(row: Mapping[str, float]) -> Sample:
     return Sample(row[_AT_S], {name: int(n) for name, n in row.items() if name != _AT_S})
-
-
-def _itself(event: Event) -> Event:
-    return event

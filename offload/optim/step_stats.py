@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from offload.core.metrics import NOTHING, Metrics, MetricsSnapshot
-from offload.core.ring_logs import Decoded, NumberLog
 from offload.core.step_fact import IN_MODEL, IN_STEP, StepFact
-from offload.core.timeline import DISK_READS, DISK_WRITES, Event, busy_s
+from offload.core.timeline import DISK_READS, DISK_WRITES, Decoded, Event, NumberLog, busy_s
 from offload.planning.state_plan import UNKNOWN, Speeds
 
 MOST_STEPS = 4096  # that the log holds
@@ -54,7 +53,7 @@ class StepStats:
         seconds |= {f"{IN_MODEL}{cause}": s for cause, s in whole.outside.items()}
         counts = dict(whole.counts)
         self.steps.append(StepFact(number, begin_s, time.perf_counter(), seconds, counts))
-        self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.last_events()))
+        self.speeds = self.speeds.best(speeds_of(self.last, self.metrics.events_since(begin_s)))
 
 
 def speeds_of(step: MetricsSnapshot, events: list[Event]) -> Speeds:

@@ -13,8 +13,7 @@ import pytest
 
 from offload.core.errors import StateError
 from offload.core.metrics import MOST_EVENTS, Metrics
-from offload.core.ring_logs import EventLog, NumberLog
-from offload.core.timeline import STEP, UPDATE, WAITING, Event
+from offload.core.timeline import STEP, UPDATE, WAITING, Event, EventLog, NumberLog
 
 
 def test_counts_from_many_threads_add_up() -> None:
@@ -144,11 +143,14 @@ def test_the_last_rows_of_numbers_that_come_and_go() -> None:
 def test_the_log_of_events_has_the_last_ones_as_they_were() -> None:
     events = [Event(STEP, f"step {i}", i, i + 0.5, 7 * i) for i in range(10)]
     log = EventLog(4)
-    assert list(log) == list(reversed(log)) == [] and len(log) == 0
+    assert list(log) == log.since(0.0) == [] and len(log) == 0
     for count, event in enumerate(events, start=1):
         log.append(event)
         kept = events[max(0, count - 4) : count]
-        assert list(log) == kept and list(reversed(log)) == kept[::-1] and len(log) == len(kept)
+        assert list(log) == kept == [log[index] for index in range(len(log))]
+        assert len(log) == len(kept) and log[-1] == event
+        for begin_s in range(11):
+            assert log.since(begin_s) == [e for e in kept[::-1] if e.end_s >= begin_s]
 
 
 def test_names_of_events_are_not_interned() -> None:

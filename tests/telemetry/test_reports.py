@@ -161,7 +161,7 @@ def test_speeds_are_bytes_over_the_time_at_work() -> None:
         step,
     ):
         metrics.event(event)
-    events = metrics.last_events()
+    events = metrics.events_since(10.0)
     assert [event.name for event in events] == ["step 2", "a", "a"]
     assert speeds_of(metrics.snapshot(), events) == Speeds(400 / 4.0, 1000 / 0.5)
     assert speeds_of(Metrics().snapshot(), [step]) == Speeds(None, None)
