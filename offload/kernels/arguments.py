@@ -12,6 +12,7 @@ import mmap
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -62,27 +63,22 @@ def check_tensor(
     numel = tensor.numel()
     if not numel:
         return Argument(name, tensor, 0, 0, 0)
-    begin, nbytes = _check_memory(name, tensor), numel * tensor.element_size()
-    return Argument(name, tensor, numel, begin, begin + nbytes)
-
-
-def _check_memory(name: str, tensor: Tensor) -> int:
-    """Return the address at which `tensor` begins, if every element of it has memory."""
     kind = type(tensor).__name__
     try:
-        address, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        begin, stored = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     # Fake, functional, wrapping tensors. For some torch warns instead, which may be made an error.
     except (RuntimeError, NotImplementedError, UserWarning) as error:
         raise ConfigError(f"{name}: a {kind} without memory: {error}") from error
-    needed = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+    nbytes = numel * tensor.element_size()
+    needed = tensor.storage_offset() * tensor.element_size() + nbytes
     if needed > stored:
         raise ConfigError(
             f"{name}: a {kind} that reaches to byte {needed} of a storage that has {stored}; its "
             "memory was freed or made smaller"
         )
-    if address == 0:
+    if begin == 0:
         raise ConfigError(f"{name}: a {kind} without memory of its own; pass its local tensor")
-    return address
+    return Argument(name, tensor, numel, begin, begin + nbytes)
 
 
 def check_sizes(arguments: Sequence[Argument]) -> int:
@@ -97,29 +93,22 @@ def check_sizes(arguments: Sequence[Argument]) -> int:
     return first.numel
 
 
-def check_apart(arguments: Sequence[Argument]) -> None:
-    """Check that no two of `arguments` share a byte."""
+def check_access(
+    arguments: Sequence[Argument], read: Argument, rooms: Sequence[Argument] = ()
+) -> None:
+    """Check that no two of all these share a byte, and that the pages of `arguments` can be
+    touched. read: the one among them that is not written. rooms: known to be ordinary memory.
+    """
     before: Argument | None = None
-    for this in sorted((a for a in arguments if a.numel), key=_begin_of):
+    for this in sorted((*arguments, *rooms), key=attrgetter("begin")):
         if before is not None and this.begin < before.end:
             raise ConfigError(
                 f"{this.name}: overlaps {before.name} by {before.end - this.begin} bytes; give "
                 "each its own memory"
             )
         before = this
-
-
-def _begin_of(argument: Argument) -> int:
-    return argument.begin
-
-
-def check_writable(arguments: Sequence[Argument]) -> None:
     for argument in arguments:
-        check_pages(argument.name, argument.begin, argument.end, writable=True)
-
-
-def check_readable(argument: Argument) -> None:
-    check_pages(argument.name, argument.begin, argument.end, writable=False)
+        check_pages(argument.name, argument.begin, argument.end, writable=argument is not read)
 
 
 def check_pages(name: str, begin: int, end: int, writable: bool) -> None:

@@ -36,11 +36,10 @@ from offload.core.errors import ConfigError
 from offload.kernels import reference
 from offload.kernels.arguments import (
     Argument,
-    check_apart,
-    check_readable,
+    check_access,
+    check_pages,
     check_sizes,
     check_tensor,
-    check_writable,
     note_writes,
 )
 from offload.kernels.rules import Number, Rule, check_flags, shown, to_float
@@ -92,11 +91,12 @@ _load()  # now, not at the first call: a fork must find the native core's handle
 
 @dataclass
 class _Choice:
-    """The instruction set in use; `None` until the first query, then fixed unless a test changes
-    it.
+    """The instruction set in use, and the native core unless it is `reference`; `None` until the
+    first query, then fixed unless a test changes it.
     """
 
     isa: str | None = None
+    native: ModuleType | None = None
 
 
 _choice = _Choice()
@@ -136,7 +136,7 @@ def _set_isa(name: str, origin: str) -> None:
     native, _ = _load()
     if native and name != "reference":
         native.set_isa(name)
-    _choice.isa = name
+    _choice.isa, _choice.native = name, native if name != "reference" else None
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def forced_isa(name: str) -> Iterator[None]:
 
 
 def _native() -> ModuleType | None:
-    return None if isa() == "reference" else _load()[0]
+    return _choice.native if _choice.isa is not None or isa() else None
 
 
 def num_threads() -> int:
@@ -164,7 +164,7 @@ def num_threads() -> int:
 
 def set_num_threads(count: int) -> None:
     """Change `num_threads()`; at first it is `torch.get_num_threads()`."""
-    _check_whole("count", count, least=1, most=MOST_THREADS)
+    _whole("count", count, least=1, most=MOST_THREADS)
     native = _native()
     if native:
         native.set_threads(count)
@@ -222,12 +222,10 @@ def update(
         read = check_tensor("grad", grad, _GRADS)
         every = [*written, read]
         tail_begin = _tail_begin(offset, check_sizes(every), numel)
-        lanes = _lanes(threads)
+        lanes = 0 if threads is None else _whole("threads", threads, least=1, most=MOST_THREADS)
         signed_scale = to_float("scale", scale) * (-1.0 if maximize else 1.0)
         rooms = _check_sums(sums, written[: 1 + len(states)])
-        check_apart([*every, *rooms])
-        check_writable(written)
-        check_readable(read)
+        check_access(every, read, rooms)
         state0, state1, *_ = [*states, None, None]
         tensors = (param, grad, state0, state1, out)
         if native := _native():
@@ -296,30 +294,22 @@ def _tail_begin(offset: int, count: int, numel: int | None) -> int:
     """Return the position in a slice of `count` elements at `offset` at which the parameter's last
     `numel % 8` elements begin.
     """
-    _check_whole("offset", offset, least=0)
-    end = offset + count
+    end = _whole("offset", offset, least=0) + count
     if numel is None:
         numel = end
-    _check_whole("numel", numel, least=0)
-    if end > numel:
+    elif end > _whole("numel", numel, least=0):
         raise ConfigError(
             f"numel: the slice [{offset}, {end}) ends behind the parameter's {numel} elements"
         )
     return min(max(numel - numel % TORCH_WIDTH - offset, 0), count)
 
 
-def _lanes(threads: int | None) -> int:
-    if threads is None:
-        return 0  # all
-    _check_whole("threads", threads, least=1, most=MOST_THREADS)
-    return threads
-
-
-def _check_whole(name: str, value: object, least: int, most: int = 2**62) -> None:
+def _whole(name: str, value: object, least: int, most: int = 2**62) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: expected a whole number from {least} on, got {shown(value)}")
     if value > most:
         raise ConfigError(f"{name}: expected a whole number up to {most}, got {value!r}")
+    return value
 
 
 # --- gradient statistics -----------------------------------------------------------------------
@@ -360,10 +350,10 @@ def grad_stats(grad: Tensor, *, threads: int | None = None) -> GradStats:
     """
     with torch._C.DisableTorchFunction():
         read = check_tensor("grad", grad, _GRADS)
-        check_readable(read)
+        check_pages(read.name, read.begin, read.end, writable=False)
         count = read.numel
         sums = np.empty(-(-count // STATS_BLOCK), dtype=np.float64)
-        lanes = _lanes(threads)
+        lanes = 0 if threads is None else _whole("threads", threads, least=1, most=MOST_THREADS)
         native = _native()
         if native:
             code = _CODES[grad.dtype]
@@ -384,10 +374,8 @@ def cast(source: Tensor, target: Tensor, *, threads: int | None = None) -> None:
         targets = _HALVES if source.dtype == torch.float32 else _FULL
         written = check_tensor("target", target, targets)
         count = check_sizes([read, written])
-        lanes = _lanes(threads)
-        check_apart([read, written])
-        check_writable([written])
-        check_readable(read)
+        lanes = 0 if threads is None else _whole("threads", threads, least=1, most=MOST_THREADS)
+        check_access([read, written], read)
         native = _native()
         if native:
             codes = _CODES[source.dtype], _CODES[target.dtype]
