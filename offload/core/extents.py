@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from typing import cast
 
 from offload.core.errors import StateError
 
@@ -44,26 +45,16 @@ class Extents:
             self._free[first:last] = (piece,)
             insort(self._by_size, (piece[1], piece[0]))
 
-    def round_up(self, size: int) -> int:
-        return -(-size // self.align) * self.align
-
-    def take(self, size: int) -> int | None:
-        """Take at least `size` of a free extent and return its begin; None if no extent fits."""
-        begin = self.find(size)
-        if begin is not None:
-            self.take_at(begin, size)
-        return begin
-
     def find(self, size: int) -> int | None:
-        """Return the begin that `take` would return; change nothing."""
+        """Return the begin of the free extent to take `size` from; None if no extent fits."""
         if size < 1:
             raise StateError(f"extents: expected a size from 1 on, got {size}")
-        place = bisect_left(self._by_size, (self.round_up(size),))
+        place = bisect_left(self._by_size, (-(-size // self.align) * self.align,))
         return self._by_size[place][1] if place < len(self._by_size) else None
 
     def take_at(self, begin: int, size: int) -> None:
         """Take the first `size` of the free extent that starts at `begin`."""
-        size = self.round_up(size)
+        size = -(-size // self.align) * self.align
         place = bisect_left(self._free, (begin,))
         found, have = self._free[place]
         assert found == begin and have >= size
@@ -115,6 +106,13 @@ class Extents:
     def largest_free(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0
 
-    @property
-    def pieces(self) -> int:
-        return len(self._taken)
+
+def best_extents() -> type[Extents]:
+    """Return the native core's class, or else Python's. Each change of either is atomic, also when
+    a signal handler raises.
+    """
+    try:
+        from offload import _native
+    except ImportError:
+        return Extents
+    return cast("type[Extents]", _native.Extents)

@@ -34,7 +34,7 @@ from torch import Tensor
 from offload.core.budget import HOST, Budget
 from offload.core.config import format_size
 from offload.core.errors import CapacityError, ConfigError, StateError
-from offload.core.extents import Extents
+from offload.core.extents import best_extents
 from offload.core.locks import Gate, uninterrupted
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
@@ -171,13 +171,11 @@ def _fault_in(address: int, nbytes: int) -> None:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The statistics of a pool at one moment, in bytes, and the number of its leases."""
+    """The statistics of a pool at one moment."""
 
     capacity_bytes: int
     used_bytes: int
     peak_bytes: int
-    largest_free_bytes: int
-    leases: int
 
 
 class Pool:
@@ -213,7 +211,7 @@ class Pool:
         if device is not None and device.type != "cpu":
             arena.unregister = self._pin(register, device, metrics or Metrics())
         self._map: _Arena | None = arena  # None: closed
-        self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
+        self._extents = best_extents()(self.capacity_bytes, PIECE_ALIGN)
         self._lock = threading.Lock()
         self._changed = Gate(self._lock)
         # Extents that were returned. A finalizer may run at any moment, even in a thread that holds
@@ -255,7 +253,7 @@ class Pool:
         if not isinstance(nbytes, int) or nbytes < 0:
             raise ConfigError(f"nbytes: expected a whole number from 0 on, got {nbytes!r}")
         size = max(nbytes, 1)  # an empty lease is a lease, too
-        if self._extents.round_up(size) > self.capacity_bytes:
+        if size > self.capacity_bytes:
             raise CapacityError(self._refusal(nbytes, what, "it is larger than the whole pool"))
         place = object()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -279,14 +277,16 @@ class Pool:
 
     def _wait_for(self, size: int, place: object, deadline_s: float | None) -> int | None:
         while True:
-            self._check_usable()
             self._take_in_returned()
-            if self._queue[0] is place and (begin := self._extents.take(size)) is not None:
+            begin = self._extents.find(size) if self._queue[0] is place else None
+            if begin is not None:
+                self._extents.take_at(begin, size)
                 return begin
             left_s = _RECHECK_S if deadline_s is None else deadline_s - time.monotonic()
             if left_s <= 0:
                 return None
             self._changed.wait(min(left_s, _RECHECK_S))
+            self._check_usable()
 
     def _refusal(self, nbytes: int, what: str, why: str) -> str:
         free = self.capacity_bytes - self._extents.used
@@ -314,13 +314,7 @@ class Pool:
         self._check_process()
         with self._lock:
             self._take_in_returned()
-            return PoolStats(
-                self.capacity_bytes,
-                self._extents.used,
-                self._peak_bytes,
-                self._extents.largest_free,
-                self._extents.pieces,
-            )
+            return PoolStats(self.capacity_bytes, self._extents.used, self._peak_bytes)
 
     def close(self) -> None:
         """Refuse further leases. Leases that are still held stay valid until they are released; the

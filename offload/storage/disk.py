@@ -44,8 +44,7 @@ from offload.storage.engine import (
     make_sums,
 )
 from offload.storage.files import SwapFile, System, close_swap_files, open_swap_files
-from offload.storage.space import Extent, Space
-from offload.storage.table import ChunkTable, Version
+from offload.storage.space import ChunkTable, Extent, Space, Version
 
 _WRITES = DISK_WRITES, "disk_written_bytes"  # the row of the timeline, and the counter
 _READS = DISK_READS, "disk_read_bytes"
@@ -243,23 +242,20 @@ class DiskStore:
         try:
             with self._lock:
                 begin(operation, memory)
-                self._expect(operation)
+                assert operation.version is not None
+                # Its bytes count as waiting before it starts.
+                waiting_bytes = self._space.waiting_bytes.copy()
+                for file, _, nbytes in operation.version.extents:
+                    waiting_bytes[file] += nbytes
+                self._space.waiting_bytes = waiting_bytes
+                operation.is_expected = True
+                operation.begin_s = time.perf_counter()
             self.engine.submit(operation, self._transfers(operation, memory))
         except BaseException:
             if not operation.begun:
                 self._ended(operation, StateError(f"{operation.name}: could not be started"))
             raise
         return operation.ticket
-
-    def _expect(self, operation: _Operation) -> None:
-        """Count the operation's bytes as waiting, before it starts. The caller holds the lock."""
-        assert operation.version is not None
-        waiting_bytes = self._space.waiting_bytes.copy()
-        for file, _, nbytes in operation.version.extents:
-            waiting_bytes[file] += nbytes
-        self._space.waiting_bytes = waiting_bytes
-        operation.is_expected = True
-        operation.begin_s = time.perf_counter()
 
     def _transfers(self, operation: _Operation, memory: Buffer) -> list[Transfer]:
         version, is_write = operation.version, operation.is_write
@@ -298,13 +294,10 @@ class DiskStore:
             if self._writers_waiting:
                 self._room.notify_all()
         if error is None:
-            self._tell(version, operation)
-
-    def _tell(self, version: Version, operation: _Operation) -> None:
-        row, count = _WRITES if operation.is_write else _READS
-        metrics, name, nbytes = self.metrics, version.name, version.nbytes
-        metrics.count(count, nbytes)
-        metrics.event(Event(row, name, operation.begin_s, time.perf_counter(), nbytes))
+            row, count = _WRITES if operation.is_write else _READS
+            begin_s, end_s = operation.begin_s, time.perf_counter()
+            self.metrics.count(count, version.nbytes)
+            self.metrics.event(Event(row, version.name, begin_s, end_s, version.nbytes))
 
     # --- the table --------------------------------------------------------------------------------
 
@@ -312,7 +305,8 @@ class DiskStore:
         """Free the chunk, and discard every write of it that is in flight. Never blocks."""
         self.engine.check_usable()
         table = self._table
-        table.check_known(name)
+        if name not in table.current and name not in table.writing:
+            raise table.unknown(name)
         # A finalizer may call this in the thread that holds the lock: then the next call that takes
         # the lock frees the chunk.
         table.freed.append((name, table.generation))
@@ -342,7 +336,7 @@ class DiskStore:
                 DirectoryStats(
                     str(file.directory),
                     file.nbytes,
-                    self._space.used_bytes_of(number),
+                    self._space.extents[number].used,
                     self._read_bytes[number],
                     self._written_bytes[number],
                     file.align > 1,
@@ -388,7 +382,7 @@ def _cut_sums(known: KnownSums, extents: Sequence[Extent]) -> list[Sums]:
 
 def _shut(engine: IOEngine, files: list[SwapFile]) -> None:
     """Close a store's engine and files. In a forked child do nothing: they are the parent's."""
-    if not engine.is_ours():
+    if os.getpid() != engine.pid:
         return
     engine.close()
     # A file that the kernel may still write to stays open until the process ends.

@@ -161,7 +161,7 @@ class IOEngine(ABC):
         self.sum_bytes = piece_bytes
         self.notes: list[str] = []  # features that the system refused, for the report
         self.held: Sequence[Buffer] = ()  # memory that lives until the engine is closed
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._numbers = count(1)
         self._lock = threading.RLock()  # a finalizer may take it again in the same thread
         self._flying: dict[int, tuple[Transfer, Group]] = {}
@@ -211,16 +211,12 @@ class IOEngine(ABC):
         for number in group.ids if was_known else ():
             self._withdraw(number)
 
-    def is_ours(self) -> bool:
-        """Return whether this process made the engine, rather than its parent."""
-        return os.getpid() == self._pid
-
     def check_process(self) -> None:
-        if not self.is_ours():
+        if os.getpid() != self.pid:
             raise StateError("store: made by the parent process; a forked child must not use it")
 
     def check_usable(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             self.check_process()
         if self._closed:
             raise StateError("store: closed")
@@ -296,7 +292,7 @@ class IOEngine(ABC):
         """End what is in flight and refuse new transfers. Idempotent; a call after an interrupted
         one continues it.
         """
-        if not self.is_ours():
+        if os.getpid() != self.pid:
             return
         with steadfast, attempt(self._closing) as is_first:
             if is_first:  # else another call is closing it

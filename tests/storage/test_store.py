@@ -576,7 +576,7 @@ def test_an_interrupted_start_gives_everything_back_once(
     assert narrow.stats().used_bytes == 0
 
 
-@pytest.mark.parametrize("where", ["_wait_for_room", "_expect", "_transfers"])
+@pytest.mark.parametrize("where", ["_wait_for_room", "_begin_write", "_transfers"])
 def test_an_interruption_before_the_start_gives_the_room_back(
     narrow: DiskStore, where: str
 ) -> None:
@@ -692,7 +692,7 @@ def test_writes_go_where_the_queue_is_shortest() -> None:
     assert not space.take(MIB, [])
     space.give_back(taken)
     assert space.used_bytes == 3 * BLOCK
-    assert [space.used_bytes_of(i) for i in range(3)] == [BLOCK] * 3
+    assert [space.extents[i].used for i in range(3)] == [BLOCK] * 3
     assert space.peak_bytes == 3 * BLOCK + 5 * MIB // 2
 
 
@@ -726,7 +726,7 @@ def test_room_is_not_lost_by_an_interruption(nbytes: int, kind: Any) -> None:
         assert len(found) in (0, 1 if nbytes == 2 * BLOCK else 3)
         outcomes.add(len(found))
         space.give_back(found)
-        assert [space.used_bytes_of(i) for i in range(2)] == [BLOCK, 0]
+        assert [space.extents[i].used for i in range(2)] == [BLOCK, 0]
         assert len(taken_from(space, 6 * BLOCK)) == 3, "the free pieces are whole again"
         if not reached:
             break

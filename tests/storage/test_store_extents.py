@@ -17,11 +17,10 @@ from support.stores import BLOCK, MIB, memory_at, open_store, read, write
 
 from offload import _native
 from offload.core.errors import ConfigError
-from offload.core.extents import Extents
+from offload.core.extents import Extents, best_extents
 from offload.core.pool import Pool
 from offload.storage import buffers
 from offload.storage.buffers import Buffer, ByteRange, _of_plain_tensor, find_anonymous
-from offload.storage.space import best_extents
 
 CAPACITY, ALIGN = 96 * 16, 16
 

@@ -25,7 +25,7 @@ from offload.storage.choose import ENGINES
 from offload.storage.contract import check_request
 from offload.storage.disk import DiskStore, _Operation
 from offload.storage.engine import Fault, FaultKind, Priority
-from offload.storage.table import Version
+from offload.storage.space import Version
 
 __all__ = ["ENGINES"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.core.config import format_size
 from offload.core.errors import CapacityError
-from offload.core.extents import Extents
+from offload.core.extents import Extents, best_extents
 from offload.core.metrics import Metrics
 from offload.core.pool import PIECE_ALIGN, PoolStats
 from offload.planning.unit import Unit
@@ -104,11 +104,12 @@ class VirtualPool:
 
     def __init__(self, nbytes: int) -> None:
         self.capacity_bytes = nbytes - nbytes % PIECE_ALIGN
-        self._extents = Extents(self.capacity_bytes, PIECE_ALIGN)
+        self._extents = best_extents()(self.capacity_bytes, PIECE_ALIGN)
         self._peak_bytes = 0
 
     def lease(self, nbytes: int, what: str = "a block") -> VirtualLease:
-        begin = self._extents.take(max(nbytes, 1))
+        size = max(nbytes, 1)
+        begin = self._extents.find(size)
         if begin is None:
             free = self.capacity_bytes - self._extents.used
             raise CapacityError(
@@ -116,17 +117,12 @@ class VirtualPool:
                 f"{format_size(free)} of {format_size(self.capacity_bytes)} are free, the largest "
                 f"piece is {format_size(self._extents.largest_free)}; raise host_memory"
             )
+        self._extents.take_at(begin, size)
         self._peak_bytes = max(self._peak_bytes, self._extents.used)
         return VirtualLease(self._extents, begin, nbytes)
 
     def stats(self) -> PoolStats:
-        return PoolStats(
-            self.capacity_bytes,
-            self._extents.used,
-            self._peak_bytes,
-            self._extents.largest_free,
-            self._extents.pieces,
-        )
+        return PoolStats(self.capacity_bytes, self._extents.used, self._peak_bytes)
 
 
 class VirtualLease:
