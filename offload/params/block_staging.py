@@ -8,7 +8,7 @@ block's own, and are written back to the store unless host memory has room for a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
@@ -20,8 +20,7 @@ from offload.optim.gradient_source import Gradient
 from offload.optim.staging import ArrivingGradient, Awaited, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.residency import Residency
-from offload.params.spill import SpillArea
-from offload.params.spill_slots import SpillSlot, round_up_to_cache_line
+from offload.params.spill import SpillArea, SpillSlot, round_up_to_cache_line
 from offload.params.spilled_gradient import (
     SpilledGradientPart,
     SpilledGradientValues,
@@ -229,43 +228,41 @@ class SpilledGradientReader:
         """Begin an update of these gradients; cut those anew that are not cut as `chunks` are."""
         self.end()
         self._cold = {n: one for n, one in grads.items() if isinstance(one, SpilledGradientPart)}
-        for whose, cuts in self._wrongly_cut(chunks).items():
+        wanted: dict[SpilledGradientValues, set[int]] = {}
+        wrong: dict[SpilledGradientValues, set[int]] = {}
+        for chunk in chunks:
+            for _, whose, begin, end in self._cold_in(chunk):
+                cuts = wanted.setdefault(whose, {0, whose.cuts[-1]})
+                cuts.update((begin, end))
+                if whose.range_of(begin, end) is None:
+                    wrong[whose] = cuts
+        for whose, cuts in wrong.items():
             whose.cut_anew(sorted(cuts))
 
-    def _wrongly_cut(self, chunks: Iterable[Chunk]) -> dict[SpilledGradientValues, set[int]]:
-        wanted: dict[SpilledGradientValues, set[int]] = {}
-        wrong: set[SpilledGradientValues] = set()
-        for chunk in chunks:
-            for part in chunk.slices:
-                if part.param in self._cold:
-                    whose, begin, end = self._place(part)
-                    wanted.setdefault(whose, {0, whose.cuts[-1]}).update((begin, end))
-                    if not whose.is_cut_at(begin, end):
-                        wrong.add(whose)
-        return {whose: cuts for whose, cuts in wanted.items() if whose in wrong}
-
-    def _place(self, part: Slice) -> tuple[SpilledGradientValues, int, int]:
-        cold = self._cold[part.param]
-        begin = cold.begin + part.begin - self._firsts.get(part.param, 0)
-        return cold.whose, begin, begin + part.end - part.begin
+    def _cold_in(self, chunk: Chunk) -> Iterator[tuple[Slice, SpilledGradientValues, int, int]]:
+        """Yield a chunk's spilled slices, each with the elements [begin, end) that it is there."""
+        for part in chunk.slices:
+            cold = self._cold.get(part.param)
+            if cold is not None:
+                begin = cold.begin + part.begin - self._firsts.get(part.param, 0)
+                yield part, cold.whose, begin, begin + part.end - part.begin
 
     def has_place(self, chunk: Chunk) -> bool:
         """Return whether `take` would not wait for a slot."""
-        is_wanted = any(part.param in self._cold for part in chunk.slices)
-        return not is_wanted or self._area.has_free()
+        return not any(self._cold_in(chunk)) or self._area.has_free()
 
     def take(self, chunk: Chunk) -> dict[Slice, StagedGradientRange]:
         """Begin to read a chunk's spilled slices into one slot. Waits if no slot is free."""
-        wanted = [part for part in chunk.slices if part.param in self._cold]
-        if not wanted:
-            return {}
-        slot = self._slots[chunk.number] = self._area.take()
-        slot.is_staged = True
-        found, at = {}, 0
-        for part in wanted:
-            whose, begin, end = self._place(part)
+        found: dict[Slice, StagedGradientRange] = {}
+        slot, at = None, 0
+        for part, whose, begin, end in self._cold_in(chunk):
+            if slot is None:
+                slot = self._slots[chunk.number] = self._area.take()
+                slot.is_staged = True
+            piece = whose.range_of(begin, end)
+            assert piece is not None, "cut for this plan"
             nbytes = round_up_to_cache_line((end - begin) * whose.dtype.itemsize)
-            found[part] = whose.stage(begin, end, slot.memory[at : at + nbytes], slot)
+            found[part] = StagedGradientRange(whose, piece, slot.memory[at : at + nbytes], slot)
             at += nbytes
         return found
 

@@ -31,7 +31,7 @@ from offload.device import DeviceTransfer
 from offload.optim.gradient_handle import GradientHandle
 from offload.optim.staged_sums import HostSum, StagedSums, equal_parts
 from offload.optim.staging import StagingBuffer
-from offload.params.gradients import GradMemory, spill
+from offload.params.gradients import GradMemory
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
 from offload.params.spilled_gradient import SpilledGradientValues
@@ -149,9 +149,9 @@ class DeviceGradients:
             self._sums[param] = grad.cpu()
             return
         if param in self._spilled and grad.numel():
-            spilled = spill(self.area, param, self._name_of(param), self._metrics)
+            assert self.area is not None, "made where gradients are spilled"
+            spilled = SpilledGradientValues.make(self.area, param, self._name_of(param), param)
             if spilled is not None:
-                assert self.area is not None
                 self._sums[param] = self.area.show(param, spilled)
                 self._stage(param, _SpilledSum(spilled, is_first=True), grad)
                 return

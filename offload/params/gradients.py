@@ -124,9 +124,10 @@ class Gradients:
         if not has_grad_to_itself(param):
             self._leave(param)
             return
-        spilled = spill(self.area, param, self._name_of(param), self._metrics)
+        assert self.area is not None, "made where gradients are spilled"
+        spilled = SpilledGradientValues.make(self.area, param, self._name_of(param), param)
         if spilled is not None:
-            assert self.area is not None and param.grad is not None
+            assert param.grad is not None
             spilled.take(param.grad)
             param.grad = self.area.show(param, spilled)
 
@@ -157,19 +158,6 @@ class Gradients:
         for param in self._spilled:
             if isinstance(param.grad, GradientHandle):
                 param.grad = param.grad.here
-
-
-def spill(
-    area: SpillArea | None, param: Tensor, name: str, metrics: Metrics
-) -> SpilledGradientValues | None:
-    """Allocate room in the store for a parameter's gradient. Return None if it must stay in memory,
-    since user code keeps an older gradient in that room.
-    """
-    assert area is not None, "made where gradients are spilled"
-    made = SpilledGradientValues.make(area, param, name, param.numel(), param.dtype, param.shape)
-    if made is None:
-        metrics.count("gradients_outside_of_their_place")
-    return made
 
 
 def _can_be_spilled(param: Tensor) -> bool:

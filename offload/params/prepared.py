@@ -47,7 +47,7 @@ from offload.params.prepare_plan import PreparePlan
 from offload.params.recompute import Recompute, layers_of
 from offload.params.sharded_gradients import NO_SCALER, ShardedGradients
 from offload.params.sharded_state import UnitGatherer
-from offload.params.spill_slots import slot_bytes
+from offload.params.spill import slot_bytes
 from offload.params.trace import Trace
 from offload.planning.layout import Chunk, slices_by_param
 from offload.planning.state_plan import Plan

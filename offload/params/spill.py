@@ -13,30 +13,49 @@ one at a time.
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offload.core.errors import OffloadError, StateError
+from offload.core.errors import OffloadError, StateError, StoreTimeout
 from offload.core.locks import uninterrupted
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
 from offload.optim.gradient_handle import GradientHandle
 from offload.optim.gradient_source import GradientSource
-from offload.params.spill_slots import SpillSlot, SpillSlots, page_up
+from offload.planning.layout import Chunk
 from offload.storage.disk import DiskStore
 from offload.storage.outgoing import Outgoing
 
 _WRITING = "gradient write"  # name of the wait in metrics
+_PAGE = 4096
+_LINE = 64
+
+
+@dataclass(eq=False)
+class SpillSlot:
+    """A slot of the staging buffer, for one range or for the slices of one chunk of state."""
+
+    memory: Tensor  # bytes
+    tickets: list[Ticket[None]] = field(default_factory=list)  # transfers that may touch it
+    is_lost: bool = False  # after a timeout the operating system may still write to it
+    is_staged: bool = False  # the update or an accumulation uses it
+    is_written: bool = False  # a write from it has not been taken in
+
+    @property
+    def is_free(self) -> bool:
+        is_taken = self.is_lost or self.is_staged or self.is_written
+        return not is_taken and all(ticket.done for ticket in self.tickets)
 
 
 class Losable(Protocol):
@@ -83,13 +102,18 @@ class SpillArea:
         self.lock = threading.RLock()
         self.wants_norms = False  # the user's code has asked for a norm
         self.wants_squares = False  # the update has asked for sums of squares
-        self.slots = SpillSlots(memory)
+        self._memory = memory
+        self._lost: list[Tensor] = []  # memory that the operating system may write to at any time
+        self.slots: list[SpillSlot] = []
+        self.slot_bytes = 0  # of each
         self._left_bytes = room_bytes
         self._numbers = count()
         self._writing: deque[_Writing] = deque()
         self.given_up: deque[tuple[list[str], int]] = deque()  # filled by finalizers
         self._living: weakref.WeakSet[GradientHandle] = weakref.WeakSet()
         self._cut_of: dict[object, tuple[int, ...]] = {}
+        if memory.nbytes:
+            self.divide(_PAGE)
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -99,19 +123,20 @@ class SpillArea:
         """
         with self.lock:
             self.settle()
-            self.slots.divide(slot_bytes)
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.slots.slot_bytes
+            whole = self._memory.nbytes
+            self.slot_bytes = size = min(_page_up(max(slot_bytes, 1)), whole)
+            begins = range(0, whole - size + 1, size)
+            self.slots = [SpillSlot(self._memory[begin : begin + size]) for begin in begins]
+            for slot in self.slots:
+                slot.is_lost = any(_overlap(slot.memory, lost) for lost in self._lost)
 
     def has_free(self) -> bool:
         """Return whether `take` would not wait: a slot is free, or none will ever become free and
         `take` raises.
         """
         with self.lock:
-            self._end_what_is_done()
-            is_to_come = self._writing or self.slots.are_staged
+            self.poll()
+            is_to_come = self._writing or any(slot.is_staged for slot in self.slots)
             return self._free_slot() is not None or not is_to_come
 
     def take(self) -> SpillSlot:
@@ -119,24 +144,32 @@ class SpillArea:
         the oldest write while there is none; raises `StateError` if there is none to wait for.
         """
         with self.lock:
-            self._end_what_is_done()
-            while self._writing and self.slots.free() is None:
+            self.poll()
+            while (slot := self._free_slot()) is None and self._writing:
                 self._end_oldest()
-            slot = self._free_slot()
             if slot is None:
                 raise StateError("gradients: no staging memory is free, and no write is in flight")
+            slot.tickets.clear()
             return slot
 
     def _free_slot(self) -> SpillSlot | None:
-        found = self.slots.free()
-        if found is None and not self._is_waited_for():
-            self.slots.recover()
-            found = self.slots.free()
-        return found
+        for slot in self.slots:
+            if slot.is_free:
+                return slot
+        if self._lost and not self.store.engine.abandoned_bytes:  # the drive has answered after all
+            self._lost.clear()
+            for slot in self.slots:
+                slot.is_lost = False
+            return self._free_slot()
+        return None
 
-    def _is_waited_for(self) -> bool:
-        """Return whether the operating system still runs a transfer that timed out."""
-        return self.store.engine.abandoned_bytes > 0
+    def lose_after(self, slot: SpillSlot, error: OffloadError) -> None:
+        """Mark a slot as lost if its transfer ended with a timeout: the operating system may still
+        touch the memory.
+        """
+        if isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT:
+            slot.is_lost = True
+            self._lost.append(slot.memory)
 
     # --- writes in flight -------------------------------------------------------------------------
 
@@ -144,7 +177,8 @@ class SpillArea:
     def write(self, whose: Losable, piece: SpilledRange, values: Tensor, slot: SpillSlot) -> None:
         """Begin to write a range from its slot. The slot is free again when the write has ended."""
         with self.lock:
-            ticket = slot.start(self.store.write(piece.key, values))
+            ticket = self.store.write(piece.key, values)
+            slot.tickets.append(ticket)
             slot.is_written = True
             writing = _Writing(piece, slot, ticket, weakref.ref(whose))
             piece.writing = writing
@@ -154,57 +188,43 @@ class SpillArea:
     def poll(self) -> None:
         """Raise the error of a failed write, if any. Does not wait for writes in flight."""
         with self.lock:
-            self._end_what_is_done()
-
-    def settle(self) -> None:
-        """Wait until all writes have ended; raise the error of one that failed."""
-        with self.lock:
-            while self._writing:
+            while self._writing and self._writing[0].ticket.done:
                 self._end_oldest()
 
-    def finish(self, piece: SpilledRange) -> None:
-        """Wait until no write of this range is in flight."""
+    def settle(self, piece: SpilledRange | None = None) -> None:
+        """Wait until all writes have ended, or that of one range; raise the error of one that
+        failed.
+        """
         with self.lock:
-            while piece.writing is not None:
+            while self._writing if piece is None else piece.writing:
                 self._end_oldest()
 
-    def _end_what_is_done(self) -> None:
-        while self._writing and self._writing[0].ticket.done:
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
+    def _end_oldest(self, raises: bool = True) -> None:
         """Wait for the oldest write. If it fails, wait for the others as well, so that each
         gradient that has lost values has its error when this one is raised.
         """
-        error = self._ended()
-        if error is not None:
-            while self._writing:
-                self._ended()
-            raise error
-
-    def _ended(self) -> OffloadError | None:
-        """Wait for the oldest write; return the error that the caller must raise, if any."""
-        writing = self._writing[0]
+        writing, failure = self._writing[0], None
         try:
             with self.metrics.span(_WRITING):
                 writing.ticket.wait()
         except OffloadError as error:
-            self.slots.lose_after(writing.slot, error)
-            self._end(writing)
-            whose = writing.whose()
-            if whose is not None:
-                whose.error = error
-                return error
-            self.metrics.count("errors_after_an_error")  # the gradient has been freed
-        else:
-            self._end(writing)
-        return None
-
-    def _end(self, writing: _Writing) -> None:
+            self.lose_after(writing.slot, error)
+            failure = error
         self._writing.popleft()
         if writing.piece.writing is writing:
             writing.piece.writing = None
         writing.slot.is_written = False
+        if failure is None:
+            return
+        whose = writing.whose()
+        if whose is None:
+            self.metrics.count("errors_after_an_error")  # the gradient has been freed
+            return
+        whose.error = failure
+        if raises:
+            while self._writing:
+                self._end_oldest(raises=False)
+            raise failure
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -219,9 +239,9 @@ class SpillArea:
         None: there is no room, since gradients that the user's code still holds have it.
         """
         with self.lock:
-            self._take_in()
+            self._free_given_up()
             cuts = self.fitting(self._cut_of.get(key, (0, numel)), dtype)
-            nbytes = sum(page_up((end - begin) * dtype.itemsize) for begin, end in pairwise(cuts))
+            nbytes = sum(_page_up((end - begin) * dtype.itemsize) for begin, end in pairwise(cuts))
             if nbytes > self._left_bytes:
                 return None
             self._left_bytes -= nbytes
@@ -239,7 +259,7 @@ class SpillArea:
         self._living.add(gradient)
         return gradient
 
-    def _take_in(self) -> None:
+    def _free_given_up(self) -> None:
         """Free the chunks of gradients that were garbage-collected since."""
         while self.given_up:
             keys, nbytes = self.given_up.popleft()
@@ -254,7 +274,7 @@ class SpillArea:
         """
         with self.lock:
             while self._writing:
-                self._ended()
+                self._end_oldest(raises=False)
             living = list(self._living)
             places: dict[int, Outgoing] = {}
             for number, gradient in enumerate(living):  # all places first, for one file for all
@@ -267,7 +287,9 @@ class SpillArea:
                     with _loss_told():
                         gradient.keep_in(lambda v, at=number: _kept(places[at], v))  # type: ignore[misc]
             self._living.clear()
-            self.slots = SpillSlots(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            self.slots, self.slot_bytes = [], 0
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._lost.clear()
 
 
 @contextmanager
@@ -282,3 +304,32 @@ def _kept(place: Outgoing, values: Tensor) -> Tensor:
     place.fill(values)
     place.sync()
     return place.tensor
+
+
+def _page_up(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def slot_bytes(chunks: Iterable[Chunk], itemsizes: Mapping[int, int]) -> int:
+    """Return the bytes of a slot that holds the spilled slices of any one chunk. itemsizes: bytes
+    per element of the spilled gradients, by the number of their parameter.
+    """
+    each = (
+        sum(
+            round_up_to_cache_line((part.end - part.begin) * itemsizes[part.param])
+            for part in chunk.slices
+            if part.param in itemsizes
+        )
+        for chunk in chunks
+    )
+    return max(each, default=0)
+
+
+def round_up_to_cache_line(nbytes: int) -> int:
+    """Round up to the distance between slices of a chunk in a slot: whole cache lines."""
+    return -(-nbytes // _LINE) * _LINE

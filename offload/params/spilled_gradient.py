@@ -22,25 +22,39 @@ from offload.core.errors import OffloadError, StateError, StoreError
 from offload.core.ticket import Ticket
 from offload.optim.gradient_handle import Answers, answers_of_stored
 from offload.optim.gradient_source import Gradient, GradientEdit
-from offload.params.spill import SpillArea, SpilledRange
-from offload.params.spill_slots import SpillSlot
+from offload.params.spill import SpillArea, SpilledRange, SpillSlot
 from offload.storage.engine import Priority
 
 _READING = "gradient read"  # name of the wait in metrics
 
 
 class StagedGradientRange:
-    """A range that is being read into memory; its values are valid once `wait` has returned."""
+    """A range that is being read into memory, a part of `slot` if one is given; its values are
+    valid once `wait` has returned. Raises the error of a gradient that is lost.
+    """
 
     def __init__(
         self,
         whose: SpilledGradientValues,
         piece: SpilledRange,
-        values: Tensor,
+        memory: Tensor,
         slot: SpillSlot | None,
     ) -> None:
-        self._whose, self.piece, self.values, self._slot = whose, piece, values, slot
-        self._ticket = whose._read(piece, values, slot)
+        area = whose.area
+        self._whose, self.piece, self._slot = whose, piece, slot
+        self.values = memory.view(whose.dtype)[: piece.end - piece.begin]
+        self._ticket: Ticket[None] | None = None
+        with area.lock:
+            if whose.error is not None:
+                raise whose.error
+            if whose.is_blank(piece):
+                self.values.zero_()  # an edit will replace the stored values anyway
+                return
+            area.settle(piece)
+            self._ticket = area.store.read(piece.key, self.values, Priority.PREFETCH)
+            area.metrics.count("spilled_read_bytes", self.values.nbytes)
+            if slot is not None:
+                slot.tickets.append(self._ticket)
 
     @property
     def done(self) -> bool:
@@ -50,7 +64,7 @@ class StagedGradientRange:
         if self._ticket is not None:
             with self._whose.area.metrics.span(_READING):
                 self._land(self._ticket)
-        self._whose._make_edits(self.piece, self.values)
+        self._whose.make_edits(self.piece, self.values)
 
     def break_off(self) -> None:
         """Abandon the range. Waits for its read: then nothing touches its memory, or its slot is
@@ -67,7 +81,7 @@ class StagedGradientRange:
         except OffloadError as error:
             self._ticket = None
             if self._slot is not None:
-                self._whose.area.slots.lose_after(self._slot, error)
+                self._whose.area.lose_after(self._slot, error)
             raise
         self._ticket = None
 
@@ -88,30 +102,25 @@ class SpilledGradientValues:
         self._number = number
         self.keys: list[str] = []  # all chunks of it that the store may have
         self._cut_at(cuts)
-        self._edits: list[
-            tuple[int, int, GradientEdit]
-        ] = []  # elements [begin, end), and their edit
+        self._edits: list[tuple[int, int, GradientEdit]] = []  # of elements [begin, end)
         self._norm: Tensor | None = None
         self._squares: Sequence[float] | None = None
         self.error: OffloadError | None = None  # of a write that failed: some values are lost
 
     @classmethod
     def make(
-        cls,
-        area: SpillArea,
-        key: object,
-        name: str,
-        numel: int,
-        dtype: torch.dtype,
-        shape: torch.Size,
+        cls, area: SpillArea, key: object, name: str, like: Tensor
     ) -> SpilledGradientValues | None:
-        """Make a spilled gradient, without values yet. Return None if the area has no room."""
+        """Make a spilled gradient, without values yet. Return None if the area has no room, since
+        user code keeps an older gradient in it.
+        """
         with area.lock:
-            room = area.reserve(key, numel, dtype)
+            room = area.reserve(key, like.numel(), like.dtype)
             if room is None:
+                area.metrics.count("gradients_outside_of_their_place")
                 return None
             number, cuts, nbytes = room
-            made = cls(area, number, name, cuts, dtype, shape)
+            made = cls(area, number, name, cuts, like.dtype, like.shape)
             # Not a method of the area, which it would keep.
             weakref.finalize(made, area.given_up.append, (made.keys, nbytes)).atexit = False
             return made
@@ -124,145 +133,127 @@ class SpilledGradientValues:
             if begin < end
         ]
         self._begins = [piece.begin for piece in self.pieces]
+        self._largest = max((piece.end - piece.begin for piece in self.pieces), default=0)
         self.keys += [piece.key for piece in self.pieces if piece.key not in self.keys]
 
-    def cut_anew(self, cuts: Sequence[int]) -> None:
-        """Cut the gradient at other places, since the plan of the update has changed. Loads all
-        values and writes them again.
+    def cut_anew(self, cuts: Sequence[int], keeps_values: bool = True) -> None:
+        """Cut the gradient at other places, since slots or the plan of the update have changed.
+        Loads all values and writes them again, unless they are about to be replaced.
         """
         with self.area.lock:
-            values, norm, squares = self.load(), self._norm, self._squares
-            self._free()
+            values = self.load() if keeps_values else None
+            norm, squares = self._norm, self._squares
+            for piece in self.pieces:
+                with suppress(StateError):  # never written
+                    self.area.store.free(piece.key)
             self._cut_at(cuts)
             self._edits.clear()
-            self.write(values.view(-1))
-            self.area.settle()
+            if values is not None:
+                self.write(values.view(-1))
+                self.area.settle()
             self._norm, self._squares = norm, squares
 
-    def _fit(self, is_new: bool = False) -> None:
-        """Cut the gradient anew if slots have become smaller than its ranges. is_new: all stored
-        values are about to be replaced, so they need not be kept.
-        """
-        largest = max((piece.end - piece.begin for piece in self.pieces), default=0)
-        is_closed = not self.area.slot_bytes
-        if is_closed or largest * self.dtype.itemsize <= self.area.slot_bytes:
-            return
-        cuts = self.area.fitting(self.cuts, self.dtype)
-        if not is_new:
-            self.cut_anew(cuts)
-            return
-        self._free()
-        self._cut_at(cuts)
-        self._edits.clear()
-
-    def _free(self) -> None:
-        for piece in self.pieces:
-            with suppress(StateError):  # never written
-                self.area.store.free(piece.key)
+    def _fit(self, keeps_values: bool) -> None:
+        """Cut the gradient anew if slots have become smaller than its ranges."""
+        if 0 < self.area.slot_bytes < self._largest * self.dtype.itemsize:
+            self.cut_anew(self.area.fitting(self.cuts, self.dtype), keeps_values)
 
     # --- write ------------------------------------------------------------------------------------
 
     def take(self, values: Tensor) -> None:
-        """Replace all values by these, in the gradient's shape: autograd's or the user's."""
+        """Replace all values by these, in the gradient's shape: autograd's or the user's. Compute
+        their norm and sums of squares while they are in memory, if those were asked for before.
+        """
         with self.area.lock, torch.no_grad():
             values = values.detach()
-            self._look_at(values)
+            self._norm = self._squares = None
+            if self.area.wants_norms:
+                self._norm = torch.linalg.vector_norm(values)
+            if self.area.wants_squares:
+                self._squares = kernels.grad_stats(values.reshape(-1)).block_sums
             self.write(values.reshape(-1))
 
-    def _look_at(self, values: Tensor) -> None:
-        """Compute the norm and the sums of squares while the values are in memory, if they have
-        been asked for before.
-        """
-        self._forget()
-        if self.area.wants_norms:
-            self._norm = torch.linalg.vector_norm(values)
-        if self.area.wants_squares:
-            self._squares = kernels.grad_stats(values.reshape(-1)).block_sums
-
-    def _forget(self) -> None:
-        self._norm = self._squares = None
+    store = take
 
     def write(self, values: Tensor, begin: int = 0) -> None:
         """Write these flat values from element `begin` on; they must cover whole ranges. Returns
         when they are copied to slots; the writes go on.
         """
-        with self.area.lock, torch.no_grad(), self._whole_or_lost():
-            self._fit(begin == 0 and values.numel() == self.cuts[-1])
+        is_all = begin == 0 and values.numel() == self.cuts[-1]
+        with self._changing():
+            self._fit(keeps_values=not is_all)
             for piece in self._within(begin, begin + values.numel()):
                 slot = self.area.take()
-                here = self._in(slot, piece)
+                here = slot.memory.view(self.dtype)[: piece.end - piece.begin]
                 here.copy_(values[piece.begin - begin : piece.end - begin])
-                self._store(piece, here, slot)
-            if begin == 0 and values.numel() == self.cuts[-1]:
+                piece.made = len(self._edits)
+                self.area.write(self, piece, here, slot)
+            if is_all:
                 self.error = None
-            self._drop_edits()
 
     def add(self, values: Tensor, begin: int = 0) -> None:
         """Add these values, of any shape, from element `begin` on; they must cover whole ranges.
         Reads ahead as far as slots are free.
         """
-        with self.area.lock, torch.no_grad(), self._whole_or_lost():
-            self._forget()
-            self._fit()
+        with self._changing():
+            self._norm = self._squares = None
+            self._fit(keeps_values=True)
             flat = values.detach().reshape(-1)
             to_come = deque(self._within(begin, begin + flat.numel()))
             coming: deque[tuple[StagedGradientRange, SpillSlot]] = deque()
             try:
                 while to_come or coming:
                     while to_come and (not coming or self.area.has_free()):
-                        coming.append(self._stage(to_come.popleft()))
+                        slot = self.area.take()
+                        piece = to_come.popleft()
+                        coming.append((StagedGradientRange(self, piece, slot.memory, slot), slot))
+                        slot.is_staged = True
                     staged, slot = coming[0]
                     staged.wait()
                     piece = staged.piece
                     staged.values.add_(flat[piece.begin - begin : piece.end - begin])
-                    self._store(piece, staged.values, slot)
+                    piece.made = len(self._edits)
+                    self.area.write(self, piece, staged.values, slot)
                     slot.is_staged = False
                     coming.popleft()
             finally:
                 for staged, slot in coming:
                     staged.break_off()
                     slot.is_staged = False
-            self._drop_edits()
 
     @contextmanager
-    def _whole_or_lost(self) -> Iterator[None]:
-        """Mark the gradient as lost if the block raises: a partly written one must not be used."""
-        try:
-            yield
-        except BaseException as error:
-            if self.error is None:
-                self.error = (
-                    error
-                    if isinstance(error, StoreError)
-                    else StateError(
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock while the block changes values. Mark the gradient as lost if it raises: a
+        partly written one must not be used. Forget the edits that all stored values have.
+        """
+        with self.area.lock, torch.no_grad():
+            try:
+                yield
+            except BaseException as error:
+                if self.error is None and isinstance(error, StoreError):
+                    self.error = error
+                elif self.error is None:
+                    self.error = StateError(
                         f"gradient of {self.name}: was only partly written when {error!r} broke it "
                         "off; zero_grad(), and run backward again"
                     )
-                )
-            raise
-
-    def _stage(self, piece: SpilledRange) -> tuple[StagedGradientRange, SpillSlot]:
-        """Begin to read a range into a free slot."""
-        slot = self.area.take()
-        staged = StagedGradientRange(self, piece, self._in(slot, piece), slot)
-        slot.is_staged = True
-        return staged, slot
-
-    def _store(self, piece: SpilledRange, values: Tensor, slot: SpillSlot) -> None:
-        piece.made = len(self._edits)
-        self.area.write(self, piece, values, slot)
+                raise
+            if all(piece.made == len(self._edits) for piece in self.pieces):
+                self._edits.clear()
+                for piece in self.pieces:
+                    piece.made = 0
 
     def edit(self, edit: GradientEdit, begin: int = 0, end: int | None = None) -> None:
         """Record an edit of elements [begin, end), to be made when they are next in memory. If
         edits replace all stored values, an earlier error no longer matters and is cleared.
         """
         with self.area.lock:
-            self._forget()
+            self._norm = self._squares = None
             self._edits.append((begin, self.cuts[-1] if end is None else end, edit))
-            if edit.is_blank and all(map(self._is_blank, self.pieces)):
+            if edit.is_blank and all(map(self.is_blank, self.pieces)):
                 self.error = None
 
-    def _make_edits(self, piece: SpilledRange, values: Tensor) -> None:
+    def make_edits(self, piece: SpilledRange, values: Tensor) -> None:
         """Make the edits that the stored values of the range lack, in order."""
         with torch.no_grad():
             for begin, end, edit in self._edits[piece.made :]:
@@ -272,12 +263,6 @@ class SpilledGradientValues:
                 part = values[first - piece.begin : last - piece.begin]
                 # torch promotes types differently for tensors without dimensions.
                 edit(part.view(()) if self.shape.numel() == 1 and not self.shape else part)
-
-    def _drop_edits(self) -> None:
-        if all(piece.made == len(self._edits) for piece in self.pieces):
-            self._edits.clear()
-            for piece in self.pieces:
-                piece.made = 0
 
     # --- read -------------------------------------------------------------------------------------
 
@@ -312,16 +297,12 @@ class SpilledGradientValues:
             for staged in each:
                 staged.break_off()
 
-    def store(self, values: Tensor) -> None:
-        """Replace all values by these."""
-        self.take(values)
-
     def put(self, values: Tensor, begin: int) -> None:
         """Replace values from element `begin` on; they need not cover whole ranges, so the ranges
         around them are loaded first.
         """
         with self.area.lock, torch.no_grad():
-            self._forget()
+            self._norm = self._squares = None
             pieces = self._around(begin, begin + values.numel())
             if pieces:
                 first = pieces[0].begin
@@ -333,45 +314,18 @@ class SpilledGradientValues:
         self.area.wants_norms = True
         return None if self._norm is None or order != 2.0 else self._norm.clone()
 
-    def stage(self, begin: int, end: int, memory: Tensor, slot: SpillSlot) -> StagedGradientRange:
-        """Begin to read the range [begin, end) into `memory`, a part of `slot`."""
-        with self.area.lock:
-            piece = self.pieces[bisect_left(self._begins, begin)]
-            assert (piece.begin, piece.end) == (begin, end), "cut for this plan"
-            return StagedGradientRange(self, piece, memory.view(self.dtype)[: end - begin], slot)
-
-    def is_cut_at(self, begin: int, end: int) -> bool:
-        """Return whether these elements are one range, which `stage` can read."""
+    def range_of(self, begin: int, end: int) -> SpilledRange | None:
+        """Return the range of these elements; None: the gradient is cut at other places."""
         at = bisect_left(self._begins, begin)
-        return (
-            at < len(self.pieces) and self.pieces[at].begin == begin and self.pieces[at].end == end
-        )
+        piece = self.pieces[at] if at < len(self.pieces) else None
+        return piece if piece is not None and (piece.begin, piece.end) == (begin, end) else None
 
-    def _read(
-        self, piece: SpilledRange, values: Tensor, slot: SpillSlot | None
-    ) -> Ticket[None] | None:
-        """Begin to read a range as it is stored. Return None, with `values` zeroed, if an edit will
-        replace the stored values anyway. Raises the error of a gradient that is lost.
-        """
-        if self.error is not None:
-            raise self.error
-        if self._is_blank(piece):
-            values.zero_()
-            return None
-        self.area.finish(piece)
-        ticket = self.area.store.read(piece.key, values, Priority.PREFETCH)
-        self.area.metrics.count("spilled_read_bytes", values.nbytes)
-        return slot.start(ticket) if slot is not None else ticket
-
-    def _is_blank(self, piece: SpilledRange) -> bool:
+    def is_blank(self, piece: SpilledRange) -> bool:
         """Return whether an edit replaces the stored values of the range without reading them."""
         return any(
             edit.is_blank and begin <= piece.begin and piece.end <= end
             for begin, end, edit in self._edits[piece.made :]
         )
-
-    def _in(self, slot: SpillSlot, piece: SpilledRange) -> Tensor:
-        return slot.memory.view(self.dtype)[: piece.end - piece.begin]
 
     def _within(self, begin: int, end: int) -> list[SpilledRange]:
         found = self._around(begin, end)

@@ -46,9 +46,8 @@ class UnitSum:
         """The shard in the store, which is allocated there if it has no room yet."""
         if self._spilled is None:
             assert self.area is not None, "made where slices are spilled"
-            like = self.like
             self._spilled = SpilledGradientValues.make(
-                self.area, self.unit.number, self.name, like.numel(), like.dtype, like.shape
+                self.area, self.unit.number, self.name, self.like
             )
             assert self._spilled is not None, "each has its room"
         return self._spilled

@@ -621,9 +621,7 @@ def staging(folder: Path, nbytes: int = 8 * KI, **options: Any) -> Iterator[Spil
 
 
 def gradient(area: SpillArea, values: torch.Tensor) -> SpilledGradientValues:
-    made = SpilledGradientValues.make(
-        area, object(), "w", values.numel(), values.dtype, values.shape
-    )
+    made = SpilledGradientValues.make(area, object(), "w", values)
     assert made is not None
     made.take(values)
     return made
@@ -685,8 +683,8 @@ def test_a_drive_that_answers_again_gives_staging_memory_back(tmp_path: Path) ->
 
 def test_what_was_never_started_loses_no_staging_memory(tmp_path: Path) -> None:
     with staging(tmp_path) as area:
-        area.slots.lose_after(area.slots.each[0], StoreTimeout("not started", errno=errno.ETIME))
-        assert not area.slots.each[0].is_lost
+        area.lose_after(area.slots[0], StoreTimeout("not started", errno=errno.ETIME))
+        assert not area.slots[0].is_lost
 
 
 def test_an_interrupted_addition_gives_its_slots_back(
@@ -704,7 +702,7 @@ def test_an_interrupted_addition_gives_its_slots_back(
         patch.setattr(StagedGradientRange, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(ours)
-    assert all(slot.is_free for slot in area.slots.each)
+    assert all(slot.is_free for slot in area.slots)
     for param in ours.parameters():
         if isinstance(param.grad, GradientHandle) and param.grad.away.error is not None:
             param.grad = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from offload.params.device_gradients import STAGING_MOST_BYTES, STAGING_PLACES
-from offload.params.spill_slots import slot_bytes
+from offload.params.spill import slot_bytes
 from offload.planning.layout import ELEMENT_BYTES, ParamSpec, round_up
 from offload.planning.planner import Budgets, TrainingFacts
 from offload.planning.training import TrainingPlan, plan_training
