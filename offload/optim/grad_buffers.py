@@ -164,7 +164,7 @@ class GradBuffers:
         parts = equal_parts(source.numel(), self._part_bytes // source.element_size())
         transfer = self._transfers[source.device]
         self._sums.add(
-            buffer, source, parts, lambda s, h: transfer.read(s, h, buffer.record.name), buffer
+            buffer.add, source, parts, lambda s, h: transfer.read(s, h, buffer.record.name), buffer
         )
 
     # --- at the step ------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -38,44 +37,15 @@ _METHODS = ("is_contiguous", "stride")
 Answers = Mapping[Any, Callable[..., Any]]
 
 
-@dataclass(eq=False)
-class _Values:
-    """The values of one gradient: with its source, or in memory while they are in use.
-
-    is_exposed: another tensor may have changed them there. is_pinned: they stay there.
-    """
-
-    source: GradientSource
-    here: Tensor | None = None
-    is_exposed: bool = False
-    is_pinned: bool = False
-
-    def bring(self, func: Callable[..., Any]) -> Tensor:
-        if self.here is None:
-            self.here = self.source.load(func)
-        return self.here
-
-    def are_away(self) -> bool:
-        """Release the memory of the values, unless another tensor holds it, and write back what may
-        have been changed there. Return whether they are out of memory.
-        """
-        if self.here is None:
-            return True
-        if self.is_pinned or holders(self.here) > 1:
-            self.is_exposed = True  # a change through another tensor is not seen
-            return False
-        if self.is_exposed:
-            self.source.store(self.here)
-        self.here, self.is_exposed = None, False
-        return True
-
-
 class GradientHandle(RefusingTensor):
     """A handle of a gradient. Only the owner of its source makes one. It is used by one thread at a
     time.
     """
 
-    held: _Values
+    source: GradientSource
+    here: Tensor | None  # the values, while they are in memory
+    is_exposed: bool  # another tensor may have changed them there
+    stays: bool  # in memory
 
     @staticmethod
     def of(
@@ -87,37 +57,43 @@ class GradientHandle(RefusingTensor):
         made: GradientHandle = Tensor._make_wrapper_subclass(
             GradientHandle, param.shape, dtype=param.dtype, device=torch.device(device)
         )
-        made.held = _Values(source)
+        made.source, made.here, made.is_exposed, made.stays = source, None, False, False
         return made
-
-    @property
-    def source(self) -> GradientSource:
-        return self.held.source
 
     @property
     def input(self) -> Gradient:
         """The values for the update: in memory only if another tensor holds them there."""
-        away = self.away
-        return self.held.bring(Tensor.view).view(-1) if away is None else away.input
+        away = self.put_away()
+        return self.bring(Tensor.view).view(-1) if away is None else away.input
 
-    @property
-    def away(self) -> GradientSource | None:
-        """The source, which has the values; None: they are in memory, held by another tensor."""
-        return self.source if self.held.are_away() else None
+    def bring(self, func: Callable[..., Any]) -> Tensor:
+        """Load the values into memory for `func`, unless they are there."""
+        if self.here is None:
+            self.here = self.source.load(func)
+        return self.here
 
-    @property
-    def here(self) -> Tensor | None:
-        """The values, if they are in memory."""
-        return self.held.here
+    def put_away(self) -> GradientSource | None:
+        """Release the memory of the values, unless another tensor holds it, and write back what may
+        have been changed there. Return the source if it has all values now.
+        """
+        if self.here is None:
+            return self.source
+        if self.stays or holders(self.here) > 1:
+            self.is_exposed = True  # a change through another tensor is not seen
+            return None
+        if self.is_exposed:
+            self.source.store(self.here)
+        self.here, self.is_exposed = None, False
+        return self.source
 
     def keep_in(self, keep: Callable[[Tensor], Tensor]) -> Tensor:
         """Detach from the source, which ends: from now on the values are where `keep` puts them, or
         where they are in memory already. Returns them.
         """
-        if self.held.here is None:
-            self.held.here = keep(self.source.load(Tensor.clone))
-        self.held.is_pinned = True
-        return self.held.here
+        if self.here is None:
+            self.here = keep(self.source.load(Tensor.clone))
+        self.stays = True
+        return self.here
 
     @classmethod
     def _harmless(cls) -> frozenset[Any]:
@@ -176,18 +152,19 @@ def _harmless() -> frozenset[Any]:
 def on_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the values in memory, and write back what it has changed."""
     handles = {id(one): one for one in found_in(GradientHandle, (args, kwargs))}
-    values = {key: one.held.bring(func) for key, one in handles.items()}
+    values = {key: one.bring(func) for key, one in handles.items()}
     versions = {key: one._version for key, one in values.items()}
     try:
         result = func(*_exchanged(args, values), **_exchanged(kwargs, values))
-        return _returned(result, {id(one): handles[key] for key, one in values.items()})
+        # A function that works in place returns its argument.
+        return _exchanged(result, {id(one): handles[key] for key, one in values.items()})
     finally:
         for key, one in handles.items():
             if values[key]._version != versions[key] or _changes(func):
-                one.held.is_exposed = True
+                one.is_exposed = True
             if getattr(func, "__name__", "") in _GIVING_AWAY:
-                one.held.is_pinned = True
-            one.held.are_away()
+                one.stays = True
+            one.put_away()
 
 
 def _changes(func: Any) -> bool:
@@ -200,26 +177,15 @@ def _changes(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _exchanged(value: Any, values: Mapping[int, Tensor]) -> Any:
-    """Return the same arguments with values in the place of handles."""
-    if isinstance(value, GradientHandle):
-        return values[id(value)]
+def _exchanged(value: Any, others: Mapping[int, Tensor]) -> Any:
+    """Return arguments or a result with other tensors in the place of some, by their id."""
+    if isinstance(value, Tensor):
+        return others.get(id(value), value)
     if type(value) in (tuple, list):
-        return type(value)(_exchanged(one, values) for one in value)
+        return type(value)(_exchanged(one, others) for one in value)
     if isinstance(value, Mapping):
-        return {key: _exchanged(one, values) for key, one in value.items()}
+        return {key: _exchanged(one, others) for key, one in value.items()}
     return value
-
-
-def _returned(result: Any, back: Mapping[int, Any]) -> Any:
-    """Put the handles back into the result, since a function that works in place returns its
-    argument.
-    """
-    if isinstance(result, Tensor):
-        return back.get(id(result), result)
-    if type(result) in (tuple, list):
-        return type(result)(_returned(one, back) for one in result)
-    return result
 
 
 def _one_by_one(
@@ -371,10 +337,7 @@ def _foreach_norm(gradients: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _known_norm(
-    gradient: Any,
-    order: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
+    gradient: Any, order: Any = 2, dim: Any = None, keepdim: bool = False
 ) -> Tensor | None:
     is_whole = dim is None or list(dim) == list(range(gradient.dim()))
     if not is_whole or keepdim or float(order) != 2.0 or gradient.here is not None:
@@ -394,7 +357,7 @@ def _adds_alike(gradient: Any, values: Any) -> bool:
     """Return whether the values can be added part by part."""
     return (
         isinstance(gradient, GradientHandle)
-        and gradient.away is not None
+        and gradient.put_away() is not None
         and type(values) is Tensor
         and values.layout == torch.strided
         and values.is_cpu

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +21,8 @@ from offload.optim.staging import StagingBuffer
 
 # Begins the download of a flat tensor on a device to host memory.
 Download = Callable[[Tensor, Tensor], Ticket[Tensor]]
-
-
-class Target(Protocol):
-    """A flat gradient that values are added to, from element `begin` on."""
-
-    def add(self, values: Tensor, begin: int) -> None: ...
+# Takes in values from an element of a flat gradient on: most often adds them.
+TakeIn = Callable[[Tensor, int], object]
 
 
 @dataclass(eq=False)
@@ -78,21 +73,19 @@ class StagedSums:
     ) -> None:
         self._borrow, self._give_back, self._most = borrow, give_back, most
         self._coming: InFlight[object] = InFlight(frees_failed=True)
-        self.finish, self.finish_what_has_ended = (
-            self._coming.finish,
-            self._coming.finish_what_has_ended,
-        )
+        self.finish = self._coming.finish
+        self.finish_what_has_ended = self._coming.finish_what_has_ended
 
     def add(
         self,
-        target: Target,
+        take_in: TakeIn,
         source: Tensor,
         parts: Iterable[tuple[int, int]],
         download: Download,
         whose: object,
     ) -> None:
         """Begin to download a flat gradient, in these parts [begin, end), each of which fits a
-        staging buffer, and to add it.
+        staging buffer, and to add it by `take_in`.
         """
         for begin, end in parts:
             while len(self._coming) >= self._most:
@@ -100,8 +93,8 @@ class StagedSums:
             buffer = self._borrow()
             values = buffer.memory.view(source.dtype)[: end - begin]
             ticket = download(source[begin:end], values)
-            take_in = partial(target.add, values, begin)
-            self._coming.add(ticket, take_in, partial(self._give_back, buffer), whose)
+            add = partial(take_in, values, begin)
+            self._coming.add(ticket, add, partial(self._give_back, buffer), whose)
 
     def finish_those_of(self, whose: object) -> None:
         """Wait until nothing of this gradient is on its way."""

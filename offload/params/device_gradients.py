@@ -14,9 +14,9 @@ Autograd calls `arrived` from its own threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,13 +29,12 @@ from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket
 from offload.device import DeviceTransfer
 from offload.optim.gradient_handle import GradientHandle
-from offload.optim.staged_sums import HostSum, StagedSums, equal_parts
+from offload.optim.staged_sums import HostSum, StagedSums, TakeIn, equal_parts
 from offload.optim.staging import StagingBuffer
 from offload.params.gradients import GradMemory
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
 from offload.params.spilled_gradient import SpilledGradientValues
-from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 
 STAGING_PLACES = 3
@@ -50,22 +49,6 @@ def staging_bytes(params: Sequence[Tensor]) -> int:
 def _place_bytes(params: Sequence[Tensor]) -> int:
     largest = max((param.numel() * param.element_size() for param in params), default=0)
     return min(largest, STAGING_MOST_BYTES)
-
-
-@dataclass(frozen=True)
-class _SpilledSum:
-    """A spilled gradient that values are added to. is_first: it has none yet, they are written."""
-
-    spilled: SpilledGradientValues
-    is_first: bool
-
-    def add(self, values: Tensor, begin: int) -> None:
-        if not self.is_first:
-            self.spilled.add(values, begin)
-        elif values.numel() == self.spilled.shape.numel():
-            self.spilled.take(values.view(self.spilled.shape))
-        else:
-            self.spilled.write(values, begin)
 
 
 class DeviceGradients:
@@ -108,12 +91,6 @@ class DeviceGradients:
 
     # --- during backward --------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Note that a backward pass begins. Here that makes no difference."""
-
-    def visited(self, unit: Unit) -> None:
-        """Note that backward has reached a unit. Here that makes no difference."""
-
     def arrived(self, number: int) -> None:
         """Take in a parameter's gradient that autograd has computed, or added to, on this thread's
         current stream.
@@ -153,7 +130,7 @@ class DeviceGradients:
             spilled = SpilledGradientValues.make(self.area, param, self._name_of(param), param)
             if spilled is not None:
                 self._sums[param] = self.area.show(param, spilled)
-                self._stage(param, _SpilledSum(spilled, is_first=True), grad)
+                self._stage(param, spilled.fill, spilled.parts, grad)
                 return
         place = self._places.get(param)
         if place is None or holders(place) > 1:
@@ -167,25 +144,30 @@ class DeviceGradients:
 
     def _add(self, param: Tensor, held: Tensor, grad: Tensor) -> None:
         plain = _is_plain(grad, held.dtype) and _is_plain(held, grad.dtype)
-        away = held.away if isinstance(held, GradientHandle) else held
+        away = held.put_away() if isinstance(held, GradientHandle) else held
         if not plain or not held.is_contiguous() or not self._slot_bytes or away is None:
             self._settle_one(param)
             with torch.no_grad():
                 held.add_(grad.cpu())
         elif isinstance(away, SpilledGradientValues):
-            self._stage(param, _SpilledSum(away, is_first=False), grad)
+            self._stage(param, away.add, away.parts, grad)
         else:
             # Downloads run in order: before its first addend the gradient itself has arrived.
-            self._stage(param, HostSum(held.detach().view(-1)), grad)
+            held = held.detach().view(-1)
+            self._stage(param, HostSum(held).add, partial(equal_parts, held.numel()), grad)
 
-    def _stage(self, param: Tensor, target: HostSum | _SpilledSum, grad: Tensor) -> None:
-        """Download a gradient to `target` by way of the staging buffers."""
-        most = self._slot_bytes // grad.element_size()
-        if isinstance(target, HostSum):
-            parts = equal_parts(grad.numel(), most)
-        else:
-            parts = _whole_pieces(target.spilled, most)
-        self._coming.add(target, grad.contiguous().view(-1), parts, self._read, param)
+    def _stage(
+        self,
+        param: Tensor,
+        take_in: TakeIn,
+        cut: Callable[[int], Iterable[tuple[int, int]]],
+        grad: Tensor,
+    ) -> None:
+        """Download a gradient by way of the staging buffers. cut: into parts of so many elements at
+        most.
+        """
+        parts = cut(self._slot_bytes // grad.element_size())
+        self._coming.add(take_in, grad.contiguous().view(-1), parts, self._read, param)
 
     def _read(self, source: Tensor, host: Tensor) -> Ticket[Tensor]:
         return self._transfer.read(source, host, "a gradient")
@@ -279,12 +261,6 @@ class DeviceGradients:
                 self._sums[param] = grad if grad.is_cpu else grad.cpu()
                 param.grad = None
 
-    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
-        """Cut spilled gradients into the slices that the update will ask for."""
-        if self.area is not None:
-            for param, each in slices.items():
-                self.area.cut(param, param.numel(), [at for one in each for at in one])
-
     def return_to_model(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Leave every parameter, which is an ordinary one again, with its gradient; spilled ones in
         memory that `make` returns.
@@ -299,19 +275,6 @@ class DeviceGradients:
             self._sums.clear()
             self._places.clear()  # live graphs still hold this object
             self._slots.clear()
-
-
-def _whole_pieces(spilled: SpilledGradientValues, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a spilled gradient into parts [begin, end) of whole pieces, of at most `most` elements
-    each.
-    """
-    begin = end = 0
-    for piece in spilled.pieces:
-        if piece.end - begin > most:
-            yield begin, end
-            begin = piece.begin
-        end = piece.end
-    yield begin, end
 
 
 def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:

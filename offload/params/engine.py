@@ -116,13 +116,14 @@ class Engine:
         spill = spill or SpilledGradientParams()
         area = spill.open(pool, store, metrics)
         self.gradients: Gradients | DeviceGradients | ShardedGradients
+        self._sharded: ShardedGradients | None = None
         self.residency: Residency
         if shard_context is not None:
             sharded = ShardedResidency(
                 parts, shard_context.ranks, shard_context.sharding, shard_context.gather_memory
             )
             self.residency = sharded
-            self.gradients = ShardedGradients(
+            self.gradients = self._sharded = ShardedGradients(
                 units, placed, shard_context, pool, metrics, sharded.left_in_backward, area
             )
             trained = placed
@@ -243,8 +244,8 @@ class Engine:
         phase = self._phase()
         self._casts.begin(unit, are_kept=self._keeps_casts(phase))
         self.residency.use(unit, phase)
-        if phase is Phase.BACKWARD:
-            self.gradients.visited(unit)
+        if phase is Phase.BACKWARD and self._sharded is not None:
+            self._sharded.visited(unit)
         try:
             self.enter()
         except BaseException:
@@ -266,7 +267,8 @@ class Engine:
     def _visit(self, unit: Unit) -> None:
         self._begin_backward()
         self.residency.visit(unit, Phase.BACKWARD)
-        self.gradients.visited(unit)
+        if self._sharded is not None:
+            self._sharded.visited(unit)
         HEAP.look()
 
     @outside_inference_mode
@@ -274,7 +276,8 @@ class Engine:
         if not self._backward and _in_backward():
             self._backward = True
             self.residency.collect_edits()
-            self.gradients.begin()
+            if self._sharded is not None:
+                self._sharded.begin()
             at_end_of_backward(self._end_backward)
 
     @uninterrupted

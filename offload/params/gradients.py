@@ -22,7 +22,6 @@ from offload.core.pool import Pool
 from offload.optim.gradient_handle import GradientHandle
 from offload.params.spill import SpillArea
 from offload.params.spilled_gradient import SpilledGradientValues
-from offload.planning.unit import Unit
 from offload.storage.disk import DiskStore
 from offload.storage.outgoing import Outgoing
 
@@ -43,21 +42,12 @@ class SpilledGradientParams:
 
     def open(self, pool: Pool, store: DiskStore | None, metrics: Metrics) -> SpillArea | None:
         """Open the area that these gradients are spilled to; return None if none is."""
-        return open_area(pool, store, self.staging_bytes, self.room_bytes, metrics)
-
-
-def open_area(
-    pool: Pool,
-    store: DiskStore | None,
-    staging_bytes: int,
-    room_bytes: int,
-    metrics: Metrics,
-) -> SpillArea | None:
-    if not staging_bytes:
-        return None
-    assert store is not None, "nothing is spilled without a disk"
-    with pool.lease(staging_bytes, what="gradients on their way to disk and back") as lease:
-        return SpillArea(store, lease.tensor(), room_bytes, metrics)
+        if not self.staging_bytes:
+            return None
+        assert store is not None, "nothing is spilled without a disk"
+        what = "gradients on their way to disk and back"
+        with pool.lease(self.staging_bytes, what=what) as lease:
+            return SpillArea(store, lease.tensor(), self.room_bytes, metrics)
 
 
 class GradMemory:
@@ -94,12 +84,6 @@ class Gradients:
         self._name_of = name_of
         self._spilled = spilled
         self.area = area
-
-    def begin(self) -> None:
-        """Note that a backward pass begins. Nothing to do on the CPU."""
-
-    def visited(self, unit: Unit) -> None:
-        """Note that backward has reached a unit. Nothing to do on the CPU."""
 
     def end_backward(self) -> None:
         """Collect the spill writes that have ended. Gradients are in place or in flight."""
@@ -141,12 +125,6 @@ class Gradients:
             f"that of {self._name_of(param)} stays in memory, beyond host_memory: something else "
             "holds it or shares its memory (a view, another parameter, a hook that keeps it)",
         )
-
-    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
-        """Cut spilled gradients at the bounds by which the update will read them."""
-        if self.area is not None:
-            for param, each in slices.items():
-                self.area.cut(param, param.numel(), [at for one in each for at in one])
 
     def return_to_model(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Load each spilled gradient into memory that `make` gives, set it as `param.grad`, and

@@ -413,7 +413,8 @@ class Prepared:
         gradients = self.engine.gradients
         staging: SpilledGradientReader | None = None
         if gradients.area is not None:
-            gradients.cut_for(_slices_of(records, plan.chunks))
+            owner = gradients if isinstance(gradients, ShardedGradients) else gradients.area
+            owner.cut_for(_slices_of(records, plan.chunks))
             gradients.area.divide(slot_bytes(plan.chunks, self._spilled_sizes(records)))
             staging = SpilledGradientReader(gradients.area, firsts)
         staging_buffers = BlockStaging(residency, places, staging, firsts)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Protocol
 
 import torch
@@ -231,6 +231,13 @@ class SpillArea:
     def cut(self, key: object, numel: int, starts_and_ends: Iterable[int]) -> None:
         """Set the elements at which the gradients of `key` are cut from now on."""
         self._cut_of[key] = tuple(sorted({0, numel, *starts_and_ends}))
+
+    def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
+        """Cut the gradients of these parameters at the bounds by which the update will read them,
+        from now on.
+        """
+        for param, each in slices.items():
+            self.cut(param, param.numel(), chain(*each))
 
     def reserve(
         self, key: object, numel: int, dtype: torch.dtype

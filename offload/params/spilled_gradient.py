@@ -191,6 +191,13 @@ class SpilledGradientValues:
             if is_all:
                 self.error = None
 
+    def fill(self, values: Tensor, begin: int) -> None:
+        """Write the first values of the gradient: all of them, or those of whole ranges."""
+        if values.numel() == self.cuts[-1]:
+            self.take(values.view(self.shape))
+        else:
+            self.write(values, begin)
+
     def add(self, values: Tensor, begin: int = 0) -> None:
         """Add these values, of any shape, from element `begin` on; they must cover whole ranges.
         Reads ahead as far as slots are free.
@@ -313,6 +320,16 @@ class SpilledGradientValues:
     def norm(self, order: float = 2.0) -> Tensor | None:
         self.area.wants_norms = True
         return None if self._norm is None or order != 2.0 else self._norm.clone()
+
+    def parts(self, most: int) -> Iterator[tuple[int, int]]:
+        """Cut the gradient into parts [begin, end) of whole ranges, of at most `most` elements."""
+        begin = end = 0
+        for piece in self.pieces:
+            if piece.end - begin > most:
+                yield begin, end
+                begin = piece.begin
+            end = piece.end
+        yield begin, end
 
     def range_of(self, begin: int, end: int) -> SpilledRange | None:
         """Return the range of these elements; None: the gradient is cut at other places."""

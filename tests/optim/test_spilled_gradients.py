@@ -704,7 +704,7 @@ def test_an_interrupted_addition_gives_its_slots_back(
             backward(ours)
     assert all(slot.is_free for slot in area.slots)
     for param in ours.parameters():
-        if isinstance(param.grad, GradientHandle) and param.grad.away.error is not None:
+        if isinstance(param.grad, GradientHandle) and param.grad.source.error is not None:
             param.grad = None
     assert area.has_free()
     mine.step()

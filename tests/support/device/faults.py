@@ -108,7 +108,12 @@ OF_MODELS = [
     ),
     Fault(
         "added to what was there before",
-        becomes(at("params.device_gradients", "_SpilledSum.add").condition("is_first"), "True"),
+        becomes(
+            at("params.device_gradients", "DeviceGradients._add")
+            .call("_stage", 1, of=2)
+            .argument(2),
+            "away.fill",
+        ),
     ),
     Fault(
         "a gradient that is held is overwritten",
