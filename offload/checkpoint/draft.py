@@ -3,6 +3,11 @@
 It has a hidden name, and an exclusive lock that the saver holds. It is made in the parent of its
 final path, so that one rename publishes it. Missing parents are made, too, and are removed again if
 the save fails.
+
+Of several ranks the first makes it, and says where: the directory, and the files in it. The other
+ranks check both before anything is written: each must see the very same ones, which it does on the
+same node alone. If the first rank is lost, its lock on the directory is free, and what it had begun
+is removed by the ranks that are left, or by the next save.
 """
 
 from __future__ import annotations
@@ -10,29 +15,39 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from offload.checkpoint.disk import CheckpointDisk, refusal, told
-from offload.checkpoint.format.directory import CheckpointDirectory
-from offload.checkpoint.output import OutputFile
-from offload.checkpoint.staging_dir import (
+from offload.checkpoint.disk import (
     MOST_NAME_BYTES,
     PART,
+    CheckpointDisk,
     hidden_name,
+    identity_of,
     is_ours,
     leads_to,
     name_within,
     open_directory,
+    refusal,
     remove,
+    told,
     try_lock,
 )
+from offload.checkpoint.format.directory import CheckpointDirectory
+from offload.checkpoint.output import OutputFile
 from offload.core.config import format_size
-from offload.core.errors import ConfigError, FormatError, StateError, StoreError
+from offload.core.errors import ConfigError, FormatError, OffloadError, StateError, StoreError
+from offload.core.locks import nap
 from offload.core.log import LOG
 from offload.core.metrics import Metrics
 
 _TRIES = 16  # of a new name: another save can remove each as a leftover before it is locked
+_GONE_S = 1.0  # until the locks of a killed process are free
+_GONE_STEP_S = 0.02
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -100,15 +115,10 @@ class UnfinishedCheckpoint:
 
     def _make_parent(self, parent: CheckpointDirectory, name: str) -> CheckpointDirectory:
         path = parent.path / name
-        with told("mkdir", path):
+        # It is there, if another process has made it in this moment.
+        with told("mkdir", path), suppress(FileExistsError):
+            self._disk.mkdir(parent.fd, name)
             self._made.append((parent, name))
-            try:
-                self._disk.mkdir(parent.fd, name)
-            except FileExistsError:  # another process has made it in this moment
-                self._made.pop()
-            except OSError:
-                self._made.pop()
-                raise
         with told("fsync of directory", parent.path):
             self._disk.fsync_dir(parent.fd)
         self._parents.append(CheckpointDirectory(path))
@@ -265,3 +275,112 @@ def remove_leftovers(parent: CheckpointDirectory, disk: CheckpointDisk, name: st
             LOG.warning("checkpoint: %s could not be removed: %s", parent.path / hidden, error)
         finally:
             os.close(fd)
+
+
+# --- other ranks ----------------------------------------------------------------------------------
+
+
+class SharedDraft:
+    """The directory of the first rank, as an `UnfinishedCheckpoint` that only takes files. folder:
+    its path; fds: this rank's descriptors of files in it.
+    """
+
+    def __init__(self, path: Path, invitation: Mapping[str, Any], disk: CheckpointDisk) -> None:
+        self.path, self._disk = path, disk
+        self._files: Mapping[str, Sequence[int]] = invitation["files"]
+        self.fd = -1
+        self.fds: list[int] = []
+        self.folder = Path(str(invitation["directory"]))
+        name = self.folder.name
+        if self.folder.parent != path.parent or name_within(name) != path.name:
+            raise StateError(f"save of {path}: the first rank saves in {self.folder}")
+        self.parent = CheckpointDirectory(path.parent)
+        try:
+            with told("open", self.folder):
+                self.fd = open_directory(self.parent.fd, name)
+            _check_same(self.folder, self.fd, invitation["identity"], stat.S_ISDIR)
+        except BaseException:
+            self.release()
+            raise
+
+    def open_file(self, name: str, nbytes: int) -> OutputFile:
+        """Open a file that the first rank has made."""
+        if name not in self._files:
+            raise StateError(f"save of {self.path}: the first rank has no file {name}")
+        align, *identity = self._files[name]
+        path = self.folder / name
+        fd = self._open(path, identity, nbytes)
+        if align > 1:
+            with told("open past the page cache", path):
+                self._disk.join_direct(fd)
+        return OutputFile(fd, align, str(path), self._open(path, identity, nbytes))
+
+    def _open(self, path: Path, identity: Sequence[int], nbytes: int) -> int:
+        with told("open", path):
+            fd = self._disk.open_again(self.fd, path.name)
+        self.fds.append(fd)
+        _check_same(path, fd, identity, stat.S_ISREG)
+        found = os.fstat(fd)
+        if found.st_size < nbytes or found.st_nlink != 1:
+            raise StateError(
+                f"{path}: has {found.st_size} bytes and {found.st_nlink} names, expected "
+                f"{nbytes} or more, and one; another process has changed it"
+            )
+        return fd
+
+    def discard(self) -> None:
+        """Close the directory; remove it if the first rank is lost. Idempotent."""
+        try:
+            if self.fd >= 0:
+                self._remove_if_left_alone()
+        except OSError as error:
+            LOG.warning("checkpoint %s could not be removed: %s", self.folder, error)
+        finally:
+            self.release()
+
+    def _remove_if_left_alone(self) -> None:
+        """Remove the directory if the first rank is lost. While the first rank lives it holds the
+        lock, and removes everything itself. Waits up to `_GONE_S` for the lock.
+        """
+        name, until_s = self.folder.name, time.monotonic() + _GONE_S
+        while leads_to(self.parent.fd, name, self.fd):
+            if try_lock(self.fd):
+                with suppress(FileNotFoundError):  # another rank was faster
+                    remove(self._disk, self.parent.fd, name, self.fd)
+                return
+            if time.monotonic() > until_s:
+                return
+            nap(_GONE_STEP_S)
+
+    def release(self) -> None:
+        """Close the directory. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self.parent.close()
+
+
+def sweep(path: Path, disk: CheckpointDisk | None = None) -> None:
+    """Remove what a lost first rank has begun for `path` before it invited any other rank."""
+    until_s = time.monotonic() + _GONE_S
+    while time.monotonic() < until_s:
+        with suppress(OffloadError, OSError), CheckpointDirectory(path.parent) as parent:
+            with suppress(ConfigError):  # the first rank lives, and removes it itself
+                remove_leftovers(parent, disk or CheckpointDisk(), path.name)
+            if not any(name_within(name) == path.name for name in parent.names()):
+                return
+        nap(_GONE_STEP_S)
+
+
+def _check_same(path: Path, fd: int, identity: Sequence[int], is_kind: Any) -> None:
+    found = os.fstat(fd)
+    if identity_of(fd) != list(identity) or not is_kind(found.st_mode):
+        raise StateError(
+            f"{path}: is not the one that the first rank has made; all ranks must be on one node "
+            "and see the same file system"
+        )
+    if found.st_uid != os.geteuid():
+        raise StateError(
+            f"{path}: belongs to user {found.st_uid}, this rank runs as {os.geteuid()}; run all "
+            "ranks as one user"
+        )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.disk import told
-from offload.checkpoint.division import in_files
 from offload.checkpoint.format.manifest import SavedTensor
+from offload.checkpoint.rank_group import in_files
 from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
 from offload.checkpoint.saving import MODEL, OPTIMIZER
 from offload.checkpoint.tensors import PIECE_BYTES, parse_memory_formats, viewed

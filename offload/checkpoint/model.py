@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.division import TensorToSave
+from offload.checkpoint.rank_group import TensorToSave
 from offload.checkpoint.tensors import (
     NAMES,
     Sink,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.differences import Differences
-from offload.checkpoint.division import Range, TensorToSave
-from offload.checkpoint.rank_group import RankGroup
+from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave
 from offload.checkpoint.strided_state import is_strided
 from offload.checkpoint.tensors import (
     Sink,

@@ -7,19 +7,22 @@ next write raises it, and so does `flush`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 from offload.checkpoint.disk import BLOCK_BYTES, CheckpointDisk, told, write_whole
-from offload.checkpoint.io_buffers import IoBuffer, IoBuffers
 from offload.core.errors import ConfigError, OffloadError, StateError, StoreTimeout
 from offload.core.locks import Gate
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
+from offload.storage.buffers import Buffer
 from offload.storage.engine import Group, Priority, Transfer, make_sums
 
 BUFFER_BYTES = 64 << 20
@@ -47,14 +50,65 @@ class OutputFile:
         return max(BLOCK_BYTES, self.align)
 
 
+class IoBuffer(NamedTuple):
+    """A buffer of the pool. `view` shows its bytes and keeps their memory alive."""
+
+    address: int
+    view: memoryview
+
+    def buffer(self, nbytes: int) -> Buffer:
+        return Buffer(self.address, nbytes, self.view)
+
+
+class IoBuffers:
+    """A pool of page-aligned buffers of `each_bytes`, for bytes in flight. The one that was given
+    back last is taken first, so a small save touches few of them. Forked children do not inherit
+    the memory: the kernel would copy pages under running writes. Not thread-safe.
+    """
+
+    def __init__(self, each_bytes: int, count: int, grows: bool = False) -> None:
+        """Take the memory for `count` buffers. grows: when all of them are taken, `count` more are
+        added; otherwise `take` returns None.
+        """
+        self.each_bytes, self._count, self._grows = each_bytes, count, grows
+        self._free: list[IoBuffer] = []
+        self.nbytes = 0
+        self._add()
+
+    def _add(self) -> None:
+        area = mmap.mmap(-1, self.each_bytes * self._count)
+        with contextlib.suppress(OSError, AttributeError):
+            area.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError, AttributeError):  # fewer segments for the drive
+            area.madvise(mmap.MADV_HUGEPAGE)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        view = memoryview(area)
+        for number in reversed(range(self._count)):
+            at = number * self.each_bytes
+            self._free.append(IoBuffer(begin + at, view[at : at + self.each_bytes]))
+        self.nbytes += self.each_bytes * self._count
+
+    @property
+    def has_one(self) -> bool:
+        return bool(self._free)
+
+    def take(self) -> IoBuffer | None:
+        if not self._free and self._grows:
+            self._add()
+        return self._free.pop() if self._free else None
+
+    def give_back(self, buffer: IoBuffer) -> None:
+        self._free.append(buffer)
+
+
 class _Write(Group):
-    __slots__ = ("buffer", "buffers", "nbytes", "output")
+    __slots__ = ("buffer", "is_block", "nbytes", "output")
 
     def __init__(
-        self, output: Output, what: str, buffer: IoBuffer, buffers: IoBuffers, nbytes: int
+        self, output: Output, what: str, buffer: IoBuffer, nbytes: int, is_block: bool
     ) -> None:
         super().__init__(Ticket(what, output.engine.describe), Priority.WRITE_BACK)
-        self.output, self.buffer, self.buffers, self.nbytes = output, buffer, buffers, nbytes
+        self.output, self.buffer, self.nbytes, self.is_block = output, buffer, nbytes, is_block
 
     def end(self, error: OffloadError | None) -> None:
         self.error = None  # raised by the next write and by flush; no code waits for the ticket
@@ -90,13 +144,11 @@ class Output:
     def take_buffer(self) -> IoBuffer:
         """Take a buffer of `each_bytes`; block until one is free. Raises the first error."""
         with self._lock:
-            while True:
-                self.check()
-                buffer = self.buffers.take()
-                if buffer is not None:
-                    return buffer
-                seen = self.progress
-                self._wait_while(partial(self._is_at, seen))
+            self._wait_while(lambda: not self.buffers.has_one)
+            self.check()
+            buffer = self.buffers.take()
+        assert buffer is not None
+        return buffer
 
     def take_block(self, nbytes: int) -> IoBuffer:
         """Take memory for one block, all zeros. Does not wait for any: the threads that hold other
@@ -128,15 +180,30 @@ class Output:
     # --- writes -----------------------------------------------------------------------------------
 
     def start(
-        self, name: str, file: OutputFile, offset: int, buffer: IoBuffer, nbytes: int
+        self,
+        name: str,
+        file: OutputFile,
+        offset: int,
+        buffer: IoBuffer,
+        nbytes: int,
+        is_block: bool = False,
     ) -> None:
-        """Start to write from a buffer, which returns to the pool at the end. name: for errors."""
-        self._submit(name, file, offset, buffer, self.buffers, nbytes)
-
-    def start_block(self, name: str, file: OutputFile, offset: int, block: IoBuffer) -> None:
-        """Start to write a block that `take_block` returned."""
-        nbytes = file.block_bytes
-        self._submit(name, file, offset, block, self._blocks[nbytes], nbytes)
+        """Start to write from a buffer, which returns to its pool at the end. name: for errors.
+        is_block: the buffer is one that `take_block` returned.
+        """
+        group = _Write(self, f"write of {name}", buffer, nbytes, is_block)
+        memory = buffer.buffer(nbytes)
+        sums = make_sums(nbytes, self.engine.sum_bytes)
+        with self._lock:
+            self._under_way += 1
+            self._blocks_under_way += is_block
+        try:
+            self.engine.submit(group, [Transfer(name, True, file, offset, memory, sums)])
+        except BaseException as error:
+            if not group.begun:
+                self._ended(group, StateError(f"{name}: its write could not be started"))
+            self.fail(error)
+            raise
 
     def put_ranges(
         self,
@@ -163,42 +230,20 @@ class Output:
                 self._blocks[file.block_bytes].give_back(block)
                 self.written_bytes += sum(end - begin for begin, end in ranges)
 
-    def _submit(
-        self,
-        name: str,
-        file: OutputFile,
-        offset: int,
-        buffer: IoBuffer,
-        buffers: IoBuffers,
-        nbytes: int,
-    ) -> None:
-        group = _Write(self, f"write of {name}", buffer, buffers, nbytes)
-        memory = buffer.buffer(nbytes)
-        sums = make_sums(nbytes, self.engine.sum_bytes)
-        with self._lock:
-            self._under_way += 1
-            self._blocks_under_way += buffers is not self.buffers
-        try:
-            self.engine.submit(group, [Transfer(name, True, file, offset, memory, sums)])
-        except BaseException as error:
-            if not group.begun:
-                self._ended(group, StateError(f"{name}: its write could not be started"))
-            self.fail(error)
-            raise
-
     def _ended(self, write: _Write, error: OffloadError | None) -> None:
         """Account for a write that has ended. In a thread of the engine, as a rule."""
         timed_out = isinstance(error, StoreTimeout) and error.errno == errno.ETIMEDOUT
         with self._lock:
             self._under_way -= 1
             self.progress += 1
-            self._blocks_under_way -= write.buffers is not self.buffers
+            self._blocks_under_way -= write.is_block
             if error is None:
                 self.written_bytes += write.nbytes
             elif self._error is None:
                 self._error = error
             if not timed_out:  # else the kernel may still read it
-                write.buffers.give_back(write.buffer)
+                pool = self._blocks[write.nbytes] if write.is_block else self.buffers
+                pool.give_back(write.buffer)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -219,9 +264,6 @@ class Output:
         with self._lock:
             self._wait_while(lambda: self._under_way > 0)
         self.check()
-
-    def _is_at(self, progress: int) -> bool:
-        return self.progress == progress
 
     def _wait_while(self, is_so: Callable[[], bool]) -> None:
         """Block while `is_so`, but at most until the first error. Call it under the lock. Every

@@ -10,11 +10,9 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from offload.checkpoint.disk import CheckpointDisk
-from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers
-from offload.checkpoint.format.manifest import MANIFEST, Manifest
-from offload.checkpoint.staging_dir import (
+from offload.checkpoint.disk import (
     OLD,
+    CheckpointDisk,
     hidden_name,
     leads_to,
     name_within,
@@ -22,6 +20,8 @@ from offload.checkpoint.staging_dir import (
     remove,
     try_lock,
 )
+from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers
+from offload.checkpoint.format.manifest import MANIFEST, Manifest
 from offload.core.errors import FormatError, StoreError
 from offload.core.metrics import Metrics
 

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint import background
-from offload.checkpoint.division import TensorToSave, in_files, within
+from offload.checkpoint.draft import sweep
 from offload.checkpoint.model import ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
-from offload.checkpoint.rank_group import RankGroup
+from offload.checkpoint.rank_group import RankGroup, TensorToSave, in_files
 from offload.checkpoint.rng import random_states
 from offload.checkpoint.shard import Shard
-from offload.checkpoint.shared_draft import sweep
 from offload.checkpoint.strided_state import StridedState
 from offload.checkpoint.trees import OTHER, SavedTreeTensors
 from offload.checkpoint.writer import CheckpointWriter
@@ -39,7 +38,6 @@ from offload.core.ticket import Ticket
 from offload.optim import Session, is_wrapped
 from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
-from offload.optim.source import as_bytes
 from offload.params.prepared import Prepared
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
@@ -372,7 +370,7 @@ def check_arguments(
 
 class _Shards:
     """The files of one section: as many as it takes to keep each small enough to move about easily.
-    A tensor lies in one file. Bytes that other ranks write are left out.
+    A tensor lies in one file.
     """
 
     def __init__(
@@ -385,17 +383,10 @@ class _Shards:
         for some in in_files(holdings, lambda each: each.spec.nbytes, _MOST_SHARD_BYTES):
             own = {each.spec.name: each.own for each in some}
             shard = writer.open_shard(section, [each.spec for each in some], own)
-            self._shard_of |= {name: shard for name in own}
+            self._shard_of |= dict.fromkeys(own, shard)
 
     def write(self, name: str, begin_bytes: int, values: Tensor) -> None:
-        shard = self._shard_of[name]
-        if shard.own is None:
-            shard.write(name, begin_bytes, values)
-            return
-        data = as_bytes(values)
-        for begin, end in within(shard.own[name], begin_bytes, begin_bytes + data.numel()):
-            shard.write(name, begin, data[begin - begin_bytes : end - begin_bytes])
+        self._shard_of[name].write(name, begin_bytes, values)
 
     def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
-        own = self._shard_of[name].own
-        return own is None or bool(within(own[name], begin_bytes, end_bytes))
+        return self._shard_of[name].wants(name, begin_bytes, end_bytes)

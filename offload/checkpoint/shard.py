@@ -22,16 +22,16 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from offload.checkpoint.division import Range, merged_ranges, within
 from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.manifest import CheckedPart, SavedTensor
-from offload.checkpoint.io_buffers import IoBuffer
-from offload.checkpoint.output import Output, OutputFile
+from offload.checkpoint.output import IoBuffer, Output, OutputFile
+from offload.checkpoint.rank_group import Range, merged_ranges, within
 from offload.core.errors import ConfigError, StateError
 from offload.storage.buffers import Buffer
-from offload.storage.safetensors_header import TensorPlace, TensorSpec, build_header
+from offload.storage.safetensors_header import TensorPlace
 
 PART_BYTES = 16 << 20
 
@@ -58,8 +58,8 @@ class _ChecksumBlock:
 class Shard:
     """A file of `section` that is being written. Any thread may call `write`.
 
-    own: the bytes of each tensor that this rank writes, where ranks write the file together; the
-    rank with `is_first` writes the header. None: this rank writes everything.
+    header: its bytes, on the first rank, which writes them; nothing on other ranks. own: the bytes
+    of each tensor that this rank writes.
     """
 
     def __init__(
@@ -67,28 +67,30 @@ class Shard:
         output: Output,
         file: OutputFile,
         name: str,
-        header: ShardHeader,
-        own: Mapping[str, Sequence[Range]] | None = None,
-        is_first: bool = True,
+        nbytes: int,
+        header: bytes,
+        places: Mapping[str, TensorPlace],
+        own: Mapping[str, Sequence[Range]],
     ) -> None:
-        self.file, self.name, self.nbytes = file, name, header.nbytes
-        self._output = output
-        self.section, self._places = header.section, header.places
-        self.own = {name: list(own[name]) for name in self._places} if own is not None else None
-        self._own_in_file = [(0, self.nbytes)] if own is None else header.extents(own, is_first)
-        self._pieces: dict[str, list[_TensorRange]] = {name: [] for name in header.places}
+        self.file, self.name, self.nbytes, self.own = file, name, nbytes, own
+        self.section = name.rpartition("-")[0]
+        self._output, self._places = output, places
+        self._own_in_file = merged_ranges(
+            [(0, len(header))]
+            + [(p.offset + a, p.offset + b) for key, p in places.items() for a, b in own[key]]
+        )
+        self._pieces: dict[str, list[_TensorRange]] = {key: [] for key in places}
         self._blocks: dict[int, _ChecksumBlock] = {}
         self._lock = threading.Lock()
-        if is_first:
-            text = Buffer.of(f"header of {name}", header.text, writable=False)
-            self._put(f"header of {name}", text, 0)
+        label = f"header of {name}"
+        self._put(label, Buffer.of(label, header, writable=False), 0)
 
     # --- writing ----------------------------------------------------------------------------------
 
     def write(self, name: str, begin_bytes: int, data: Any) -> None:
         """Write `data` as the bytes of tensor `name` from `begin_bytes` on. data: a contiguous host
         tensor, or any object that shows its bytes; the caller may change it when this returns. Each
-        byte is written once.
+        byte is written once. Bytes that other ranks write are left out.
 
         Raises the first error of any earlier write of this checkpoint. May block until a buffer is
         free.
@@ -104,41 +106,28 @@ class Shard:
                 f"{name}: expected at most {place.nbytes} bytes, as {place.dtype} of shape "
                 f"{list(place.shape)} has; got {source.nbytes} from {begin_bytes} on"
             )
-        self._check_own(name, begin_bytes, begin_bytes + source.nbytes)
         self._output.wait_for_blocks()
         label = f"{self.section}/{name}"
-        for piece in self._claim(name, begin_bytes, begin_bytes + source.nbytes):
-            part = source.part(piece.begin - begin_bytes, piece.end - piece.begin)
-            piece.crc32 = self._put(label, part, place.offset + piece.begin)
+        for begin, end in within(self.own[name], begin_bytes, begin_bytes + source.nbytes):
+            bounds = itertools.pairwise([*range(begin, end, PART_BYTES), end])
+            for piece in self._claim(name, [_TensorRange(a, b) for a, b in bounds]):
+                part = source.part(piece.begin - begin_bytes, piece.end - piece.begin)
+                piece.crc32 = self._put(label, part, place.offset + piece.begin)
 
-    def _check_own(self, name: str, begin: int, end: int) -> None:
-        if (
-            self.own is not None
-            and begin < end
-            and within(self.own[name], begin, end) != [(begin, end)]
-        ):
-            raise StateError(
-                f"{self.section}/{name}: bytes {begin} to {end} are another rank's to write, at "
-                f"least some of them; here are {self.own[name]}"
-            )
+    def wants(self, name: str, begin_bytes: int, end_bytes: int) -> bool:
+        """Return whether this rank writes any of these bytes of tensor `name`."""
+        return bool(within(self.own[name], begin_bytes, end_bytes))
 
-    def _claim(self, name: str, begin: int, end: int) -> list[_TensorRange]:
-        """Claim the bytes, so that the caller alone writes them."""
-        bounds = [*range(begin, end, PART_BYTES), end]
-        fresh = [_TensorRange(a, b) for a, b in itertools.pairwise(bounds)]
-        return self._add(name, begin, end, fresh)
-
-    def _add(
-        self, name: str, begin: int, end: int, fresh: list[_TensorRange]
-    ) -> list[_TensorRange]:
+    def _claim(self, name: str, fresh: list[_TensorRange]) -> list[_TensorRange]:
+        """Claim the bytes of pieces that touch each other, so that the caller alone writes them."""
+        begin, end = fresh[0].begin, fresh[-1].end
         with self._lock:
             pieces = self._pieces[name]
-            at = bisect.bisect_left(pieces, begin, key=_begin_of)
-            if fresh and at > 0 and pieces[at - 1].end > begin:
-                raise StateError(f"{name}: byte {begin} was written before; each comes once")
-            if fresh and at < len(pieces) and pieces[at].begin < end:
-                at_byte = pieces[at].begin
-                raise StateError(f"{name}: byte {at_byte} was written before; each comes once")
+            at = bisect.bisect_left(pieces, begin, key=attrgetter("begin"))
+            for other in pieces[max(0, at - 1) : at + 1]:
+                if other.end > begin and other.begin < end:
+                    byte = max(begin, other.begin)
+                    raise StateError(f"{name}: byte {byte} was written before; each comes once")
             pieces[at:at] = fresh
         return fresh
 
@@ -192,7 +181,7 @@ class Shard:
             return crc
         if needed == min(block_bytes, self.nbytes - first):
             # The file's last block is padded; `commit` truncates the file to its length.
-            self._output.start_block(label, self.file, first, block.buffer)
+            self._output.start(label, self.file, first, block.buffer, block_bytes, is_block=True)
         else:  # other ranks have bytes in it, too
             self._output.put_ranges(label, self.file, first, block.buffer, own)
         return crc
@@ -203,21 +192,17 @@ class Shard:
         """Return begin, end and CRC-32 of each piece that was written here, by tensor. Raises
         `StateError` while some of this rank's bytes are missing.
         """
+        found: dict[str, list[list[int]]] = {}
         with self._lock:
-            found: dict[str, list[list[int]]] = {}
             for name, pieces in self._pieces.items():
-                done = [each for each in pieces if each.crc32 is not None]
-                found[name] = [[each.begin, each.end, each.crc32 or 0] for each in done]
-                wanted = (
-                    self.own[name] if self.own is not None else [(0, self._places[name].nbytes)]
-                )
-                if merged_ranges((each.begin, each.end) for each in done) != merged_ranges(wanted):
+                found[name] = [[p.begin, p.end, p.crc32] for p in pieces if p.crc32 is not None]
+                wanted = merged_ranges(self.own[name])
+                if merged_ranges((begin, end) for begin, end, _ in found[name]) != wanted:
                     raise StateError(
-                        f"{self.section}/{name}: expected the bytes {merged_ranges(wanted)} from "
-                        "this "
-                        f"rank, {sum(e.end - e.begin for e in done)} have been written"
+                        f"{self.section}/{name}: expected the bytes {wanted} from this rank, "
+                        f"{sum(end - begin for begin, end, _ in found[name])} have been written"
                     )
-            return {name: pieces for name, pieces in found.items() if pieces}
+        return {name: pieces for name, pieces in found.items() if pieces}
 
     def take_in(self, pieces: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Add the pieces that another rank has written. Raises `StateError` if a byte was written
@@ -225,7 +210,7 @@ class Shard:
         """
         for name, each in pieces.items():
             for begin, end, crc in each:
-                self._add(name, begin, end, [_TensorRange(begin, end, crc)])
+                self._claim(name, [_TensorRange(begin, end, crc)])
 
     def saved(self) -> list[SavedTensor]:
         """Return the tensors for the manifest. Raises `StateError` while bytes are missing."""
@@ -248,33 +233,3 @@ class Shard:
         if not parts:
             parts = [CheckedPart(self.name, place.offset, 0, 0)]
         return SavedTensor(f"{self.section}/{name}", place.dtype, tuple(place.shape), tuple(parts))
-
-
-@dataclass(frozen=True)
-class ShardHeader:
-    """The header of a shard, with the layout that it defines. text: its bytes. places: of the
-    tensors in the file. nbytes: the length of the file.
-    """
-
-    section: str
-    text: bytes
-    places: dict[str, TensorPlace]
-    nbytes: int
-
-    def extents(self, own: Mapping[str, Sequence[Range]], is_first: bool) -> list[Range]:
-        """Return the ranges in the file of these bytes of tensors; the first rank has the header,
-        too.
-        """
-        found = [(0, len(self.text))] if is_first else []
-        for name, place in self.places.items():
-            found += [(place.offset + begin, place.offset + end) for begin, end in own[name]]
-        return merged_ranges(found)
-
-    @classmethod
-    def of(cls, section: str, tensors: Sequence[TensorSpec]) -> ShardHeader:
-        text, places = build_header(tensors)
-        return cls(section, text, places, len(text) + sum(p.nbytes for p in places.values()))
-
-
-def _begin_of(piece: _TensorRange) -> int:
-    return piece.begin

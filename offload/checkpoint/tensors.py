@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.checkpoint.division import Range, TensorToSave
 from offload.checkpoint.format.crc import crc32
+from offload.checkpoint.rank_group import Range, TensorToSave
 from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded, local_of, rows_of
 from offload.optim.assembly import is_row_major

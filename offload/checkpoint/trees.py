@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.checkpoint.division import TensorToSave
 from offload.checkpoint.format.values import decode, encode
+from offload.checkpoint.rank_group import TensorToSave
 from offload.checkpoint.tensors import NAMES, Sink, each_piece, spec_of, write
 from offload.core.errors import ConfigError, FormatError
 from offload.core.format_limits import MOST_TREE_DEPTH

@@ -22,30 +22,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from offload.checkpoint.disk import CheckpointDisk, told, write_whole
-from offload.checkpoint.division import Range, divide
-from offload.checkpoint.draft import UnfinishedCheckpoint, check_path
+from offload.checkpoint.disk import CheckpointDisk, identity_of, told, write_whole
+from offload.checkpoint.draft import SharedDraft, UnfinishedCheckpoint, check_path
 from offload.checkpoint.format.manifest import MANIFEST, SHARD_NAME, Manifest
 from offload.checkpoint.output import BUFFER_BYTES, Output, OutputFile
-from offload.checkpoint.rank_group import RankGroup
+from offload.checkpoint.rank_group import Range, RankGroup, divide
 from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.retention import OlderCheckpoints, next_number
-from offload.checkpoint.shard import Shard, ShardHeader
-from offload.checkpoint.shared_draft import SharedDraft
-from offload.checkpoint.staging_dir import identity_of
+from offload.checkpoint.shard import Shard
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.core.metrics import Metrics
 from offload.core.portable import close_fds, drop_cached
-from offload.storage.safetensors_header import TensorSpec
+from offload.storage.safetensors_header import TensorPlace, TensorSpec, build_header
 
 # The phases of a commit, which all ranks go through.
 WRITTEN, DESCRIBED, VERIFIED, PUBLISHED = "written", "described", "verified", "published"
-
 
 Draft: TypeAlias = UnfinishedCheckpoint | SharedDraft
 
@@ -55,39 +51,6 @@ class WriterState(Enum):
     COMMITTING = "being committed"
     DONE = "saved"  # it has its final name
     GONE = "abandoned"  # nothing of it is left
-
-
-MOVES = {
-    WriterState.OPEN: {WriterState.COMMITTING, WriterState.GONE},
-    WriterState.COMMITTING: {WriterState.DONE, WriterState.GONE},
-    WriterState.DONE: set(),
-    WriterState.GONE: set(),
-}
-
-
-class _OpenWork:
-    """The resources of a save that must be released however it ends: directory, files, memory. It
-    does not refer to the writer, so that an abandoned writer can be garbage-collected.
-    """
-
-    def __init__(self, path: Path, output: Output, make: Callable[[], Draft]) -> None:
-        self.path, self.output = path, output
-        self.pid = os.getpid()
-        try:
-            self.draft = make()
-        except BaseException:
-            self.output.close(StateError(f"checkpoint {path}: never begun"))
-            raise
-
-    def close_files(self, why: str) -> None:
-        if self.output.close(StateError(f"checkpoint {self.path}: {why}")):
-            close_fds(self.draft.fds)  # else the kernel may still use them
-
-    def discard(self) -> None:
-        """Release everything. Does nothing in a forked child."""
-        if os.getpid() == self.pid:
-            self.close_files("abandoned")
-            self.draft.discard()
 
 
 class CheckpointWriter:
@@ -116,24 +79,29 @@ class CheckpointWriter:
         self._shards: list[Shard] = []
         self._names: set[str] = set()
         self._manifest: Manifest | None = None
-
-        def make() -> Draft:
-            if invitation is not None:
-                return SharedDraft(self.path, invitation, self._disk)
-            is_shared = self._rank_group.count > 1
-            return UnfinishedCheckpoint(self.path, self._disk, self._metrics, is_shared)
-
-        output = Output(self._disk, self._metrics, buffer_bytes)
-        self._work = _OpenWork(self.path, output, make)
-        self._discard = weakref.finalize(self, self._work.discard)
+        self._pid = os.getpid()
+        self._output = Output(self._disk, self._metrics, buffer_bytes)
+        try:
+            self._draft = self._make_draft(invitation)
+        except BaseException:
+            self._output.close(StateError(f"checkpoint {self.path}: never begun"))
+            raise
+        self._discard = weakref.finalize(
+            self, _discard, self._pid, self.path, self._output, self._draft
+        )
         self._disk.hook("created" if self._rank_group.is_first else "joined")
 
+    def _make_draft(self, invitation: Mapping[str, Any] | None) -> Draft:
+        if invitation is not None:
+            return SharedDraft(self.path, invitation, self._disk)
+        is_shared = self._rank_group.count > 1
+        return UnfinishedCheckpoint(self.path, self._disk, self._metrics, is_shared)
+
     @property
-    def _draft(self) -> UnfinishedCheckpoint:
+    def _own_draft(self) -> UnfinishedCheckpoint:
         """The directory, of which the first rank alone makes a checkpoint."""
-        draft = self._work.draft
-        assert isinstance(draft, UnfinishedCheckpoint)
-        return draft
+        assert isinstance(self._draft, UnfinishedCheckpoint)
+        return self._draft
 
     # --- shards -----------------------------------------------------------------------------------
 
@@ -151,48 +119,52 @@ class CheckpointWriter:
         """
         with self._lock:
             self._check_open()
-            self._work.output.check()
+            self._output.check()
             number = 1 + sum(shard.section == section for shard in self._shards)
             name = f"{section}-{number:05d}.safetensors"
             if not isinstance(section, str) or not SHARD_NAME.fullmatch(name):
                 raise ConfigError(f"section: expected small letters and digits, got {section!r}")
-            header = self._header(section, tensors)
+            header, places = self._header(section, tensors)
+            nbytes = len(header) + sum(place.nbytes for place in places.values())
+            rank, count = self._rank_group.rank, self._rank_group.count
+            mine = divide(places, own or dict.fromkeys(places), rank, count)
             try:
-                file = self._open_file(name, header.nbytes)
-                bytes_of = share(header, own, self._rank_group)
-                is_first = self._rank_group.is_first
-                shard = Shard(self._work.output, file, name, header, bytes_of, is_first)
+                file = self._open_file(name, nbytes)
+                header = header if self._rank_group.is_first else b""
+                shard = Shard(self._output, file, name, nbytes, header, places, mine)
             except BaseException as error:
-                self._work.output.fail(error)
+                self._output.fail(error)
                 raise
             self._shards.append(shard)
             self._names |= {f"{section}/{tensor.name}" for tensor in tensors}
         self._disk.hook("shard opened")
         return shard
 
-    def _header(self, section: str, tensors: Sequence[TensorSpec]) -> ShardHeader:
+    def _header(
+        self, section: str, tensors: Sequence[TensorSpec]
+    ) -> tuple[bytes, dict[str, TensorPlace]]:
         twice = [t.name for t in tensors if f"{section}/{t.name}" in self._names]
         if twice:
             raise ConfigError(f"{section}: {twice[0]!r} is in another shard of it already")
         try:
-            return ShardHeader.of(section, tensors)
+            return build_header(tensors)
         except FormatError as error:
             raise ConfigError(f"{section}: {error}") from error
 
     def _open_file(self, name: str, nbytes: int) -> OutputFile:
-        file = self._work.draft.open_file(name, nbytes)
-        if file.block_bytes > self._work.output.each_bytes:
+        file = self._draft.open_file(name, nbytes)
+        if file.block_bytes > self._output.each_bytes:
             raise ConfigError(
                 f"{file.label}: is written in blocks of {file.block_bytes} bytes, one buffer has "
-                f"{self._work.output.each_bytes}; save on another file system"
+                f"{self._output.each_bytes}; save on another file system"
             )
         return file
 
     def invitation(self) -> dict[str, Any]:
         """Return what the other ranks must know to write their parts. All shards must be open."""
         return {
-            "directory": str(self._draft.folder),
-            "identity": identity_of(self._draft.fd),
+            "directory": str(self._own_draft.folder),
+            "identity": identity_of(self._own_draft.fd),
             "files": {
                 shard.name: [shard.file.align, *identity_of(shard.file.fd)]
                 for shard in self._shards
@@ -218,7 +190,7 @@ class CheckpointWriter:
             raise ConfigError(f"keep: expected None, or 1 or more, got {keep!r}")
         with self._lock:
             self._check_open()
-            self._move_to(WriterState.COMMITTING)
+            self._state = WriterState.COMMITTING
         rank_group = self._rank_group
         try:
             pieces = rank_group.by_consensus(WRITTEN, self._flush)
@@ -246,7 +218,7 @@ class CheckpointWriter:
                 shard.saved()  # raises if bytes are missing, before we wait for anything
         if not rank_group.is_first:
             pieces = {shard.name: shard.pieces() for shard in self._shards}
-        self._work.output.flush()
+        self._output.flush()
         self._disk.hook("data written")
         if not rank_group.is_first:
             self._sync_files()
@@ -254,7 +226,7 @@ class CheckpointWriter:
 
     def _sync_files(self) -> None:
         for shard in self._shards:
-            self._work.output.check()
+            self._output.check()
             if self._rank_group.is_first:
                 with told("truncate", shard.file.label):
                     self._disk.truncate(shard.file.fd, shard.nbytes)
@@ -276,14 +248,14 @@ class CheckpointWriter:
             self._write_all(values, fingerprint)
 
     def _publish(self, keep: int | None) -> None:
-        self._work.output.check()
+        self._output.check()
         if self._rank_group.is_first:
-            self._draft.publish()
+            self._own_draft.publish()
             self._end(keep)
 
     def _write_all(self, values: Mapping[str, Any], fingerprint: str) -> None:
         """Make files, manifest and directory durable under the hidden name."""
-        draft = self._draft
+        draft = self._own_draft
         saved = [tensor for shard in self._shards for tensor in shard.saved()]
         self._sync_files()
         self._manifest = manifest = Manifest(
@@ -301,7 +273,7 @@ class CheckpointWriter:
 
     def _write_manifest(self, text: bytes) -> None:
         path = self.path / MANIFEST
-        fd = self._draft.open_new(MANIFEST)
+        fd = self._own_draft.open_new(MANIFEST)
         try:
             with told("write", path):
                 write_whole(self._disk, fd, text, 0)
@@ -314,7 +286,7 @@ class CheckpointWriter:
 
     def _verify(self) -> None:
         """Read everything, or this rank's share of it, back from the disk, and compare it."""
-        output, hidden = self._work.output, self._work.draft.folder
+        output, hidden = self._output, self._draft.folder
         share_of = self._rank_group.rank, self._rank_group.count
         try:
             with CheckpointReader(hidden, metrics=self._metrics, engine=output.engine) as reader:
@@ -337,33 +309,32 @@ class CheckpointWriter:
         """Release everything after the checkpoint is published, and remove older checkpoints. The
         checkpoint stays saved, also if this fails.
         """
-        self._move_to(WriterState.DONE)
-        work = self._work
+        self._state = WriterState.DONE
         try:
-            work.close_files("is saved; open another writer")
-            self._metrics.count("checkpoint_written_bytes", work.output.written_bytes)
+            _close_files(self.path, self._output, self._draft, "is saved; open another writer")
+            self._metrics.count("checkpoint_written_bytes", self._output.written_bytes)
             if keep is not None:
                 assert self._manifest is not None
                 older = OlderCheckpoints(
-                    self._draft.parent, self._manifest, self._disk, self._metrics
+                    self._own_draft.parent, self._manifest, self._disk, self._metrics
                 )
                 older.remove_all_but(keep - 1)
         finally:
             self._discard.detach()
-            work.draft.release()
+            self._draft.release()
 
     # --- the end ----------------------------------------------------------------------------------
 
     @property
     def progress(self) -> object:
         """A value that changes whenever the save has made progress."""
-        return self._work.output.progress, self._work.output.looks
+        return self._output.progress, self._output.looks
 
     def cancel(self, error: BaseException) -> None:
         """Make the thread that writes or commits raise `error` soon, unless the checkpoint is saved
         by then. Any thread may call it.
         """
-        self._work.output.fail(error)
+        self._output.fail(error)
 
     def abandon(self) -> None:
         """Remove everything, unless the checkpoint is saved. Idempotent; also called at the end of
@@ -372,7 +343,7 @@ class CheckpointWriter:
         with self._lock:
             if self._state in (WriterState.DONE, WriterState.GONE):
                 return
-            self._move_to(WriterState.GONE)
+            self._state = WriterState.GONE
         if not self._rank_group.is_first:
             self._rank_group.leave()  # before discard looks whether the first still lives
         self._discard()
@@ -380,15 +351,8 @@ class CheckpointWriter:
     def _check_open(self) -> None:
         if self._state is not WriterState.OPEN:
             raise StateError(f"checkpoint {self.path}: is {self._state.value}")
-        if os.getpid() != self._work.pid:
+        if os.getpid() != self._pid:
             raise StateError(f"checkpoint {self.path}: begun by the parent process; save it there")
-
-    def _move_to(self, state: WriterState) -> None:
-        if state not in MOVES[self._state]:
-            raise StateError(
-                f"checkpoint {self.path}: {self._state.name} -> {state.name} is not a legal move"
-            )
-        self._state = state
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -397,11 +361,16 @@ class CheckpointWriter:
         self.abandon()
 
 
-def share(
-    header: ShardHeader, own: Mapping[str, Sequence[Range] | None] | None, rank_group: RankGroup
-) -> dict[str, list[Range]] | None:
-    """Return the bytes of a file's tensors that this rank writes; None: all."""
-    if rank_group.count == 1:
-        return None
-    assert own is not None
-    return divide(header.places, own, rank_group.rank, rank_group.count)
+# The finalizer does not refer to the writer, so that an abandoned one can be garbage-collected.
+
+
+def _discard(pid: int, path: Path, output: Output, draft: Draft) -> None:
+    """Release everything, and remove it. Does nothing in a forked child."""
+    if os.getpid() == pid:
+        _close_files(path, output, draft, "abandoned")
+        draft.discard()
+
+
+def _close_files(path: Path, output: Output, draft: Draft, why: str) -> None:
+    if output.close(StateError(f"checkpoint {path}: {why}")):
+        close_fds(draft.fds)  # else the kernel may still use them

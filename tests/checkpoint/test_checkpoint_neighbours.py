@@ -17,11 +17,10 @@ from support.checkpoints import SMALL, contents_of, fill, read, same, save, umas
 from support.disk_doubles import FaultyDisk, StraightDisk
 from support.stores import HANG_S, nothing_left
 
-from offload.checkpoint.disk import POINTS, CheckpointDisk
+from offload.checkpoint.disk import POINTS, CheckpointDisk, open_directory, try_lock
 from offload.checkpoint.format.directory import find_newest
 from offload.checkpoint.format.verify import verify
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.staging_dir import open_directory, try_lock
 from offload.checkpoint.writer import CheckpointWriter
 from offload.core.errors import ConfigError, StateError, StoreError
 from offload.core.metrics import Metrics

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload.checkpoint.division import cut, divide, merged_ranges, share_of, within
+from offload.checkpoint.rank_group import cut, divide, merged_ranges, share_of, within
 from offload.storage.safetensors_header import TensorPlace, TensorSpec, build_header
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offload
-from offload.checkpoint import rank_group, shared_draft, writer
+from offload.checkpoint import draft, rank_group, writer
 from offload.checkpoint.disk import CheckpointDisk
 from offload.checkpoint.format.verify import verify
 from offload.core.metrics import Metrics
@@ -232,7 +232,7 @@ def faults(rank: int, folder: Path, victim: int, stride: int) -> dict[str, int]:
         disks.append(FaultyDisk(nth=nth if rank == victim else 0))
         return disks[-1]
 
-    writer.CheckpointDisk = shared_draft.CheckpointDisk = make  # type: ignore[assignment,misc]
+    writer.CheckpointDisk = draft.CheckpointDisk = make  # type: ignore[assignment,misc]
     seen: dict[str, int] = {}
     offload.save(folder / "second", model, optimizer)
     calls = [len(disks[-1].calls)]
@@ -273,7 +273,7 @@ def kill(
     rank: int, folder: Path, victim: int, point: str, delay_s: float, background: bool
 ) -> dict[str, Any]:
     """Kill one rank while all save, at a point or after a while; return what the others see."""
-    writer.CheckpointDisk = shared_draft.CheckpointDisk = _Killer  # type: ignore[misc]
+    writer.CheckpointDisk = draft.CheckpointDisk = _Killer  # type: ignore[misc]
     rank_group.ARRIVAL_S = 5.0  # for a rank that is killed before it arrives
     model, optimizer = build()
     train(model, optimizer, range(2))
@@ -314,7 +314,7 @@ class _Stopper(CheckpointDisk):
 
 def stop(rank: int, folder: Path, victim: int, limit_s: float) -> dict[str, Any]:
     """Stop one rank while all save; it continues when the saves of the others have ended."""
-    writer.CheckpointDisk = shared_draft.CheckpointDisk = _Stopper  # type: ignore[misc]
+    writer.CheckpointDisk = draft.CheckpointDisk = _Stopper  # type: ignore[misc]
     group = dist.new_group(timeout=timedelta(seconds=limit_s))
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
