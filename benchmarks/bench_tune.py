@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from contest import rounds
-from tune_results import Choice, Setup, TuneRow, write_tune
+from tune_results import Choice, Setup, TuneRow, every_tuning, write_tune
 
 from offload.planning import profile
 from offload.planning.profile import Tuning
@@ -140,7 +140,7 @@ def test_tuned_against_a_sweep(
         best = Tuning(**found["best"])
         check_in_force([*program, "--profile", str(path), "--steps", "2"], best)
         sweep = Sweep(program, Path(place))
-        seen = {tuning: sweep.run(tuning) for tuning in sweep.space.every()}
+        seen = {tuning: sweep.run(tuning) for tuning in every_tuning(sweep.space)}
         row = TuneRow(setup, len(found["trials"]), found["spent_s"], found["limit_s"], len(seen))
         row.measure([best, *row.fastest(seen, BEST), Tuning()], sweep.run, rounds(5))
     row.choice = Choice(best, Tuning(), found["trials"][0]["result"]["layer_bytes"])

@@ -11,7 +11,8 @@ from results import HERE, machine_header
 from wrap_results import Demand, Middle
 
 from offload.planning.profile import Tuning
-from offload.tools.tune.table import describe
+from offload.tools.tune.search import SearchSpace
+from offload.tools.tune.session import describe
 
 MOST = 1.05  # the tuner's choice / the best of the sweep
 
@@ -82,6 +83,14 @@ class TuneRow:
         what = "an iteration as tuned / with the best of a sweep over the same space"
         text = f"at most {MOST:.2f}"
         return Demand(self.setup.name, what, text, f"{self.ratio:.3f}", self.ratio <= MOST)
+
+
+def every_tuning(space: SearchSpace) -> list[Tuning]:
+    """List every tuning of the space, the base first."""
+    found = [space.base]
+    for knob in space.knobs:
+        found = [turned for tuning in found for turned in (tuning, *knob.turns(tuning))]
+    return list(dict.fromkeys(found))
 
 
 def write_tune(command: str, rows: Sequence[TuneRow]) -> Path:

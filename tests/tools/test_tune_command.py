@@ -35,8 +35,8 @@ from offload.planning.profile import Tuned, Tuning, TuningTarget
 from offload.planning.trial import TrialOrder, TrialResult
 from offload.storage import choose as store_choose
 from offload.tools import cli
-from offload.tools.tune import picture, session, space, table, trials
-from offload.tools.tune.search import Measured, Search, SearchSpace, TunedTrial
+from offload.tools.tune import picture, session, space, trials
+from offload.tools.tune.search import Knob, Measured, Search, SearchSpace, TunedTrial
 
 WIDTH, HOST_BYTES = 64, 400 << 10
 KI, MI = 1 << 10, 1 << 20
@@ -660,7 +660,7 @@ class Terminal:
 
 def test_on_a_terminal_the_line_of_the_running_trial_is_written_over() -> None:
     screen: Any = Terminal()
-    found = table.TrialTable(StatusLine(screen, 0.5))
+    found = session.TrialTable(StatusLine(screen, 0.5))
     search = Search(SearchSpace(Tuning(), ()), lambda _: Measured((1.0,), 1.0), 100.0, found.add)
     found.search = search
     found.tick(Tuning(prefetch_depth=2), 3.0)
@@ -672,10 +672,10 @@ def test_on_a_terminal_the_line_of_the_running_trial_is_written_over() -> None:
 
 def test_knobs_are_told_in_the_words_of_the_command() -> None:
     every = Tuning(3, 200, 512 * KI, 64, 2, "recompute")
-    assert table.describe(every, 100) == (
+    assert session.describe(every, 100) == (
         "depth 3, chunk 512Ki, queue 64, units x2, threads 2, activations recompute"
     )
-    assert table.describe(Tuning(), None) == "all derived"
+    assert session.describe(Tuning(), None) == "all derived"
 
 
 # --- what the tuner writes is what the runtime reads ----------------------------------------------
@@ -805,6 +805,9 @@ def test_the_benchmark_has_a_table_and_a_verdict(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     results = importlib.import_module("tune_results")
+    knobs = (Knob("threads", (1, 2), (1, 2), derived=2), Knob("queue_depth", (4, 8), (4, 8)))
+    every = results.every_tuning(SearchSpace(Tuning(activations="keep"), knobs))
+    assert len(every) == len(set(every)) == 2 * 3 and every[0] == Tuning(activations="keep")
     for module in ("tune_results", "model_results"):
         monkeypatch.setattr(f"{module}.HERE", tmp_path)
     seconds = {Tuning(): 1.0, Tuning(prefetch_depth=2): 0.52, Tuning(prefetch_depth=4): 0.5}

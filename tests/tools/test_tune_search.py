@@ -124,8 +124,17 @@ class Bench:
 
 
 @cache
+def every() -> list[Tuning]:
+    """Return every tuning of the space: for an exhaustive sweep."""
+    found = [SPACE.base]
+    for knob in SPACE.knobs:
+        found = [turned for tuning in found for turned in (tuning, *knob.turns(tuning))]
+    return list(dict.fromkeys(found))
+
+
+@cache
 def best_s(machine: Machine) -> float:
-    return min(machine.step_s(t) for t in SPACE.every() if not machine.refuses(t))
+    return min(machine.step_s(t) for t in every() if not machine.refuses(t))
 
 
 def search(machine: Machine, noise: float, seed: int, limit_s: float = NO_LIMIT_S) -> TuneResult:
@@ -136,7 +145,7 @@ def search(machine: Machine, noise: float, seed: int, limit_s: float = NO_LIMIT_
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
 def test_it_ends_within_5_percent_of_the_best_of_all(name: str, noise: float, seed: int) -> None:
     machine = MACHINES[name]
-    assert len(list(SPACE.every())) == 10 * 5 * 5 * 3 * 4
+    assert len(every()) == 10 * 5 * 5 * 3 * 4
     for number in range(20):
         found = search(machine, noise, seed + number)
         assert machine.step_s(found.best) <= 1.05 * best_s(machine), (number, found)
@@ -295,15 +304,32 @@ def test_a_knob_leaves_to_be_derived_what_would_be_derived() -> None:
     knob = SPACE.knobs[2]
     assert knob.turned(Tuning(threads=2), 16) == Tuning(threads=2)
     assert knob.turned(Tuning(threads=2), 64) == Tuning(threads=2, queue_depth=64)
-    assert knob.neighbours(Tuning()) == [Tuning(queue_depth=8), Tuning(queue_depth=32)]
-    assert knob.neighbours(Tuning(queue_depth=64)) == [Tuning(queue_depth=32)]
-    assert SPACE.knobs[0].neighbours(Tuning()) == []  # its derived value is not known
+    assert [turned.queue_depth for turned in knob.turns(Tuning())] == [4, 8, None, 32, 64]
+    assert Tuning() not in SPACE.knobs[0].turns(Tuning())  # its derived value is not known
 
 
-def test_the_sweep_has_every_tuning_once() -> None:
-    every = list(SPACE.every())
-    assert len(every) == len(set(every)) and Tuning() in every
-    assert SearchSpace(Tuning(threads=2), ()).every().__next__() == Tuning(threads=2)
+@pytest.mark.parametrize(
+    ("best", "derived", "coarse", "asked"),
+    [
+        (None, 16, (), {8, 32}),
+        (64, 16, (64,), {64, 32}),
+        # What is derived is not known: beside the fastest, 16, then 32.
+        (None, None, (4, 16), {4, 16, 8, 32, 64}),
+    ],
+)
+def test_neighbours_of_the_best_are_tried(
+    best: int | None, derived: int | None, coarse: tuple[int, ...], asked: set[int]
+) -> None:
+    tried = {}
+
+    def measure(tuning: Tuning) -> Measured:
+        queue = tuning.queue_depth
+        tried[queue] = 0.5 if queue == best else 1.0 + 1.0 / (queue or 99)
+        return Measured((tried[queue],), 1.0)
+
+    knob = Knob("queue_depth", (4, 8, 16, 32, 64), coarse, derived)
+    Search(SearchSpace(Tuning(), (knob,)), measure, NO_LIMIT_S).run()
+    assert set(tried) == {None, *asked}
 
 
 def test_spread_is_half_the_middle_half() -> None:

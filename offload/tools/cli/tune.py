@@ -15,18 +15,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from offload.core.config import PARAM_DTYPES
 from offload.core.strict_json import printable
-from offload.planning.trial import TrialResult
 from offload.tools.child import ended_by_signals
 from offload.tools.output import print_json, print_lines, status_line, table
 from offload.tools.tune.picture import draw
 from offload.tools.tune.search import Search, TunedTrial, TuneResult
-from offload.tools.tune.session import TuneSession
+from offload.tools.tune.session import (
+    TrialTable,
+    TuneRequest,
+    TuneSession,
+    add_loop_options,
+    describe,
+)
 from offload.tools.tune.space import FIELDS
-from offload.tools.tune.table import TrialTable, describe
 from offload.tools.tune.trials import Program
-from offload.tools.tune.wish import LOOP_OPTIONS, TuneRequest
 
 SUMMARY: Final = "Run a training loop with other settings, find the best, and write a profile."
 EPILOG: Final = """\
@@ -77,13 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", metavar="FILE", help="for the picture (default: beside the profile)")
     add("--keep", action="store_true", help="when interrupted, write the best so far")
     loop = parser.add_argument_group("the stand-in loop of MODEL")
-    for name in LOOP_OPTIONS[:7]:
-        loop.add_argument(f"--{name}", type=int)
-    loop.add_argument("--dtype", choices=PARAM_DTYPES)
-    loop.add_argument("--device")
-    loop.add_argument("--device-memory", metavar="SIZE")
-    loop.add_argument("--host-memory", metavar="SIZE")
-    loop.add_argument("--nvme", metavar="DIRECTORY", action="append", help="one or several")
+    add_loop_options(loop.add_argument)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         session.search.trials,
         finding.best,
         session.limit.seconds,
-        f"{wish.name}: {describe(finding.best, session.layer_bytes)}",
+        f"{wish.name}: {describe(finding.best, session.table.layer_bytes)}",
         wish.picture,
     )
     if args.json:
@@ -122,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _as_text(session: TuneSession, finding: TuneResult, path: Path, note: str | None) -> list[str]:
     wish, less = session.wish, 1 - finding.step_s / finding.base_s
-    chosen = describe(finding.best, session.layer_bytes)
+    chosen = describe(finding.best, session.table.layer_bytes)
     rows = [("derived", f"{finding.base_s:.4g} s a step")]
     tried = {trial.tuning for trial in session.search.trials} - {finding.base}
     if not tried:
@@ -184,15 +180,12 @@ def _as_json(
 
 def _trial_json(session: TuneSession, trial: TunedTrial) -> dict[str, Any]:
     measured, result = trial.measured, session.results.get(trial.number)
+    shown = {n: v for n, v in asdict(result).items() if n != "targets"} if result else None
     return {
         "number": trial.number,
         "tuning": asdict(trial.tuning),
         "step_s": measured.step_s if measured.failure is None else None,
         "took_s": measured.took_s,
         "failure": measured.failure,
-        "result": None if result is None else _without_targets(result),
+        "result": shown,
     }
-
-
-def _without_targets(result: TrialResult) -> dict[str, Any]:
-    return {name: value for name, value in asdict(result).items() if name != "targets"}

@@ -15,30 +15,22 @@ import torch
 from torch import nn
 
 from offload.api import prepare, report
-from offload.core.config import PARAM_DTYPES
 from offload.core.errors import ConfigError, OffloadError
 from offload.core.host_facts import free_memory_bytes, read_memory
 from offload.device import find_device
 from offload.planning.trial import current
 from offload.tools.forecast.model_shape import Shape
 from offload.tools.forecast.model_source import ModelSource, find_source
+from offload.tools.tune.session import SHAPE, add_loop_options
 
 SEED = 20261117
-SHAPE = ("layers", "hidden", "vocabulary", "heads", "intermediate")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offload.tools.tune.loop", description=__doc__)
     parser.add_argument("model", metavar="MODEL")
-    for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--dtype", choices=PARAM_DTYPES)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--device-memory")
-    parser.add_argument("--host-memory")
-    parser.add_argument("--nvme", action="append")
+    add_loop_options(parser.add_argument)
+    parser.set_defaults(batch=1, sequence=512, device="auto")
     parser.add_argument("--profile")
     parser.add_argument("--steps", type=int)
     return parser

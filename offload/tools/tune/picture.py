@@ -10,9 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload.core.errors import ConfigError
 from offload.core.private_file import write_private
-from offload.core.strict_json import printable
 from offload.planning.profile import Tuning
 from offload.tools.tune.search import Measured, TunedTrial, spread_s
 
@@ -86,7 +84,9 @@ def draw(
         _draw_points(left, points, field, limit_s)
         left.set_title(title)
         figure.tight_layout()
-        _save(figure, path)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=120, format="png")
+        write_private(path, drawn.getvalue())  # whole or not at all
     finally:
         pyplot.close(figure)
     return None
@@ -118,18 +118,3 @@ def _draw_points(left: Any, points: Sequence[CurvePoint], field: str, limit_s: f
     left.set_zorder(right.get_zorder() + 1)  # lines above bars
     left.patch.set_visible(False)
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Write the file whole or not at all."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, format="png")
-    write_private(path, drawn.getvalue())
-
-
-def check_place(path: Path) -> None:
-    """Raise `ConfigError`, before any trial, if `path` is a directory or is in none that exists."""
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(
-            f"--picture: expected a file in a directory that is there, got {printable(path)}"
-        )

@@ -4,21 +4,20 @@ It calls a function for measurements and decides by them and by the seconds that
 measurements yield the same decisions. No clock, no files, no torch.
 
 It is a coordinate search over the knobs, the one with the largest effect first: coarse values, then
-the neighbours of the best. Candidates that are not worse than the best so far are measured again
-beside it, then the better half of them, until one is left and its lead is clear (successive
-halving). It replaces the best only if it is better by more than the noise, which is the deviation
-of repeats of the same tuning. After all knobs, neighbours are tried again around the best until
-none helps or time is up. At the end the winner and the base are measured again by turns, and only
-those runs decide: the best of many trials was also lucky (selection bias).
+the neighbours of the best. Of these the fastest is measured again beside the best so far, until its
+lead is clear or another is the fastest. It replaces the best only if it is better by more than the
+noise, which is the deviation of repeats of the same tuning. After all knobs, neighbours are tried
+again around the best until none helps or time is up. At the end the winner and the base are
+measured again by turns, and only those runs decide: the best of many trials was also lucky
+(selection bias).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from offload.planning.profile import Tuning
@@ -26,10 +25,8 @@ from offload.planning.profile import Tuning
 _LEAST_NOISE = 0.01  # of a step: the prior of the noise, before there are repeats
 _NOISE_WEIGHT = 2  # the weight of that prior, in repeats
 _MOST_REPEATS = 4  # of a rival
-_WORTH = 0.01  # of a step; a rival that cannot be better by more is not measured further
 _LEAST_FINAL_ROUNDS, _MOST_FINAL_ROUNDS = 2, 6
 _BEATEN = 2.0  # the significant lead over the base, in standard errors
-_EVIDENT = 6.0  # the lead for which the least number of final rounds is enough
 _RESERVED, _LEAST_RESERVED = 6, 2  # trials reserved for the final rounds of two each
 
 
@@ -48,15 +45,9 @@ class Knob:
         """Return `tuning` with this value, or with None if the engine would derive the same."""
         return replace(tuning, **{self.field: None if value == self.derived else value})
 
-    def neighbours(self, tuning: Tuning) -> list[Tuning]:
-        """Return `tuning` with the next lower and with the next higher value."""
-        value = getattr(tuning, self.field)
-        value = self.derived if value is None else value
-        if value not in self.values:
-            return []
-        at = self.values.index(value)
-        near = [self.values[i] for i in (at - 1, at + 1) if 0 <= i < len(self.values)]
-        return [self.turned(tuning, v) for v in near]
+    def turns(self, tuning: Tuning) -> list[Tuning]:
+        """Return `tuning` with each value, in their order."""
+        return [self.turned(tuning, value) for value in self.values]
 
 
 @dataclass(frozen=True)
@@ -67,20 +58,6 @@ class SearchSpace:
 
     base: Tuning
     knobs: tuple[Knob, ...]
-
-    def every(self) -> Iterator[Tuning]:
-        """Yield every tuning of the space, the base included: for an exhaustive sweep."""
-        choices = [
-            dict.fromkeys([getattr(self.base, knob.field), *knob.values]) for knob in self.knobs
-        ]
-        seen: set[Tuning] = set()
-        for values in product(*choices):
-            tuning = self.base
-            for knob, value in zip(self.knobs, values, strict=True):
-                tuning = knob.turned(tuning, value)
-            if tuning not in seen:
-                seen.add(tuning)
-                yield tuning
 
 
 @dataclass(frozen=True)
@@ -208,54 +185,40 @@ class Search:
         return math.sqrt(squares / degrees)
 
     def _refine(self, knob: Knob) -> None:
-        """Move to a better neighbour until there is none."""
-        before: Tuning | None = None
-        while before != self.best:
-            before = self.best
-            self._contest(knob.neighbours(self._located(knob)))
-
-    def _located(self, knob: Knob) -> Tuning:
-        """Return the best, or if it leaves the knob to the engine and the derived value is not
-        known, the best tuning that differs from it in this knob only and has a value there.
+        """Move to a better neighbour until there is none. If the best leaves the knob to the engine
+        and the derived value is not known, begin at the fastest that differs in this knob only.
         """
-        given = [knob.turned(self.best, value) for value in knob.values]
-        if self.best in given or not knob.values:
-            return self.best
-        return min(given, key=self.step_s)
+        before: Tuning | None = None
+        while before != self.best and knob.values:
+            before = self.best
+            turns = knob.turns(before)
+            at = turns.index(before if before in turns else min(turns, key=self.step_s))
+            self._contest(turns[max(0, at - 1) : at + 2])
 
     def _contest(self, rivals: Sequence[Tuning]) -> None:
-        """Measure the new rivals; repeat the better half of those that are not worse than the best,
-        beside it, until one is left and it is clear whether it is better. Then it is the best.
+        """Measure the new rivals, then the fastest of them beside the best until its lead is clear.
+        If it is better, it is the best.
         """
         new = [rival for rival in dict.fromkeys(rivals) if rival not in self._runs]
         for rival in new:
             if self._has_time(1):
                 self._try(rival)
-        standing = self._standing(new)
-        for _ in range(_MOST_REPEATS):
-            is_clear = len(standing) < 2 and all(self._is_clear(one) for one in standing)
-            if is_clear or not self._has_time(1 + len(standing)):
+        for _ in range(_MOST_REPEATS if new else 0):
+            fastest = min(new, key=self.step_s)
+            if self._is_clear(fastest) or not self._has_time(2):
                 break
-            for tuning in (self.best, *standing):
-                self._try(tuning)
-            standing = self._standing(standing)
-        if standing and self._lead(standing[0]) > 1:
-            self.best = standing[0]
-
-    def _standing(self, tunings: Sequence[Tuning]) -> list[Tuning]:
-        """Return the better half of those tunings that are not worse than the best by more than the
-        noise.
-        """
-        left = sorted((t for t in tunings if self._lead(t) > -1), key=self.step_s)
-        return left[: -(-len(left) // 2)]
+            self._try(self.best)
+            self._try(fastest)
+        fastest = min(new, key=self.step_s, default=self.best)
+        if self._lead(fastest) > 1:
+            self.best = fastest
 
     def _is_clear(self, tuning: Tuning) -> bool:
-        """Return whether the tuning was measured twice and is either significantly better, or not
-        worth more trials.
+        """Return whether the tuning is worse than the best by more than the noise, is better by
+        more than that in two trials, or is no better in three.
         """
-        runs, lead = self._runs[tuning], self._lead(tuning)
-        worth = (lead + 2) * _doubt(runs, self._runs[self.best], self.noise)
-        return len(runs) > 1 and (lead > 2 or worth < _WORTH)
+        lead, count = self._lead(tuning), len(self._runs.get(tuning, ()))
+        return lead < -1 or (lead > 1 and count > 1) or (lead <= 0 and count > 2)
 
     def _lead(self, tuning: Tuning) -> float:
         """Return by how much the tuning is faster than the best, in standard errors."""
@@ -265,25 +228,21 @@ class Search:
         """Measure winner and base again, by turns, and return to the base unless the winner's lead
         is significant. Only these runs count, or all if there is no time for any.
         """
-        pair = (self.best, self.space.base)
-        if self.best == self.space.base:
+        base = self.space.base
+        if self.best == base:
             return
-        lead, before = self._lead_of(pair, (0, 0)), [len(self._runs[tuning]) for tuning in pair]
+        both = self._runs[self.best], self._runs[base]
+        before = [len(runs) for runs in both]
+        lead = _lead(*both, self.noise)
         for number in range(_MOST_FINAL_ROUNDS):
-            enough = _BEATEN if number > _LEAST_FINAL_ROUNDS else _EVIDENT
-            is_clear = not 0 < lead <= enough
+            is_clear = not 0 < lead <= _BEATEN
             if (is_clear and number >= _LEAST_FINAL_ROUNDS) or not self._has_time(2, reserved=0):
                 break
-            for tuning in pair:
-                self._try(tuning)
-            lead = self._lead_of(pair, before)
+            self._try(self.best)
+            self._try(base)
+            lead = _lead(both[0][before[0] :], both[1][before[1] :], self.noise)
         if lead <= _BEATEN:
-            self.best = self.space.base
-
-    def _lead_of(self, pair: Sequence[Tuning], begin: Sequence[int]) -> float:
-        """Return the lead of the first over the second by their runs from these numbers on."""
-        runs = [self._runs[tuning][number:] for tuning, number in zip(pair, begin, strict=True)]
-        return _lead(runs[0], runs[1], self.noise)
+            self.best = base
 
     def _try(self, tuning: Tuning) -> None:
         self.take(tuning, self._measure(tuning))
@@ -310,13 +269,9 @@ def _step_s(runs: Sequence[Measured]) -> float:
     return statistics.median(run.step_s for run in runs) if runs else math.inf
 
 
-def _doubt(one: Sequence[Measured], other: Sequence[Measured], noise: float) -> float:
-    """Return the standard error of the ratio of two tunings' medians, as a share."""
-    return noise * math.sqrt(1 / max(1, len(one)) + 1 / max(1, len(other)))
-
-
 def _lead(one: Sequence[Measured], other: Sequence[Measured], noise: float) -> float:
-    """Return by how much the first is faster, in standard errors of the ratio."""
+    """Return by how much the first tuning is faster, in standard errors of the ratio of medians."""
     if not one or not other:
         return math.inf if one else -math.inf
-    return math.log(_step_s(other) / _step_s(one)) / _doubt(one, other, noise)
+    doubt = noise * math.sqrt(1 / len(one) + 1 / len(other))
+    return math.log(_step_s(other) / _step_s(one)) / doubt
