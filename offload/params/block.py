@@ -13,9 +13,9 @@ device copy would have.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from offload.core.ticket import Ticket
 from offload.distributed.partition import Partition
+from offload.params.placeholder import restore
 from offload.planning.unit import Member, Unit
 
 
@@ -50,6 +51,8 @@ class Block:
     memory: Tensor | None = None  # host bytes; None: not in host memory
     reading: Ticket[None] | None = None  # until a thread has waited for it
     writing: Ticket[None] | None = None
+    # Waits until nothing reads its host memory for the copy to compute with; None: nothing does.
+    copying: Callable[[], None] | None = None
     is_stored: bool = False  # the store has these very bytes
     is_attached: bool = False  # the parameters show their values
     pins: int = 0  # users that rely on its being attached
@@ -62,29 +65,24 @@ class Block:
     device_pins: int = 0  # users that rely on its being on the device
     partition: Partition | None = None  # None: this rank has the whole block
     rank: int = 0  # whose shard it is
+    number: int = field(init=False)
+    name: str = field(init=False)
+    nbytes: int = field(init=False)  # in host memory and in the store
+    whole_bytes: int = field(init=False)  # of the copy to compute with, padding included
+    span: tuple[int, int] = field(init=False)  # bytes of the unit that host memory and store have
+
+    def __post_init__(self) -> None:
+        self.number, self.name = self.unit.number, self.unit.name
+        self.nbytes = self.whole_bytes = self.unit.nbytes
+        self.span = 0, self.unit.nbytes
+        if self.partition is not None:
+            self.nbytes, self.whole_bytes = self.partition.shard_bytes, self.partition.padded_bytes
+            self.span = self.partition.span(self.rank)
 
     @property
-    def number(self) -> int:
-        return self.unit.number
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that host memory and the store have of it."""
-        return self.unit.nbytes if self.partition is None else self.partition.shard_bytes
-
-    @property
-    def whole_bytes(self) -> int:
-        """The bytes of the copy to compute with, padding included."""
-        return self.unit.nbytes if self.partition is None else self.partition.padded_bytes
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The byte range of the unit, `[begin, end)`, that host memory and the store have."""
-        return (0, self.unit.nbytes) if self.partition is None else self.partition.span(self.rank)
-
-    @property
-    def name(self) -> str:
-        return self.unit.name
+    def is_here(self) -> bool:
+        """Whether memory or the store has the block's values, or this rank's part of them."""
+        return self.in_host is not Presence.AWAY or self.is_stored
 
     def move_in_host(self, presence: Presence) -> None:
         assert presence in MOVES[self.in_host], f"{self.name}: {self.in_host} -> {presence}"
@@ -119,16 +117,16 @@ class Block:
             values = memory[member.begin : member.begin + member.nbytes].view(member.dtype)
             yield member, values.view(member.shape)
 
+    def show(self, memory: Tensor) -> None:
+        """Restore the parameters: their values are those in `memory`, a copy of the block."""
+        for member, values in self.views(memory):
+            restore(member.param, values)
 
-def pin(blocks: Iterable[Block]) -> None:
-    """Keep the blocks in host memory, once they are resident, until `unpin`."""
+
+def pin(blocks: Iterable[Block], change: int = 1) -> None:
+    """Keep the blocks in host memory, once they are resident. change: 1, or -1 to undo that."""
     for block in blocks:
-        block.pins += 1
-
-
-def unpin(blocks: Iterable[Block]) -> None:
-    for block in blocks:
-        block.pins -= 1
+        block.pins += change
         assert block.pins >= 0, f"{block.name}: done more often than used"
 
 
@@ -141,32 +139,7 @@ def pinned(blocks: Sequence[Block], lock: threading.RLock) -> Iterator[None]:
         yield
     finally:
         with lock:
-            unpin(blocks)
-
-
-class DevicePins:
-    """The pins of blocks in the memory that the model computes with. Subclasses set the lock."""
-
-    _lock: threading.RLock
-
-    def pin(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.device_pins += 1
-
-    def unpin(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.device_pins -= 1
-            assert block.device_pins >= 0, f"{block.name}: done more often than used"
-
-    @contextmanager
-    def pinned(self, blocks: Sequence[Block]) -> Iterator[None]:
-        with self._lock:
-            self.pin(blocks)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.unpin(blocks)
+            pin(blocks, -1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from offload.core.errors import CapacityError
 from offload.optim.gradient_source import Gradient
 from offload.optim.staging import ArrivingGradient, Awaited, StagingBuffer
 from offload.params.block import Block, Presence
+from offload.params.host_cache import HostCache
 from offload.params.residency import Residency
 from offload.params.spill import SpillArea, SpillSlot, round_up_to_cache_line
 from offload.params.spilled_gradient import (
@@ -57,18 +59,19 @@ class ArrivingSlice(Awaited, Protocol):
 MOST_BLOCKS = 3  # one that is updated, and those that are being fetched
 
 
+@dataclass(frozen=True)
 class _Arrival:
     """The fetch of a block into host memory, as an object to wait for."""
 
-    def __init__(self, block: Block, residency: Residency) -> None:
-        self._block, self._residency = block, residency
+    block: Block
+    cache: HostCache
 
     @property
     def done(self) -> bool:
-        return self._residency.has_come(self._block)
+        return self.block.reading is None or self.block.reading.done
 
     def wait(self) -> None:
-        self._residency.await_arrival(self._block)
+        self.cache.await_arrival(self.block)
 
 
 class BlockStaging:
@@ -101,19 +104,13 @@ class BlockStaging:
     ) -> None:
         self._grads = grads
         self.break_off()
-        self._residency.collect_edits()
-        self._residency.updating(list({self._places[number][0] for number in grads}))
+        self._residency.tier.collect_edits([*{self._places[number][0] for number in grads}])
 
     def end_step(self) -> None:
         assert not self._begun, "every block that was begun has been ended"
         self._grads = {}  # they belong to the parameters
-        self._end_staging()
-        self._residency.watch_edits()
-        self._residency.look_ahead()
-
-    def _end_staging(self) -> None:
-        if self._staging is not None:
-            self._staging.end()
+        self.break_off()
+        self._residency.tier.end_update()
 
     def in_order(self, chunks: Sequence[Chunk], at_hand: AbstractSet[int]) -> Sequence[Chunk]:
         """Order the chunks block by block: first the blocks with state in memory (`at_hand`), then
@@ -139,7 +136,7 @@ class BlockStaging:
         block = self._block(chunk)
         if block.number in self._begun:
             return True
-        if len(self._begun) < MOST_BLOCKS and self._residency.try_begin(block):
+        if len(self._begun) < MOST_BLOCKS and self._residency.cache.try_begin(block):
             self._begun[block.number] = block
             return True
         return may_wait
@@ -153,7 +150,9 @@ class BlockStaging:
             )
         block = self._block(chunk)
         assert block.memory is not None
-        staging_buffer = StagingBuffer(block.memory, tickets=[_Arrival(block, self._residency)])
+        staging_buffer = StagingBuffer(
+            block.memory, tickets=[_Arrival(block, self._residency.cache)]
+        )
         self._chunk_of[id(staging_buffer)] = chunk
         coming = self._staging.take(chunk) if self._staging is not None else {}
         staging_buffer.tickets += coming.values()
@@ -177,7 +176,7 @@ class BlockStaging:
         block, begin, dtype = self._places[part.param]
         begin += part.begin * dtype.itemsize
         end = begin + (part.end - part.begin) * dtype.itemsize
-        return self._residency.host_memory_of(block)[begin:end].view(dtype)
+        return self._residency.cache.memory_of(block)[begin:end].view(dtype)
 
     def send_back(self, staging_buffer: StagingBuffer) -> None:
         self._leave(staging_buffer, has_changed=True)
@@ -204,7 +203,8 @@ class BlockStaging:
     def break_off(self) -> None:
         """Release the blocks that an update left pinned when an error ended it."""
         self._chunk_of.clear()
-        self._end_staging()
+        if self._staging is not None:
+            self._staging.end()
         while self._begun:
             _, block = self._begun.popitem()
             self._residency.end(block, has_changed=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from offload.core.errors import CapacityError
 from offload.core.metrics import Metrics
@@ -91,12 +92,19 @@ class BlockStore:
                 ticket.wait()
             block.is_stored = True
 
-    def changed(self, block: Block) -> None:
-        """Note that the block's bytes in memory have changed: the stored ones are stale. Waits for
-        a write in flight.
+    def changed(self, block: Block, is_counted: bool = False) -> None:
+        """Note that the block's bytes in memory have changed: the stored ones are stale, and so is
+        a tensor that autograd saved of it. Waits for a write in flight. is_counted: the parameters'
+        versions tell of the change already.
         """
         self.settle(block)
+        if block.is_attached:
+            if not is_counted:  # for autograd's check of saved tensors
+                increment_version([member.param for member in block.unit.members])
+            block.version = block.version_now
         block.is_stored = False
+        block.generation += 1
+        block.seen = None
         if self._weight_blocks.pop(block.number, None) is not None:
             self._strayed.add(block.number)
 

@@ -7,13 +7,12 @@ autograd would save it keeps references instead, and looks the values up again i
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,41 +24,62 @@ from offload.core.locks import uninterrupted
 from offload.core.metrics import Metrics
 from offload.core.modes import entered_outside, outside_inference_mode
 from offload.core.pool import Pool
-from offload.device import DeviceTransfer
 from offload.params.activations import Activations
-from offload.params.block import Block, Reference
-from offload.params.casts import Casts
+from offload.params.block import Reference
 from offload.params.device_gradients import DeviceGradients
-from offload.params.device_residency import DeviceResidency
+from offload.params.device_tier import DeviceTier
 from offload.params.gradients import Gradients, GradMemory, SpilledGradientParams
 from offload.params.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.params.mean_gradients import ShardContext
-from offload.params.residency import Residency, ResidencyParts
-from offload.params.saved_storage import PackedTensor
+from offload.params.residency import Device, make_residency
+from offload.params.saved_storage import KeptTensor, PackedTensor
 from offload.params.sharded_gradients import ShardedGradients
-from offload.params.sharded_residency import ShardedResidency
-from offload.params.trace import Phase, Trace
+from offload.params.start import PreparedModelStart
+from offload.params.trace import Phase
 from offload.planning.unit import Unit, enclosing
 from offload.storage.disk import DiskStore
 from offload.storage.outgoing import Outgoing, in_memory
 
 
-class FirstBlockValues(Protocol):
-    """A source of the first values of blocks whose values are not in memory already."""
+class _Casts:
+    """The casts of one model's weights by `torch.autocast`, held for one unit at a time. One thread
+    at a time.
 
-    def take_in(self, residency: Residency, block: Block, is_kept: bool) -> None: ...
+    torch keeps the cast of every weight until the outermost autocast ends: at the end of a forward
+    pass that is a copy of the whole model, regardless of the budget. If nothing else keeps the
+    casts, they are dropped when another unit begins to run; the next use casts again, to the same
+    values. If autograd keeps them for backward anyway, they stay: dropping them would free no
+    memory.
+    """
 
-    def finish(self, residency: Residency) -> None: ...
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._last: int | None = None  # unit that began last
+        self._dropped: set[int] = set()  # units of this pass that are in the graph with their casts
 
-    def forget(self, residency: Residency) -> None: ...
+    def restart(self) -> None:
+        """Begin a run of the model: forget the units of the last one."""
+        self._last = None
+        self._dropped = set()
 
-
-@dataclass(frozen=True)
-class Device:
-    """The device that a model runs on, if not the CPU. limit_bytes: for everything on it."""
-
-    transfer: DeviceTransfer
-    limit_bytes: int
+    def begin(self, unit: Unit, are_kept: bool) -> None:
+        """Begin a unit under autocast: drop the casts that torch holds for other units. are_kept:
+        autograd keeps casts anyway; none are dropped.
+        """
+        last, self._last = self._last, unit.number
+        if last == unit.number or are_kept:
+            return
+        torch.clear_autocast_cache()
+        if not torch.is_grad_enabled():
+            return
+        if unit.number in self._dropped:
+            self._metrics.note(
+                "autocast",
+                f"{unit.name} runs more than once in a pass, with others in between: its weights "
+                "are cast each time, so that their gradients are summed in the weights' own type; "
+                "plain torch sums them in autocast's",
+            )
+        self._dropped.add(unit.number)
 
 
 class _UnitRuns(threading.local):
@@ -89,7 +109,7 @@ class Engine:
         metrics: Metrics,
         depth: int | None = 2,
         keeps_gradients: bool = True,
-        start: FirstBlockValues | None = None,
+        start: PreparedModelStart | None = None,
         on: Device | None = None,
         spill: SpilledGradientParams | None = None,
         shard_context: ShardContext | None = None,
@@ -107,30 +127,24 @@ class Engine:
         self._backward = False  # one runs, and has reached a unit
         self.activations: Activations | None = None  # None: autograd keeps them in memory
         self.recomputes = False  # backward runs layers again
-        self._casts = Casts(self.device, metrics)
+        self._casts = _Casts(metrics)
         self._handles: list[Any] = []
-        trace = Trace(_fingerprint(units), len(units))
-        parts = ResidencyParts(units, pool, store, trace, self, metrics, depth)
         trained = {n: param for n, param in enumerate(self._names) if param.requires_grad}
         placed = trained if keeps_gradients else {}
         spill = spill or SpilledGradientParams()
         area = spill.open(pool, store, metrics)
         self.gradients: Gradients | DeviceGradients | ShardedGradients
         self._sharded: ShardedGradients | None = None
-        self.residency: Residency
+        self.residency = make_residency(units, pool, store, metrics, self, depth, on, shard_context)
         if shard_context is not None:
-            sharded = ShardedResidency(
-                parts, shard_context.ranks, shard_context.sharding, shard_context.gather_memory
-            )
-            self.residency = sharded
+            left = self.residency.prefetch.left_in_backward
             self.gradients = self._sharded = ShardedGradients(
-                units, placed, shard_context, pool, metrics, sharded.left_in_backward, area
+                units, placed, shard_context, pool, metrics, left, area
             )
             trained = placed
         elif on is None:
             trained = placed
             self.gradients = Gradients(placed, metrics, self.name_of, spill.params, area)
-            self.residency = Residency(parts)
         else:
             here = {n: param for n, param in placed.items() if param not in spill.params}
             self.gradients = DeviceGradients(
@@ -143,12 +157,12 @@ class Engine:
                 spill.params,
                 area,
             )
-            self.residency = DeviceResidency(parts, on.transfer, on.limit_bytes)
         try:
             if not isinstance(self.gradients, Gradients):
                 self.gradients.take_in(list(self._names))
             self._take_in(start)
-            self._handles = follow(model, units, self)
+            expect = self.expect if isinstance(self.residency.tier, DeviceTier) else None
+            self._handles = follow(model, units, self, expect)
             self._handles += watch_gradients(
                 trained, self.gradients.arrived, reduces=shard_context is not None
             )
@@ -158,7 +172,7 @@ class Engine:
             self.close()
             raise
 
-    def _take_in(self, start: FirstBlockValues | None) -> None:
+    def _take_in(self, start: PreparedModelStart | None) -> None:
         kept = enclosing(self.units)
         # Blocks that are kept lie together at one end of memory.
         first = sorted(self.units, key=lambda unit: unit.number not in kept)
@@ -169,10 +183,10 @@ class Engine:
             else:
                 start.take_in(self.residency, block, unit.number in kept)
             if unit.number in kept:
-                self.residency.keep(block)
+                self.residency.tier.keep(block)
         if start is not None:
             start.finish(self.residency)
-        self.residency.watch_edits()
+        self.residency.tier.watch_edits()
 
     # --- runs -------------------------------------------------------------------------------------
 
@@ -181,7 +195,7 @@ class Engine:
         if self._runs.open == 0:
             if not _in_backward():
                 self._backward = False  # the last one may have ended with an exception
-                self.residency.collect_edits()
+                self.residency.tier.collect_edits()
                 self._casts.restart()
             with self._lock:
                 self._running += 1
@@ -192,7 +206,7 @@ class Engine:
         """Enter hooks for the tensors that autograd saves, if parameters or activations may be
         evicted. Return the context to exit, or None if none was entered.
         """
-        if self.residency.never_drops and self.activations is None:
+        if self.residency.tier.never_drops and self.activations is None:
             return None
         others = _hooks_of_others()
         is_counted = others is not None and _is_checkpoint(others[0])
@@ -229,20 +243,19 @@ class Engine:
             is_last = self._running == 0
         if is_last and not self._backward:
             self.residency.prefetch.pause()
-        if is_last and _in_backward():
-            self.residency.hide()
-        elif is_last:
-            self.residency.watch_edits()
+        if is_last:
+            self.residency.tier.watch_edits(_in_backward())
 
     @outside_inference_mode
     def expect(self, numel: int) -> None:
-        if not self._runs.open:
-            self.residency.expect(numel)
+        if not self._runs.open and isinstance(self.residency.tier, DeviceTier):
+            self.residency.tier.expect(numel)
 
     @outside_inference_mode
     def before_forward(self, unit: Unit) -> None:
         phase = self._phase()
-        self._casts.begin(unit, are_kept=self._keeps_casts(phase))
+        if torch.is_autocast_enabled(self.device.type):
+            self._casts.begin(unit, are_kept=self._keeps_casts(phase))
         self.residency.use(unit, phase)
         if phase is Phase.BACKWARD and self._sharded is not None:
             self._sharded.visited(unit)
@@ -275,7 +288,7 @@ class Engine:
     def _begin_backward(self) -> None:
         if not self._backward and _in_backward():
             self._backward = True
-            self.residency.collect_edits()
+            self.residency.tier.collect_edits()
             if self._sharded is not None:
                 self._sharded.begin()
             at_end_of_backward(self._end_backward)
@@ -286,7 +299,7 @@ class Engine:
         self._backward = False
         self.residency.prefetch.pause()
         self.gradients.end_backward()
-        self.residency.watch_edits()
+        self.residency.tier.watch_edits()
 
     def _keeps_casts(self, phase: Phase) -> bool:
         """Return whether autograd keeps casts of weights on the device, as it keeps a layer's
@@ -306,14 +319,13 @@ class Engine:
 
     @uninterrupted
     def _pack(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
-        block = self.residency.block_of(tensor)
-        if block is not None:
-            self.residency.note_edit(block)
-            return Reference.to(block, tensor)
+        reference = self.residency.reference_to(tensor)
+        if reference is not None:
+            return reference
         if others:
             return others(tensor)
         saved = self.activations.save(tensor) if self.activations else None
-        return saved or _KeptTensor.of(tensor)
+        return saved or KeptTensor.of(tensor)
 
     @uninterrupted
     def _pack_counted(self, others: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
@@ -323,16 +335,15 @@ class Engine:
         would keep the blocks of all units.
         """
         assert others is not None, "those of a checkpoint"
-        block = self.residency.block_of(tensor)
-        if block is None:
+        reference = self.residency.reference_to(tensor)
+        if reference is None:
             return others(tensor)
-        self.residency.note_edit(block)
-        return _Counted(Reference.to(block, tensor), others(_like(tensor)))
+        return _Counted(reference, others(_like(tensor)))
 
     @uninterrupted
     @outside_inference_mode
     def _unpack(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
-        if isinstance(kept, _KeptTensor | PackedTensor):
+        if isinstance(kept, KeptTensor | PackedTensor):
             return kept.checked()
         if not isinstance(kept, Reference):
             assert others is not None, "only the engine packs"
@@ -343,7 +354,7 @@ class Engine:
                 f"{kept.block.name}: its parameters have changed since the forward pass whose "
                 "backward needs them; run the forward pass again"
             )
-        return kept.view(self.residency.memory_of(kept.block))
+        return kept.view(self.residency.tier.memory_of(kept.block))
 
     def _unpack_counted(self, others: Callable[[Any], Tensor] | None, kept: Any) -> Tensor:
         """Unpack a tensor inside a checkpoint, which runs the whole segment again, unit by unit,
@@ -406,30 +417,6 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
-@dataclass(frozen=True)
-class _KeptTensor:
-    """A saved tensor that stays in memory. It is detached, since a node that keeps its own output
-    would keep itself. With hooks in force torch leaves the check of the version to them.
-    """
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _KeptTensor:
-        return cls(tensor.detach(), tensor._version)
-
-    def checked(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {self.tensor.dtype} tensor of shape "
-                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
-                f"version {self.version} instead"
-            )
-        return self.tensor
-
-
 def _hooks_of_others() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the innermost hooks for saved tensors in force here: other code's, that offload
     activations or recompute them, or ours. None: there are none.
@@ -446,13 +433,3 @@ def _is_checkpoint(pack: Callable[[Tensor], Any]) -> bool:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _fingerprint(units: Sequence[Unit]) -> str:
-    """Hash the names, shapes and dtypes of all parameters, and how they are grouped into units."""
-    lines = [
-        f"{unit.number} {m.name} {tuple(m.param.shape)} {m.param.dtype} {unit.needs}"
-        for unit in units
-        for m in unit.members
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

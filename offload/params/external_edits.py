@@ -7,62 +7,65 @@ values that were assigned by `param.data = ...` by their address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from offload import kernels
 from offload.core.errors import StateError
 from offload.params.block import Block
+from offload.params.block_store import BlockStore
 from offload.params.placeholder import restore
 
 
 class ExternalEdits:
-    """The external edits of blocks that are attached in host memory. settle: called with a block
-    before its memory changes. One thread at a time.
+    """The external edits of blocks that are attached in host memory. checksum: computes that of a
+    block's memory. One thread at a time.
     """
 
-    def __init__(self, settle: Callable[[Block], None]) -> None:
-        self._settle = settle
-        self._may_come = False  # user code may write in place
+    def __init__(self, store: BlockStore, checksum: Callable[[Tensor], int]) -> None:
+        self._store = store
+        self._checksum = checksum
+        self.may_come = False  # user code may write in place
+
+    def note(self, block: Block) -> None:
+        """Look for changes that a layer made in place to its own parameters while it ran. Finds
+        those that torch counts in the version of a parameter.
+        """
+        if block.is_attached and block.version != block.version_now:
+            self._store.changed(block, is_counted=True)
 
     def begin(self, blocks: Iterable[Block]) -> None:
         """Begin to look for edits in place: take a checksum of each attached block whose bytes are
         stored or being written, unless it has one.
         """
-        self._may_come = True
+        self.may_come = True
         for block in blocks:
+            self.note(block)
             is_safe = block.is_stored or block.writing is not None
             if block.is_attached and block.nbytes and is_safe and block.seen is None:
                 assert block.memory is not None
-                block.seen = kernels.checksum(block.memory)
+                block.seen = self._checksum(block.memory)
 
-    def end(self) -> None:
-        """Stop looking for edits in place."""
-        self._may_come = False
-
-    def find(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Yield the blocks with edits, one after the other. When a block is yielded, its memory has
-        them.
-        """
+    def take_in(self, blocks: Iterable[Block]) -> None:
+        """Mark the blocks with edits as changed; their memory has the edits then."""
         # This frame holds no memory of a block: the traceback of an error would keep it alive.
-        blocks = [block for block in blocks if block.memory is not None]
+        blocks = [block for block in blocks if block.is_attached and block.memory is not None]
         rebound = untangle([(b, b.memory) for b in blocks if b.memory is not None])
         for block in blocks:
             is_other = block.number in rebound and self.take_in_rebound(block)
-            if self._may_come and block.seen is not None:
+            if self.may_come and block.seen is not None:
                 assert block.memory is not None
-                is_other |= block.seen != kernels.checksum(block.memory)
+                is_other |= block.seen != self._checksum(block.memory)
             if is_other:
-                yield block
+                self._store.changed(block)
 
     def take_in_rebound(self, block: Block) -> bool:
-        """Do the part of `find` that does not read all bytes: take in values that were assigned by
-        `param.data = ...`. Return whether there were any.
+        """Do the part of `take_in` that does not read all bytes: take in values that were assigned
+        by `param.data = ...`. Return whether there were any.
         """
         assert block.memory is not None
-        return take_in_rebound(block, block.memory, self._settle)
+        return take_in_rebound(block, block.memory, self._store.settle)
 
 
 def untangle(places: Sequence[tuple[Block, Tensor]]) -> set[int]:

@@ -102,23 +102,22 @@ class ModuleRunObserver(Protocol):
 
     def leave(self) -> None: ...
 
-    def expect(self, numel: int) -> None:
-        """Note that a forward pass begins, whose inputs have `numel` elements."""
 
-
-def follow(model: nn.Module, units: Sequence[Unit], runner: ModuleRunObserver) -> list[Handle]:
+def follow(
+    model: nn.Module,
+    units: Sequence[Unit],
+    runner: ModuleRunObserver,
+    expect: Callable[[int], None] | None = None,
+) -> list[Handle]:
     """Call `runner` before and after every run of the model and of its units' modules, also of a
-    run that ends with an exception.
+    run that ends with an exception. expect: called with the number of elements of the inputs
+    before each run of the model.
     """
     runs = _ModuleRuns()
     handles = _follow_run(model, runs, lambda: runner.enter(), lambda _outputs: runner.leave())
-    handles.append(
-        model.register_forward_pre_hook(
-            _untraced(lambda _, args, kwargs: runner.expect(_numel_of((args, kwargs)))),
-            prepend=True,
-            with_kwargs=True,
-        )
-    )
+    if expect is not None:
+        look = _untraced(lambda _, *inputs: expect(sum(t.numel() for t in _tensors_in(inputs))))
+        handles.append(model.register_forward_pre_hook(look, prepend=True, with_kwargs=True))
     for unit in units:
         for module in unit.modules:
             handles += _follow_run(
@@ -234,10 +233,6 @@ def call_in_backward(tensors: Sequence[Tensor], function: Callable[[], None]) ->
     goes on to the operations that made them.
     """
     register_multi_grad_hook(tensors, lambda _: function(), mode="any")
-
-
-def _numel_of(inputs: object) -> int:
-    return sum(tensor.numel() for tensor in _tensors_in(inputs))
 
 
 def _tensors_in(output: object) -> list[Tensor]:

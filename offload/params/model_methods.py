@@ -52,7 +52,7 @@ class ReplacedModelMethods:
         self._residency = residency
         self._unit_of = unit_of
         self._directories = directories
-        self._device = residency.device
+        self._device = residency.tier.device
         self._saved: tuple[Any, dict[Tensor, Tensor]] = (lambda: None, {})
         self._now = threading.local()  # .handout: of the state_dict() that runs in this thread
         self._interceptions: list[Interception] = [intercept(model, "parameters", _own)]
@@ -74,7 +74,7 @@ class ReplacedModelMethods:
         """Open a place for tensors that are handed out: host memory outside of the budget, or files
         if the model does not fit in memory.
         """
-        fits = self._residency.has_room_for_all
+        fits = self._residency.cache.has_room_for_all
         blocks = sum(-(-m.nbytes // BLOCK_BYTES) for unit in self._all for m in unit.members)
         return Handout(
             () if fits else self._directories,
@@ -113,7 +113,7 @@ class ReplacedModelMethods:
     def _returning(self) -> Iterator[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
         """Yield shape, strides and type of each parameter that goes back to host memory."""
         for unit in self._all:
-            if self._residency.is_here(self._residency.blocks[unit.number]):
+            if self._residency.blocks[unit.number].is_here:
                 for member in unit.members:
                     if self._residency.original_device_of(member.param).type == "cpu":
                         yield member.shape, member.stride, member.dtype
@@ -176,7 +176,7 @@ class ReplacedModelMethods:
         with self._residency.in_host(self._units(module), only_looks=True):
             try:
                 original(destination, prefix, keep_vars)
-                if not self._residency.never_drops:
+                if not self._residency.tier.never_drops:
                     self._copy_all(module, destination, prefix)
             except BaseException:  # its traceback would keep the memory that other units need
                 for name in module._parameters:

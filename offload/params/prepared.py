@@ -35,7 +35,7 @@ from offload.optim.tiers import Tiers, is_chunk_key
 from offload.params.activation_store import ActivationStore, DiskActivations, HostActivations
 from offload.params.activations import Activations
 from offload.params.block_staging import BlockStaging, SpilledGradientReader
-from offload.params.engine import Device, Engine
+from offload.params.engine import Engine
 from offload.params.gathered import GatheredBlockMemory, HostGatheredBlockMemory
 from offload.params.gathered_device import DeviceGatheredBlockMemory
 from offload.params.hooks import forget_interrupted_backward, watch_gradients
@@ -45,6 +45,7 @@ from offload.params.model_methods import ReplacedModelMethods
 from offload.params.prepare_consensus import same_random
 from offload.params.prepare_plan import PreparePlan
 from offload.params.recompute import Recompute, layers_of
+from offload.params.residency import Device
 from offload.params.sharded_gradients import NO_SCALER, ShardedGradients
 from offload.params.sharded_state import UnitGatherer
 from offload.params.spill import slot_bytes
@@ -243,8 +244,8 @@ class Prepared:
                 model, self.prepare_plan.device
             )  # buffers have their values now
         residency = self.engine.residency
-        residency.has_room_for_all = self.shares.holds_all_params
-        residency.block_store.open_spare = self._open_spare
+        residency.cache.has_room_for_all = self.shares.holds_all_params
+        residency.cache.store.open_spare = self._open_spare
         self.services = ReplacedModelMethods(
             model, residency, self._unit_of, self._directories, self.metrics, self._tell_age
         )
@@ -455,7 +456,7 @@ class Prepared:
     def trace(self) -> Trace:
         """The trace of unit uses."""
         assert self.engine is not None
-        return self.engine.residency.trace
+        return self.engine.residency.prefetch.trace
 
     @contextmanager
     def at_hand(self, number: int, to_change: bool = False) -> Iterator[None]:

@@ -8,6 +8,7 @@ whether backward ran or not, in any stage.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -86,6 +87,26 @@ class SavedStorage:
         self.owner.ended(self)
 
 
+@dataclass(frozen=True)
+class KeptTensor:
+    """A saved tensor that stays in memory. It is detached, since a node that keeps its own output
+    would keep itself. With hooks in force torch leaves the check of the version to them.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> KeptTensor:
+        return cls(tensor.detach(), tensor._version)
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            size, now = tuple(self.tensor.shape), self.tensor._version
+            raise _modified(self.tensor.dtype, size, now, self.version)
+        return self.tensor
+
+
 class PackedTensor:
     """A tensor that autograd has saved: a view of a saved storage."""
 
@@ -122,9 +143,15 @@ class PackedTensor:
         version = self._spoiled if self.tensor is None else self.tensor._version
         if self.tensor is None or version != self._version:
             dtype, _, size, _ = self._look
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {dtype} tensor of shape {size} is at version {version}; "
-                f"expected version {self._version} instead"
-            )
+            raise _modified(dtype, size, version, self._version)
         return self.tensor
+
+
+def _modified(
+    dtype: torch.dtype, size: tuple[int, ...], version: int | None, expected: int
+) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a {dtype} tensor of shape {size} is at version {version}; expected version "
+        f"{expected} instead"
+    )

@@ -76,7 +76,9 @@ class Trace:
             self.hits += foretold == token
             self.misses += foretold != token
             if since_last_s is not None:
-                self._note_pace(self._history[-1], since_last_s)
+                last = self._history[-1]
+                before_s = self._pace_s.get(last, since_last_s)
+                self._pace_s[last] = before_s + _PACE_WEIGHT * (since_last_s - before_s)
         self._learn(token)
 
     @property
@@ -90,22 +92,14 @@ class Trace:
 
     def _learn(self, token: int) -> None:
         self._history.append(token)
-        self._match = self._find()
+        lengths = [length for length in CONTEXTS if length <= len(self._history)]
+        runs = [tuple(self._history[-length:]) for length in lengths]
+        # Where the longest run of tokens that ends now ended before.
+        self._match = next((self._seen[run] for run in runs if run in self._seen), None)
         now = self._dropped + len(self._history) - 1
-        for length in CONTEXTS:
-            if length <= len(self._history):
-                self._seen[tuple(self._history[-length:])] = now
+        self._seen |= dict.fromkeys(runs, now)
         if len(self._history) > KEEP_TOKENS:
             self._forget_half()
-
-    def _find(self) -> int | None:
-        """Find where the longest run of tokens that ends now ended before; None: nowhere."""
-        for length in CONTEXTS:
-            if length <= len(self._history):
-                found = self._seen.get(tuple(self._history[-length:]))
-                if found is not None:
-                    return found
-        return None
 
     def _forget_half(self) -> None:
         half = len(self._history) // 2
@@ -114,10 +108,6 @@ class Trace:
         self._seen = {run: at for run, at in self._seen.items() if at >= self._dropped}
         if self._match is not None and self._match < self._dropped:
             self._match = None
-
-    def _note_pace(self, token: int, seconds: float) -> None:
-        before = self._pace_s.get(token, seconds)
-        self._pace_s[token] = before + _PACE_WEIGHT * (seconds - before)
 
     def paces_s(self) -> list[float]:
         """Return the paces of all uses that have one."""

@@ -9,8 +9,8 @@ from typing import Any
 from offload.core.config import format_size
 from offload.core.metrics import MetricsSnapshot
 from offload.distributed import NETWORK
+from offload.params.gathered_tier import GatheredTier
 from offload.params.prepared import Prepared
-from offload.params.sharded_residency import ShardedResidency
 from offload.planning.shares import Shares
 from offload.telemetry.iterations import Iteration, hit_rate
 from offload.telemetry.words import as_numbers, below, show_rate, show_seconds, show_share
@@ -80,13 +80,13 @@ class SharedUse:
     def of(cls, made: Prepared, total: MetricsSnapshot) -> SharedUse | None:
         """Return None if this rank has all of the model."""
         assert made.engine is not None
-        residency = made.engine.residency
-        if made.ranks is None or not isinstance(residency, ShardedResidency):
+        tier = made.engine.residency.tier
+        if made.ranks is None or not isinstance(tier, GatheredTier):
             return None
         return cls(
             *made.ranks.place,
-            whole_bytes=residency.tier.budget_bytes,
-            whole_peak_bytes=residency.tier.peak_bytes,
+            whole_bytes=tier.budget_bytes,
+            whole_peak_bytes=tier.peak_bytes,
             gathered_bytes=total.counts.get("gathered_bytes", 0),
             reduced_bytes=total.counts.get("reduced_bytes", 0),
             sent_bytes=dict(made.ranks.sent_bytes),

@@ -39,9 +39,9 @@ from offload.core.errors import CapacityError, ConfigError, StateError
 from offload.core.pool import Pool
 from offload.params import device_gradients, prepared, units
 from offload.params.block import Presence
-from offload.params.device_residency import DeviceResidency
 from offload.params.placeholder import is_offloaded
 from offload.params.prepared import prepared_of
+from offload.params.residency import Residency
 from offload.planning import planner
 from offload.planning.unit import UnitSizes
 
@@ -654,9 +654,9 @@ def test_a_grad_scaler_is_refused(unscales: bool) -> None:
 
 def test_a_failure_on_the_way_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     load("lazy", 0)
-    begin, calls = DeviceResidency.take_in, []
+    begin, calls = Residency.take_in, []
 
-    def fail_third(residency: DeviceResidency, block: Any) -> None:
+    def fail_third(residency: Residency, block: Any) -> None:
         calls.append(block)
         if len(calls) == 3:
             raise OSError("the third")
@@ -670,7 +670,7 @@ def test_a_failure_on_the_way_leaves_the_model_as_it_was(monkeypatch: pytest.Mon
         grads = [p.grad.cpu().clone() for p in model.parameters()]
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceResidency, "take_in", fail_third)
+            patch.setattr(Residency, "take_in", fail_third)
             with pytest.raises(OSError, match="the third"):
                 offload.prepare(model, adamw(model), device="fake")
         assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {where}

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.core.errors import CapacityError, ConfigError, StateError
-from offload.params.sharded_residency import ShardedResidency
+from offload.params.residency import Residency
 from offload.planning.unit import ALIGN_BYTES
 
 pytestmark = pytest.mark.ranks
@@ -382,7 +382,7 @@ def beginnings(rank: int, directory: str) -> None:
 def failed_start(rank: int, directory: str) -> None:
     """Check that a start that fails on one rank is undone on all."""
     plain, model = seeded(Gpt), seeded(Gpt)
-    take_in, calls = ShardedResidency.take_in, []
+    take_in, calls = Residency.take_in, []
 
     def fail_third(*args: Any, **kwargs: Any) -> None:
         calls.append(args)
@@ -391,7 +391,7 @@ def failed_start(rank: int, directory: str) -> None:
         take_in(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedResidency, "take_in", fail_third)
+        patch.setattr(Residency, "take_in", fail_third)
         kind, words = (OSError, "no more") if rank else (StateError, "rank 1.*no more")
         refused(kind, words, lambda: offload.prepare(model, adamw(model)))
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):

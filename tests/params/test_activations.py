@@ -28,7 +28,7 @@ from offload import ConfigError, StateError
 from offload.core.errors import StoreError
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.params import activations, draws, engine, prepare_plan, recompute
+from offload.params import activations, draws, prepare_plan, recompute, saved_storage
 from offload.params import units as units_module
 from offload.params.activation_store import DiskActivations
 from offload.params.activations import Activations
@@ -75,7 +75,7 @@ def counts(made: Prepared) -> dict[str, int]:
 def kept_bytes() -> int:
     """Return the bytes that autograd keeps in memory of the model's run, each storage once."""
     gc.collect()
-    found = [each.tensor for each in gc.get_objects() if type(each) is engine._KeptTensor]
+    found = [each.tensor for each in gc.get_objects() if type(each) is saved_storage.KeptTensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values())
 
@@ -590,7 +590,7 @@ def kept_within(nbytes: int, folder: Path) -> Iterator[tuple[Activations, Growin
     made = Activations(DiskActivations(store, nbytes), torch.device("cpu"), metrics)
 
     def pack(tensor: Tensor) -> Any:
-        return made.save(tensor) or engine._KeptTensor.of(tensor)
+        return made.save(tensor) or saved_storage.KeptTensor.of(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.checked()):
         yield made, store

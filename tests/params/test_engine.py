@@ -240,10 +240,10 @@ def test_nothing_is_changed_while_it_is_being_written(monkeypatch: pytest.Monkey
     with prepared(model, 1.5) as engine:
         block, ticket = engine.residency.blocks[1], Ticket[None]("a slow write")
         monkeypatch.setattr(DiskStore, "write", lambda *_: ticket)
-        engine.residency.save(block)
-        assert engine.residency.try_begin(block)
+        engine.residency.cache.store.save(block)
+        assert engine.residency.cache.try_begin(block)
         threading.Timer(0.2, ticket.finish, [None]).start()
-        engine.residency.await_arrival(block)
+        engine.residency.cache.await_arrival(block)
         assert ticket.done and block.is_stored
         engine.residency.end(block, has_changed=False)
         block.is_stored = False  # in fact nothing was written

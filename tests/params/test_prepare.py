@@ -20,7 +20,7 @@ from torch import nn
 
 import offload
 from offload import CapacityError, ConfigError, StateError, kernels
-from offload.params import residency
+from offload.params import host_cache
 from offload.params import units as units_module
 from offload.params.placeholder import is_offloaded
 from offload.params.prepared import prepared_of
@@ -162,7 +162,7 @@ def test_nothing_is_looked_over_where_everything_stays(
     which units come next.
     """
     looks: list[int] = []
-    real, ahead = kernels.checksum, residency.look_ahead
+    real, ahead = kernels.checksum, host_cache.look_ahead
 
     def counted(memory: torch.Tensor) -> int:
         looks.append(memory.nbytes)
@@ -173,7 +173,7 @@ def test_nothing_is_looked_over_where_everything_stays(
         return ahead(*arguments)
 
     monkeypatch.setattr(kernels, "checksum", counted)
-    monkeypatch.setattr(residency, "look_ahead", counted_ahead)
+    monkeypatch.setattr(host_cache, "look_ahead", counted_ahead)
     for options, is_looked_over in (({}, False), (tight(tmp_path), True)):
         looks.clear()
         model, optimizer = offload.prepare(*with_optimizer(make("gpt")), **options)

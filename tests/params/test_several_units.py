@@ -208,7 +208,7 @@ def test_memory_of_a_block_that_never_came_does_not_stay(
     gc.disable()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(residency.block_store, "read", interrupted)
+            patch.setattr(residency.cache.store, "read", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(torch.randn(4, WIDTH))
         train(model, optimizer)

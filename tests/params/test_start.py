@@ -185,7 +185,7 @@ def test_the_pool_stays_within_the_budget_during_the_start(
 
     def watched(self: Any, block: Any, fill: Any = None) -> None:
         real(self, block, fill)
-        peaks.append(self._pool.stats().peak_bytes)
+        peaks.append(self.cache._pool.stats().peak_bytes)
 
     monkeypatch.setattr(Residency, "take_in", watched)
     plain = make("gpt")

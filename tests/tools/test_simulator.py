@@ -172,7 +172,7 @@ class Recorded:
 def settle(model: nn.Module) -> None:
     made = getattr(model, "_offload_prepared", None)
     for block in made.engine.residency.blocks if made is not None else ():
-        made.engine.residency.await_arrival(block)
+        made.engine.residency.cache.await_arrival(block)
 
 
 def record(case: Case, directory: Path) -> Recorded:

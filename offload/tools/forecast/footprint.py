@@ -318,8 +318,6 @@ class _Recorder:
 
     def leave(self) -> None: ...
 
-    def expect(self, numel: int) -> None: ...
-
     def end_forward(self) -> None:
         """Note that autograd now holds all it keeps. If no unit has run, the output counts, too."""
         if self._last is None:

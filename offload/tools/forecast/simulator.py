@@ -34,7 +34,6 @@ from offload.planning.tuning import UNTUNED
 from offload.tools.forecast.simulation.device import COMPUTING
 from offload.tools.forecast.simulation.facts import plan_of
 from offload.tools.forecast.simulation.gradients import COPY
-from offload.tools.forecast.simulation.residency import LOOKING
 from offload.tools.forecast.simulation.training import (
     BETWEEN,
     COMPUTE,
@@ -42,7 +41,7 @@ from offload.tools.forecast.simulation.training import (
     Training,
     VirtualIterationCosts,
 )
-from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, UP, make_world
+from offload.tools.forecast.simulation.world import DEVICE, DISK, DOWN, LOOKING, UP, make_world
 from offload.tools.forecast.workload import Workload
 
 STEP, MODEL = "step(): ", "model: "  # where the wait is, as in a run's file

@@ -77,16 +77,16 @@ OF_MODELS = [
     Fault(
         "nobody waits for a block",
         calling(
-            at("params.device_tier", "DeviceTier.memory_of").call("use"), "_loan.memory.detach"
+            at("params.device_tier", "DeviceTier._memory_here").call("use"), "_loan.memory.detach"
         ),
     ),
     Fault(
         "an old copy is used",
-        never(at("params.device_tier", "DeviceTier.stale").condition("on_device")),
+        never(at("params.device_tier", "DeviceTier._stale").condition("on_device")),
     ),
     Fault(
         "released without the flip",
-        never(at("params.device_tier", "DeviceTier.forget").condition("is_attached")),
+        never(at("params.copies", "Copies.forget").condition("is_attached")),
     ),
     Fault("no flip back", dropped(_DETACH.call("hide"))),
     Fault("a lost edit", becomes(_DETACH.comparison("_versions").right(), "_versions(block)")),
@@ -135,32 +135,28 @@ OF_MODELS = [
         "nothing is copied back",
         dropped(
             # The callbacks at the end of a lending run in reverse order.
-            at("params.device_residency", "DeviceResidency._end_exposing").call("callback", 3, of=3)
+            at("params.copies", "Copies._end_exposing").call("callback", 3, of=3)
         ),
     ),
     Fault(
         "loaded values stay away",
-        never(
-            at("params.device_residency", "DeviceResidency._hide").condition("generation", 2, of=2)
-        ),
+        never(at("params.device_tier", "DeviceTier._end_showing").condition("generation", 2, of=2)),
     ),
     Fault(
         "parameters are seen outside of runs",
-        never(at("params.device_residency", "DeviceResidency.hide").condition("is_attached")),
+        never(at("params.copies", "Copies.watch_edits").condition("is_attached")),
     ),
     Fault(
         "dropped too early",
-        dropped(at("params.device_residency", "DeviceResidency._evict").call("await_upload")),
+        dropped(at("params.host_cache", "HostCache.evict").call("await_copy")),
     ),
     Fault(
         "updated before the device has its copy",
-        dropped(
-            at("params.device_residency", "DeviceResidency.await_arrival").call("await_upload")
-        ),
+        dropped(at("params.host_cache", "HostCache.await_arrival").call("await_copy")),
     ),
     Fault(
         "loaded before the device has its copy",
-        dropped(at("params.device_residency", "DeviceResidency._show").call("await_upload")),
+        dropped(at("params.device_tier", "DeviceTier._show").call("await_copy")),
     ),
     Fault(
         "gradients are not seen",
@@ -207,16 +203,14 @@ OF_RANKS = [
     (
         Fault(
             "nobody waits for a lift",
-            dropped(at("params.gathered_tier", "GatheredTier.await_own").call("wait")),
+            dropped(at("params.copies", "Copies.await_upload").call("wait")),
         ),
         ("eager", 0),
     ),
     (
         Fault(
             "updated before the device has its slice",
-            dropped(
-                at("params.sharded_residency", "ShardedResidency.await_arrival").call("await_own")
-            ),
+            dropped(at("params.host_cache", "HostCache.await_arrival").call("await_copy")),
         ),
         ("eager", 0),
     ),
@@ -244,7 +238,7 @@ OF_RANKS = [
     (
         Fault(
             "old whole blocks after the update",
-            dropped(at("params.sharded_residency", "ShardedResidency.updating").call("forget")),
+            dropped(at("params.gathered_tier", "GatheredTier.begin_update").call("forget")),
         ),
         ("eager", 0),
     ),

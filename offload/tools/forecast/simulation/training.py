@@ -88,9 +88,9 @@ class Training:
             else:
                 residency.take_in(block)
             if facts[number].is_kept:
-                residency.keep(block)
-        residency.has_room_for_all = self._plan.shares.holds_all_params
-        residency.watch_edits()
+                residency.tier.keep(block)
+        residency.cache.has_room_for_all = self._plan.shares.holds_all_params
+        residency.tier.watch_edits()
 
     def _make_staging(self) -> StagingProvider | None:
         world, plan = self._world, self._plan.state
@@ -152,12 +152,12 @@ class Training:
             assert residency is not None
             if last is None or (use.phase == BACKWARD) != (last == BACKWARD):
                 if last is not None:
-                    residency.watch_edits()
-                residency.collect_edits()
+                    residency.tier.watch_edits()
+                residency.tier.collect_edits()
             last = use.phase
             self._use(number, use)
         if residency is not None:
-            residency.watch_edits()
+            residency.tier.watch_edits()
         self._kept.clear()
         if self._activations is not None:
             self._activations.forget()

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
 
 from offload.core.errors import ConfigError
-from offload.core.pool import PIECE_ALIGN
-from offload.device import READS_IN_FLIGHT_BYTES
-from offload.params.trace import Trace
+from offload.core.pool import PIECE_ALIGN, Pool
+from offload.device import READS_IN_FLIGHT_BYTES, DeviceGauge, DeviceTransfer
+from offload.params.residency import Device, Residency, make_residency
 from offload.planning.planner import Budgets
 from offload.planning.profile import Profile, Tuning
 from offload.planning.training import TrainingPlan
+from offload.storage.disk import DiskStore
 from offload.tools.forecast.simulation.clock import Clock, VirtualMetrics
 from offload.tools.forecast.simulation.device import (
     CopyRates,
     VirtualDevice,
     VirtualDeviceMemory,
+    VirtualGauge,
     VirtualTransfer,
 )
-from offload.tools.forecast.simulation.device_residency import VirtualDeviceResidency
 from offload.tools.forecast.simulation.drives import Drives, Rates
 from offload.tools.forecast.simulation.memory import VirtualPool, VirtualStore, units_of
-from offload.tools.forecast.simulation.residency import (
-    VirtualHostResidency,
-    VirtualResidency,
-    parts_of,
-)
 from offload.tools.forecast.workload import Workload
 
+LOOKING = "looking for edits"
 DISK, DEVICE, UP, DOWN = "disk", "device", "copies to the device", "copies to the host"
 _USABLE = 0.9  # of a device's memory: the limit if the budgets have none
 _ENDLESS = 1 << 62
@@ -60,6 +62,34 @@ class VirtualSpeeds:
         )
 
 
+class VirtualPlaceholderOwner:
+    """An owner of placeholders whose values no code asks for."""
+
+    device = torch.device("cpu")
+
+    def name_of(self, param: Tensor) -> str:
+        raise AssertionError("there are no parameters here")
+
+    def bring(self, params: Sequence[Tensor]) -> bool:
+        raise AssertionError("there are no parameters here")
+
+
+@dataclass(frozen=True)
+class VirtualChecksum:
+    """The checksum of blocks without bytes, to find external edits. There are none; it takes time
+    all the same. look_bytes_per_s: None: not even that.
+    """
+
+    clock: Clock
+    look_bytes_per_s: float | None
+
+    def __call__(self, memory: Tensor) -> int:
+        if self.look_bytes_per_s is not None:
+            with self.clock.cause(LOOKING):
+                self.clock.spend(memory.nbytes / self.look_bytes_per_s)
+        return 0
+
+
 @dataclass
 class VirtualWorld:
     """The world of a simulated training: the machine and the engine's parts on it. residency: None
@@ -70,7 +100,7 @@ class VirtualWorld:
     metrics: VirtualMetrics
     speeds: VirtualSpeeds
     store: VirtualStore | None
-    residency: VirtualResidency | None
+    residency: Residency | None
     device: VirtualDevice | None
     memory: VirtualDeviceMemory | None
 
@@ -106,7 +136,21 @@ def make_world(
     world = VirtualWorld(clock, metrics, speeds, store, None, device, memory)
     if work.units:
         limit = _device_bytes(plan.budgets, machine)
-        world.residency = _residency(work, world, plan, tuning, transfer, limit)
+        on = None
+        if transfer is not None:
+            gauge = cast("DeviceGauge", VirtualGauge(transfer.memory))
+            on = Device(cast("DeviceTransfer", transfer), limit, gauge)
+        world.residency = make_residency(
+            units_of(work.units),
+            cast("Pool", VirtualPool(max(plan.shares.params, PIECE_ALIGN))),
+            cast("DiskStore", store),
+            metrics,
+            VirtualPlaceholderOwner(),
+            tuning.prefetch_depth,
+            on,
+            now_s=lambda: clock.now_s,
+            checksum=VirtualChecksum(clock, speeds.memory_bytes_per_s),
+        )
     return world
 
 
@@ -115,29 +159,6 @@ def _moves(plan: TrainingPlan) -> bool:
     shares = plan.shares
     some = shares.spilled or shares.activations or not shares.holds_all_params
     return bool(plan.state.disk_bytes or some)
-
-
-def _residency(
-    work: Workload,
-    world: VirtualWorld,
-    plan: TrainingPlan,
-    tuning: Tuning,
-    transfer: VirtualTransfer | None,
-    limit_bytes: int,
-) -> VirtualResidency:
-    pool = VirtualPool(max(plan.shares.params, PIECE_ALIGN))
-    trace = Trace("simulated", len(work.units))
-    depth, look = tuning.prefetch_depth, world.speeds.memory_bytes_per_s
-    parts = parts_of(units_of(work.units), pool, world.store, trace, world.metrics, depth)
-    residency: VirtualResidency
-    if transfer is None:
-        residency = VirtualHostResidency(parts)
-        residency.take_over(world.clock, look, depth)
-    else:
-        residency = VirtualDeviceResidency(parts, transfer, limit_bytes, plan.facts.units)
-        # Blocks are prefetched to host memory twice as far ahead as to the device.
-        residency.take_over(world.clock, look, None if depth is None else 2 * depth)
-    return residency
 
 
 def _device_bytes(budgets: Budgets, machine: Profile) -> int:
