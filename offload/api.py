@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.loading import load as load_checkpoint
-from offload.checkpoint.saving import save as save_checkpoint
+from offload.checkpoint.saves import save as save_checkpoint
 from offload.core.config import Config
 from offload.core.errors import ConfigError
 from offload.core.heap import HEAP

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 
 import offload
-from offload.checkpoint.strided_state import StridedState
+from offload.checkpoint.optimizer import StridedState
 from offload.core.errors import CapacityError
 
 PACKAGE = Path(offload.__file__).parent
@@ -164,8 +164,7 @@ def test_state_of_another_order_is_gathered_in_its_own_type(default: None) -> No
     held: Any = type("H", (), {"record": record, "fields": ["exp_avg"]})()
     scattered = StridedState([held])
     scattered.add(0, "exp_avg", 0, own)
-    found: list[Tensor] = []
     team: Any = type("T", (), {"count": 1, "rank": 0, "bring_together": lambda _, mine: [mine]})()
-    scattered.write(team, lambda number, field, values: found.append(values))
+    found = [values for _, _, values in scattered.gathered(team)]
     in_order = own.as_strided(record.shape, record.stride).contiguous().view(-1)
     assert_same_tensors(found, [in_order])

@@ -20,7 +20,7 @@ from support.interrupts import Moments
 from support.loops import SEED, chosen, tally
 from torch import Tensor, nn
 
-from offload.checkpoint import background
+from offload.checkpoint import saves
 from offload.core import locks
 from offload.core.errors import StateError, StoreTimeout, reason
 from offload.core.metrics import Metrics
@@ -545,7 +545,7 @@ def test_a_background_save_that_ended_says_by_what(
     error: BaseException, told: str, tmp_path: Path
 ) -> None:
     task = Ended(tmp_path / "c", error)
-    background.start(task)
+    saves.start(task)  # type: ignore[arg-type]
     with pytest.raises(StateError, match=rf"/c failed.*: {told}; nothing of it was kept.*again"):
-        background.await_saves(task.owners)
+        saves.await_saves(task.owners)
     assert reason(error)

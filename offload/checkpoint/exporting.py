@@ -11,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,15 @@ from torch import Tensor
 
 from offload.checkpoint.disk import told
 from offload.checkpoint.format.manifest import SavedTensor
+from offload.checkpoint.optimizer import SavedOptimizer
 from offload.checkpoint.rank_group import in_files
-from offload.checkpoint.reader import CheckpointReader, SavedTensorSource
+from offload.checkpoint.reader import CheckpointReader
 from offload.checkpoint.saving import MODEL, OPTIMIZER
-from offload.checkpoint.tensors import PIECE_BYTES, parse_memory_formats, viewed
-from offload.checkpoint.trees import decoded, unpacked
+from offload.checkpoint.tensors import PIECE_BYTES, fill, parse_memory_formats, viewed
+from offload.checkpoint.trees import decoded
 from offload.core.errors import ConfigError, FormatError
 from offload.core.portable import reserve
-from offload.optim.source import as_bytes
 from offload.planning.layout import MASTER
-from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import TensorSpec, build_header
 
 INDEX = "model.safetensors.index.json"
@@ -120,24 +120,21 @@ def optimizer_state(reader: CheckpointReader, folder: Path) -> dict[str, Any]:
     if OPTIMIZER not in reader.manifest.values:
         raise ConfigError(f"{reader.path}: has no optimizer in it")
     tree = decoded(reader.manifest.values[OPTIMIZER], lambda name: _mapped(reader, name, folder))
+    saved = SavedOptimizer.of(tree)
+    index = {name: number for number, name in enumerate(chain.from_iterable(saved.params))}
+    orders = parse_memory_formats(tree) or {}
     try:
-        names = [name for group in tree["groups"] for name in group["params"]]
-        index = {name: number for number, name in enumerate(names)}
-        state: dict[int, dict[str, Any]] = {
-            index[name]: {key: unpacked(value, DTYPES) for key, value in each.items()}
-            for name, each in tree["states"].items()
-        }
+        state = {index[name]: each for name, each in saved.states.items()}
         groups = [
-            {**group["settings"], "params": [index[name] for name in group["params"]]}
-            for group in tree["groups"]
+            {**settings, "params": [index[name] for name in params]}
+            for settings, params in zip(saved.settings, saved.params, strict=True)
         ]
-        orders = parse_memory_formats(tree) or {}
-        for saved in reader.manifest.tensors.values():
-            name, _, field = saved.key.rpartition("/")
-            if saved.section == OPTIMIZER and field != MASTER:
-                found = _mapped(reader, saved.name, folder, orders.get(name))
+        for tensor in reader.manifest.tensors.values():
+            name, _, field = tensor.key.rpartition("/")
+            if tensor.section == OPTIMIZER and field != MASTER:
+                found = _mapped(reader, tensor.name, folder, orders.get(name))
                 state.setdefault(index[name], {})[field] = found
-    except (AttributeError, KeyError, TypeError) as error:
+    except KeyError as error:
         raise FormatError(f"{reader.path}: it holds no valid optimizer state: {error}") from error
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -176,25 +173,8 @@ def _mapped(
     with told("map a file", folder), tempfile.NamedTemporaryFile(dir=folder) as file:
         reserve(file.fileno(), numel * dtype.itemsize)
         found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
-    if order is not None and len(order) == len(shape):
-        found = viewed(found, shape, order)
-        _fill(found, source, 0)
-        return found
-    whole = as_bytes(found)
-    for begin in range(0, whole.numel(), PIECE_BYTES):
-        source.read_into(begin, whole[begin : begin + PIECE_BYTES])
-    return found.view(shape)
-
-
-def _fill(target: Tensor, source: SavedTensorSource, begin: int) -> None:
-    """Fill `target`, of any memory order, with the bytes from `begin` on, some rows at a time."""
-    row_bytes = target[0].nbytes if target.dim() else target.nbytes
-    if row_bytes > PIECE_BYTES:
-        for number, row in enumerate(target):
-            _fill(row, source, begin + number * row_bytes)
-        return
-    for some in torch.split(target, PIECE_BYTES // row_bytes) if target.dim() else (target,):
-        read = torch.empty(some.shape, dtype=some.dtype, device="cpu")
-        source.read_into(begin, as_bytes(read))
-        some.copy_(read)
-        begin += read.nbytes
+    if order is None or len(order) != len(shape):
+        order = range(len(shape))
+    found = viewed(found, shape, order)
+    fill(found, source)
+    return found

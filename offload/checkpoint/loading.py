@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from offload.checkpoint import background
-from offload.checkpoint.differences import Differences
 from offload.checkpoint.format.directory import find_newest, pass_over
 from offload.checkpoint.format.manifest import Manifest
-from offload.checkpoint.model import ModelContents
+from offload.checkpoint.model import Differences, ModelContents
 from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.rank_group import RankGroup
 from offload.checkpoint.reader import CheckpointReader
-from offload.checkpoint.rng import check_random_states, set_random_states
+from offload.checkpoint.saves import await_saves
 from offload.checkpoint.saving import (
     MODEL,
     OPTIMIZER,
@@ -36,7 +34,7 @@ from offload.checkpoint.saving import (
     process_group_of,
 )
 from offload.checkpoint.tensors import whole
-from offload.checkpoint.trees import decoded
+from offload.checkpoint.trees import check_random_states, decoded, set_random_states
 from offload.core.errors import ConfigError, CorruptionError, FormatError, OffloadError, StateError
 from offload.core.locks import uninterrupted
 from offload.core.log import LOG
@@ -63,15 +61,14 @@ class Load:
         self._optimizer: OptimizerContents | None = None
         if optimizer is not None:
             self._optimizer = OptimizerContents(optimizer, self._model.names, stateful)
+        self._session = self._optimizer.session if self._optimizer is not None else None
         self._stateful = stateful
         self._trees: dict[str, Any] = {}
         self._sources: dict[str, FieldSource] = {}
         self._state_dict: dict[str, Any] = {}
 
     def turn(self) -> AbstractContextManager[None]:
-        if self._optimizer is None or self._optimizer.session is None:
-            return nullcontext()
-        return self._optimizer.session.access.hold("load")
+        return nullcontext() if self._session is None else self._session.access.hold("load")
 
     # --- checking ---------------------------------------------------------------------------------
 
@@ -80,7 +77,10 @@ class Load:
         self._check_sections()
         self._reader.check(share=(self._rank_group.rank, self._rank_group.count))
         values = self._reader.manifest.values
-        self._trees = {name: decoded(tree, self._read_whole) for name, tree in values.items()}
+        self._trees = {
+            name: decoded(tree, lambda each: whole(self._reader.tensor(each)))
+            for name, tree in values.items()
+        }
         differences = Differences(f"{self._reader.path} and what it is loaded into")
         self._sources = self._model.match(self._under(MODEL), self._trees[MODEL], differences)
         if self._optimizer is not None:
@@ -101,28 +101,20 @@ class Load:
             if name not in saved and name not in (OPTIMIZER, RNG_RANKS):
                 raise FormatError(f"{self._reader.path}: expected {name} in it")
         wanted = {*self._stateful, *([OPTIMIZER] if self._optimizer is not None else [])}
-        for name in wanted - saved.keys():
-            differences.missing(name)
+        differences.missing += wanted - saved.keys()
         left = saved.keys() - wanted - {name for name in OWN if name != OPTIMIZER}
         if OPTIMIZER in left and not wanted:  # a load of the model alone, for evaluation
             LOG.info("%s: only the model is loaded, not %s", self._reader.path, ", ".join(left))
             left = set()
-        for name in sorted(left):
-            differences.extra(name)
+        differences.extra += sorted(left)
         differences.check()
 
     def _under(self, section: str) -> dict[str, FieldSource]:
         return {
-            saved.key: self._source(name)
+            saved.key: self._reader.tensor(name)
             for name, saved in self._reader.manifest.tensors.items()
             if saved.section == section
         }
-
-    def _source(self, name: str) -> FieldSource:
-        return self._reader.tensor(name)
-
-    def _read_whole(self, name: str) -> Tensor:
-        return whole(self._source(name))
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -130,20 +122,24 @@ class Load:
         """Load everything into the objects, on all ranks; return `extra`. If one rank fails in the
         middle, the other ranks have values from which training cannot go on.
         """
-        before: dict[str, Any] = {}
-        extra: list[Any] = []
+        before: dict[str, Any] = {}  # to be put back, also where another rank has failed
         try:
             self._rank_group.by_consensus("named", lambda: before.update(self._load_stateful()))
-            try:
-                self._rank_group.by_consensus("reading", lambda: extra.append(self._read()))
-            except BaseException as error:
-                self._lose(error)
-                raise
+            extra = self._read_all()
         except BaseException:
             self._put_back(before)
             raise
-        self._tell()
-        return extra[0]
+        if self._session is not None:
+            self._session.consistency.last_checkpoint = str(self._reader.path)
+        return extra
+
+    def _read_all(self) -> Any:
+        try:
+            return self._rank_group.own_by_consensus("reading", self._read)
+        except BaseException as error:
+            if self._session is not None:
+                self._session.consistency.lose(CHECKPOINT, error)
+            raise
 
     def _read(self) -> Any:
         self._model.read(self._sources, self._trees[MODEL]["additions"])
@@ -195,14 +191,6 @@ class Load:
                 self._stateful[name].load_state_dict(state)
             except Exception as error:
                 LOG.error("load: %s could not be put back as it was: %s", name, error)
-
-    def _lose(self, error: BaseException) -> None:
-        if self._optimizer is not None and self._optimizer.session is not None:
-            self._optimizer.session.consistency.lose(CHECKPOINT, error)
-
-    def _tell(self) -> None:
-        if self._optimizer is not None and self._optimizer.session is not None:
-            self._optimizer.session.consistency.last_checkpoint = str(self._reader.path)
 
 
 def _state_of(each: Any) -> Any:
@@ -256,13 +244,10 @@ def _load_one(
     with _whole_or_not():
         reader = _open(path, rank_group)
     with reader:
-        made: list[Load] = []
-
-        def look() -> None:
-            made.append(Load(reader, model, optimizer, keeper, stateful, rank_group))
-
-        rank_group.by_consensus("a look at everything", look)
-        task = made[0]
+        task = rank_group.own_by_consensus(
+            "a look at everything",
+            lambda: Load(reader, model, optimizer, keeper, stateful, rank_group),
+        )
         with task.turn():
             with _whole_or_not():
                 rank_group.by_consensus("every byte", task.check)
@@ -287,7 +272,7 @@ def _find(
 ) -> str | None:
     """Check the arguments, and find the checkpoint: the first rank decides for all ranks."""
     check_arguments(path, model, None, stateful)
-    background.await_saves([model] if optimizer is None else [model, innermost(optimizer)])
+    await_saves([model] if optimizer is None else [model, innermost(optimizer)])
     if not rank_group.is_first:
         return None
     found = find_newest(path, passed)

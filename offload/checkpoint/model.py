@@ -7,13 +7,12 @@ parameter (tied weights) are saved once, under the first of them; the others are
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from offload.checkpoint.differences import Differences
 from offload.checkpoint.rank_group import TensorToSave
 from offload.checkpoint.tensors import (
     NAMES,
@@ -32,6 +31,7 @@ from offload.params.prepared import Prepared
 from offload.storage.safetensors_header import TensorSpec
 
 _EXTRA = "_extra_state"  # torch's name for the state that a module adds by itself
+_SHOWN = 20  # differences of one kind
 
 
 class ModelContents:
@@ -123,16 +123,11 @@ class ModelContents:
     def write(self, sink: Sink) -> None:
         """Write all values, as they are now, to the sink."""
 
-        def act(names: Sequence[str]) -> None:
-            for name in names:
-                write(name, self.tensors[name], sink)
+        def choose(number: int | None, names: Sequence[str]) -> Sequence[str] | None:
+            wanted = [name for name in names if sink.wants(name, 0, self.tensors[name].nbytes)]
+            return wanted if wanted or self._is_shared else None
 
-        units = self._by_unit().items()
-        wanted = {
-            number: [name for name in names if sink.wants(name, 0, self._nbytes(name))]
-            for number, names in units
-        }
-        self._visit({n: names for n, names in wanted.items() if names or self._is_shared}, act)
+        self._visit(choose, lambda name: write(name, self.tensors[name], sink))
 
     @property
     def _is_shared(self) -> bool:
@@ -141,36 +136,38 @@ class ModelContents:
 
     def _visit(
         self,
-        units: Mapping[int | None, Sequence[str]],
-        act: Callable[[Sequence[str]], None],
+        choose: Callable[[int | None, Sequence[str]], Sequence[str] | None],
+        act: Callable[[str], None],
         to_change: bool = False,
     ) -> None:
-        """Call `act` with the names of each unit while the unit is in host memory. An error on one
-        of the ranks that share the units does not keep the other ranks from fetching them: it is
-        raised at the end.
+        """Call `act` with the names that `choose` takes of each unit's, while the unit is in host
+        memory; None: it need not be. An error on one of the ranks that share the units does not
+        keep the other ranks from fetching them: the first is raised at the end.
         """
-        error: Exception | None = None
-        for number, names in units.items():
-            with self._at_hand(number, to_change):
-                try:
-                    if error is None:
-                        act(names)
-                except Exception as caught:
-                    if not self._is_shared:
-                        raise
-                    error = caught
-        if error is not None:
-            raise error
-
-    def _nbytes(self, name: str) -> int:
-        return self.tensors[name].numel() * self.tensors[name].element_size()
-
-    def _by_unit(self) -> dict[int | None, list[str]]:
-        found: dict[int | None, list[str]] = {}
+        units: dict[int | None, list[str]] = {}
         for name, tensor in self.tensors.items():
             unit = self._keeper.unit_of(tensor) if self._keeper is not None else None
-            found.setdefault(unit, []).append(name)
-        return found
+            units.setdefault(unit, []).append(name)
+        errors: list[Exception] = []
+        for number, names in units.items():
+            with self._noting(errors):
+                chosen = choose(number, names)
+                if chosen is not None:
+                    with self._at_hand(number, to_change), self._noting(errors):
+                        for name in chosen:
+                            act(name)
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _noting(self, errors: list[Exception]) -> Iterator[None]:
+        """Note an error of the block where ranks share the units; elsewhere it is raised."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_shared:
+                raise
+            errors.append(error)
 
     def _at_hand(self, number: int | None, to_change: bool = False) -> AbstractContextManager[None]:
         if number is None or self._keeper is None:
@@ -185,54 +182,36 @@ class ModelContents:
         """Return the source of each tensor. Notes in `differences` what does not fit."""
         aliases, additions = _parse(values)
         self.specs()  # refuses what cannot be filled
-        names = [*self.tensors, *self.aliases]
-        for name in (*saved, *aliases):
-            if name not in self.tensors and name not in self.aliases:
-                differences.extra(name)
+        names = dict.fromkeys((*self.tensors, *self.aliases))
+        differences.extra += [name for name in (*saved, *aliases) if name not in names]
         found: dict[str, FieldSource] = {}
         for name in names:
             source = saved.get(aliases.get(name, name))
             mine = self.aliases.get(name, name)
             if source is None:
-                differences.missing(name)
+                differences.missing.append(name)
             elif mine in found and found[mine] is not source:
                 differences.other(name, f"a tensor of its own is saved, here it is tied to {mine}")
             else:
                 found[mine] = source
                 _compare(name, self.tensors[mine], source, differences)
-        self._match_additions(additions, differences)
+        differences.extra += additions.keys() - self.additions.keys()
+        differences.missing += self.additions.keys() - additions.keys()
         return found
-
-    def _match_additions(self, saved: Mapping[str, Any], differences: Differences) -> None:
-        for name in saved.keys() - self.additions.keys():
-            differences.extra(name)
-        for name in self.additions.keys() - saved.keys():
-            differences.missing(name)
 
     def read(self, sources: Mapping[str, FieldSource], additions: Mapping[str, Any]) -> None:
         """Load all these values into the model."""
 
-        def act(names: Sequence[str]) -> None:
-            for name in names:
-                fill(self.tensors[name], sources[name])
+        def choose(number: int | None, names: Sequence[str]) -> Sequence[str] | None:
+            return None if self._has_already(number, names, sources) else names
 
-        error: Exception | None = None
-        for number, names in self._by_unit().items():
-            try:
-                if not self._has_already(number, names, sources):
-                    self._visit({number: names}, act, to_change=True)
-            except Exception as caught:
-                if not self._is_shared:
-                    raise
-                error = error or caught
-        if error is not None:
-            raise error
+        self._visit(choose, lambda name: fill(self.tensors[name], sources[name]), to_change=True)
         for name, value in additions.items():
             module = self._model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(value)
 
     def _has_already(
-        self, number: int | None, names: list[str], sources: Mapping[str, FieldSource]
+        self, number: int | None, names: Sequence[str], sources: Mapping[str, FieldSource]
     ) -> bool:
         """Return whether a frozen unit of a prepared model has these values already. Such a unit
         may be read from files that are not the engine's, and stays there as long as nothing in it
@@ -260,3 +239,37 @@ def _compare(name: str, tensor: Tensor, source: FieldSource, differences: Differ
             f"saved as {source.dtype} {tuple(source.shape)}, here it is {tensor.dtype} "
             f"{tuple(tensor.shape)}",
         )
+
+
+class Differences:
+    """The differences between a checkpoint and what it is loaded into, by name, reported together.
+    what: both sides, for the message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.missing: list[str] = []  # names that are here, but were not saved
+        self.extra: list[str] = []  # names that were saved, but are not here
+        self._other: list[str] = []
+
+    def other(self, name: str, how: str) -> None:
+        """Note a name that is on both sides, and how the two differ."""
+        self._other.append(f"{name} ({how})")
+
+    def check(self) -> None:
+        """Raise a `ConfigError` if there are any; it names 20 of each kind, and counts all."""
+        kinds = (
+            ("not in the checkpoint", self.missing),
+            ("only in the checkpoint", self.extra),
+            ("different", self._other),
+        )
+        told = "; ".join(_listed(what, names) for what, names in kinds if names)
+        if told:
+            raise ConfigError(
+                f"{self._what}: they do not fit together, and nothing was changed: {told}"
+            )
+
+
+def _listed(what: str, names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what} ({len(names)}): {', '.join(names[:_SHOWN])}{rest}"

@@ -8,16 +8,16 @@ counts) are in the values, fields in the shards as `<parameter>/<field>`.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.differences import Differences
+from offload.checkpoint.model import Differences
 from offload.checkpoint.rank_group import Range, RankGroup, TensorToSave
-from offload.checkpoint.strided_state import is_strided
 from offload.checkpoint.tensors import (
     Sink,
     holding_of,
@@ -31,10 +31,13 @@ from offload.checkpoint.trees import packed, unpacked
 from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded, like, local_of, rows_of
 from offload.optim import Session, is_wrapped
+from offload.optim.assembly import is_row_major
 from offload.optim.export import ParamOptimizerState
+from offload.optim.flat import flat
 from offload.optim.optimizer import session_of
 from offload.optim.recipe import Record
-from offload.optim.source import FieldSource
+from offload.optim.saver import Saver
+from offload.optim.source import FieldPart, FieldSource, as_bytes, own_range
 from offload.planning.layout import ELEMENT_BYTES, MASTER
 from offload.storage.safetensors_file import DTYPES
 from offload.storage.safetensors_header import SIZES, TensorSpec
@@ -68,6 +71,7 @@ class OptimizerContents:
         ]
         self.names = _names(self.optimizer, model_names, stateful or {})
         self.held: list[ParamOptimizerState] = []
+        self._strided = StridedState([])
         self._fields: dict[str, Tensor] = {}  # of a plain optimizer
 
     @property
@@ -142,10 +146,29 @@ class OptimizerContents:
         fields = {name: each for name, each in self._fields.items() if not is_sharded(each)}
         return {name: f"{sample(tensor):08x}" for name, tensor in fields.items()}
 
-    def write_plain(self, sink: Sink) -> None:
-        """Write the fields of a plain optimizer, which are in memory, to the sink."""
-        for name, tensor in self._fields.items():
-            write(name, tensor, sink)
+    def begin_saving(self, sink: Sink) -> Saver | None:
+        """Write the fields of a plain optimizer, which are in memory, to the sink. Begin a snapshot
+        of those of a wrapped one, which the sink receives later.
+        """
+        if self.session is None:
+            for name, tensor in self._fields.items():
+                write(name, tensor, sink)
+            return None
+        first = [first_byte(param) for param in self.params]
+        strided = self._strided = StridedState(self.held)
+
+        def put(number: int, field: str, begin: int, values: Tensor) -> None:
+            if strided.takes(number, field):
+                strided.add(number, field, begin, values)
+            else:
+                sink.write(f"{self.names[number]}/{field}", first[number] + begin, values)
+
+        return self.session.begin_saving(put)
+
+    def write_strided(self, rank_group: RankGroup, sink: Sink) -> None:
+        """Write what the ranks must put together first. Blocks until all have called it."""
+        for number, field, values in self._strided.gathered(rank_group):
+            sink.write(f"{self.names[number]}/{field}", 0, values)
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -155,7 +178,7 @@ class OptimizerContents:
         """Return a `state_dict` with sources in the place of fields. Notes in `differences` what
         does not fit.
         """
-        parsed = _Parsed.of(values)
+        parsed = SavedOptimizer.of(values)
         if parsed.kind != self.kind:
             differences.other("optimizer", f"saved from {parsed.kind}, here it is {self.kind}")
         self._match_groups(parsed.params, differences)
@@ -174,12 +197,9 @@ class OptimizerContents:
             return
         for number, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
             here, there = dict.fromkeys(ours), dict.fromkeys(theirs)
-            for name in there:
-                if name not in here:
-                    differences.extra(f"{name} of param_groups[{number}]")
-            for name in here:
-                if name not in there:
-                    differences.missing(f"{name} of param_groups[{number}]")
+            group = f"of param_groups[{number}]"
+            differences.extra += [f"{name} {group}" for name in there if name not in here]
+            differences.missing += [f"{name} {group}" for name in here if name not in there]
 
     def _match_fields(
         self,
@@ -189,7 +209,7 @@ class OptimizerContents:
     ) -> None:
         for name, state in found.items():
             if name not in index:
-                differences.extra(f"state of {name}")
+                differences.extra.append(f"state of {name}")
             elif self.session is not None:
                 self._match_state(name, index[name], state, differences)
 
@@ -202,10 +222,10 @@ class OptimizerContents:
         shape = tuple(self.params[number].shape)
         for field in needed:
             if state.get(field) is None and any(v is not None for v in state.values()):
-                differences.missing(f"{name}/{field}")
+                differences.missing.append(f"{name}/{field}")
         for field, value in state.items():
             if isinstance(value, FieldSource) and field not in allowed:
-                differences.extra(f"{name}/{field}")
+                differences.extra.append(f"{name}/{field}")
             elif isinstance(value, FieldSource) and tuple(value.shape) != shape:
                 differences.other(
                     f"{name}/{field}", f"saved as {tuple(value.shape)}, here it is {shape}"
@@ -256,7 +276,62 @@ class OptimizerContents:
         return {**state_dict, "state": states}
 
 
-class _Parsed(NamedTuple):
+class StridedState:
+    """State of parameters whose memory is in another order than their shape, where ranks share it.
+
+    A rank's part is one run of the memory, and is scattered over the tensor that is saved. So each
+    field is gathered, and one rank, another for each parameter, writes all of it; one field at a
+    time.
+    """
+
+    def __init__(self, held: Iterable[ParamOptimizerState]) -> None:
+        self._records = {
+            (each.record.number, field): each.record
+            for each in held
+            if is_strided(each.record)
+            for field in each.fields
+        }
+        self._parts: dict[tuple[int, str], FieldPart] = {}
+        self._lock = threading.Lock()
+
+    def takes(self, number: int, field: str) -> bool:
+        return (number, field) in self._records
+
+    def add(self, number: int, field: str, begin_bytes: int, values: Tensor) -> None:
+        """Copy some of this rank's elements, by their places in the parameter's memory. Any thread
+        may call it.
+        """
+        with self._lock:
+            part = self._part(number, field)
+        part.write(begin_bytes // ELEMENT_BYTES, values)
+
+    def _part(self, number: int, field: str) -> FieldPart:
+        if (number, field) not in self._parts:
+            own = own_range(self._records[number, field])
+            self._parts[number, field] = FieldPart.empty(*own)
+        return self._parts[number, field]
+
+    def gathered(self, rank_group: RankGroup) -> Iterator[tuple[int, str, Tensor]]:
+        """Gather each field; yield those that this rank writes. Every rank must take all of them;
+        each blocks until all ranks have come to it.
+        """
+        for (number, field), record in self._records.items():
+            mine = self._part(number, field)
+            del self._parts[number, field]
+            parts = rank_group.bring_together(as_bytes(mine.values))
+            if number % rank_group.count == rank_group.rank:
+                whole = torch.empty_strided(
+                    record.shape, record.stride, dtype=torch.float32, device="cpu"
+                )
+                as_bytes(flat(whole)).copy_(torch.cat(parts))
+                yield number, field, whole.contiguous().view(-1)
+
+
+def is_strided(record: Record) -> bool:
+    return record.own is not None and not is_row_major(record.shape, record.stride)
+
+
+class SavedOptimizer(NamedTuple):
     """The values of an optimizer in a checkpoint: settings and names of parameters by group, and
     the part of each parameter's state that is not elementwise.
     """
@@ -267,7 +342,7 @@ class _Parsed(NamedTuple):
     states: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> _Parsed:
+    def of(cls, values: Mapping[str, Any]) -> SavedOptimizer:
         try:
             groups, states = values["groups"], values["states"]
             return cls(

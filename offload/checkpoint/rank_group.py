@@ -66,6 +66,14 @@ class RankGroup:
         self._side_channel.begin(self.what)
         return each_by_consensus(self, f"{phase} of {self.what}", act)
 
+    def own_by_consensus(self, phase: str, act: Callable[[], T]) -> T:
+        """Run `act` on every rank as `by_consensus` does, and return this rank's own result, which
+        may be anything.
+        """
+        found: list[T] = []
+        self.by_consensus(phase, lambda: found.append(act()))
+        return found[0]
+
     def exchange(self, value: Any, what: str, deadline_s: float | None = None) -> list[Any]:
         """All-gather one value from each rank, once all ranks have reached the phase `what`."""
         assert self._side_channel is not None, "one process has no one to ask"

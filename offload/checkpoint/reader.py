@@ -20,9 +20,8 @@ from contextlib import suppress
 from typing import Any
 
 from offload.checkpoint.disk import try_lock
-from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.directory import CheckpointDirectory, read_into
-from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor
+from offload.checkpoint.format.manifest import CheckedPart, Manifest, SavedTensor, crc32
 from offload.checkpoint.output import IoBuffer, IoBuffers
 from offload.checkpoint.rank_group import share_of
 from offload.core.errors import (

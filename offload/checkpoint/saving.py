@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import socket
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,21 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint import background
 from offload.checkpoint.draft import sweep
 from offload.checkpoint.model import ModelContents
-from offload.checkpoint.optimizer import OptimizerContents, first_byte, innermost
+from offload.checkpoint.optimizer import OptimizerContents, innermost
 from offload.checkpoint.rank_group import RankGroup, TensorToSave, in_files
-from offload.checkpoint.rng import random_states
 from offload.checkpoint.shard import Shard
-from offload.checkpoint.strided_state import StridedState
-from offload.checkpoint.trees import OTHER, SavedTreeTensors
+from offload.checkpoint.trees import OTHER, SavedTreeTensors, random_states
 from offload.checkpoint.writer import CheckpointWriter
 from offload.core.errors import ConfigError, reason
-from offload.core.locks import steadfast, uninterrupted
+from offload.core.locks import steadfast
 from offload.core.log import LOG
-from offload.core.ticket import Ticket
-from offload.optim import Session, is_wrapped
+from offload.optim import is_wrapped
 from offload.optim.optimizer import session_of
 from offload.optim.saver import Saver
 from offload.params.prepared import Prepared
@@ -75,18 +70,14 @@ class Save:
             self.owners.append(self._optimizer.optimizer)
         self._extra = extra
         self._stateful = stateful
+        self._session = self._optimizer.session if self._optimizer is not None else None
         self._leaves = SavedTreeTensors()
         self._holdings: dict[str, list[TensorToSave]] = {}
         self._writer: CheckpointWriter | None = None
         self._shards: dict[str, _Shards] = {}
         self._saver: Saver | None = None
-        self._strided: StridedState | None = None
         self._values: dict[str, Any] = {}
         self._cancelled: BaseException | None = None
-
-    @property
-    def _session(self) -> Session | None:
-        return self._optimizer.session if self._optimizer is not None else None
 
     def turn(self) -> AbstractContextManager[None]:
         """Keep optimizer steps out while the block runs."""
@@ -173,11 +164,14 @@ class Save:
                 text = json.dumps(self._values[section], sort_keys=True)
                 found[f"the {section}'s settings"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         found |= {"keep": str(self._keep), "path": str(Path.cwd() / self.path)}
-        return found | {"the node": node_id()}
+        try:  # the kernel's id of this machine since it was booted
+            node = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            node = socket.gethostname()
+        return found | {"the node": node}
 
     def _make(self) -> dict[str, Any] | None:
         """Make directory and files on the first rank; return the invitation for the other ranks."""
-        _UNDER_WAY.add(self)
         return self._open(None).invitation() if self._rank_group.is_first else None
 
     def _open(self, invitation: Mapping[str, Any] | None) -> CheckpointWriter:
@@ -196,32 +190,21 @@ class Save:
     def _write(self, invitation: Mapping[str, Any]) -> None:
         if not self._rank_group.is_first:
             self._open(invitation)
-        if self._optimizer is not None and self._session is not None:
-            names, state = self._optimizer.names, self._shards[OPTIMIZER]
-            first = [first_byte(param) for param in self._optimizer.params]
-
-            strided = self._strided = StridedState(self._optimizer.held)
-
-            def sink(number: int, field: str, begin: int, values: Tensor) -> None:
-                if strided.takes(number, field):
-                    strided.add(number, field, begin, values)
-                    return
-                state.write(f"{names[number]}/{field}", first[number] + begin, values)
-
-            self._saver = self._session.begin_saving(sink)
+        if self._optimizer is not None:  # first: a step may not come between look and this
+            self._saver = self._optimizer.begin_saving(self._shards[OPTIMIZER])
         self._model.write(self._shards[MODEL])
         if self._rank_group.is_first:
             self._leaves.write(self._shards[OTHER])
         self._leaves.tensors.clear()
-        if self._optimizer is not None and self._session is None:
-            self._optimizer.write_plain(self._shards[OPTIMIZER])
 
     def finish(self) -> Path:
         """Write the rest, and publish the checkpoint. Any thread may call it."""
         assert self._writer is not None
         try:
-            self._rank_group.by_consensus("the optimizer's state", self._run_saver)
-            self._write_strided()
+            run = self._saver.run if self._saver is not None else lambda: None
+            self._rank_group.by_consensus("the optimizer's state", run)
+            if self._optimizer is not None:
+                self._optimizer.write_strided(self._rank_group, self._shards[OPTIMIZER])
             path = self._writer.commit(self._values, self._model.fingerprint, keep=self._keep)
         except BaseException as error:
             self.give_up(error)
@@ -230,20 +213,6 @@ class Save:
         if self._session is not None:
             self._session.consistency.last_checkpoint = str(path)
         return path
-
-    def _run_saver(self) -> None:
-        if self._saver is not None:
-            self._saver.run()
-
-    def _write_strided(self) -> None:
-        if self._strided is None or self._optimizer is None:
-            return
-        names, state = self._optimizer.names, self._shards[OPTIMIZER]
-
-        def put(number: int, field: str, values: Tensor) -> None:
-            state.write(f"{names[number]}/{field}", 0, values)
-
-        self._strided.write(self._rank_group, put)
 
     @steadfast
     def give_up(self, error: BaseException) -> None:
@@ -282,51 +251,6 @@ class Save:
         )
 
 
-# The saves that have begun. Weak references: an ended save is freed with its last user.
-_UNDER_WAY: weakref.WeakSet[Save] = weakref.WeakSet()
-
-
-def cancel_all(error: BaseException) -> None:
-    """Cancel the saves in flight in all threads of this process: each ends with `error`, or well if
-    it is through already. What they have made is removed. Does not wait for that.
-    """
-    for task in list(_UNDER_WAY):
-        task.cancel(error)
-
-
-@uninterrupted
-def save(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    keeper: Prepared | None,
-    extra: Any,
-    keep: int | None,
-    in_background: bool,
-    stateful: Mapping[str, Any],
-) -> Path | Ticket[Path]:
-    """See `offload.save`."""
-    rank_group = RankGroup.gather(f"save of {path}", process_group_of(optimizer, keeper))
-    made: list[Save] = []
-
-    def prepare() -> None:
-        if keeper is not None:
-            keeper.check_age()
-        task = Save(path, model, optimizer, keeper, extra, keep, stateful, rank_group)
-        background.await_saves(task.owners)
-        made.append(task)
-
-    try:
-        rank_group.by_consensus("arguments", prepare)
-    except BaseException:
-        rank_group.leave()
-        raise
-    (task,) = made
-    with task.turn():
-        task.begin()
-        return background.start(task) if in_background else task.finish()
-
-
 def process_group_of(optimizer: Any, keeper: Any) -> Any:
     """Return the process group that `wrap` or `prepare` was given; None, for all ranks, if none."""
     if keeper is not None:
@@ -335,16 +259,6 @@ def process_group_of(optimizer: Any, keeper: Any) -> Any:
     if found is None or not is_wrapped(found):
         return None
     return session_of(found).config.process_group
-
-
-def node_id() -> str:
-    """Return an identifier of this machine since it was booted: the kernel's boot id, or the host
-    name where there is none.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def check_arguments(

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from offload.checkpoint.format.crc import crc32
-from offload.checkpoint.format.manifest import CheckedPart, SavedTensor
+from offload.checkpoint.format.manifest import CheckedPart, SavedTensor, crc32
 from offload.checkpoint.output import IoBuffer, Output, OutputFile
 from offload.checkpoint.rank_group import Range, merged_ranges, within
 from offload.core.errors import ConfigError, StateError

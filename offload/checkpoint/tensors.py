@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.checkpoint.format.crc import crc32
+from offload.checkpoint.format.manifest import crc32
 from offload.checkpoint.rank_group import Range, TensorToSave
 from offload.core.errors import ConfigError, FormatError
 from offload.distributed import is_sharded, local_of, rows_of
@@ -150,7 +150,19 @@ def fill(target: Tensor, source: FieldSource) -> None:
             some.copy_(_read(source, begin, some.numel()))
         increment_version(target)
     else:
-        values.copy_(whole(source))
+        _fill_rows(values, source, 0)
+
+
+def _fill_rows(target: Tensor, source: FieldSource, begin: int) -> None:
+    """Fill `target`, of any memory order, with the bytes from `begin` on, some rows at a time."""
+    row_bytes = target[0].nbytes if target.dim() else target.nbytes
+    if row_bytes > PIECE_BYTES:
+        for number, row in enumerate(target):
+            _fill_rows(row, source, begin + number * row_bytes)
+        return
+    for some in torch.split(target, PIECE_BYTES // row_bytes) if target.dim() else (target,):
+        some.copy_(_read(source, begin, some.nbytes).view(some.dtype).view(some.shape))
+        begin += some.nbytes
 
 
 def whole(source: FieldSource) -> Tensor:

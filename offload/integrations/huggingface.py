@@ -26,7 +26,7 @@ from typing import Any
 
 from offload.api import load, report, save
 from offload.checkpoint.format.verify import verify
-from offload.checkpoint.rng import random_states, set_random_states
+from offload.checkpoint.trees import random_states, set_random_states
 from offload.core.errors import ConfigError, OffloadError
 from offload.params.prepared import prepared_of
 from offload.telemetry.words import below

@@ -31,11 +31,11 @@ import torch
 from torch import nn
 
 from offload.api import save
-from offload.checkpoint import background
 from offload.checkpoint.draft import check_path
 from offload.checkpoint.optimizer import innermost
 from offload.checkpoint.rank_group import RankGroup
-from offload.checkpoint.saving import cancel_all, check_arguments, process_group_of
+from offload.checkpoint.saves import await_saves, cancel_all
+from offload.checkpoint.saving import check_arguments, process_group_of
 from offload.checkpoint.trees import SavedTreeTensors
 from offload.core.errors import ConfigError, StateError
 from offload.core.log import LOG
@@ -227,7 +227,7 @@ class save_on_signal:
 
     def _save(self) -> Any:
         try:
-            background.await_saves([self._model, self._inner])
+            await_saves([self._model, self._inner])
         except StateError as error:  # of an earlier save: this one is made all the same
             _tell(str(error))
         extra = self._extra() if callable(self._extra) else self._extra

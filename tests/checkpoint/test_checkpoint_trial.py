@@ -22,7 +22,7 @@ from support.models import Gpt
 from torch import Tensor, nn
 
 import offload
-from offload.checkpoint.format import crc
+from offload.checkpoint.format import manifest
 from offload.checkpoint.format.verify import verify
 from offload.checkpoint.output import Output
 from offload.core.errors import ConfigError, CorruptionError, FormatError, StoreError
@@ -287,4 +287,4 @@ def test_a_native_core_of_another_version_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "offload._native", stale)
     monkeypatch.setattr(offload, "_native", stale, raising=False)
     with pytest.raises(ConfigError, match=r"stale.so was built by another version.*build it again"):
-        crc._choose.__wrapped__()
+        manifest._choose.__wrapped__()

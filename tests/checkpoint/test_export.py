@@ -15,7 +15,7 @@ from support.models import Gpt
 from support.training import train
 
 import offload
-from offload.checkpoint import exporting
+from offload.checkpoint import exporting, tensors
 from offload.checkpoint.optimizer import OptimizerContents
 from offload.core.errors import StoreError
 from offload.params import units
@@ -92,7 +92,7 @@ def test_moments_are_exported_in_their_parameters_order_of_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's fused steps go through memory and ignore strides, so the orders must be the same."""
-    monkeypatch.setattr(exporting, "PIECE_BYTES", 64)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 64)
     model, optimizer = conv(0)
     if kind == "wrap":
         offload.wrap(optimizer, host_memory="1MiB", nvme=tmp_path)

@@ -614,7 +614,7 @@ def test_nothing_here_needs_torch_or_numpy(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a")
     program = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "from offload.checkpoint.format import crc, directory, manifest, values, verify\n"
+        "from offload.checkpoint.format import directory, manifest, values, verify\n"
         "from offload.storage import safetensors_header\n"
         f"print(directory.find_newest({str(tmp_path)!r}))"
     )

@@ -163,7 +163,7 @@ def test_the_limit_holds_and_nothing_is_left(how: str, tmp_path: Path) -> None:
 
 def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
     """Another thread cancels it at each point before the rename; older checkpoints stay."""
-    from offload.checkpoint import saving, writer
+    from offload.checkpoint import saves, writer
     from offload.checkpoint.disk import POINTS, CheckpointDisk
 
     model = nn.Linear(200, 200)
@@ -179,7 +179,7 @@ def test_a_save_is_cancelled_in_time_and_removed(tmp_path: Path) -> None:
             class Cancels(CheckpointDisk):
                 def hook(self, name: str, at: str = point) -> None:
                     if name == at:
-                        thread = threading.Thread(target=saving.cancel_all, args=(cancelled,))
+                        thread = threading.Thread(target=saves.cancel_all, args=(cancelled,))
                         thread.start()
                         thread.join()
 

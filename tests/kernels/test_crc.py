@@ -15,7 +15,7 @@ import pytest
 
 from offload import _native as native
 from offload import kernels
-from offload.checkpoint.format import crc
+from offload.checkpoint.format import manifest
 from offload.core.errors import ConfigError
 
 pytestmark = pytest.mark.kernels
@@ -83,8 +83,8 @@ def test_equal_bytes_of_every_length(isa: str, byte: int) -> None:
 def test_the_environment_forces_a_set(isa: str, data: bytes) -> None:
     program = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "from offload.checkpoint.format import crc\n"
-        "print(crc._choose()[1], crc._choose()[0] is None, crc.crc32(b'123456789'))"
+        "from offload.checkpoint.format import manifest\n"
+        "print(manifest._choose()[1], manifest._choose()[0] is None, manifest.crc32(b'123456789'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -99,12 +99,12 @@ def test_the_environment_forces_a_set(isa: str, data: bytes) -> None:
 
 def test_an_unknown_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_ISA", "abacus")
-    crc._choose.cache_clear()
+    manifest._choose.cache_clear()
     try:
         with pytest.raises(ConfigError, match="'abacus' is not available here, only"):
-            crc.crc32(b"")
+            manifest.crc32(b"")
     finally:
-        crc._choose.cache_clear()
+        manifest._choose.cache_clear()
 
 
 def test_without_the_native_core_zlib_computes_it(
@@ -112,12 +112,12 @@ def test_without_the_native_core_zlib_computes_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "offload._native", None)
     monkeypatch.delattr("offload._native")
-    crc._choose.cache_clear()
+    manifest._choose.cache_clear()
     try:
-        assert crc._choose() == (None, "")
-        assert crc.crc32(data, 5) == zlib.crc32(data, 5)
+        assert manifest._choose() == (None, "")
+        assert manifest.crc32(data, 5) == zlib.crc32(data, 5)
     finally:
-        crc._choose.cache_clear()
+        manifest._choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -131,19 +131,19 @@ def test_without_the_native_core_zlib_computes_it(
     ],
 )
 def test_anything_like_bytes_will_do(make: Any, data: bytes) -> None:
-    assert crc.crc32(make(data[:8000]), -1) == zlib.crc32(data[:8000], -1)
+    assert manifest.crc32(make(data[:8000]), -1) == zlib.crc32(data[:8000], -1)
 
 
 @pytest.mark.parametrize("wrong", ["text", 3, None, [1], memoryview(b"abcd")[::2]])
 def test_what_is_not_like_bytes_is_refused(wrong: Any) -> None:
     with pytest.raises((TypeError, BufferError)):
-        crc.crc32(wrong)
+        manifest.crc32(wrong)
 
 
 def test_threads_at_once(data: bytes) -> None:
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(crc.crc32(data)), daemon=True)
+        threading.Thread(target=lambda: found.append(manifest.crc32(data)), daemon=True)
         for _ in range(4)
     ]
     for thread in threads:

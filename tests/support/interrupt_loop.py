@@ -185,7 +185,7 @@ class Training:
     def settle(self) -> None:
         """Check that each checkpoint is whole, and each acknowledged one there; drop old ones."""
         with contextlib.suppress(OffloadError):  # of a background save that was not waited for
-            offload.checkpoint.background.await_saves([self.model, self.optimizer])
+            offload.checkpoint.saves.await_saves([self.model, self.optimizer])
         for path in self.saves.iterdir():
             if path.name.startswith("."):
                 raise Wrong(f"{path} was left behind")

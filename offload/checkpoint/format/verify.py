@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
-from offload.checkpoint.format.crc import crc32
 from offload.checkpoint.format.directory import CheckpointDirectory, list_numbers, read_into
-from offload.checkpoint.format.manifest import MANIFEST, VERSION, Manifest, SavedTensor
+from offload.checkpoint.format.manifest import MANIFEST, VERSION, Manifest, SavedTensor, crc32
 from offload.core.errors import ConfigError, FormatError, StoreError
 from offload.core.format_limits import MOST_FINDINGS, READ_BYTES
 from offload.core.portable import drop_cached

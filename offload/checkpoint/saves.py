@@ -1,9 +1,10 @@
-"""Background saves, which go on while training does.
+"""The saves of this process: begun, finished in the call or in the background, cancelled.
 
-Each has a thread of its own. A model or an optimizer has one save at a time: the next save or load
-of either waits for it to end. The thread is no daemon: a process that ends finishes its saves
-first, which takes bounded time because every operation on the disk has a deadline. A process that
-is killed leaves no checkpoint, and no file that the next save would not remove.
+A background save goes on while training does, and has a thread of its own. A model or an optimizer
+has one save at a time: the next save or load of either waits for it to end. The thread is no
+daemon: a process that ends finishes its saves first, which takes bounded time because every
+operation on the disk has a deadline. A process that is killed leaves no checkpoint, and no file
+that the next save would not remove.
 
 `ticket.wait()` raises the error of a save, and the report of a wrapped optimizer has a line about
 it. If the user's code has not waited, the next save or load of that model or optimizer raises it
@@ -12,42 +13,33 @@ instead of going on.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
+from torch import nn
+
+from offload.checkpoint.rank_group import RankGroup
+from offload.checkpoint.saving import Save, process_group_of
 from offload.core.errors import StateError, reason
 from offload.core.locks import Flag, uninterrupted
 from offload.core.log import LOG
 from offload.core.ticket import Ticket, TicketState
+from offload.params.prepared import Prepared
 
 # A save that shows no progress for so long is not waited for any more. A file system may need that
 # time to write the bytes that it accepted before.
 _SILENCE_S = 1800.0
 
 
-class SaveTask(Protocol):
-    """A save that has written all that may change, and that `start` finishes in a thread."""
-
-    path: Path
-    owners: list[Any]  # the model and the optimizer that are saved
-
-    def finish(self) -> Path: ...
-
-    def give_up(self, error: BaseException) -> None: ...
-
-    def tell_failure(self, error: BaseException) -> None: ...
-
-    def progress(self) -> object:
-        """Return a value that changes whenever the save has made progress."""
-
-
 class _BackgroundSave:
     """A save that is in flight, or that has failed and whose error was not raised yet."""
 
-    def __init__(self, task: SaveTask) -> None:
+    def __init__(self, task: Save) -> None:
         self.path = task.path
         self.ticket: Ticket[Path] = Ticket(f"save of {task.path}")
         self.error: BaseException | None = None
@@ -59,12 +51,46 @@ class _BackgroundSave:
         return self.error is not None and self.ticket.state is TicketState.FAILED
 
 
+# The saves that have begun. Weak references: an ended save is freed with its last user.
+_UNDER_WAY: weakref.WeakSet[Save] = weakref.WeakSet()
 _LOCK = threading.Lock()
 _LATEST: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
 
 
 @uninterrupted
-def start(task: SaveTask) -> Ticket[Path]:
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    keeper: Prepared | None,
+    extra: Any,
+    keep: int | None,
+    in_background: bool,
+    stateful: Mapping[str, Any],
+) -> Path | Ticket[Path]:
+    """See `offload.save`."""
+    rank_group = RankGroup.gather(f"save of {path}", process_group_of(optimizer, keeper))
+
+    def prepare() -> Save:
+        if keeper is not None:
+            keeper.check_age()
+        task = Save(path, model, optimizer, keeper, extra, keep, stateful, rank_group)
+        await_saves(task.owners)
+        _UNDER_WAY.add(task)
+        return task
+
+    try:
+        task = rank_group.own_by_consensus("arguments", prepare)
+    except BaseException:
+        rank_group.leave()
+        raise
+    with task.turn():
+        task.begin()
+        return start(task) if in_background else task.finish()
+
+
+@uninterrupted
+def start(task: Save) -> Ticket[Path]:
     """Finish the task in a thread of its own; return its ticket, which ends with the path."""
     run = _BackgroundSave(task)
     with _LOCK:
@@ -73,7 +99,6 @@ def start(task: SaveTask) -> Ticket[Path]:
     thread = threading.Thread(
         target=_finish, args=(task, run), name=f"offload save of {task.path.name}", daemon=False
     )
-    ticket = run.ticket
     try:
         thread.start()
     except BaseException as error:
@@ -81,10 +106,10 @@ def start(task: SaveTask) -> Ticket[Path]:
         _forget(run)
         run.is_over.set()
         raise
-    return ticket
+    return run.ticket
 
 
-def _finish(task: SaveTask, run: _BackgroundSave) -> None:
+def _finish(task: Save, run: _BackgroundSave) -> None:
     try:
         path = task.finish()
     except BaseException as error:
@@ -124,3 +149,11 @@ def _forget(run: _BackgroundSave) -> None:
     with _LOCK:
         for owner in [owner for owner, known in _LATEST.items() if known is run]:
             del _LATEST[owner]
+
+
+def cancel_all(error: BaseException) -> None:
+    """Cancel the saves in flight in all threads of this process: each ends with `error`, or well if
+    it is through already. What they have made is removed. Does not wait for that.
+    """
+    for task in list(_UNDER_WAY):
+        task.cancel(error)
