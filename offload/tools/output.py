@@ -11,7 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from typing import TextIO
 
 from offload.core.config import format_size
@@ -105,8 +105,8 @@ def _wrapped(head: str, text: str, width: int) -> list[str]:
     ) or [head.rstrip()]
 
 
-def count_statuses(kind: type[Enum], found: Iterable[Enum]) -> dict[str, int]:
-    """Count each status of `kind` by its value, zeros included."""
+def count_statuses(kind: type[StrEnum], found: Iterable[StrEnum]) -> dict[str, int]:
+    """Count each status of `kind`, zeros included."""
     counts = Counter(found)
     return {status.value: counts[status] for status in kind}
 

@@ -37,9 +37,9 @@ from offload.core.host_facts import (
     Torch,
 )
 from offload.tools import cli
+from offload.tools import doctor as judgement
 from offload.tools.cli import doctor
-from offload.tools.doctor import diagnosis, judgement
-from offload.tools.doctor.diagnosis import Row, Severity
+from offload.tools.doctor import Row, Severity
 
 GIB = 2**30
 HEALTHY = HostFacts(
@@ -113,7 +113,7 @@ def test_healthy_machine(healthy: None) -> None:
     assert [row.name for row in rows] == MACHINE_ROWS + DIRECTORY_ROWS
     assert {row.status for row in rows} == {Severity.OK}
     assert all(row.advice is None and row.value and row.why for row in rows)
-    assert diagnosis.exit_code(rows) == 0
+    assert doctor.exit_code(rows) == 0
 
 
 def test_without_a_directory_only_the_machine_is_judged(healthy: None) -> None:
@@ -125,7 +125,7 @@ def test_unusable_directory_has_one_row(healthy: None) -> None:
         HEALTHY, DirectoryFacts(Path("/nope"), False, False, False, error="ENOENT")
     )
     assert [row.name for row in rows] == [*MACHINE_ROWS, "directory"]
-    assert diagnosis.exit_code(rows) == 1
+    assert doctor.exit_code(rows) == 1
 
 
 def test_machine_that_tells_nothing(healthy: None) -> None:
@@ -194,7 +194,7 @@ def test_error_of_the_core_is_a_row(monkeypatch: pytest.MonkeyPatch, name: str) 
     rows = judgement.examine(HEALTHY)
     assert rows[0].status is Severity.MISSING
     assert "sse9" in rows[0].value
-    assert diagnosis.exit_code(rows) == 1
+    assert doctor.exit_code(rows) == 1
 
 
 def test_core_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +429,7 @@ LONG = Row("directory", Severity.MISSING, "/" + "long" * 60, "word " * 40, "--gp
 
 def test_table_fits_100_columns() -> None:
     rows = [LONG, *judgement.examine(replace(HEALTHY, accelerator=None), GOOD)]
-    lines = diagnosis.format_table(rows).splitlines()
+    lines = doctor.format_table(rows).splitlines()
     assert max(len(line) for line in lines) <= 100
     joined = "".join(line.strip() for line in lines)
     assert LONG.value in joined, "nothing may be cut off"
@@ -437,12 +437,12 @@ def test_table_fits_100_columns() -> None:
 
 def test_table_does_not_break_flags() -> None:
     for before in range(100):  # wherever in the line the flag comes to lie
-        text = diagnosis.format_table([replace(LONG, advice="x" * before + " --security-opt")])
+        text = doctor.format_table([replace(LONG, advice="x" * before + " --security-opt")])
         assert "--security-opt" in text
 
 
 def test_table_is_aligned(healthy: None) -> None:
-    lines = diagnosis.format_table(judgement.examine(HEALTHY, GOOD)).splitlines()
+    lines = doctor.format_table(judgement.examine(HEALTHY, GOOD)).splitlines()
     assert lines[0] == "native core  ok        avx2 (of avx2, scalar, reference), 16 threads"
     assert lines[-1] == "14 ok, 0 degraded, 0 missing: all is well."
     assert len(lines) == 16, "no advice, an empty line, and the summary"
@@ -451,13 +451,13 @@ def test_table_is_aligned(healthy: None) -> None:
 
 
 def test_only_rows_that_are_not_ok_have_advice(healthy: None) -> None:
-    text = diagnosis.format_table(judgement.examine(replace(HEALTHY, accelerator=None)))
+    text = doctor.format_table(judgement.examine(replace(HEALTHY, accelerator=None)))
     assert text.count("do: ") == text.count("why: ") == 1
     assert text.splitlines()[-1].startswith("7 ok, 1 degraded, 0 missing: ")
 
 
 def test_summary_of_what_is_missing() -> None:
-    assert diagnosis.summarize([LONG]).startswith("0 ok, 0 degraded, 1 missing: offload cannot run")
+    assert doctor.summarize([LONG]).startswith("0 ok, 0 degraded, 1 missing: offload cannot run")
 
 
 class Terminal(io.StringIO):
@@ -487,10 +487,10 @@ def test_colours(
         monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", term)
     rows = [LONG]
-    diagnosis.write_table(rows, stream)
+    doctor.write_table(rows, stream)
     assert ("\x1b[31mmissing" in stream.getvalue()) is coloured
     plain = re.sub(r"\x1b\[\d+m", "", stream.getvalue())
-    assert plain == diagnosis.format_table(rows) + "\n", "colours change nothing else"
+    assert plain == doctor.format_table(rows) + "\n", "colours change nothing else"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -498,7 +498,7 @@ def test_paths_that_the_terminal_cannot_show(encoding: str) -> None:
     path = os.fsdecode(b"/mnt/\xff") + "\u65e5"
     buffer = io.BytesIO()
     stream = io.TextIOWrapper(buffer, encoding=encoding)
-    diagnosis.write_table([replace(LONG, value=path)], stream)
+    doctor.write_table([replace(LONG, value=path)], stream)
     stream.flush()
     assert b"/mnt/\\udcff" in buffer.getvalue()
 

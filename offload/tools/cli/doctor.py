@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
+import offload
 from offload.core.drive_facts import read_directory
 from offload.core.host_facts import read_machine
-from offload.tools.doctor.diagnosis import as_json, exit_code, write_table
-from offload.tools.doctor.judgement import examine
-from offload.tools.output import print_json, results
+from offload.integrations.screen import encodable
+from offload.tools.doctor import Row, Severity, examine
+from offload.tools.output import count_statuses, print_json, results, table
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
+_COLOURS: Final = {Severity.OK: "32", Severity.DEGRADED: "33", Severity.MISSING: "31"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,3 +52,70 @@ def run(args: argparse.Namespace) -> int:
         with results() as stream:
             write_table(rows, stream)
     return exit_code(rows)
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """Return 1 if any row is MISSING; DEGRADED rows still yield 0."""
+    return int(any(row.status is Severity.MISSING for row in rows))
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, object]:
+    """Build the object that `--json` prints. Keys are stable: scripts rely on them."""
+    return {
+        "version": offload.__version__,
+        "rows": [asdict(row) for row in rows],
+        "summary": {**_count(rows), "exit_code": exit_code(rows)},
+    }
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Return whether `stream` is a terminal with colours, and NO_COLOR (https://no-color.org) is
+    not set.
+    """
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def write_table(rows: Sequence[Row], stream: TextIO) -> None:
+    """Write the table. A path may hold characters that this terminal cannot show."""
+    stream.write(encodable(format_table(rows, colour=wants_colour(stream)) + "\n", stream))
+
+
+def format_table(rows: Sequence[Row], colour: bool = False) -> str:
+    """Format name, status and value of each row; where it is not OK also the reason and advice."""
+    width = max(map(len, Severity))
+    cells = []
+    for row in rows:
+        cells.append((row.name, f"{row.status:<{width}}", row.value))
+        if row.advice is not None:
+            cells += [("", "", f"why: {row.why}"), ("", "", f"do:  {row.advice}")]
+    lines = table(cells)
+    if colour:
+        begin = max(len(row.name) for row in rows) + 2
+        lines = [_coloured(line, begin, begin + width) for line in lines]
+    return "\n".join([*lines, "", summarize(rows)])
+
+
+def _coloured(line: str, begin: int, end: int) -> str:
+    """Colour the status of a row, which stands at [begin, end) of its first line."""
+    if line.startswith(" "):
+        return line
+    code = _COLOURS[Severity(line[begin:end].rstrip())]
+    return f"{line[:begin]}\x1b[{code}m{line[begin:end]}\x1b[0m{line[end:]}"
+
+
+def _count(rows: Sequence[Row]) -> dict[str, int]:
+    return count_statuses(Severity, (row.status for row in rows))
+
+
+def summarize(rows: Sequence[Row]) -> str:
+    """Format the last line: the counts, and a verdict."""
+    counts = _count(rows)
+    numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
+    if counts["missing"]:
+        return f"{numbers}: offload cannot run like this; mend what is missing."
+    if counts["degraded"]:
+        return f"{numbers}: offload runs here, not at its best."
+    return f"{numbers}: all is well."

@@ -1,4 +1,4 @@
-"""The judgement of the doctor: the limits, the status of each fact, and the advice.
+"""The judgement of `offload doctor`: the limits, the status of each fact, and the advice.
 
 Facts come from `offload.core.host_facts` and `offload.core.drive_facts`. A row is `ok` when a probe
 has worked, `degraded` when training runs but slower or with less room (a fact that the system hides
@@ -7,7 +7,11 @@ is degraded, never ok), `missing` when training cannot run at all.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import wraps
+from typing import Final, ParamSpec
 
 from offload.core.drive_facts import DirectoryFacts, Mount
 from offload.core.errors import OffloadError
@@ -22,7 +26,6 @@ from offload.core.host_facts import (
     usable_cores,
 )
 from offload.core.torch_versions import describe, is_known
-from offload.tools.doctor.diagnosis import Row, Severity, make_row
 from offload.tools.output import show_size
 
 GIB: Final = 2**30
@@ -32,6 +35,45 @@ NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "virtiofs"}
 )
 COPY_ON_WRITE_FILE_SYSTEMS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
+_P = ParamSpec("_P")
+
+
+class Severity(StrEnum):
+    """The status of a row: what it means for training on this machine."""
+
+    OK = "ok"  # probed, and works
+    DEGRADED = "degraded"  # works in a slower or narrower way, or could not be probed
+    MISSING = "missing"  # cannot work
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the diagnosis. advice: None exactly when the status is OK."""
+
+    name: str
+    status: Severity
+    value: str
+    why: str
+    advice: str | None
+
+
+# The value, the advice (None: it is ok), and whether training cannot run.
+_Finding = tuple[str, str | None] | tuple[str, str | None, bool]
+
+
+def _row(name: str, why: str) -> Callable[[Callable[_P, _Finding]], Callable[_P, Row]]:
+    """Make a judgement return the row of this name. why: what the fact means for training."""
+
+    def decorate(judge: Callable[_P, _Finding]) -> Callable[_P, Row]:
+        @wraps(judge)
+        def judged(*args: _P.args, **named: _P.kwargs) -> Row:
+            value, advice, *is_missing = judge(*args, **named)
+            status = Severity.OK if advice is None else Severity.DEGRADED
+            return Row(name, Severity.MISSING if any(is_missing) else status, value, why, advice)
+
+        return judged
+
+    return decorate
 
 
 def examine(machine: HostFacts, directory: DirectoryFacts | None = None) -> list[Row]:
@@ -62,9 +104,9 @@ def examine(machine: HostFacts, directory: DirectoryFacts | None = None) -> list
 # --- judgement: the machine --------------------------------------------------------------------
 
 
-def judge_native_core() -> Row:
+@_row("native core", "the CPU update runs near memory speed only in the native core")
+def judge_native_core() -> _Finding:
     """Judge whether updates run in the native core or in plain torch, and its instruction set."""
-    why = "the CPU update runs near memory speed only in the native core"
     try:
         # Imported here: without torch this import fails, and the failure must become a row.
         from offload import kernels
@@ -73,19 +115,17 @@ def judge_native_core() -> Row:
         available, threads = kernels.available_isas(), kernels.num_threads()
     except OffloadError as refusal:
         advice = "correct the setting that the message names, or unset OFFLOAD_ISA"
-        return make_row("native core", str(refusal), why, advice, Severity.MISSING)
+        return str(refusal), advice, True
     except Exception as refusal:  # ImportError; OSError if a library of torch does not load
         advice = (
             "mend torch first if its row is not ok; else: pip install --force-reinstall offload"
         )
-        value = f"not importable: {type(refusal).__name__}: {refusal}"
-        return make_row("native core", value, why, advice, Severity.MISSING)
+        return f"not importable: {type(refusal).__name__}: {refusal}", advice, True
     if error is not None:
-        advice = (
+        return f"reference: {error}", (
             "the reference path gives the same bits, slowly; install a wheel, or a C++ compiler "
             "(in Docker: apt-get install g++) and then offload again; unset OFFLOAD_ISA if set"
         )
-        return make_row("native core", f"reference: {error}", why, advice)
     advice_isa = None
     if available and isa != available[0]:
         advice_isa = f"{available[0]} is faster here with the same bits; unset OFFLOAD_ISA"
@@ -94,16 +134,15 @@ def judge_native_core() -> Row:
             "this CPU shows neither AVX2 nor AVX-512 nor NEON; a virtual machine may hide them: "
             "let it pass the host's CPU through"
         )
-    value = f"{isa} (of {', '.join(available)}), {threads} threads"
-    return make_row("native core", value, why, advice_isa)
+    return f"{isa} (of {', '.join(available)}), {threads} threads", advice_isa
 
 
-def judge_cores(cpu: Cpu) -> Row:
+@_row("cores", "the update, the copies and the disk share them")
+def judge_cores(cpu: Cpu) -> _Finding:
     """Judge how many cores this process may use."""
-    why = "the update, the copies and the disk share them"
     usable = usable_cores(cpu)
     if usable is None or cpu.logical is None:
-        return make_row("cores", "unknown", why, "the system does not tell; look with nproc")
+        return "unknown", "the system does not tell; look with nproc"
     value = f"{usable} usable of {cpu.logical} logical"
     value += f", {cpu.physical} physical" if cpu.physical else ""
     value += f", NUMA nodes: {cpu.numa_nodes}" if cpu.numa_nodes else ""
@@ -122,16 +161,16 @@ def judge_cores(cpu: Cpu) -> Row:
         )
     elif usable == 1:
         advice = "computing and moving bytes take turns on one core; use a machine with more"
-    return make_row("cores", value, why, advice)
+    return value, advice
 
 
-def judge_memory(memory: Memory) -> Row:
+@_row("memory", "optimizer state and blocks in flight live here")
+def judge_memory(memory: Memory) -> _Finding:
     """Judge the free RAM, within the limit of the cgroup."""
-    why = "optimizer state and blocks in flight live here"
     unknown = "psutil is missing or cannot tell: pip install psutil; else set host_memory yourself"
     room = free_memory_bytes(memory)
     if room is None:
-        return make_row("memory", "unknown", why, unknown)
+        return "unknown", unknown
     value = f"{show_size(room)} free of {show_size(memory.total_bytes)}"
     if memory.cgroup_limit_bytes is None:
         value += ", no cgroup limit"
@@ -147,12 +186,12 @@ def judge_memory(memory: Memory) -> Row:
             f"less than {show_size(LOW_MEMORY_BYTES)} is free: end other programs or raise the "
             "limit (Docker --memory, Kubernetes limits.memory); --shm-size is not needed"
         )
-    return make_row("memory", value, why, advice)
+    return value, advice
 
 
-def judge_huge_pages(pages: HugePages) -> Row:
+@_row("huge pages", "fewer page faults and TLB misses in the host pool")
+def judge_huge_pages(pages: HugePages) -> _Finding:
     """Judge whether the arena can get transparent huge pages."""
-    why = "fewer page faults and TLB misses in the host pool"
     value = f"transparent: {pages.transparent or 'unknown'}"
     if pages.explicit_free_bytes:
         value += f", explicit: {show_size(pages.explicit_free_bytes)} free (not used)"
@@ -164,33 +203,33 @@ def judge_huge_pages(pages: HugePages) -> Row:
             "on the host (containers share its setting): "
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         )
-    return make_row("huge pages", value, why, advice)
+    return value, advice
 
 
-def judge_memlock(memlock: Memlock) -> Row:
+@_row("memlock", "locked pages and buffers registered with io_uring count against it")
+def judge_memlock(memlock: Memlock) -> _Finding:
     """Judge the limit on locked memory. Any limit may be too low: the pool may be most of RAM."""
-    why = "locked pages and buffers registered with io_uring count against it"
     if memlock.soft_bytes == UNLIMITED_BYTES:
-        return make_row("memlock", "unlimited", why, None)
+        return "unlimited", None
     value = show_size(memlock.soft_bytes)
     if memlock.exempt:
-        return make_row("memlock", f"{value}, but CAP_IPC_LOCK lifts it", why, None)
+        return f"{value}, but CAP_IPC_LOCK lifts it", None
     advice = "in Docker: --ulimit memlock=-1; else LimitMEMLOCK=infinity (systemd) or "
     if memlock.hard_bytes == UNLIMITED_BYTES:
         advice = "ulimit -l unlimited (the hard limit allows it); " + advice
     advice += "memlock unlimited in /etc/security/limits.conf"
-    return make_row("memlock", value, why, advice)
+    return value, advice
 
 
-def judge_io_uring(machine: HostFacts) -> Row:
+@_row("io_uring", "the fastest way to keep a drive busy")
+def judge_io_uring(machine: HostFacts) -> _Finding:
     """Judge whether the kernel allows io_uring."""
-    ring, why = machine.io_uring, "the fastest way to keep a drive busy"
+    ring = machine.io_uring
     where = f"{machine.system} {machine.kernel}"
     if ring.usable:
-        return make_row("io_uring", f"usable, {where}", why, None)
+        return f"usable, {where}", None
     if ring.usable is None:
-        advice = "the thread-pool engine will be used; only Linux has io_uring"
-        return make_row("io_uring", f"not tried, {where}", why, advice)
+        return f"not tried, {where}", "the thread-pool engine will be used; only Linux has io_uring"
     if ring.error == "EPERM" and ring.disabled:
         cause = f"sysctl kernel.io_uring_disabled = {ring.disabled}"
         advice = "on the host, sudo sysctl kernel.io_uring_disabled=0"
@@ -207,47 +246,47 @@ def judge_io_uring(machine: HostFacts) -> Row:
         cause = "refused"
         advice = "more free memory or a higher memlock limit"
     advice = f"the thread-pool engine will be used; for io_uring: {advice}"
-    return make_row("io_uring", f"{ring.error}: {cause}, {where}", why, advice)
+    return f"{ring.error}: {cause}, {where}", advice
 
 
-def judge_accelerator(machine: HostFacts) -> Row:
+@_row("accelerator", "without one the model computes on the CPU")
+def judge_accelerator(machine: HostFacts) -> _Finding:
     """Judge the accelerator that torch sees."""
-    why = "without one the model computes on the CPU"
     found = machine.accelerator
     if found is None:
         value = "none" if machine.torch.version else "unknown without torch"
-        advice = (
+        return value, (
             "install the driver and a torch build for your device (a build +cpu sees none); "
             "in Docker: --gpus all, or --device /dev/kfd --device /dev/dri for ROCm"
         )
-        return make_row("accelerator", value, why, advice)
     value = f"{found.count} x {found.name or found.kind} ({found.kind})"
     value += f", {show_size(found.total_bytes)} each" if found.total_bytes else ""
-    return make_row("accelerator", value, why, None)
+    return value, None
 
 
-def judge_torch(machine: HostFacts) -> Row:
+@_row("torch", "everything is built on it")
+def judge_torch(machine: HostFacts) -> _Finding:
     """Judge whether torch can be imported, and whether its version is a known one."""
-    why = "everything is built on it"
     if machine.torch.version is None:
         value = machine.torch.error or "not found"
         advice = "pip install torch"
         if not value.startswith("ModuleNotFoundError"):
             advice = "its files do not fit this system: pip install --force-reinstall torch"
-        return make_row("torch", value, why, advice, Severity.MISSING)
+        return value, advice, True
     version = machine.torch.version
     advice_bits = None if is_known(version) else "offload selftest compares them on this machine"
-    return make_row("torch", describe(version), why, advice_bits)
+    return describe(version), advice_bits
 
 
 # --- judgement: the directory ------------------------------------------------------------------
 
 
-def judge_directory(directory: DirectoryFacts) -> Row:
+@_row("directory", "cold bytes are swapped to files in it")
+def judge_directory(directory: DirectoryFacts) -> _Finding:
     """Judge whether swap files can be made in the directory."""
-    why, value = "cold bytes are swapped to files in it", str(directory.path)
+    value = str(directory.path)
     if directory.writable:
-        return make_row("directory", f"{value}, writable", why, None)
+        return f"{value}, writable", None
     if not directory.exists:
         value += ", does not exist"
         advice = "mkdir -p it, or mount the drive; in Docker: -v /mnt/nvme:/mnt/nvme"
@@ -262,16 +301,14 @@ def judge_directory(directory: DirectoryFacts) -> Row:
             "ENOSPC": "make room: no space or no inodes are left",
             "EDQUOT": "make room: your quota is used up",
         }.get(str(directory.error), "let your user write there: chown it, or choose another")
-    return make_row("directory", value, why, advice, Severity.MISSING)
+    return value, advice, True
 
 
-def judge_file_system(mount: Mount | None) -> Row:
+@_row("file system", "it decides how directly bytes reach the drive")
+def judge_file_system(mount: Mount | None) -> _Finding:
     """Judge the file system: some are slow for swap files."""
-    why = "it decides how directly bytes reach the drive"
     if mount is None:
-        return make_row(
-            "file system", "unknown", why, "the system does not tell; prefer ext4 or xfs"
-        )
+        return "unknown", "the system does not tell; prefer ext4 or xfs"
     advice = None
     if mount.fs_type == "overlay":
         advice = (
@@ -282,75 +319,64 @@ def judge_file_system(mount: Mount | None) -> Row:
         advice = "bytes leave through a network or a daemon; use a local ext4 or xfs drive"
     elif mount.fs_type in COPY_ON_WRITE_FILE_SYSTEMS:
         advice = "copies and sums every write; ext4 or xfs is faster (btrfs: chattr +C DIRECTORY)"
-    return make_row(
-        "file system", f"{mount.fs_type} on {mount.source} at {mount.point}", why, advice
-    )
+    return f"{mount.fs_type} on {mount.source} at {mount.point}", advice
 
 
-def judge_o_direct(directory: DirectoryFacts) -> Row:
+@_row("O_DIRECT", "without it the page cache takes memory and time")
+def judge_o_direct(directory: DirectoryFacts) -> _Finding:
     """Judge whether direct I/O works, which bypasses the page cache."""
-    why = "without it the page cache takes memory and time"
     direct = directory.direct_io
     if direct.works:
-        value = (
-            f"works, memory aligned to {direct.mem_align_bytes} bytes, "
-            f"offsets to {direct.offset_align_bytes}"
-        )
-        return make_row("O_DIRECT", value, why, None)
+        aligned = f"{direct.mem_align_bytes} bytes, offsets to {direct.offset_align_bytes}"
+        return f"works, memory aligned to {aligned}", None
     value = "could not be tried" if direct.works is None else "refused"
-    advice = (
+    return value, (
         "swapped bytes pass through the page cache; use ext4 or xfs on a local drive; in Docker "
         "mount it, overlayfs may lack O_DIRECT: -v /mnt/nvme:/mnt/nvme"
     )
-    return make_row("O_DIRECT", value, why, advice)
 
 
-def judge_o_tmpfile(directory: DirectoryFacts) -> Row:
+@_row("O_TMPFILE", "nothing is left behind, whatever happens")
+def judge_o_tmpfile(directory: DirectoryFacts) -> _Finding:
     """Judge whether swap files can be created without a name."""
-    why = "nothing is left behind, whatever happens"
     if directory.o_tmpfile:
-        return make_row("O_TMPFILE", "works", why, None)
-    advice = (
+        return "works", None
+    return "not on this file system", (
         "files are unlinked right after they are made, which is almost as good; ext4, xfs, btrfs "
         "and tmpfs have it"
     )
-    return make_row("O_TMPFILE", "not on this file system", why, advice)
 
 
-def judge_free_space(directory: DirectoryFacts) -> Row:
+@_row("free space", "state takes 8 to 12 bytes a parameter")
+def judge_free_space(directory: DirectoryFacts) -> _Finding:
     """Judge the free space for swap files."""
-    why = "state takes 8 to 12 bytes a parameter"
     free = directory.free_bytes
     value = f"{show_size(free)} free of {show_size(directory.total_bytes)}"
     if free is None:
-        return make_row("free space", value, why, "the system does not tell; look with df")
+        return value, "the system does not tell; look with df"
     if free == 0:
-        return make_row(
-            "free space", value, why, "make room, or choose another drive", Severity.MISSING
-        )
+        return value, "make room, or choose another drive", True
     advice = None
     if free < LOW_DISK_BYTES:
         advice = f"less than {show_size(LOW_DISK_BYTES)}: enough for small models only"
-    return make_row("free space", value, why, advice)
+    return value, advice
 
 
-def judge_drive(directory: DirectoryFacts) -> Row:
+@_row("drive", "steps wait for it when it is slow")
+def judge_drive(directory: DirectoryFacts) -> _Finding:
     """Judge whether the directory is on a drive and not in RAM, and whether the drive is fast."""
-    why = "steps wait for it when it is slow"
     drive = directory.drive
     if directory.ram_backed:
         fs_type = directory.mount.fs_type if directory.mount else "unknown"
         advice = "these bytes stay in memory and free none; choose a directory on a drive"
-        return make_row("drive", f"RAM ({fs_type})", why, advice)
+        return f"RAM ({fs_type})", advice
     if drive is None or drive.rotational is None:
         value = drive.name if drive else "unknown"
-        advice = "the system hides the drive (container, network, ZFS); try offload bench DIR"
-        return make_row("drive", value, why, advice)
+        return value, "the system hides the drive (container, network, ZFS); try offload bench DIR"
     value = f"{drive.name}{f', {drive.model}' if drive.model else ''}"
     if not drive.rotational:
-        return make_row("drive", f"{value}, solid state", why, None)
-    advice = (
+        return f"{value}, solid state", None
+    return f"{value}, rotational", (
         "a spinning disk is some 20 times slower than NVMe; virtual drives (vd*, xvd*, sd*) often "
         "claim to spin and do not: measure, with offload bench DIR"
     )
-    return make_row("drive", f"{value}, rotational", why, advice)
