@@ -38,12 +38,10 @@ from offload.tools import cli
 from offload.tools.bench import output
 from offload.tools.bench import sizes as default_sizes
 from offload.tools.bench import survey as surveys
-from offload.tools.bench.beside import measure_beside
-from offload.tools.bench.disk import DiskFigures
+from offload.tools.bench.drives import DiskFigures, measure_beside
 from offload.tools.bench.figure import Figure, FigureUnit, Repeats, repeat
-from offload.tools.bench.record import make_profile
 from offload.tools.bench.sizes import BenchSizes, ModelSize
-from offload.tools.bench.survey import BenchRequest, SurveyPart, SurveyResult, survey
+from offload.tools.bench.survey import BenchRequest, SurveyPart, SurveyResult, make_profile, survey
 from offload.tools.cli import bench
 from offload.tools.forecast.synthetic_llama import StandIn
 

@@ -6,13 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Protocol
 
 from offload.core.errors import StateError
 
 
-class FigureUnit(Enum):
+class FigureUnit(StrEnum):
     BYTES_PER_S = "bytes/s"
     FLOPS = "flop/s"
     TOKENS_PER_S = "tokens/s"
@@ -40,15 +40,6 @@ class Figure:
         )
         return cls(name, unit, statistics.median(each), (high - low) / 2, len(each))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "unit": self.unit.value,
-            "median": self.median,
-            "spread": self.spread,
-            "runs": self.runs,
-        }
-
 
 class Listener(Protocol):
     """An observer of measurements, such as a progress bar. Called in the thread that measures."""
@@ -73,7 +64,10 @@ class Repeats:
 
 
 def repeat(
-    run: Callable[[], float], runs: Repeats, at: Callable[[float], None], warm_up: bool = True
+    run: Callable[[], float],
+    runs: Repeats,
+    at: Callable[[float], None] = lambda share: None,
+    warm_up: bool = True,
 ) -> list[float]:
     """Call `run` as often as `runs` says and return the results. warm_up: make one more call first,
     whose result is dropped. at: receives the progress, from 0 to 1, before each run and at the end.
@@ -89,3 +83,25 @@ def repeat(
         each.append(run())
     at(1.0)
     return each
+
+
+def measure(
+    name: str,
+    unit: FigureUnit,
+    run: Callable[[], float],
+    runs: Repeats,
+    listener: Listener,
+    warm_up: bool = True,
+) -> Figure:
+    """Repeat `run`, make a figure of the results, and tell the listener."""
+    listener.begin(name)
+    figure = Figure.of(name, unit, repeat(run, runs, listener.at, warm_up))
+    listener.done(figure)
+    return figure
+
+
+def rate(amount: float, act: Callable[[], object]) -> float:
+    """Call `act`, which does so much; return how much it does in a second."""
+    begin_s = time.perf_counter()
+    act()
+    return amount / (time.perf_counter() - begin_s)

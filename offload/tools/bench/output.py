@@ -48,7 +48,7 @@ class BenchProgress:
 
 def show(figure: Figure) -> str:
     """Format a figure as `3.21 GB/s +- 4% (5 runs)`, in ASCII, which every terminal can show."""
-    unit, scale = _SCALES[figure.unit.value]
+    unit, scale = _SCALES[figure.unit]
     share = figure.spread / figure.median if figure.median else 0.0
     runs = f"{figure.runs} run{'s' if figure.runs > 1 else ''}"
     return f"{figure.median / scale:.3g} {unit} +- {share:.0%} ({runs})"

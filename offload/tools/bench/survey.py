@@ -1,4 +1,6 @@
-"""Runs the measurements one after the other and collects their results."""
+"""Runs the measurements one after the other, collects their results, and makes a profile of this
+machine from them.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from offload.core.host_facts import Accelerator, Memory
 from offload.device import DeviceTransfer, Transfer, find_device, open_transfer
 from offload.optim.traffic import Traffic
+from offload.planning.profile import DriveProfile, Profile, this_machine
 from offload.planning.state_plan import Plan
-from offload.tools.bench.beside import measure_beside
-from offload.tools.bench.compute import DTYPES, Product, measure_product
-from offload.tools.bench.copies import measure_copies
-from offload.tools.bench.disk import DiskFigures, fill, measure_disk, measure_sustained
+from offload.tools.bench.device import DTYPES, Product, measure_copies, measure_product
+from offload.tools.bench.drives import (
+    DiskFigures,
+    fill,
+    measure_beside,
+    measure_disk,
+    measure_sustained,
+)
 from offload.tools.bench.figure import Figure, Listener
-from offload.tools.bench.memory import measure_memory
+from offload.tools.bench.host import measure_memory, measure_update, update_run
 from offload.tools.bench.sizes import DEFAULT, BenchSizes
 from offload.tools.bench.training import StepFigures, measure_training
-from offload.tools.bench.update import measure_update, update_run
 
 ALL = "all directories"
+SOURCE = "offload bench"
 
 
 class SurveyPart(Enum):
@@ -166,22 +175,16 @@ def _survey_drives(
     if SurveyPart.DISK in wanted and len(directories) > 1:
         for path in directories:
             with _traffic(found, wanted.sizes.traffic(1), [path]) as traffic:
-                found.disks.append(_measure_filled(traffic, [path], wanted, str(path), listener))
+                disk = measure_disk(traffic, [path], wanted.sizes, str(path), listener)
+            found.disks.append(disk)
     label = str(directories[0]) if len(directories) == 1 else ALL
     with _traffic(found, wanted.sizes.traffic(len(directories)), directories) as traffic:
         if SurveyPart.DISK in wanted:
-            found.together = _measure_filled(traffic, directories, wanted, label, listener)
+            found.together = measure_disk(traffic, directories, wanted.sizes, label, listener)
             found.disks = found.disks or [found.together]
         else:
             fill(traffic, wanted.sizes, label, listener)
         _survey_beside(found, traffic, transfer, wanted, listener)
-
-
-def _measure_filled(
-    traffic: Traffic, paths: Sequence[Path], wanted: BenchRequest, label: str, listener: Listener
-) -> DiskFigures:
-    fill(traffic, wanted.sizes, label, listener)
-    return measure_disk(traffic, map(str, paths), wanted.sizes, label, listener)
 
 
 def _survey_beside(
@@ -233,3 +236,93 @@ def _traffic(found: SurveyResult, plan: Plan, directories: Sequence[Path]) -> It
         note = f"{what}: {why}"
         if note not in found.notes:
             found.notes.append(note)
+
+
+# --- the profile ----------------------------------------------------------------------------------
+
+
+def make_profile(
+    found: SurveyResult,
+    before: Profile | None,
+    memory: Memory,
+    accelerator: Accelerator | None,
+    date: str,
+) -> Profile:
+    """Make a profile from the results. before: the profile so far; of this machine's own, the
+    tunings stay, and all figures that were measured then and not now. date: as 2026-11-17.
+    """
+    cpu, cores = this_machine()
+    name = f"{cpu}, {cores} cores"
+    if accelerator is not None:
+        name += f", {accelerator.name or accelerator.kind}"
+    known = _measured(before)
+    if accelerator is None or known.device != accelerator.kind:
+        known = replace(known, to_device_bytes_per_s=None, to_host_bytes_per_s=None)
+    if known.device != (accelerator and accelerator.kind):  # those figures are of another device
+        known = replace(known, flops=None, compute_beside_disk=None)
+    limits = (memory.total_bytes, memory.cgroup_limit_bytes)
+    return replace(
+        known,
+        name=name,
+        is_measured=True,
+        sources=(SOURCE,),
+        date=date,
+        cpu=cpu,
+        cores=cores,
+        memory_bytes=min((nbytes for nbytes in limits if nbytes is not None), default=None),
+        device=accelerator.kind if accelerator else None,
+        device_memory_bytes=accelerator.total_bytes if accelerator else None,
+        **_changes(found, known),
+    )
+
+
+def _measured(before: Profile | None) -> Profile:
+    """Return the part of the old profile that stays: nothing of another machine, and only the
+    tunings if its figures were not measured, since measured figures replace published ones of like
+    machines.
+    """
+    cpu, cores = this_machine()
+    empty = Profile(name="", is_measured=True, sources=(), date="", cpu=cpu, cores=cores)
+    if before is None or not before.is_of_this_machine:
+        return empty
+    return before if before.is_measured else replace(empty, tuned=before.tuned)
+
+
+def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
+    """Return the profile fields that were measured, with their values."""
+    figures: dict[str, Figure | None] = {
+        "memory_bytes_per_s": found.memory,
+        "update_bytes_per_s": found.update,
+        "to_device_bytes_per_s": found.to_device,
+        "to_host_bytes_per_s": found.to_host,
+    }
+    if found.together is not None:
+        figures |= {
+            "disk_read_bytes_per_s": found.together.read,
+            "disk_write_bytes_per_s": found.together.write,
+            "disk_mixed_bytes_per_s": found.together.mixed,
+        }
+    changes: dict[str, Any] = {n: f.median for n, f in figures.items() if f is not None}
+    shares = {
+        "compute_beside_disk": found.compute_beside,
+        "update_beside_disk": found.update_beside,
+    }
+    # No computation is faster beside busy drives than alone; a share above 1 is noise.
+    changes |= {n: min(1.0, f.median) for n, f in shares.items() if f is not None}
+    if found.disks:
+        changes["disks"] = tuple(_disk(disk, known) for disk in found.disks)
+    if found.products:
+        changes["flops"] = {name: figure.median for name, figure in found.products.items()}
+    return changes
+
+
+def _disk(disk: DiskFigures, known: Profile) -> DriveProfile:
+    (directory,) = disk.directories
+    sustained = [old.sustained_bytes_per_s for old in known.disks if old.directory == directory]
+    return DriveProfile(
+        directory,
+        disk.read.median,
+        disk.write.median,
+        disk.mixed.median,
+        disk.last.median if disk.last is not None else next(iter(sustained), None),
+    )

@@ -13,7 +13,7 @@ from offload.api import prepare, report
 from offload.params.prepared import prepared_of
 from offload.planning.layout import ELEMENT_BYTES
 from offload.tools.bench.figure import Figure, FigureUnit, Listener, repeat
-from offload.tools.bench.sizes import BenchSizes, ModelSize
+from offload.tools.bench.sizes import BenchSizes
 from offload.tools.forecast.synthetic_llama import StandIn
 
 _SEED = 1
@@ -52,15 +52,22 @@ def measure_training(
     """Measure training with AdamW in float32. The budget of host memory is half of what the model
     needs, and the rest is in the directories; without directories all of it is in host memory.
     """
-    name = "training step"
+    name, size = "training step", sizes.model
     listener.begin(name)
-    host_bytes = sizes.model.numel * _NEEDS_BYTES * (1 if directories else 3) // 2
+    host_bytes = size.numel * _NEEDS_BYTES * (1 if directories else 3) // 2
     fields: dict[str, Any] = {"nvme": list(directories)} if directories else {}
     fields |= {"device": device, "host_memory": host_bytes}
     with torch.random.fork_rng(devices=[]):  # the generators of the user's process do not advance
         torch.manual_seed(_SEED)
         with torch.device("meta"):
-            model = _make_model(sizes.model)
+            model = StandIn(
+                size.layers,
+                size.hidden,
+                size.vocabulary,
+                size.heads,
+                size.intermediate,
+                size.length,
+            )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         model, optimizer = prepare(model, optimizer, **fields)
         made = prepared_of(model)
@@ -70,7 +77,7 @@ def measure_training(
             told = report(optimizer)
         finally:
             optimizer.close()
-    tokens, counts = sizes.model.tokens, made.metrics.snapshot().counts  # close() writes, too
+    tokens, counts = size.tokens, made.metrics.snapshot().counts  # close() writes, too
     figures = StepFigures(
         seconds=Figure.of(name, FigureUnit.SECONDS, each_s),
         tokens=Figure.of("training tokens", FigureUnit.TOKENS_PER_S, [tokens / s for s in each_s]),
@@ -82,12 +89,6 @@ def measure_training(
     listener.done(figures.seconds)
     listener.done(figures.tokens)
     return figures
-
-
-def _make_model(size: ModelSize) -> StandIn:
-    return StandIn(
-        size.layers, size.hidden, size.vocabulary, size.heads, size.intermediate, size.length
-    )
 
 
 def _train(

@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     _warn_of_strangers(target, load_known(target))
     wanted = _make_request(args, directories, parts)
     # Before the first line: what comes after it can be interrupted, an import only with noise.
-    from offload.tools.bench.record import make_profile
+    from offload.tools.bench.survey import make_profile
 
     progress = BenchProgress(status_line(_EVERY_S))
     nbytes = format_size(wanted.most_written_bytes)
@@ -169,7 +169,7 @@ def as_json(
         "version": offload.__version__,
         "path": None if saved is None else str(saved),
         "profile": made.to_dict(),
-        "figures": [figure.to_dict() for figure in found.figures],
+        "figures": [asdict(figure) for figure in found.figures],
         "step": found.step.to_dict() if found.step else None,
         "notes": found.notes,
         "written_bytes": found.written_bytes,

@@ -1,13 +1,18 @@
-"""Measures large matrix products where models are computed: on the accelerator or on the CPU."""
+"""Measures where models are computed: large matrix products on the accelerator or on the CPU; and
+copies to an accelerator and back, through the streams that the engine uses.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
+from offload.core.budget import Budget
+from offload.core.pool import Pool
 from offload.device import DeviceTransfer, Transfer
-from offload.tools.bench.figure import Figure, FigureUnit, Listener, repeat
+from offload.tools.bench.figure import Figure, FigureUnit, Listener, measure, rate
 from offload.tools.bench.sizes import BenchSizes
 
 DTYPES = ("float32", "bfloat16")
@@ -69,10 +74,34 @@ def measure_product(
     dtype: str, transfer: Transfer, sizes: BenchSizes, listener: Listener
 ) -> Figure:
     """Measure the floating-point operations per second of large products in `dtype`."""
-    name = f"products {dtype}"
-    listener.begin(name)
     product = Product(dtype, transfer, sizes.product_width, sizes.seconds / 20)
-    rates = repeat(lambda: product.flops / product.seconds(), sizes.runs, listener.at)
-    figure = Figure.of(name, FigureUnit.FLOPS, rates)
-    listener.done(figure)
-    return figure
+
+    def run() -> float:
+        return product.flops / product.seconds()
+
+    return measure(f"products {dtype}", FigureUnit.FLOPS, run, sizes.runs, listener)
+
+
+def measure_copies(
+    transfer: DeviceTransfer, sizes: BenchSizes, listener: Listener
+) -> tuple[Figure, Figure]:
+    """Measure the bytes per second of uploads and of downloads, between a pool's memory and the
+    device; return both figures in this order.
+    """
+
+    def figure(name: str, copy: Callable[[], object]) -> Figure:
+        def run() -> float:
+            return rate(host.nbytes, copy)
+
+        return measure(name, FigureUnit.BYTES_PER_S, run, sizes.runs, listener)
+
+    with (
+        Pool(sizes.copy_bytes, budget=Budget(), device=transfer.device) as pool,
+        pool.lease(pool.capacity_bytes, what="copies") as lease,
+        transfer.allocate(lease.nbytes, "copies") as buffer,
+    ):
+        host = lease.tensor(torch.uint8).fill_(1)
+        return (
+            figure("copy to device", lambda: buffer.fill(host).wait()),
+            figure("copy to host", lambda: transfer.read(buffer.use(), host, "copies").wait()),
+        )
