@@ -60,9 +60,7 @@ def count(offload: Any, directory: str, is_tight: bool) -> tuple[Functions, int]
     fields: dict[str, Any] = {"units": [nn.Linear]}
     if is_tight:
         fields["nvme"] = directory
-        fields["host_memory"] = least_bytes(
-            lambda limit: offload.plan(model, optimizer, **{**fields, "host_memory": limit})
-        )
+        fields["host_memory"] = least_bytes(model, optimizer, **fields)
     model, optimizer = offload.prepare(model, optimizer, **fields)
 
     def step() -> None:

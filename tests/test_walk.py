@@ -68,7 +68,7 @@ def test_the_walk_of_the_design_is_that_of_a_step(
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer: Any = torch.optim.AdamW(model.parameters())
     fields: dict[str, Any] = {"nvme": tmp_path, "units": [nn.Linear]}
-    least = least_bytes(lambda limit: offload.plan(model, optimizer, host_memory=limit, **fields))
+    least = least_bytes(model, optimizer, **fields)
     model, optimizer = offload.prepare(model, optimizer, host_memory=least, **fields)
 
     def step() -> None:

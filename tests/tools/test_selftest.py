@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,7 @@ def test_an_open_swap_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 ON_FAKE = """
 import json, sys
+from dataclasses import asdict
 from pathlib import Path
 from fake_accelerator import load
 load("lazy", 0, 1 << 28)
@@ -449,7 +451,7 @@ if fault == "join":
 if fault == "mark":
     DeviceTransfer.mark = no_mark
 setting = Setting("fake:0", Path(sys.argv[1]), True, 7)
-print(json.dumps([run_check(name, setting).to_dict() for name in names]))
+print(json.dumps([asdict(run_check(name, setting)) for name in names]))
 """
 
 
@@ -515,7 +517,7 @@ def test_what_becomes_of_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         plant(monkeypatch, function)
         result = run_check("kernels.slices", setting_of(tmp_path))
         assert result.status is status and text in result.text
-        assert CheckResult.of_dict(json.loads(json.dumps(result.to_dict()))) == result
+        assert CheckResult.of_dict(json.loads(json.dumps(asdict(result)))) == result
 
 
 def test_bits_are_compared_as_bits() -> None:
@@ -561,7 +563,7 @@ def hang(setting):
     time.sleep(600)
 planted = {"kernels.reference": crash, "kernels.casts": leave, "kernels.statistics": hang}
 worker.find = lambda name: planted.get(name, lambda setting: PassedCheck("things", 1))
-code = worker.main(int(sys.argv[-1]))
+code = worker.main()
 os._exit(code)
 """
 

@@ -10,6 +10,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,7 +106,7 @@ def as_json(about: dict[str, str], findings: CheckResults) -> dict[str, Any]:
     return {
         "version": offload.__version__,
         "about": about,
-        "checks": [result.to_dict() for result in findings.results],
+        "checks": [asdict(result) for result in findings.results],
         "summary": {
             **count(findings.results),
             "exit_code": EXIT_FAILED if findings.has_failed else 0,
@@ -121,8 +122,7 @@ def format_table(about: Mapping[str, str], results: Sequence[CheckResult]) -> st
     text.
     """
     checks = [
-        (each.name, f"{each.status.value:<7}", f"{each.seconds:6.1f} s", _told(each))
-        for each in results
+        (each.name, f"{each.status:<7}", f"{each.seconds:6.1f} s", _told(each)) for each in results
     ]
     facts = table([*about.items()])
     return "\n".join(["offload selftest", "", *facts, "", *table(checks), "", summarize(results)])

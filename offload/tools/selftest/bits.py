@@ -17,24 +17,8 @@ _GUARD_NUMEL = 64
 
 # Infinity, NaN, zeros, the smallest and largest denormals and normals, numbers whose squares over-
 # and underflow.
-SPECIAL = tuple(
-    sign * value
-    for value in (
-        float("inf"),
-        float("nan"),
-        0.0,
-        1e-45,
-        1.1754942e-38,
-        1.1754944e-38,
-        3.4028235e38,
-        1e-30,
-        2e19,
-        65504.0,
-        65520.0,
-        6e-8,
-    )
-    for sign in (1, -1)
-)
+_MAGNITUDES = "inf nan 0 1e-45 1.1754942e-38 1.1754944e-38 3.4028235e38 1e-30 2e19 65504 65520 6e-8"
+SPECIAL = tuple(sign * float(word) for word in _MAGNITUDES.split() for sign in (1, -1))
 
 
 def require_same_bits(got: Tensor, expected: Tensor, what: str) -> int:
@@ -86,14 +70,10 @@ def require_same_states(got: Mapping[int, Any], expected: Mapping[int, Any], wha
     require(got.keys() == expected.keys(), what, got=list(got), expected=list(expected))
     count = 0
     for number, state in expected.items():
-        ours = got[number]
-        require(
-            ours.keys() == state.keys(), f"{what} {number}", got=list(ours), expected=list(state)
-        )
+        ours, each = got[number], f"{what} {number}"
+        require(ours.keys() == state.keys(), each, got=list(ours), expected=list(state))
         names = sorted(state)
-        count += require_same(
-            [ours[name] for name in names], [state[name] for name in names], f"{what} {number}"
-        )
+        count += require_same(map(ours.get, names), map(state.get, names), each)
     return count
 
 
@@ -101,19 +81,21 @@ def _shown(value: object) -> str:
     return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
+def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device="cpu")
+
+
+def normal(*size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw ordinary numbers."""
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def awkward(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw ordinary numbers, with a special one at every seventh place and at the last seven
     places, where torch's kernels run other code.
     """
-    values, special = (
-        torch.randn(numel, dtype=torch.float32, device="cpu"),
-        torch.tensor(SPECIAL, dtype=torch.float32, device="cpu"),
-    )
-    places = torch.tensor(
-        sorted({*range(0, numel, 7), *range(max(0, numel - 7), numel)}),
-        dtype=torch.int64,
-        device="cpu",
-    )
+    values, special = normal(numel), torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
+    places = sorted({*range(0, numel, 7), *range(max(0, numel - 7), numel)})
     values[places] = special[torch.randint(len(special), (len(places),), device="cpu")]
     return values.to(dtype)
 
@@ -122,9 +104,7 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
     """Copy a tensor to memory that starts `shift` elements after a 64-byte boundary, with guard
     bytes on both sides that `require_untouched_around` checks.
     """
-    memory = torch.empty(
-        tensor.numel() + 2 * _GUARD_NUMEL + shift, dtype=tensor.dtype, device="cpu"
-    )
+    memory = zeros(tensor.numel() + 2 * _GUARD_NUMEL + shift, dtype=tensor.dtype)
     memory.view(torch.uint8).fill_(GUARD)
     start = _GUARD_NUMEL + (-memory.data_ptr() % 64) // tensor.element_size() + shift
     copy = memory[start : start + tensor.numel()]
@@ -133,7 +113,7 @@ def unaligned(tensor: Tensor, shift: int) -> Tensor:
 
 def require_untouched_around(copy: Tensor, what: str) -> None:
     """Raise `CheckFailed` if a guard byte around `copy`, a tensor from `unaligned`, has changed."""
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy.untyped_storage())
+    memory = zeros(0, dtype=torch.uint8).set_(copy.untyped_storage())
     begin = copy.storage_offset() * copy.element_size()
     outside = torch.cat([memory[:begin], memory[begin + copy.nbytes :]])
     wrong = outside != GUARD

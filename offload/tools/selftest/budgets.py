@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.api import plan, prepare, report, wrap
+from offload.api import prepare, report, wrap
 from offload.core.budget import Budget
-from offload.core.errors import CapacityError, OffloadError
+from offload.core.errors import CapacityError
 from offload.core.host_facts import ROOT, read_text
 from offload.core.pool import Pool
 from offload.params.prepared import prepared_of
-from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
+from offload.tools.selftest.check import (
+    NotRun,
+    PassedCheck,
+    Setting,
+    require,
+    require_equal,
+    require_error,
+)
 from offload.tools.selftest.model import least_bytes, make_model, make_optimizer
 
 _PAGE = 4096
@@ -29,10 +35,12 @@ def pool(setting: Setting) -> PassedCheck:
     with Pool(pages * _PAGE, budget=budget) as arena:
         for turn in range(2 if setting.is_quick else 8):
             count += _fill_arena(arena, turn)
-        _refused("a second pool beyond the budget", lambda: Pool(_PAGE, budget=budget))
-        _refused("a lease larger than the pool", lambda: arena.lease((pages + 1) * _PAGE))
+        with require_error(CapacityError, "a second pool beyond the budget"):
+            Pool(_PAGE, budget=budget)
+        with require_error(CapacityError, "a lease larger than the pool"):
+            arena.lease((pages + 1) * _PAGE)
     gc.collect()
-    require(budget.used_bytes == 0, "held after close", got=budget.used_bytes, expected=0)
+    require_equal(budget.used_bytes, 0, "held after close")
     return PassedCheck("leases, each with bytes of its own", count + 2)
 
 
@@ -41,14 +49,11 @@ def _fill_arena(arena: Pool, turn: int) -> int:
     Returns the number of leases.
     """
     held: list[tuple[Tensor, int]] = []
+    most = arena.capacity_bytes // _PAGE
     while True:
         nbytes = 1 + (turn * 7919 + len(held) * 104_729) % (3 * _PAGE)
-        require(
-            len(held) <= arena.capacity_bytes // _PAGE,
-            "leases of a full pool",
-            got=f"{len(held)} at once",
-            expected=f"at most {arena.capacity_bytes // _PAGE}",
-        )
+        got = f"{len(held)} at once"
+        require(len(held) <= most, "leases of a full pool", got=got, expected=f"at most {most}")
         try:
             lease = arena.lease(nbytes)
         except CapacityError:
@@ -68,17 +73,8 @@ def _fill_arena(arena: Pool, turn: int) -> int:
     held.clear()
     del tensor, lease
     gc.collect()
-    used = arena.stats().used_bytes
-    require(used == 0, "bytes held after all leases", got=used, expected=0)
+    require_equal(arena.stats().used_bytes, 0, "bytes held after all leases")
     return count
-
-
-def _refused(what: str, act: Any) -> None:
-    try:
-        act()
-    except CapacityError:
-        return
-    raise CheckFailed(what, got="no error", expected="CapacityError")
 
 
 def refusals(setting: Setting) -> PassedCheck:
@@ -89,19 +85,10 @@ def refusals(setting: Setting) -> PassedCheck:
     optimizer = make_optimizer(model)
     before = [value.clone() for value in model.state_dict().values()]
     folder, device = setting.directory, setting.device
-
-    def planned(nbytes: int) -> object:
-        return plan(model, optimizer, host_memory=nbytes, nvme=folder, device=device)
-
-    least = least_bytes(planned)
+    least = least_bytes(model, optimizer, nvme=folder, device=device)
     for nbytes in (_PAGE, least // 2, least - _PAGE):
-        try:
+        with require_error(CapacityError, f"host_memory={nbytes}"):
             prepare(model, optimizer, host_memory=nbytes, nvme=folder, device=device)
-        except OffloadError as error:
-            kind = type(error).__name__
-            require(isinstance(error, CapacityError), "error", got=kind, expected="CapacityError")
-        else:
-            raise CheckFailed(f"host_memory={nbytes}", got="no error", expected="CapacityError")
         require(prepared_of(model) is None, "a refused model", got="prepared", expected="plain")
     values = model.state_dict().values()
     is_same = all(torch.equal(a, b) for a, b in zip(values, before, strict=True))
@@ -109,7 +96,7 @@ def refusals(setting: Setting) -> PassedCheck:
     prepare(model, optimizer, host_memory=least, nvme=folder, device=device)
     peak = report(optimizer).host_peak_bytes
     require(peak <= least, "peak of host bytes", got=peak, expected=f"up to {least}")
-    optimizer.close()  # type: ignore[attr-defined]
+    optimizer.close()
     return PassedCheck("budgets, refused or kept", 4)
 
 
@@ -123,9 +110,9 @@ def memory(setting: Setting) -> PassedCheck:
     param = nn.Parameter(torch.zeros(numel // 8, 8, dtype=torch.float32, device="cpu"))
     param.grad = torch.ones_like(param)
     budget = 16 * _MIB
-    optimizer: Any = torch.optim.AdamW([param], lr=1e-2)
+    plain = torch.optim.AdamW([param], lr=1e-2)
     before, most = _resident_bytes() or 0, 0
-    optimizer = wrap(optimizer, host_memory=budget, nvme=setting.directory)
+    optimizer = wrap(plain, host_memory=budget, nvme=setting.directory)
     for _ in range(3):
         optimizer.step()
         most = max(most, _resident_bytes() or 0)

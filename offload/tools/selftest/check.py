@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from enum import Enum
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from offload.core.errors import ConfigError
+from offload.core.errors import ConfigError, OffloadError
 
 
 class CheckFailed(Exception):
@@ -31,7 +32,7 @@ class NotRun(Exception):
     """An exception for a check that cannot run on this machine; the message says why."""
 
 
-class CheckStatus(Enum):
+class CheckStatus(StrEnum):
     """The outcome of a check."""
 
     PASSED = "passed"
@@ -75,9 +76,6 @@ class CheckResult:
     text: str
     count: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "status": self.status.value}
-
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> CheckResult:
         return cls(**{**values, "status": CheckStatus(values["status"])})
@@ -87,6 +85,25 @@ def require(is_so: bool, what: str, *, got: object, expected: object) -> None:
     """Raise `CheckFailed` unless `is_so`."""
     if not is_so:
         raise CheckFailed(what, got=got, expected=expected)
+
+
+def require_equal(got: object, expected: object, what: str) -> None:
+    """Raise `CheckFailed` unless both are equal."""
+    require(got == expected, what, got=got, expected=expected)
+
+
+@contextmanager
+def require_error(kind: type[OffloadError], what: str, instead: str = "no error") -> Iterator[None]:
+    """Raise `CheckFailed` unless the block raises an error of this type. instead: what else it has
+    done, for the message.
+    """
+    try:
+        yield
+    except OffloadError as error:
+        got = type(error).__name__
+        require(isinstance(error, kind), what, got=got, expected=kind.__name__)
+    else:
+        raise CheckFailed(what, got=instead, expected=kind.__name__)
 
 
 # --- all checks -----------------------------------------------------------------------------------

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from offload.api import close, load, plan, prepare, save, wrap
+from offload.api import close, load, prepare, save, wrap
 from offload.checkpoint.format.verify import verify
 from offload.core.errors import OffloadError
 from offload.tools.selftest.bits import require_same, require_same_states
-from offload.tools.selftest.check import CheckFailed, PassedCheck, Setting, require
+from offload.tools.selftest.check import (
+    CheckFailed,
+    PassedCheck,
+    Setting,
+    require,
+    require_equal,
+    require_error,
+)
 from offload.tools.selftest.model import least_bytes, make_model, make_optimizer, train
 
 WAYS = ("wrap", "prepare")
@@ -49,16 +55,13 @@ def _trained(setting: Setting, way: str, swap: Path) -> Iterator[tuple[Any, Any]
     with way "wrap" most of the optimizer state is on disk, with "prepare" the parameters, too.
     """
     model = make_model(setting.seed)
-    options: dict[str, Any] = {"nvme": swap}
     if way == "wrap":
-        model = model.to(setting.device)
+        optimizer = make_optimizer(model.to(setting.device))
+        wrap(optimizer, host_memory=least_bytes(optimizer, nvme=swap), nvme=swap)
     else:
-        options["device"] = setting.device
-    optimizer: Any = make_optimizer(model)
-    subject: tuple[Any, ...] = (optimizer,) if way == "wrap" else (model, optimizer)
-    act: Callable[..., Any] = wrap if way == "wrap" else prepare
-    least = least_bytes(lambda nbytes: plan(*subject, host_memory=nbytes, **options))
-    act(*subject, host_memory=least, **options)
+        optimizer = make_optimizer(model)
+        where: dict[str, Any] = {"nvme": swap, "device": setting.device}
+        prepare(model, optimizer, host_memory=least_bytes(model, optimizer, **where), **where)
     try:
         yield model, optimizer
     finally:
@@ -66,15 +69,8 @@ def _trained(setting: Setting, way: str, swap: Path) -> Iterator[tuple[Any, Any]
 
 
 def _values(model: Any, optimizer: Any) -> tuple[list[Any], dict[int, Any]]:
-    state = optimizer.state_dict()["state"]
-    return [value.cpu().clone() for value in model.state_dict().values()], {
-        number: {name: _copied(value) for name, value in each.items()}
-        for number, each in state.items()
-    }
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    return [value.cpu().clone() for value in model.state_dict().values()], state
 
 
 def resume(setting: Setting) -> PassedCheck:
@@ -92,8 +88,7 @@ def resume(setting: Setting) -> PassedCheck:
             findings = verify(saves / "first")
             require(findings.is_whole, f"{way}: a save", got=findings.damage, expected="whole")
             with _trained(setting, way, swap) as pair:
-                extra = load(saves, *pair)
-                require(extra == {"step": _HALF}, "extra", got=extra, expected={"step": _HALF})
+                require_equal(load(saves, *pair), {"step": _HALF}, "extra")
                 again = train(*pair, setting, _HALF)
                 got, got_states = _values(*pair)
             count += require_same(again, rest, f"{way}, resumed: what was seen,")
@@ -119,8 +114,7 @@ def damage(setting: Setting) -> PassedCheck:
                 _spoil(path, whole, how)
                 count += _require_found(saves, pair, newest, f"{path.name}, {how}")
                 path.write_bytes(whole)
-        extra = load(saves, *pair)
-        require(extra == 2, "the checkpoint that was mended", got=extra, expected=2)
+        require_equal(load(saves, *pair), 2, "the checkpoint that was mended")
     return PassedCheck("places of damage, each found by verify and by load", count)
 
 
@@ -139,14 +133,9 @@ def _require_found(saves: Path, pair: tuple[Any, Any], newest: Path, what: str) 
     except OffloadError:
         is_found = True
     require(is_found, f"verify with {what}", got="whole", expected="damaged")
-    try:
+    with require_error(OffloadError, f"load with {what}"):
         load(newest, *pair)
-    except OffloadError:
-        pass
-    else:
-        raise CheckFailed(f"load with {what}", got="no error", expected="an error")
-    extra = load(saves, *pair)
-    require(extra == 1, f"newest whole one with {what}", got=extra, expected=1)
+    require_equal(load(saves, *pair), 1, f"newest whole one with {what}")
     return 3
 
 
@@ -166,9 +155,8 @@ def kill(setting: Setting) -> PassedCheck:
                 command, capture_output=True, text=True, env=environment, timeout=_LOOP_S
             )
         except subprocess.TimeoutExpired as error:
-            raise CheckFailed(
-                "the loops", got=f"no end after {_LOOP_S} s", expected="one"
-            ) from error
+            got = f"no end after {_LOOP_S} s"
+            raise CheckFailed("the loops", got=got, expected="one") from error
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckFailed("loops that were killed", got=last, expected="nothing lost")

@@ -22,9 +22,10 @@ from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.device import open_transfer
 from offload.storage.engine import Fault, FaultKind
-from offload.tools.selftest.bits import require_same, require_same_states
+from offload.tools.selftest.bits import require_same
 from offload.tools.selftest.check import PassedCheck, Setting
-from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
+from offload.tools.selftest.model import adamw
+from offload.tools.selftest.wrap import compare, tight
 
 SIDE = 64  # of a square matrix
 _BALLAST_BYTES = 64 << 20
@@ -121,8 +122,8 @@ def _matrix(buffer: Any) -> Tensor:
     return found
 
 
-def _full(value: float) -> Tensor:
-    return torch.full((SIDE, SIDE), float(value), dtype=torch.float32, device="cpu")
+def _full(value: float, device: torch.device | str = "cpu") -> Tensor:
+    return torch.full((SIDE, SIDE), float(value), dtype=torch.float32, device=device)
 
 
 def _used_at_once(bench: CopyBench) -> _Outcome:
@@ -150,10 +151,7 @@ def _refilled_while_used(bench: CopyBench) -> _Outcome:
 def _layers_through_two_buffers(bench: CopyBench) -> _Outcome:
     """Compute a chain of layers, with prefetches while earlier layers compute, in two buffers."""
     weights = [bench.host(number % 3) for number in range(12)]
-    expected, got = (
-        torch.ones(SIDE, SIDE, dtype=torch.float32, device="cpu"),
-        torch.ones(SIDE, SIDE, dtype=torch.float32, device=bench.device),
-    )
+    expected, got = _full(1), _full(1, bench.device)
     ahead = [bench.transfer.fetch(weight) for weight in weights[:_BUFFERS]]
     for number, weight in enumerate(weights):
         expected = torch.remainder(expected @ weight + number, 5)
@@ -174,15 +172,10 @@ def _read_while_made(bench: CopyBench) -> _Outcome:
     for number in range(4):
         bench.compute_late()
         bench.leave_late()
-        gradient = (
-            torch.full((SIDE, SIDE), float(number), dtype=torch.float32, device=bench.device) * 3
-        )
+        gradient = _full(number, bench.device) * 3
         tickets.append(bench.transfer.read(gradient, bench.host(-1)))
         del gradient
-        spoilers = [
-            torch.full((SIDE, SIDE), 77.0, dtype=torch.float32, device=bench.device)
-            for _ in range(3)
-        ]
+        spoilers = [_full(77, bench.device) for _ in range(3)]
         del spoilers
     got = [ticket.wait(_WAIT_S).clone() for ticket in tickets]
     return got, [_full(3 * number) for number in range(4)]
@@ -190,7 +183,7 @@ def _read_while_made(bench: CopyBench) -> _Outcome:
 
 def _written_while_read(bench: CopyBench) -> _Outcome:
     """Upload new values of a parameter while computations on its old ones are still queued."""
-    target = torch.zeros(SIDE, SIDE, dtype=torch.float32, device=bench.device)
+    target = _full(0, bench.device)
     got = []
     for number in range(1, 5):
         bench.compute_late()
@@ -234,16 +227,12 @@ def slow_disk(setting: Setting) -> PassedCheck:
     """Check that the update waits for the drives: each read and write of state is delayed, so that
     an update that does not wait computes wrong values.
     """
-    start = tensors(setting.seed)
-    plain = parameters(start, "cpu")
-    judge = wrap(NATIVE["AdamW"](plain))
-    expected = train_steps(plain, judge, setting)
-    judge.close()
-    ours = parameters(start, setting.device)
-    mine = tight(setting, NATIVE["AdamW"](ours))
-    mine._offload_session.store.engine.inject(Fault(FaultKind.DELAY, forever=True, code=_DELAY_MS))
-    got = train_steps(ours, mine, setting)
-    count = require_same(got[0], expected[0], "slow disk: parameter")
-    count += require_same_states(got[1], expected[1], "slow disk: state")
-    mine.close()
+    fault = Fault(FaultKind.DELAY, forever=True, code=_DELAY_MS)
+
+    def make_late(params: list[Any]) -> Any:
+        mine = tight(setting, adamw(params))
+        mine._offload_session.store.engine.inject(fault)
+        return mine
+
+    count = compare(setting, "slow disk", lambda params: wrap(adamw(params)), make_late)
     return PassedCheck(f"tensors, each disk operation {_DELAY_MS} ms late", count)

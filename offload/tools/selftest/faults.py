@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,9 @@ from offload.core.errors import (
 )
 from offload.storage.disk import DiskStore
 from offload.storage.engine import Fault, FaultKind
-from offload.tools.selftest.check import CheckFailed, NotRun, PassedCheck, Setting, require
-from offload.tools.selftest.wrap import NATIVE, parameters, take_step, tensors, tight
+from offload.tools.selftest.check import NotRun, PassedCheck, Setting, require, require_error
+from offload.tools.selftest.model import adamw
+from offload.tools.selftest.wrap import parameters, take_step, tensors, tight
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -53,7 +56,7 @@ class Kind:
     code: int = 0
     fails: type[StoreError] | None = None
     is_silent: bool = False  # in a write: not noticed before the bytes are read
-    may_last: bool = True  # False: takes too long until the retries are exhausted
+    may_last: bool = True  # False: takes too long until the retries are exhausted, or never fails
 
     def at(self, nth: int, forever: bool) -> Fault:
         return Fault(self.fault, nth, forever, self.code, seed=977 * nth)
@@ -64,7 +67,7 @@ KINDS = (
     Kind("ENOSPC", FaultKind.ERROR, errno.ENOSPC, StoreError),
     Kind("EAGAIN", FaultKind.ERROR, errno.EAGAIN, may_last=False),
     Kind("EINTR", FaultKind.ERROR, errno.EINTR, may_last=False),
-    Kind("short", FaultKind.SHORT_HALF),
+    Kind("short", FaultKind.SHORT_HALF, may_last=False),
     Kind("empty", FaultKind.SHORT_ZERO, may_last=False),
     Kind("flipped bit", FaultKind.FLIP, 0, CorruptionError, is_silent=True),
     Kind("lost write", FaultKind.LOST_WRITE, is_silent=True),
@@ -76,42 +79,28 @@ LOST_COMPLETION = Kind("lost completion", FaultKind.LOST_COMPLETION, 0, StoreTim
 # --- the store ------------------------------------------------------------------------------------
 
 
-def io_uring(setting: Setting) -> PassedCheck:
-    return _engine(setting, "io_uring")
-
-
-def threads(setting: Setting) -> PassedCheck:
-    return _engine(setting, "threads")
-
-
-def aiofiles(setting: Setting) -> PassedCheck:
-    return _engine(setting, "aiofiles")
-
-
 def _engine(setting: Setting, engine: str) -> PassedCheck:
     places = (1, 6) if setting.is_quick else range(1, _OPERATIONS + 1)
-    count = 0
+    faults = [
+        (kind, nth, is_write, forever)
+        for kind in KINDS
+        for nth, forever in [*((n, False) for n in places), *([(2, True)] if kind.may_last else [])]
+        for is_write in (True, False)
+    ]
     trial = _FaultTrial(setting, engine, _DEADLINE_S)
-    try:
-        for kind in KINDS:
-            for nth in places:
-                for is_write in (True, False):
-                    trial.run(kind, nth, is_write, forever=False)
-                    count += 1
-            if kind.may_last and kind.fault is not FaultKind.SHORT_HALF:
-                for is_write in (True, False):
-                    trial.run(kind, 2, is_write, forever=True)
-                    count += 1
-    finally:
-        trial.store.close()
+    with closing(trial.store):
+        for each in faults:
+            trial.run(*each)
     for is_write in (True, False):
-        lost = _FaultTrial(setting, engine, _SHORT_DEADLINE_S)
-        try:
-            lost.run(LOST_COMPLETION, 3, is_write, forever=False)
-            count += 1
-        finally:
-            lost.store.close()
-    return PassedCheck(f"faults of {len(KINDS) + 1} kinds, in reads and writes", count)
+        trial = _FaultTrial(setting, engine, _SHORT_DEADLINE_S)
+        with closing(trial.store):
+            trial.run(LOST_COMPLETION, 3, is_write, forever=False)
+    return PassedCheck(f"faults of {len(KINDS) + 1} kinds, in reads and writes", len(faults) + 2)
+
+
+io_uring, threads, aiofiles = (
+    partial(_engine, engine=name) for name in ("io_uring", "threads", "aiofiles")
+)
 
 
 class _FaultTrial:
@@ -120,14 +109,10 @@ class _FaultTrial:
     """
 
     def __init__(self, setting: Setting, engine: str, deadline_s: float) -> None:
+        options: dict[str, Any] = {"depth": 4, "piece_bytes": _PIECE_BYTES}
         try:
             self.store = DiskStore(
-                setting.directory,
-                2 << 20,
-                engine=engine,
-                timeout_s=deadline_s,
-                depth=4,
-                piece_bytes=_PIECE_BYTES,
+                setting.directory, 2 << 20, engine=engine, timeout_s=deadline_s, **options
             )
         except ConfigError as error:  # the engine was asked for and is not available
             raise NotRun(str(error)) from error
@@ -139,6 +124,10 @@ class _FaultTrial:
 
     def fresh(self, name: str) -> Bytes:
         return self.numbers.integers(0, 256, _SIZES[name], dtype=np.uint8)
+
+    def require_right(self, name: str, got: Bytes, what: str) -> None:
+        is_right = bool((got == self.right[name]).all())
+        require(is_right, what, got="wrong bytes", expected="the right ones")
 
     def renew(self, name: str) -> None:
         self.right[name] = self.fresh(name)
@@ -170,8 +159,7 @@ class _FaultTrial:
             if is_write:
                 self.right[name] = data[name]
             else:
-                is_right = bool((data[name] == self.right[name]).all())
-                require(is_right, f"{what}: {name}", got="wrong bytes", expected="the right ones")
+                self.require_right(name, data[name], f"{what}: {name}")
         met = self.store.engine.attempts()
         self.store.engine.inject(_HEALTHY)
         require(met >= fault.nth, f"{what}: operations", got=met, expected=f"{fault.nth} or more")
@@ -208,8 +196,7 @@ class _FaultTrial:
                 spoilt += 1
                 self.renew(name)
                 continue
-            is_right = bool((target == self.right[name]).all())
-            require(is_right, f"{what}: {name} after it", got="wrong bytes", expected="right ones")
+            self.require_right(name, target, f"{what}: {name} after it")
         is_silent = is_write and kind.is_silent
         is_so = spoilt >= 1 if is_silent else spoilt == 0
         wanted = "one or more" if is_silent else "none"
@@ -234,22 +221,14 @@ def training(setting: Setting) -> PassedCheck:
 
 def _train_with_fault(setting: Setting, fault: Fault, expected: type[StoreError]) -> None:
     params = parameters(tensors(setting.seed), setting.device)
-    optimizer = tight(setting, NATIVE["AdamW"](params))
+    optimizer = tight(setting, adamw(params))
     take_step(params, optimizer, tensors(setting.seed + 1))
     optimizer._offload_session.store.engine.inject(fault)
     what = f"{fault.kind.name} in operation {fault.nth} of a step"
-    try:
+    with require_error(expected, what, "three steps without an error"):
         for turn in range(3):  # a bad write is found by the next read
             take_step(params, optimizer, tensors(setting.seed + 2 + turn))
-    except StoreError as error:
-        kind = type(error).__name__
-        require(isinstance(error, expected), what, got=kind, expected=expected.__name__)
-    else:
-        raise CheckFailed(what, got="three steps without an error", expected=expected.__name__)
     for use in (optimizer.step, optimizer.state_dict):
-        try:
+        with require_error(StateError, f"{use.__name__}() after {what}"):
             use()
-        except StateError:
-            continue
-        raise CheckFailed(f"{use.__name__}() after {what}", got="no error", expected="StateError")
     optimizer.close()

@@ -14,11 +14,13 @@ from offload import kernels
 from offload.tools.selftest.bits import (
     awkward,
     cuts,
+    normal,
     require_same_bits,
     require_untouched_around,
     unaligned,
+    zeros,
 )
-from offload.tools.selftest.check import NotRun, PassedCheck, Setting, require
+from offload.tools.selftest.check import NotRun, PassedCheck, Setting, require, require_equal
 from offload.tools.selftest.torch_bits import CASES, OptimizerCase, require_promise, train_torch
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 1003, 4097, 70_001)
@@ -41,6 +43,12 @@ def _thinned(combinations: Sequence[_T], setting: Setting) -> Sequence[_T]:
     return combinations[::_THIN] if setting.is_quick else combinations
 
 
+def _require_all(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> int:
+    """Compare the tensors bit by bit; return the number of elements."""
+    pairs = zip(got, expected, strict=True)
+    return sum(require_same_bits(ours, theirs, what) for ours, theirs in pairs)
+
+
 # --- updates --------------------------------------------------------------------------------------
 
 
@@ -58,8 +66,7 @@ def reference(setting: Setting) -> PassedCheck:
         expected = _updated("reference", case, start, grads, out_dtype, 0, scale, 1, what)
         for isa in isas:
             got = _updated(isa, case, start, grads, out_dtype, shift, scale, threads, what)
-            for ours, theirs in zip(got, expected, strict=True):
-                count += require_same_bits(ours, theirs, f"{isa}, {what}")
+            count += _require_all(got, expected, f"{isa}, {what}")
     return PassedCheck(f"elements beside plain torch, on {', '.join(isas)}", count)
 
 
@@ -77,11 +84,11 @@ def _updated(
     """Return the parameter, the states and the 16-bit output after one step for each gradient.
     Raises `CheckFailed` if a byte outside of them was written.
     """
-    states = [torch.zeros(start.numel(), dtype=torch.float32, device="cpu") for _ in case.states]
+    states = [zeros(start.numel()) for _ in case.states]
     written = [unaligned(tensor, shift) for tensor in (start, *states)]
     out = None
     if out_dtype is not None:
-        out = unaligned(torch.zeros(start.numel(), dtype=out_dtype, device="cpu"), shift)
+        out = unaligned(zeros(start.numel(), dtype=out_dtype), shift)
     with kernels.forced_isa(isa):
         for step, grad in enumerate(grads, start=1):
             kernels.update(
@@ -108,14 +115,13 @@ def torch_fused(setting: Setting) -> PassedCheck:
     for case, numel, is_awkward in _thinned(combinations, setting):
         if case.optimizer is None:
             continue
-        make = awkward if is_awkward else torch.randn
+        make = awkward if is_awkward else normal
         start, grads = make(numel), [make(numel) for _ in range(STEPS)]
         expected = train_torch(case, start, grads)
         what = f"{case.name}, {numel} elements, beside torch"
         for isa in isas:
             got = _updated(isa, case, start, grads, None, 1, 1.0, 2, what)
-            for ours, theirs in zip(got, expected, strict=True):
-                count += require_same_bits(ours, theirs, f"{isa}, {what}")
+            count += _require_all(got, expected, f"{isa}, {what}")
     return PassedCheck(f"elements beside torch.optim, fused, on {', '.join(isas)}", count)
 
 
@@ -125,11 +131,8 @@ def slices(setting: Setting) -> PassedCheck:
     """
     count, numel = 0, 20_011
     for case in CASES[:: 3 if setting.is_quick else 1]:
-        start, grads = (
-            torch.randn(numel, dtype=torch.float32, device="cpu"),
-            [torch.randn(numel, dtype=torch.float32, device="cpu") for _ in range(STEPS)],
-        )
-        states = [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in case.states]
+        start, grads = normal(numel), [normal(numel) for _ in range(STEPS)]
+        states = [zeros(numel) for _ in case.states]
         whole, cut = ([tensor.clone() for tensor in (start, *states)] for _ in range(2))
         for step, grad in enumerate(grads, start=1):
             rule = case.rule(step)
@@ -139,8 +142,7 @@ def slices(setting: Setting) -> PassedCheck:
                 kernels.update(
                     rule, piece[0], grad[begin:end], *piece[1:], offset=begin, numel=numel
                 )
-        for ours, theirs in zip(cut, whole, strict=True):
-            count += require_same_bits(ours, theirs, f"{case.name}, cut into slices")
+        count += _require_all(cut, whole, f"{case.name}, cut into slices")
     return PassedCheck("elements of parameters cut anywhere", count)
 
 
@@ -154,7 +156,7 @@ def statistics(setting: Setting) -> PassedCheck:
     count = 0
     sizes = (0, 5, 4097, 100_003)[: 3 if setting.is_quick else 4]
     for dtype, numel in itertools.product(GRADS, sizes):
-        grad = unaligned(torch.randn(numel, dtype=torch.float32, device="cpu").to(dtype), 3)
+        grad = unaligned(normal(numel).to(dtype), 3)
         exact = math.fsum((grad.double() ** 2).tolist())
         seen = set()
         for isa, threads in itertools.product(kernels.available_isas(), (1, 2, 5)):
@@ -166,9 +168,7 @@ def statistics(setting: Setting) -> PassedCheck:
             is_near = abs(stats.sum_squares - exact) <= 520 * 2**-53 * exact
             what = f"sum of squares of {numel} elements of {dtype} on {isa}"
             require(is_near and stats.finite, what, got=stats.sum_squares, expected=exact)
-        require(
-            len(seen) == 1, f"sums of {numel} elements of {dtype}", got=len(seen), expected="one"
-        )
+        require_equal(len(seen), 1, f"sums of {numel} elements of {dtype}")
     count += _find_broken_elements(setting)
     return PassedCheck("sums of squares and broken elements", count)
 
@@ -196,17 +196,13 @@ def casts(setting: Setting) -> PassedCheck:
     """
     count = 0
     for half, isa in itertools.product(HALVES, kernels.available_isas()):
-        every = (
-            torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu")
-            .to(torch.int16)
-            .view(half)
-        )
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(half)
         middle = 1 << 15 if half == torch.bfloat16 else 1 << 12
         words = every.float().view(torch.int32)
         around = [(words + d + m).view(torch.float32) for d in (-1, 0, 1) for m in (0, middle)]
         wide = unaligned(torch.cat([*around, awkward(4097)]), 1)
-        narrow = unaligned(torch.zeros(wide.numel(), dtype=half, device="cpu"), 3)
-        back = unaligned(torch.zeros(wide.numel(), dtype=torch.float32, device="cpu"), 5)
+        narrow = unaligned(zeros(wide.numel(), dtype=half), 3)
+        back = unaligned(zeros(wide.numel()), 5)
         with kernels.forced_isa(isa):
             kernels.cast(wide, narrow)
             kernels.cast(narrow, back)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # otherwise the first optimizer imports it, which takes seconds
@@ -84,7 +84,7 @@ def run_loop(way: str, folder: Path, seed: int, kill: Kill, tell: Callable[..., 
     else:
         api.prepare(model, optimizer, device="cpu", host_memory=_BUDGET_BYTES, nvme=folder / "swap")
     saves, step = folder / "saves", 0
-    if any(not each.name.startswith(".") for each in saves.iterdir()):
+    if any(saves.glob("[!.]*")):
         step = api.load(saves, model, optimizer)
     tell("loaded", step, digest(model, optimizer))
     while True:
@@ -138,19 +138,9 @@ class Child:
         self._fd, out = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            self._work(work, out)
-        os.close(out)
-
-    def _work(self, work: Callable[[Callable[..., None]], None], out: int) -> None:
-        code = 1
-        try:
             os.close(self._fd)
-            work(lambda *words: _tell(out, words))
-            code = 0
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(code)
+            _work(work, out)
+        os.close(out)
 
     def lines(self, until_s: float) -> Iterator[list[str]]:
         """Yield the words of each line until the process ends or the deadline has passed."""
@@ -173,8 +163,18 @@ class Child:
         os.close(self._fd)
 
 
-def _tell(out: int, words: tuple[Any, ...]) -> None:
-    os.write(out, ("\t".join(map(str, words)) + "\n").encode())
+def _work(work: Callable[[Callable[..., None]], None], out: int) -> NoReturn:
+    def tell(*words: object) -> None:
+        os.write(out, ("\t".join(map(str, words)) + "\n").encode())
+
+    code = 1
+    try:
+        work(tell)
+        code = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(code)
 
 
 class KillSeries:
@@ -238,12 +238,9 @@ class KillSeries:
             step = 0
         expected = f"{self.newest} or later"
         require(step >= self.newest, f"{what}: newest save", got=step, expected=expected)
-        for each in saves.iterdir():
-            if not each.name.startswith("."):
-                findings = verify(each)
-                require(
-                    findings.is_whole, f"{what}: {each.name}", got=findings.damage, expected="whole"
-                )
+        for each in saves.glob("[!.]*"):
+            found = verify(each)
+            require(found.is_whole, f"{what}: {each.name}", got=found.damage, expected="whole")
 
 
 def plan_kills(is_quick: bool, numbers: random.Random) -> dict[str, list[Kill]]:

@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from offload.api import close, prepare
 from offload.core.budget import HOST
 from offload.tools.selftest.check import PassedCheck, Setting, require
-from offload.tools.selftest.model import make_model, make_optimizer, train
-from offload.tools.selftest.wrap import NATIVE, parameters, tensors, tight, train_steps
+from offload.tools.selftest.model import adamw, make_model, make_optimizer, train
+from offload.tools.selftest.wrap import parameters, tensors, tight, train_steps
 
 _SOON_S = 20.0  # threads that were told to end may take a moment
 
@@ -24,7 +25,7 @@ def disk(setting: Setting) -> PassedCheck:
     gc.collect()
     held, threads = HOST.used_bytes, threading.active_count()
     params = parameters(tensors(setting.seed), setting.device)
-    optimizer = tight(setting, NATIVE["AdamW"](params))
+    optimizer = tight(setting, adamw(params))
     named = os.listdir(setting.directory)
     train_steps(params, optimizer, setting)
     optimizer.close()
@@ -58,15 +59,8 @@ def _open_below(directory: str) -> list[str]:
     list them.
     """
     found = []
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
-        return []
-    for number in numbers:
-        try:
-            path = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue  # the descriptor of the listing itself
-        if path.startswith(directory):
-            found.append(path)
-    return found
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the descriptor of the listing itself
+                found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(directory)]

@@ -4,7 +4,8 @@ least budget in which it can be trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from offload.api import wrap
+from offload.api import plan, wrap
 from offload.core.errors import CapacityError
 from offload.tools.selftest.check import Setting
 from offload.tools.selftest.torch_bits import without_promise
@@ -20,8 +21,7 @@ from offload.tools.selftest.torch_bits import without_promise
 WORDS, WIDTH, LAYERS = 256, 96, 4
 BATCH, LENGTH = 2, 16
 DROPOUT = 0.1
-_STEP_BYTES = 4096
-_MOST_BYTES = 1 << 34
+_PAGE_BYTES, _MOST_PAGES = 4096, 1 << 22
 
 
 class GPTLayer(nn.Module):
@@ -42,12 +42,16 @@ class GPTLayer(nn.Module):
         return functional.dropout(self.output(mixed), DROPOUT, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.again is None or not torch.is_grad_enabled():
-            x = x + self.attend(x)
-        else:
-            x = x + checkpoint(self.attend, x, use_reentrant=self.again)
+        x = x + _run(self.attend, x, self.again)
         x = x + self.down(functional.gelu(self.up(self.norm2(x))))
         return x
+
+
+def _run(part: Callable[[Tensor], Tensor], x: Tensor, again: bool | None) -> Tensor:
+    if again is None or not torch.is_grad_enabled():
+        return part(x)
+    out: Tensor = checkpoint(part, x, use_reentrant=again)
+    return out
 
 
 class Gpt(nn.Module):
@@ -67,10 +71,7 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            if self.around is None or not torch.is_grad_enabled():
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.around)
+            x = _run(layer, x, self.around)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -86,11 +87,20 @@ def make_model(
     return Gpt(inside, around).to(dtype)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    on_cpu = all(param.is_cpu for param in model.parameters())
-    return torch.optim.AdamW(
-        model.parameters(), lr=1e-2, weight_decay=0.1, fused=True if on_cpu else None
-    )
+def make_optimizer(model: nn.Module) -> Any:
+    return adamw(model.parameters())
+
+
+def adamw(params: Iterable[Tensor]) -> Any:
+    return native(torch.optim.AdamW, params, lr=1e-2, weight_decay=0.1)
+
+
+def native(kind: Callable[..., Any], params: Iterable[Tensor], **options: Any) -> Any:
+    """Make an optimizer that has a fused update on the CPU, where that is the reference; elsewhere
+    torch may have none, and ours needs none.
+    """
+    given = list(params)
+    return kind(given, fused=True if all(param.is_cpu for param in given) else None, **options)
 
 
 def make_batch(number: int, device: str) -> Tensor:
@@ -141,7 +151,7 @@ def train_plain(model: nn.Module, setting: Setting, steps: int) -> tuple[list[An
     parameters, whose exact master weights torch does not keep, it is ours with all state in memory.
     """
     model = model.to(setting.device)
-    optimizer: Any = make_optimizer(model)
+    optimizer = make_optimizer(model)
     is_full = all(param.dtype == torch.float32 for param in model.parameters())
     if not setting.is_on_cpu or without_promise() is not None or not is_full:
         optimizer = wrap(optimizer)
@@ -151,17 +161,17 @@ def train_plain(model: nn.Module, setting: Setting, steps: int) -> tuple[list[An
     return seen, [value.cpu() for value in model.state_dict().values()]
 
 
-def least_bytes(plan: Callable[[int], object]) -> int:
-    """Return the least bytes, in whole pages, for which `plan` does not raise `CapacityError`. A
-    plan allocates nothing.
+def least_bytes(*subject: Any, **options: Any) -> int:
+    """Return the least host memory, in whole pages, for which there is a plan of the subject with
+    these options. A plan allocates nothing.
     """
-    low, high = 0, _MOST_BYTES // _STEP_BYTES
-    plan(high * _STEP_BYTES)  # raises errors that do not depend on the budget
-    while high - low > 1:
-        middle = (low + high) // 2
+
+    def fits(pages: int) -> bool:
         try:
-            plan(middle * _STEP_BYTES)
-            high = middle
+            plan(*subject, host_memory=pages * _PAGE_BYTES, **options)
         except CapacityError:
-            low = middle
-    return high * _STEP_BYTES
+            return False
+        return True
+
+    pages = range(1, _MOST_PAGES)
+    return (1 + bisect_left(pages, True, key=fits)) * _PAGE_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.api import close, plan, prepare, report
+from offload.api import close, prepare, report
 from offload.core.errors import CapacityError, OffloadError
 from offload.device import find_device, used_bytes
 from offload.params.prepared import prepared_of
@@ -40,7 +40,7 @@ def budgets(setting: Setting) -> PassedCheck:
             {"host_memory": middle, "prefetch_depth": 1},
             {"host_memory": (least + middle) // 2, "prefetch_depth": 3},
         ]
-    count = sum(_compare(setting, plain, each, {}) for each in tries)
+    count = sum(_compare(setting, plain, each) for each in tries)
     return PassedCheck(f"losses, gradients, values within {len(tries)} budgets", count)
 
 
@@ -59,7 +59,7 @@ def device(setting: Setting) -> PassedCheck:
             blocks = max(needs.least_bytes, int(share * needs.all_bytes))
             limit = int(margin * needs.others_bytes) + blocks
             try:
-                count += _compare(setting, plain, {**options, "device_memory": limit}, {})
+                count += _compare(setting, plain, {**options, "device_memory": limit})
             except (CapacityError, torch.OutOfMemoryError):
                 continue
             break
@@ -74,10 +74,10 @@ def device(setting: Setting) -> PassedCheck:
 
 def half(setting: Setting) -> PassedCheck:
     """Check a model of bf16 parameters, for which the update keeps exact master weights."""
-    kind: dict[str, Any] = {"dtype": torch.bfloat16}
-    plain = _plain(setting, **kind)
-    tries: list[dict[str, Any]] = [{}, {"host_memory": _bounds(setting, **kind)[0]}]
-    count = sum(_compare(setting, plain, each, kind) for each in tries)
+    dtype = torch.bfloat16
+    plain = _plain(setting, dtype=dtype)
+    tries: list[dict[str, Any]] = [{}, {"host_memory": _bounds(setting, dtype=dtype)[0]}]
+    count = sum(_compare(setting, plain, each, dtype=dtype) for each in tries)
     return PassedCheck("losses, gradients, values of a bf16 model", count)
 
 
@@ -88,8 +88,7 @@ def activations(setting: Setting) -> PassedCheck:
     for policy in policies:
         least, most = _bounds(setting, activations=policy)
         budget = most if setting.is_on_cpu and policy == "offload" else least
-        options = {"activations": policy, "host_memory": budget}
-        count += _compare(setting, plain, options, {})
+        count += _compare(setting, plain, {"activations": policy, "host_memory": budget})
     return PassedCheck(f"losses, gradients, values with activations {', '.join(policies)}", count)
 
 
@@ -99,7 +98,7 @@ def checkpointing(setting: Setting) -> PassedCheck:
     for kind in ways[:: 3 if setting.is_quick else 1]:
         plain = _plain(setting, **kind)
         least, _ = _bounds(setting)
-        count += _compare(setting, plain, {"host_memory": least}, kind)
+        count += _compare(setting, plain, {"host_memory": least}, **kind)
     return PassedCheck("losses, gradients, values with torch.utils.checkpoint", count)
 
 
@@ -114,17 +113,19 @@ def _plain(setting: Setting, **kind: Any) -> _Plain:
     """Train the plain model and return the expected results. Raises `NotRun` if torch cannot train
     it on the device, or if the device gives other bits from run to run.
     """
+
+    def run() -> _Plain:
+        return train_plain(make_model(setting.seed, **kind), setting, _steps(setting))
+
+    if setting.is_on_cpu:
+        return run()
     try:
-        first = train_plain(make_model(setting.seed, **kind), setting, _steps(setting))
+        first = run()
     except OffloadError:
         raise
     except (RuntimeError, NotImplementedError) as error:
-        if setting.is_on_cpu:
-            raise
         raise NotRun(f"plain torch cannot run it on {setting.device}: {error}") from error
-    if setting.is_on_cpu:
-        return first
-    again = train_plain(make_model(setting.seed, **kind), setting, _steps(setting))
+    again = run()
     pairs = zip([*first[0], *first[1]], [*again[0], *again[1]], strict=True)
     if not all(a is b or torch.equal(a, b) for a, b in pairs):
         raise NotRun(f"plain torch has other bits from run to run on {setting.device}")
@@ -136,14 +137,9 @@ def _bounds(setting: Setting, activations: str = "keep", **kind: Any) -> tuple[i
     with activations kept.
     """
     model = make_model(setting.seed, **kind)
-    optimizer = make_optimizer(model)
-    options: dict[str, Any] = {"device": setting.device, "activations": activations}
-    folder = setting.directory
-    least = least_bytes(
-        lambda nbytes: plan(model, optimizer, host_memory=nbytes, nvme=folder, **options)
-    )
-    options["activations"] = "keep"
-    return least, least_bytes(lambda nbytes: plan(model, optimizer, host_memory=nbytes, **options))
+    pair, device = (model, make_optimizer(model)), setting.device
+    least = least_bytes(*pair, device=device, nvme=setting.directory, activations=activations)
+    return least, least_bytes(*pair, device=device, activations="keep")
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class _Needs:
 def _device_needs(setting: Setting) -> _Needs:
     """Measure the needs in a run without a limit."""
     model = make_model(setting.seed)
-    optimizer: Any = make_optimizer(model)
+    optimizer = make_optimizer(model)
     prepare(model, optimizer, device=setting.device)
     train(model, optimizer, setting, _steps(setting))
     made: Any = prepared_of(model)
@@ -171,16 +167,15 @@ def _device_needs(setting: Setting) -> _Needs:
     return needs
 
 
-def _compare(setting: Setting, plain: _Plain, options: dict[str, Any], kind: dict[str, Any]) -> int:
+def _compare(setting: Setting, plain: _Plain, options: dict[str, Any], **kind: Any) -> int:
     """Train a prepared model, compare its results and final values with `plain`, and return how
     many were compared. With a budget of host memory the run must have read from disk and stayed
     within the budget; with one of device memory it must have evicted blocks from the device.
     """
     shown = ", ".join(f"{name}={value}" for name, value in options.items()) or "no limit"
     model = make_model(setting.seed, **kind)
-    optimizer: Any = make_optimizer(model)
-    folder = setting.directory
-    prepare(model, optimizer, device=setting.device, nvme=folder, **options)
+    optimizer = make_optimizer(model)
+    prepare(model, optimizer, device=setting.device, nvme=setting.directory, **options)
     try:
         seen = train(model, optimizer, setting, _steps(setting), partial(_look, setting, options))
         found = report(optimizer)

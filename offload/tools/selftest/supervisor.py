@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -119,42 +119,20 @@ class _CheckProcess:
 
     def __init__(self, request: SelftestRequest, names: Sequence[str], directory: Path) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        self._fd, out = os.pipe()
-        self._rest = b""
-        self._is_late = False
-        self._begin_s = time.monotonic()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "offload.tools.selftest.worker", str(out)],
-                stdin=subprocess.PIPE,
-                stdout=self._said,
-                stderr=self._said,
-                pass_fds=(out,),
-                start_new_session=True,
-                env=_environment(),
-            )
-        except BaseException:
-            os.close(self._fd)
-            raise
-        finally:
-            os.close(out)
-        self._ask(request, names, directory)
-
-    def _ask(self, request: SelftestRequest, names: Sequence[str], directory: Path) -> None:
-        asked = {
-            "names": list(names),
-            "device": request.device,
-            "directory": str(directory),
-            "parent": str(request.parent),
-            "is_quick": request.is_quick,
-            "seed": request.seed,
-        }
+        self._rest, self._is_late, self._begin_s = b"", False, time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "offload.tools.selftest.worker"],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            start_new_session=True,
+            env=_environment(),
+        )
+        asked = {**asdict(request), "names": names, "directory": directory}
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write((json.dumps(asked) + "\n").encode())
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died already; `fate` tells how
+        with suppress(BrokenPipeError):  # it has died already; `fate` tells how
+            self._process.stdin.write((json.dumps(asked, default=str) + "\n").encode())
 
     @property
     def since_s(self) -> float:
@@ -165,13 +143,14 @@ class _CheckProcess:
         """Yield the worker's messages until it ends, or until it has sent nothing for `limit_s`;
         before the first check for START_LIMIT_S, since it imports torch.
         """
-        has_begun = False
+        has_begun, pipe = False, self._process.stdout
+        assert pipe is not None
         while True:
             self._begin_s = time.monotonic()
             wait_s = limit_s if has_begun else START_LIMIT_S
-            ready, _, _ = select.select([self._fd], [], [], wait_s)
+            ready, _, _ = select.select([pipe], [], [], wait_s)
             self._is_late = not ready
-            data = os.read(self._fd, 1 << 16) if ready else b""
+            data = pipe.read(1 << 16) if ready else b""
             if not data:
                 return
             *whole, self._rest = (self._rest + data).split(b"\n")
@@ -202,13 +181,8 @@ class _CheckProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal_group(self._process, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # input that it has not read
-            self._process.stdin.close()
-        os.close(self._fd)
-        self._said.close()
+        with self._process, self._said:
+            signal_group(self._process, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:

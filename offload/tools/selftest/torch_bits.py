@@ -64,14 +64,8 @@ def adam_case(name: str, decoupled: bool, maximize: bool = False, **options: Any
 
 
 def sgd_case(name: str, maximize: bool = False, **options: Any) -> OptimizerCase:
-    values = {
-        "lr": 0.03,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        **options,
-    }
+    plain = dict.fromkeys(("momentum", "dampening", "weight_decay"), 0.0)
+    values: dict[str, Any] = {"lr": 0.03, "nesterov": False, **plain, **options}
     return OptimizerCase(
         f"SGD {name}",
         lambda params: torch.optim.SGD(params, **values, maximize=maximize, fused=True),

@@ -1,7 +1,7 @@
-"""The process in which checks run: `python -m offload.tools.selftest.worker FD`.
+"""The process in which checks run: `python -m offload.tools.selftest.worker`.
 
 It reads a request as a line of JSON from stdin: the setting, and the names of the checks. It writes
-messages to file descriptor FD, a line of JSON each: "about" the machine, or "refused" with the
+messages to stdout, a line of JSON each: "about" the machine, or "refused" with the
 reason; then "begin" and "result" for each check. When stdin ends, the supervisor is gone: then the
 worker ends at once, with all processes that it has started.
 """
@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from offload.core.config import Config
-from offload.core.errors import OffloadError, StoreError
+from offload.core.errors import OffloadError
 from offload.device import find_device
 from offload.tools.selftest.about import about_machine
 from offload.tools.selftest.check import (
@@ -45,8 +45,10 @@ _MOST_CHARACTERS = 2000  # of a text in the table
 _FRAMES = 4
 
 
-def main(fd: int) -> int:
+def main() -> int:
     """Read the request, run its checks, and return the exit code."""
+    fd = os.dup(1)
+    os.dup2(2, 1)  # what else is printed goes to stderr
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
 
@@ -60,17 +62,12 @@ def main(fd: int) -> int:
         return 0
     setting = Setting(device, Path(request["directory"]), request["is_quick"], request["seed"])
     tell(about=about_machine(setting, Path(request["parent"])))
-    work(setting, request["names"], tell)
-    return 0
-
-
-def work(setting: Setting, names: list[str], tell: Callable[..., None]) -> None:
-    """Run one check after the other, and report each."""
     gc.collect()
     gc.freeze()  # garbage collections, which every check makes, skip the imported modules
-    for name in names:
+    for name in request["names"]:
         tell(begin=name)
-        tell(result=run_check(name, setting).to_dict())
+        tell(result=asdict(run_check(name, setting)))
+    return 0
 
 
 def _end_with_stdin() -> None:
@@ -88,35 +85,22 @@ def run_check(name: str, setting: Setting) -> CheckResult:
     """Run one check in a new directory below `setting.directory`, and remove that directory. Raises
     only exceptions that end the process, such as KeyboardInterrupt.
     """
-    begin_s = time.perf_counter()
+    begin_s, own = time.perf_counter(), setting.directory / name
     status, text, count = CheckStatus.FAILED, "", 0
     try:
-        facts = _run(find(name), replace(setting, directory=_make_directory(setting, name)))
+        own.mkdir(mode=0o700)
+        facts = _run(find(name), replace(setting, directory=own))
         status, text, count = CheckStatus.PASSED, facts.compared, facts.count
     except NotRun as reason:
         status, text = CheckStatus.NOT_RUN, str(reason)
     except CheckFailed as failure:
         text = str(failure)
     except Exception as error:  # any exception: this check has failed, the others still run
-        text = f"{_shown(error)} ({_where(error)})"
+        text = f"{type(error).__name__}: {error} ({_where(error)})"
     finally:
-        shutil.rmtree(setting.directory / name, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
     gc.collect()
     return CheckResult(name, status, time.perf_counter() - begin_s, text[:_MOST_CHARACTERS], count)
-
-
-def _make_directory(setting: Setting, name: str) -> Path:
-    directory = setting.directory / name
-    try:
-        directory.mkdir(mode=0o700)
-    except OSError as error:
-        raise StoreError(
-            f"{directory}: cannot make it: {error.strerror}",
-            errno=error.errno,
-            operation="mkdir",
-            file=str(directory),
-        ) from error
-    return directory
 
 
 def _run(check: Callable[[Setting], PassedCheck], setting: Setting) -> PassedCheck:
@@ -139,16 +123,12 @@ def _run(check: Callable[[Setting], PassedCheck], setting: Setting) -> PassedChe
     return facts
 
 
-def _shown(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _where(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
+    code = main()
     # Not sys.exit, which would wait for operations that an injected fault has left stuck by design.
     os._exit(code)

@@ -13,53 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.api import plan, report, wrap
+from offload.api import report, wrap
 from offload.optim import Lion
-from offload.tools.selftest.bits import require_same, require_same_states
+from offload.tools.selftest.bits import normal, require_same, require_same_states
 from offload.tools.selftest.check import PassedCheck, Setting, require
-from offload.tools.selftest.model import least_bytes
+from offload.tools.selftest.model import adamw, least_bytes, native
 from offload.tools.selftest.torch_bits import require_promise, without_promise
 
 SIZES = ((300, 130), (5,), (257, 64), (3, 7), (1,), (70_001,), (40, 1000))
-
-
-def _fused(params: Sequence[Tensor]) -> bool | None:
-    """Return True on the CPU, where torch's fused update is the reference; elsewhere None, since
-    torch may have no fused one there and ours needs none.
-    """
-    return True if all(param.is_cpu for param in params) else None
-
-
-_Make = Callable[[list[Any]], torch.optim.Optimizer]
-NATIVE: dict[str, _Make] = {
-    "AdamW": lambda params: torch.optim.AdamW(
-        params, lr=1e-2, weight_decay=0.1, fused=_fused(params)
-    ),
-    "Adam": lambda params: torch.optim.Adam(
-        params, lr=1e-2, weight_decay=0.1, fused=_fused(params)
-    ),
-    "SGD": lambda params: torch.optim.SGD(
-        params, lr=1e-2, momentum=0.9, nesterov=True, fused=_fused(params)
-    ),
-    "Adagrad": lambda params: torch.optim.Adagrad(
-        params, lr=1e-2, lr_decay=0.01, fused=_fused(params)
-    ),
+_Make = Callable[[list[Any]], Any]
+_NATIVE: dict[str, _Make] = {
+    "AdamW": adamw,
+    "Adam": partial(native, torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "SGD": partial(native, torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": partial(native, torch.optim.Adagrad, lr=1e-2, lr_decay=0.01),
 }
-GENERIC: dict[str, _Make] = {
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, foreach=False),
-    "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2, foreach=False),
-    "RAdam": lambda params: torch.optim.RAdam(params, lr=1e-2, foreach=False),
-    "AdamW with amsgrad": lambda params: torch.optim.AdamW(
-        params, lr=1e-2, amsgrad=True, foreach=False
-    ),
+_GENERIC: dict[str, _Make] = {
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.9, foreach=False),
+    "Adamax": partial(torch.optim.Adamax, lr=1e-2, foreach=False),
+    "RAdam": partial(torch.optim.RAdam, lr=1e-2, foreach=False),
+    "AdamW with amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True, foreach=False),
 }
 
 
 def memory(setting: Setting) -> PassedCheck:
     """Compare updates with all state in host memory with torch's fused ones."""
     require_promise()
-    count = sum(_compare(setting, name, make, on_disk=False) for name, make in NATIVE.items())
-    return PassedCheck(f"tensors beside torch, fused: {', '.join(NATIVE)}", count)
+    count = sum(_compare(setting, name, make, on_disk=False) for name, make in _NATIVE.items())
+    return PassedCheck(f"tensors beside torch, fused: {', '.join(_NATIVE)}", count)
 
 
 def disk(setting: Setting) -> PassedCheck:
@@ -69,15 +50,10 @@ def disk(setting: Setting) -> PassedCheck:
     memory.
     """
     has_promise, count = without_promise() is None, 0
-    for name, make in NATIVE.items():
-        judge = None if has_promise else partial(_wrapped_in_memory, make)
-        count += _compare(setting, name, make, on_disk=True, judge=judge)
+    for name, make in _NATIVE.items():
+        count += _compare(setting, name, make, on_disk=True, is_judged_by_torch=has_promise)
     beside = "torch" if has_promise else "the same in memory"
-    return PassedCheck(f"tensors beside {beside}, state on disk: {', '.join(NATIVE)}", count)
-
-
-def _wrapped_in_memory(make: _Make, params: list[Any]) -> Any:
-    return wrap(make(params))
+    return PassedCheck(f"tensors beside {beside}, state on disk: {', '.join(_NATIVE)}", count)
 
 
 def optimizers(setting: Setting) -> PassedCheck:
@@ -86,15 +62,10 @@ def optimizers(setting: Setting) -> PassedCheck:
 
     The reference is torch's own class on the CPU; for Lion, ours with all state in memory.
     """
-    chosen = dict(list(GENERIC.items())[:2]) if setting.is_quick else GENERIC
+    chosen = dict(list(_GENERIC.items())[:2]) if setting.is_quick else _GENERIC
     count = sum(_compare(setting, name, make, on_disk=True) for name, make in chosen.items())
-    count += _compare(
-        setting,
-        "Lion",
-        lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
-        on_disk=True,
-        judge=lambda params: wrap(Lion(params, lr=1e-3, weight_decay=0.1)),
-    )
+    lion = partial(Lion, lr=1e-3, weight_decay=0.1)
+    count += _compare(setting, "Lion", lion, on_disk=True, is_judged_by_torch=False)
     return PassedCheck(f"tensors: {', '.join(chosen)}, Lion", count)
 
 
@@ -107,9 +78,9 @@ def half(setting: Setting) -> PassedCheck:
     for dtype in (torch.bfloat16, torch.float16):
         start = tensors(setting.seed, dtype)
         masters = [nn.Parameter(tensor.float()) for tensor in start]
-        theirs = NATIVE["AdamW"](masters)
+        theirs = adamw(masters)
         params = parameters(start, setting.device)
-        mine = _wrapped(setting, NATIVE["AdamW"], params, on_disk=True)
+        mine = tight(setting, adamw(params))
         for step in range(_steps(setting)):
             grads = tensors(setting.seed + step + 1, dtype)
             take_step(masters, theirs, [grad.float() for grad in grads])
@@ -130,28 +101,49 @@ def half(setting: Setting) -> PassedCheck:
 
 
 def _compare(
+    setting: Setting, name: str, make: _Make, on_disk: bool, is_judged_by_torch: bool = True
+) -> int:
+    """Compare an optimizer with the same one wrapped, with its state in memory or mostly on disk.
+    is_judged_by_torch: False if the reference is wrapped, too, with all state in memory.
+    """
+
+    def in_memory(params: list[Any]) -> Any:
+        return wrap(make(params))
+
+    def on_little(params: list[Any]) -> Any:
+        return tight(setting, make(params))
+
+    def look(mine: Any) -> None:
+        moved = report(mine).disk_read_bytes
+        require(bool(moved) is on_disk, f"{name}: bytes read", got=moved, expected=f"{on_disk=}")
+
+    judge = make if is_judged_by_torch else in_memory
+    return compare(setting, name, judge, on_little if on_disk else in_memory, look)
+
+
+def compare(
     setting: Setting,
     name: str,
+    judge: _Make,
     make: _Make,
-    on_disk: bool,
-    judge: Callable[[list[Any]], Any] | None = None,
+    look: Callable[[Any], None] = lambda mine: None,
 ) -> int:
-    """Compare a plain loop on the CPU with a wrapped one on the device, from the same gradients;
-    return how many tensors were compared. judge: makes the reference optimizer; None: `make` does.
+    """Compare a loop on the CPU, with the optimizer that `judge` makes, with a wrapped one on the
+    device, from the same gradients; return how many tensors were compared. look: is called with the
+    wrapped optimizer before it is closed.
     """
     start = tensors(setting.seed)
     plain = parameters(start, "cpu")
-    theirs: Any = (judge or make)(plain)
+    theirs = judge(plain)
     expected, expected_states = train_steps(plain, theirs, setting)
-    if judge is not None:
+    if hasattr(theirs, "close"):
         theirs.close()
     ours = parameters(start, setting.device)
-    mine = _wrapped(setting, make, ours, on_disk)
+    mine = make(ours)
     got, states = train_steps(ours, mine, setting)
     count = require_same(got, expected, f"{name}: parameter")
     count += require_same_states(states, expected_states, f"{name}: state")
-    moved = report(mine).disk_read_bytes
-    require(bool(moved) is on_disk, f"{name}: bytes read", got=moved, expected=f"{on_disk=}")
+    look(mine)
     mine.close()
     return count
 
@@ -169,24 +161,10 @@ def train_steps(
     return seen, optimizer.state_dict()["state"]
 
 
-def _wrapped(
-    setting: Setting,
-    make: _Make,
-    params: list[nn.Parameter],
-    on_disk: bool,
-) -> Any:
-    """Make an optimizer and wrap it, with its state in memory or mostly on disk. The parameters may
-    be on a device.
-    """
-    optimizer = make(params)
-    return tight(setting, optimizer) if on_disk else wrap(optimizer)
-
-
-def tight(setting: Setting, optimizer: torch.optim.Optimizer) -> Any:
+def tight(setting: Setting, optimizer: Any) -> Any:
     """Wrap the optimizer in the least host memory that works: most of its state is on disk."""
     folder = setting.directory
-    least = least_bytes(lambda nbytes: plan(optimizer, host_memory=nbytes, nvme=folder))
-    return wrap(optimizer, host_memory=least, nvme=folder)
+    return wrap(optimizer, host_memory=least_bytes(optimizer, nvme=folder), nvme=folder)
 
 
 def _steps(setting: Setting) -> int:
@@ -195,10 +173,7 @@ def _steps(setting: Setting) -> int:
 
 def tensors(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        for size in SIZES
-    ]
+    return [normal(*size, generator=generator).to(dtype) for size in SIZES]
 
 
 def parameters(values: Sequence[Tensor], device: str) -> list[nn.Parameter]:
