@@ -31,7 +31,7 @@ PYTEST := "$(PY)" -m pytest
 ON_PATH = PATH="$$(cd "$$(dirname "$(PY)")" && pwd):$$PATH" PY="$$(basename "$(PY)")"
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" "cmake>=3.18,<5" ninja
 
-.PHONY: pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel versions clean help setup
+.PHONY: unconditional pictures quality numerics demo quick test torture built lint coverage bench sanitize emulate peers wheel versions clean help setup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 13
@@ -106,8 +106,16 @@ $(STAMP).packages: pyproject.toml $(STAMP).constraints
 	  --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
-# The installed finder knows the package's folders by name: a new one is found after another install.
-$(STAMP).native: $(STAMP).packages $(SOURCES) $(shell find offload -name __init__.py)
+# The installed finder knows the package's folders by name: a new one is found, and one that has gone is forgotten, after
+# another install. This list changes only when they do.
+$(STAMP).folders: unconditional
+	@mkdir -p .make
+	@find offload -name __init__.py | LC_ALL=C sort > $@.now
+	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
+
+unconditional:
+
+$(STAMP).native: $(STAMP).packages $(SOURCES) $(STAMP).folders
 	@echo "make: building the native core"
 	"$(PY)" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
