@@ -2,7 +2,7 @@
 from.
 
 A block that is never changed is read from its own files each time. If it is changed all the same,
-it is written to a spare store from then on: the first store reserved no room for it. `residency`
+it is written to a spare store from then on: the first store reserved no room for it. `host_cache`
 decides which blocks stay in memory.
 """
 

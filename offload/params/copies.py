@@ -21,6 +21,7 @@ from offload.params.external_edits import take_in_rebound, untangle
 from offload.params.gathered import Gathered
 from offload.params.host_cache import HostCache
 from offload.params.placeholder import make_device_placeholder, placeholder_storage
+from offload.params.prefetch import TierState
 from offload.params.trace import Phase
 
 _PIECE_BYTES = 8 << 20  # compared with the host's values at a time
@@ -31,17 +32,19 @@ Memory = TypeVar("Memory", Gathered, DeviceBuffer)
 
 class Copies(ABC, Generic[Memory]):
     """The copies of one model's blocks, on one device. cache: the blocks in host memory that they
-    are filled from; where no lock is taken, the caller holds its lock.
+    are filled from; where no lock is taken, the caller holds its lock. sizes: bytes that each copy
+    takes, by the number of the block.
     """
 
     never_drops = False  # a copy may be evicted while its unit does not run
     escaped: str  # what counts copies whose memory other code still holds when they are released
 
-    def __init__(self, cache: HostCache, device: torch.device) -> None:
+    def __init__(self, cache: HostCache, device: torch.device, sizes: Sequence[int]) -> None:
         self.device = device
         self.kept: set[int] = set()  # blocks whose copies stay as long as they are valid
         self._cache, self._blocks, self._lock = cache, cache.blocks, cache.lock
         self._metrics = cache.metrics
+        self._sizes = sizes
         self._buffers: dict[int, Memory] = {}
         self._uploads: dict[int, Ticket[None]] = {}  # copies out of host memory, until waited for
         self._by_address: dict[int, Block] = {}
@@ -124,6 +127,19 @@ class Copies(ABC, Generic[Memory]):
     def _note_seen(self, block: Block) -> None:
         """Note that all changes to the block's parameters so far are taken in."""
         self._versions[block.number] = _versions(block)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self._sizes[number] for number in self._buffers)
+
+    def _tier_within(self, budget_bytes: int) -> TierState:
+        held = set(self._buffers)
+        pinned = {number for number in held if not self._may_go(self._blocks[number])}
+        return TierState(self._sizes, budget_bytes, held, pinned)
+
+    def _may_go(self, block: Block) -> bool:
+        is_busy = block.device_pins or block.number in self._current
+        return not is_busy and block.number not in self.kept
 
     def _has_uploaded(self) -> None:
         """Collect the tickets of uploads that have ended: until then they hold host memory."""

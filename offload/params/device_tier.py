@@ -56,10 +56,10 @@ class DeviceTier(Copies[DeviceBuffer]):
         depth: int | None,
         gauge: DeviceGauge | None = None,
     ) -> None:
-        super().__init__(cache, transfer.device)
+        sizes = [on_device_bytes(block.nbytes) for block in cache.blocks]
+        super().__init__(cache, transfer.device, sizes)
         self.transfer = transfer
         self.depth = _DEPTH if depth is None else depth
-        self._sizes = [on_device_bytes(block.nbytes) for block in self._blocks]
         self._shown: dict[int, int] = {}  # generations of blocks whose parameters show host memory
         self.device_budget = DeviceBudget(
             gauge or DeviceGauge(transfer.memory),
@@ -212,16 +212,11 @@ class DeviceTier(Copies[DeviceBuffer]):
             self._fill(self._blocks[number])
 
     def _tier(self) -> TierState:
-        held = {b.number for b in self._blocks if b.on_device is not Presence.AWAY}
-        pinned = {n for n in held if not self._may_go(self._blocks[n])}
-        escaped = self.transfer.memory.used_bytes - sum(self._sizes[n] for n in held)
-        budget = self.device_budget.blocks_bytes - max(0, escaped)
-        return TierState(self._sizes, budget, held, pinned)
+        escaped = self.transfer.memory.used_bytes - self.held_bytes
+        return self._tier_within(self.device_budget.blocks_bytes - max(0, escaped))
 
     def _may_go(self, block: Block) -> bool:
-        if block.device_pins or block.number in self._current or block.number in self.kept:
-            return False
-        return not self._is_held_elsewhere(block)
+        return super()._may_go(block) and not self._is_held_elsewhere(block)
 
     def _is_held_elsewhere(self, block: Block) -> bool:
         own = len(block.unit.members) if block.is_attached else 0

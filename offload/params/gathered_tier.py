@@ -33,7 +33,7 @@ from offload.params.external_edits import take_in_rebound, untangle
 from offload.params.gathered import Claim, Gathered
 from offload.params.host_cache import HostCache
 from offload.params.mean_gradients import ShardContext
-from offload.params.prefetch import TierState, look_ahead, make_room
+from offload.params.prefetch import look_ahead, make_room
 from offload.params.trace import Phase
 
 _RENDEZVOUS_S = 60.0  # deadline of calls that a program easily makes on one rank only
@@ -47,20 +47,16 @@ class GatheredTier(Copies[Gathered]):
     escaped = "gathered_views_escaped"
 
     def __init__(self, cache: HostCache, shard_context: ShardContext) -> None:
-        super().__init__(cache, shard_context.gather_memory.device)
         sharding = shard_context.sharding
+        sizes = [sharding.whole_of(block.unit) for block in cache.blocks]
+        super().__init__(cache, shard_context.gather_memory.device, sizes)
         self.peak_bytes = 0
         self.budget_bytes = sharding.whole_bytes
         self._ranks, self._memory = shard_context.ranks, shard_context.gather_memory
-        self._sizes = [sharding.whole_of(block.unit) for block in self._blocks]
         self._depth = sharding.depth
         # Blocks whose parameters still have their own values, in case that `prepare` fails.
         self._uncommitted: set[int] = set()
         self._is_committed = False
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(self._sizes[number] for number in self._buffers)
 
     # --- fetch ------------------------------------------------------------------------------------
 
@@ -91,7 +87,7 @@ class GatheredTier(Copies[Gathered]):
         self._has_uploaded()
         absent = [block.number for block in needed if block.on_device is Presence.AWAY]
         nbytes = sum(self._sizes[number] for number in absent)
-        chosen = make_room(self._tier(), uses, nbytes)
+        chosen = make_room(self._tier_within(self.budget_bytes), uses, nbytes)
         if chosen is None and nbytes:
             held = sum(self._sizes[n] for n in self._buffers if not self._may_go(self._blocks[n]))
             raise CapacityError(
@@ -152,21 +148,12 @@ class GatheredTier(Copies[Gathered]):
         """Evict the blocks that must make room for these uses, begin to gather the next ones, and
         fetch the shards of those behind them.
         """
-        moves = look_ahead(self._tier(), uses, self._depth)
+        moves = look_ahead(self._tier_within(self.budget_bytes), uses, self._depth)
         for number in moves.evict:
             self._evict(self._blocks[number])
         for number in moves.fetch:
             self._gather(self._blocks[number])
         self._cache.look_ahead(self._cache.prefetch.depth)
-
-    def _tier(self) -> TierState:
-        held = set(self._buffers)
-        pinned = {number for number in held if not self._may_go(self._blocks[number])}
-        return TierState(self._sizes, self.budget_bytes, held, pinned)
-
-    def _may_go(self, block: Block) -> bool:
-        busy = block.device_pins or block.number in self._current
-        return not busy and block.number not in self.kept
 
     def _evict(self, block: Block) -> None:
         self.forget(block)
@@ -321,7 +308,7 @@ class GatheredTier(Copies[Gathered]):
         finally:
             with self._lock:
                 self.budget_bytes -= nbytes
-                for number in make_room(self._tier(), {}, 0) or ():
+                for number in make_room(self._tier_within(self.budget_bytes), {}, 0) or ():
                     self._evict(self._blocks[number])
 
     def _compare(self, blocks: Sequence[Block]) -> None:

@@ -94,6 +94,7 @@ class HostTier:
 
     @contextmanager
     def exposed(self, needed: Sequence[Block]) -> Iterator[None]:
+        """Expose the parameters of these blocks inside the `with`, and take in their changes."""
         with self.in_host(needed):
             self.watch_edits()
             try:
@@ -113,6 +114,9 @@ class HostTier:
     # --- beginning and end ------------------------------------------------------------------------
 
     def take_over(self, block: Block, has_own_values: bool) -> None:
+        """Make the block in host memory the parameters' one source of values. has_own_values: they
+        have had them in memory of their own until now.
+        """
         self._cache.attach(block)
 
     def keep(self, block: Block) -> None:
@@ -121,6 +125,7 @@ class HostTier:
             pin([block])
 
     def values_to_return(self, block: Block) -> Tensor:
+        """Return the memory with the block's present values, to leave the engine."""
         if block.is_attached:
             self._edits.take_in_rebound(block)
         return self._cache.memory_of(block)
