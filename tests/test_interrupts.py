@@ -28,10 +28,9 @@ from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.device import DeviceTransfer
 from offload.distributed import Ranks
-from offload.params import device_gradients as device_tier
-from offload.params.device_gradients import DeviceGradients
+from offload.params import gradients as device_tier
 from offload.params.gathered import Gathered, GatheredBlockMemory, HostGathered
-from offload.params.gradients import GradMemory
+from offload.params.gradients import DeviceGradients, GradMemory
 from offload.params.mean_gradients import MeanGradients, ShardContext
 from offload.params.placeholder import set_own_grad
 from offload.planning.sharding import Sharding

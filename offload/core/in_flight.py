@@ -25,6 +25,10 @@ def _wait(ticket: Ticket[Any]) -> object:
     return ticket.wait()
 
 
+def nothing() -> None:
+    """Take in the result of an act that has put it in its place."""
+
+
 class InFlight(Generic[T]):
     """The acts of one kind that are in flight. wait: waits for one. frees_failed: the memory of an
     act that has failed may be used again; otherwise some other side may still write to it. One

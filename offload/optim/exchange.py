@@ -4,7 +4,12 @@ A buffer holds one round: the parts of all ranks' shards of a bucket that one co
 `Gathering` all-gathers updated values from the ranks that own them, in one order of buckets on all
 ranks, while the update of later buckets still runs. The reducer (`reducer.py`) uses the same
 buffers for gradients during backward, when no rank gathers. One thread at a time.
-`device_exchange.py` does the same for values on devices.
+
+With values on devices, one for each rank, the buffers are on the device, too. This rank's values
+are copied from the parameters' memory to a buffer and the other ranks' values back, and nothing
+passes through host memory. All work of a round is enqueued on the communication stream, in order,
+so a buffer is free again as soon as the work is enqueued. The stream that computed a gradient also
+copies it to a buffer, and only this rank's shard of the mean is downloaded to the host.
 """
 
 from __future__ import annotations
@@ -18,9 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.core.in_flight import InFlight, nothing
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
+from offload.device import Mark
 from offload.distributed import NETWORK, Ranks
+from offload.distributed.device_network import DeviceNetwork
 from offload.optim.buckets import Bucket, Buckets
 
 # By a parameter's number: its values, or others of the same shape (gradients, say), flat, in the
@@ -79,15 +87,6 @@ class Round:
                     target[span.first : span.end].copy_(here)
 
 
-@dataclass(frozen=True, eq=False)
-class InFlightRound:
-    """A round whose all-gather is in flight. store: to be called with the ticket's result."""
-
-    buffer: BucketBuffer
-    ticket: Ticket[Any]
-    store: Callable[[Any], None]
-
-
 class Exchange:
     """The network buffers of one optimizer, and the ranks it shares its state with. Values and
     buffers are in host memory.
@@ -109,22 +108,24 @@ class Exchange:
         flat = buffer.whole()[: numel * dtype.itemsize].view(dtype)
         return flat.view(self.ranks.count, step.numel)
 
-    def gather(self, step: Round, dtype: torch.dtype, values: Values, what: str) -> InFlightRound:
+    def gather(
+        self,
+        step: Round,
+        dtype: torch.dtype,
+        values: Values,
+        what: str,
+        flights: InFlight[None],
+    ) -> None:
         """Begin the all-gather of a round in a free buffer. This rank's own values must be final.
-        `land` must follow.
+        When it is taken in, the other ranks' values are stored, or (on a device) are certain to be
+        after `join`, and the buffer is free.
         """
         buffer, rank = self.free.pop(), self.ranks.rank
         whole = self.whole(buffer, step, dtype)
         step.put_own(whole, rank, values)
         ticket = self.ranks.gather(whole, whole[rank], what)
-        return InFlightRound(buffer, ticket, lambda _: step.take_others(whole, rank, values))
-
-    def land(self, flight: InFlightRound) -> None:
-        """Wait until the other ranks' values are stored, or (on a device) are certain to be after
-        `join`, and free the buffer.
-        """
-        flight.store(self.wait(flight.ticket))
-        self.free.append(flight.buffer)
+        take_in = partial(step.take_others, whole, rank, values)
+        flights.add(ticket, take_in, partial(self.free.append, buffer), None)
 
     def reduce(self, whole: Tensor, own: Tensor, what: str) -> Ticket[Any]:
         """Reduce-scatter a buffer: `own`, host memory, becomes the mean over all ranks of this
@@ -157,6 +158,78 @@ class Exchange:
             self.free.pop().release()
 
 
+class DeviceExchange(Exchange):
+    """An exchange whose values and buffers are in device memory. parts: host memory for addends of
+    gradients, one for each buffer; each may be empty.
+    """
+
+    def __init__(
+        self, network: DeviceNetwork, buckets: Buckets, parts: Sequence[Tensor], metrics: Metrics
+    ) -> None:
+        self._network, self._transfer = network, network.transfer
+        made = [self._transfer.allocate(buckets.whole_bytes, "a network buffer") for _ in parts]
+        for buffer in made:  # padding is sent, too: it must not contain a NaN
+            buffer.use().zero_()
+            buffer.note_fill()
+        buffers = [
+            BucketBuffer(b.use, part, b.release) for b, part in zip(made, parts, strict=True)
+        ]
+        super().__init__(network.ranks, buckets, buffers, metrics)
+        self._last: Mark | None = None  # on the stream, behind the last round that has landed
+        self._makers: dict[object, Mark] = {}  # by stream, behind its last gradient
+
+    def gather(
+        self,
+        step: Round,
+        dtype: torch.dtype,
+        values: Values,
+        what: str,
+        flights: InFlight[None],
+    ) -> None:
+        buffer, rank = self.free.pop(), self.ranks.rank
+        whole = self.whole(buffer, step, dtype)
+        numbers = {place.number for place in step.bucket.places if place.number is not None}
+        found = {number: values(number) for number in numbers}
+        self._transfer.join()  # uploads of own values may still be in flight
+        ticket = self._network.gather_there(
+            whole,
+            lambda: step.put_own(whole, rank, found.__getitem__),
+            lambda: step.take_others(whole, rank, found.__getitem__),
+            what,
+        )
+        flights.add(ticket, nothing, partial(self.free.append, buffer), None)
+
+    def wait(self, ticket: Ticket[Any]) -> Any:
+        result = super().wait(ticket)
+        if isinstance(result, Mark):  # behind an all-gather
+            self._last = result
+        return result
+
+    def reduce(self, whole: Tensor, own: Tensor, what: str) -> Ticket[Any]:
+        return self._network.reduce_there(whole, own, what)
+
+    def note_maker(self) -> None:
+        mark = self._transfer.mark()
+        self._makers[mark.stream] = mark
+
+    def wait_for_makers(self) -> bool:
+        """Make the current stream wait for all streams that made gradients. Return whether there
+        was any other than the current one; most programs compute on one.
+        """
+        here = self._transfer.mark().stream
+        for mark in self._makers.values():
+            self._transfer.wait_for(mark)
+        return any(stream != here for stream in self._makers)
+
+    def join(self) -> None:
+        """Make this thread's current stream wait for the rounds that have landed; the CPU does not
+        wait.
+        """
+        if self._last is not None:
+            self._transfer.wait_for(self._last)
+            self._last = None
+
+
 class Gathering:
     """An all-gather of some buckets, in rounds. values: own elements are read from there, other
     ranks' are written there. is_ready: whether this rank's own values of a bucket are final.
@@ -177,20 +250,24 @@ class Gathering:
         self._left: deque[Round] = deque(
             step for bucket in buckets for step in exchange.rounds(bucket, dtype_of(bucket))
         )
-        self._flying: deque[InFlightRound] = deque()
+        # The buffer of a round that failed may still be written to, and is not freed.
+        self._flying: InFlight[None] = InFlight(exchange.wait)
 
     def advance(self) -> None:
         """Land the rounds that have arrived and begin those that are ready. Never waits."""
-        while self._flying and self._flying[0].ticket.done:
-            self._land()
-        while self._left and self._exchange.free and self._is_ready(self._left[0].bucket):
-            self._start()
+        exchange = self._exchange
+        self._flying.finish_what_has_ended()
+        while self._left and exchange.free and self._is_ready(self._left[0].bucket):
+            step = self._left[0]
+            dtype, what = self._dtype_of(step.bucket), self._name(step)
+            exchange.gather(step, dtype, self._values, what, self._flying)
+            self._left.popleft()
 
     def finish(self) -> None:
         """Wait until every rank has the values of all ranks, for any work that follows."""
         self.advance()
         while self._flying:
-            self._land()
+            self._flying.finish_oldest()
             self.advance()
         assert not self._left, "everything is ready by now"
         self._exchange.join()
@@ -206,8 +283,7 @@ class Gathering:
             what = self._name(self._left[0])
             self._settle(self._exchange.ranks.gather(own, own, what, after=ended).wait)
         while self._flying:
-            # The buffer of a round that failed may still be written to, and is not freed.
-            self._settle(partial(self._exchange.land, self._flying.popleft()))
+            self._settle(self._flying.finish_oldest)
         self._settle(self._exchange.join)
 
     def _settle(self, act: Callable[[], object]) -> None:
@@ -218,13 +294,3 @@ class Gathering:
 
     def _name(self, step: Round) -> str:
         return f"{self._what} of {step.bucket.name}"
-
-    def _start(self) -> None:
-        step, exchange = self._left[0], self._exchange
-        dtype = self._dtype_of(step.bucket)
-        self._flying.append(exchange.gather(step, dtype, self._values, self._name(step)))
-        self._left.popleft()
-
-    def _land(self) -> None:
-        self._exchange.land(self._flying[0])
-        self._flying.popleft()

@@ -25,8 +25,7 @@ from offload.core.metrics import Metrics
 from offload.device import DeviceTransfer, Mark
 from offload.optim.flat import flat, in_order_of
 from offload.optim.recipe import Record
-from offload.optim.staged_sums import HostSum, StagedSums, equal_parts
-from offload.optim.staging import DeviceStaging
+from offload.optim.staging import DeviceStaging, HostSum, StagedSums, equal_parts
 
 _AS_BITS = {2: torch.int16, 4: torch.int32}
 

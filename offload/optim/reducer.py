@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.core.errors import ConfigError, OffloadError, StateError
-from offload.core.in_flight import InFlight
+from offload.core.in_flight import InFlight, nothing
 from offload.optim.buckets import Bucket
 from offload.optim.exchange import BucketBuffer, Exchange, Round
 from offload.optim.flat import in_order_of
@@ -180,7 +180,7 @@ class Reducer:
                     there.copy_(grad[span.first : span.end])
         own = self._part(buffer, step) if to_add else self._slice(step)
         ticket = exchange.reduce(whole, own, f"the gradients of {bucket.name}")
-        take_in = partial(self._slice(step).add_, own) if to_add else _nothing
+        take_in = partial(self._slice(step).add_, own) if to_add else nothing
         self._flying.add(ticket, take_in, partial(exchange.free.append, buffer), held)
 
     def _part(self, buffer: BucketBuffer, step: Round) -> Tensor:
@@ -304,7 +304,3 @@ class Reducer:
 
 def _known(params: Iterable[Tensor], numbers: Mapping[Tensor, int]) -> set[int]:
     return {numbers[param] for param in params if param in numbers}
-
-
-def _nothing() -> None:
-    """Take in a mean that the collective has put in its place."""

@@ -24,8 +24,7 @@ from offload.distributed import Ranks, check_alike
 from offload.distributed.device_network import DeviceNetwork
 from offload.optim.agreement import VALUES, settings_sum, value_facts
 from offload.optim.buckets import Bucket, Buckets
-from offload.optim.device_exchange import DeviceExchange
-from offload.optim.exchange import BucketBuffer, Exchange, Gathering
+from offload.optim.exchange import BucketBuffer, DeviceExchange, Exchange, Gathering
 from offload.optim.flat import flat
 from offload.optim.recipe import Record
 from offload.optim.reducer import HAVING, LEFT, Reducer

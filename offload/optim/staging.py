@@ -5,26 +5,38 @@ and gradients are downloaded to a staging buffer, which holds one chunk's slices
 There they are updated, and the parameters are uploaded. There are a few staging buffers, so that
 the copies of the next chunks run while one chunk is updated. The parameter is read from the device
 each time, so a change by the user's code counts. One thread at a time.
+
+A gradient that is to be added to one in host memory is downloaded to staging buffers, too, part by
+part, and added on the host, in the order of arrival and in the gradient's own dtype: the result has
+the bits of torch's own sum on the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offload.core.ticket import Ticket
+from offload.core.in_flight import InFlight
+from offload.core.locks import uninterrupted
+from offload.core.ticket import Ticket, TicketState
 from offload.device import DeviceTransfer, Mark
 from offload.optim.flat import flat
 from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.recipe import Record
 from offload.planning.layout import Chunk, Slice
 from offload.planning.state_plan import staging_spans
+
+# Begins the download of a flat tensor on a device to host memory.
+Download = Callable[[Tensor, Tensor], Ticket[Tensor]]
+# Takes in values from an element of a flat gradient on: most often adds them.
+TakeIn = Callable[[Tensor, int], object]
 
 
 class Awaited(Protocol):
@@ -45,20 +57,45 @@ class StagingBuffer:
     tickets: list[Awaited] = field(default_factory=list)
 
 
-class ArrivingGradient(Protocol):
-    """A gradient that is in host memory, or on its way there."""
+@dataclass(eq=False)
+class HostSum:
+    """A flat gradient in host memory. ticket: of the download that fills it, until that is waited
+    for.
+    """
 
     memory: Tensor
+    ticket: Ticket[Tensor] | None = None
 
     def take_ticket(self) -> list[Ticket[Tensor]]:
-        """Return the tickets to wait for before `memory` is used; they are returned once."""
+        """Return the tickets to wait for before `memory` is used, and forget them."""
+        taken, self.ticket = self.ticket, None
+        return [] if taken is None else [taken]
+
+    @uninterrupted  # but for its wait, after which the download is still in flight
+    def settle(self) -> None:
+        """Wait until the gradient has come."""
+        ticket = self.ticket
+        if ticket is None:
+            return
+        try:
+            ticket.wait()
+        except BaseException:
+            if ticket.state is TicketState.COLLECTED:  # it has failed
+                self.ticket = None
+            raise
+        self.ticket = None
+
+    def add(self, values: Tensor, begin: int) -> None:
+        self.settle()
+        with torch.no_grad():
+            self.memory[begin : begin + values.numel()].add_(values)
 
 
 class StagingProvider(Protocol):
     """The provider of parameters and gradients that the update cannot use in place."""
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, HostSum]
     ) -> None: ...
 
     def end_step(self) -> None: ...
@@ -112,10 +149,10 @@ class DeviceStaging:
         self._marks: dict[torch.device, Mark] = {}
         self._has_no_grads = has_no_grads  # gradients have host memory of their own
         self._grads: Mapping[int, Tensor] = {}
-        self._grad_buffers: Mapping[int, ArrivingGradient] = {}
+        self._grad_buffers: Mapping[int, HostSum] = {}
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, HostSum]
     ) -> None:
         """Mark the present position of each device's stream: copies wait for the work submitted
         before, which may use the parameters. grad_buffers: gradients that need no staging buffer.
@@ -231,3 +268,51 @@ class DeviceStaging:
     def close(self) -> None:
         for transfer in self._transfers.values():
             transfer.close()
+
+
+class StagedSums:
+    """What is on its way to be added to gradients in host memory.
+
+    borrow: takes a staging buffer, of which `most` are in use at a time. give_back: returns it.
+    """
+
+    def __init__(
+        self,
+        borrow: Callable[[], StagingBuffer],
+        give_back: Callable[[StagingBuffer], None],
+        most: int,
+    ) -> None:
+        self._borrow, self._give_back, self._most = borrow, give_back, most
+        self._coming: InFlight[object] = InFlight(frees_failed=True)
+        self.finish = self._coming.finish
+        self.finish_what_has_ended = self._coming.finish_what_has_ended
+
+    def add(
+        self,
+        take_in: TakeIn,
+        source: Tensor,
+        parts: Iterable[tuple[int, int]],
+        download: Download,
+        whose: object,
+    ) -> None:
+        """Begin to download a flat gradient, in these parts [begin, end), each of which fits a
+        staging buffer, and to add it by `take_in`.
+        """
+        for begin, end in parts:
+            while len(self._coming) >= self._most:
+                self._coming.finish_oldest()
+            buffer = self._borrow()
+            values = buffer.memory.view(source.dtype)[: end - begin]
+            ticket = download(source[begin:end], values)
+            add = partial(take_in, values, begin)
+            self._coming.add(ticket, add, partial(self._give_back, buffer), whose)
+
+    def finish_those_of(self, whose: object) -> None:
+        """Wait until nothing of this gradient is on its way."""
+        while any(one is whose for one in self._coming.owners):
+            self._coming.finish_oldest()
+
+
+def equal_parts(numel: int, most: int) -> Iterable[tuple[int, int]]:
+    """Cut elements into parts [begin, end) of at most `most`."""
+    return ((begin, min(begin + most, numel)) for begin in range(0, numel, most))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,51 +14,11 @@ from offload.core.errors import CapacityError
 from offload.core.pool import Pool
 from offload.core.ticket import Ticket
 from offload.device import DeviceBuffer, DeviceTransfer
-from offload.params.saved_storage import SavedStorage, Stage
+from offload.params.activations import SavedStorage, Stage
 from offload.storage.engine import Priority
 from offload.storage.growing import GrowingStore
 
 _FULL = 3 / 4  # of the pool; beyond it the oldest are written to the drives
-
-
-class ActivationStore(Protocol):
-    """The tier below the memory that the model computes in, for saved storages."""
-
-    limit_bytes: int  # of activations in the memory that the model computes in
-
-    @property
-    def host_bytes(self) -> int:
-        """The host memory in use now, without the memory that the model computes in."""
-
-    @property
-    def disk_bytes(self) -> int:
-        """The bytes of drives in use now."""
-
-    def leave(self, piece: SavedStorage) -> Ticket[Any] | None:
-        """Start to copy the storage out. Return a ticket until whose end the storage's memory is
-        still needed, or None if it is not needed any more. Raises `CapacityError` if there is no
-        room; then the storage stays in memory.
-        """
-
-    def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
-        """Start to fetch the storage. is_wanted: backward needs it now, this is no prefetch. Raises
-        `CapacityError` if there is no room.
-        """
-
-    def finish(self, piece: SavedStorage) -> Tensor:
-        """Wait until the storage is fetched and return its bytes, in the memory that the model
-        computes in.
-        """
-
-    def discard(self, piece: SavedStorage) -> None:
-        """Note that the storage has released its memory; its copy outside remains."""
-
-    def forget(self, piece: SavedStorage) -> None:
-        """Free the storage's copy; no tensor refers to it any more. Called by finalizers: must not
-        block and must not fail.
-        """
-
-    def close(self) -> None: ...
 
 
 class DiskActivations:

@@ -1,9 +1,10 @@
 """Offload of activations: the tensors that autograd saves leave memory until backward needs them.
 
-The unit of the offload is the storage behind saved tensors. A storage is offloaded when there are
-too many bytes of them and only autograd holds it: a leaf, a buffer, or a tensor that the caller
-still uses would stay in memory anyway. So no code can change a storage that is offloaded. Backward
-needs the storages in reverse order; those saved before the one that it needs are prefetched.
+The unit of the offload is the storage behind saved tensors, however many of them view it. It is
+offloaded when there are too many bytes and only autograd holds it: a leaf, a buffer, or a tensor
+that the caller still uses would stay in memory anyway. So no code can change a storage that is
+offloaded. Backward needs the storages in reverse order; those saved before the one that it needs
+are prefetched.
 
 The `ActivationStore` decides where a storage goes: to the drives, for a model on the CPU; to host
 memory and from there to the drives, for a model on a device. Any thread may call; a lock lets one
@@ -16,19 +17,180 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
+from dataclasses import dataclass
+from enum import Enum
 from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from offload.core.errors import CapacityError, StateError
+from offload.core.holders import holders
 from offload.core.metrics import Metrics
-from offload.params.activation_store import ActivationStore
-from offload.params.saved_storage import PackedTensor, SavedStorage, Stage
+from offload.core.ticket import Ticket
 
 LEAST_BYTES = 64 << 10  # smaller storages stay in memory
 AHEAD = 4  # storages that are prefetched before backward needs them
 _WINDOW_SHARE = 1 / 4  # of the limit, for storages that are being offloaded
+
+
+class Stage(Enum):
+    """The stage of a saved storage on its way to the activation store and back."""
+
+    HERE = "here"
+    GOING = "going"  # the write is in flight; it keeps its memory until then
+    AWAY = "away"
+    COMING = "coming"
+
+
+MOVES = {
+    Stage.HERE: {Stage.GOING, Stage.AWAY},
+    Stage.GOING: {Stage.AWAY, Stage.HERE},
+    Stage.AWAY: {Stage.COMING},
+    Stage.COMING: {Stage.HERE, Stage.AWAY},
+}
+
+
+class SavedStorage:
+    """A storage of which autograd has saved one or more tensors. The graph owns it: it ends with
+    the last of them, whether backward ran or not, in any stage.
+    """
+
+    def __init__(self, owner: Activations, number: int, memory: Tensor) -> None:
+        self.owner = owner
+        self.number = number
+        self.nbytes = memory.nbytes
+        self.memory: Tensor | None = memory
+        self.stage = Stage.HERE
+        self.is_outside = False  # the activation store has these very bytes, too
+        self.leaving: Ticket[Any] | None = None  # the write in flight
+        self.outside: Any = None  # for the activation store
+        self.own_tensors = 1  # the engine's own views of its memory, beside the saved tensors
+        self.saved: list[weakref.ref[PackedTensor]] = []
+
+    @property
+    def name(self) -> str:
+        return f"activations {self.number}"
+
+    def move_to(self, stage: Stage) -> None:
+        assert stage in MOVES[self.stage], f"{self.name}: {self.stage} -> {stage}"
+        self.stage = stage
+
+    def living(self) -> list[PackedTensor]:
+        found = [(ref, ref()) for ref in self.saved]
+        self.saved = [ref for ref, saved in found if saved is not None]
+        return [saved for _, saved in found if saved is not None]
+
+    def is_ours_alone(self) -> bool:
+        """Return whether only the engine and the saved tensors hold the memory."""
+        assert self.memory is not None
+        own = self.own_tensors + sum(saved.tensor is not None for saved in self.living())
+        return holders(self.memory) == own
+
+    def __del__(self) -> None:
+        self.memory = None
+        self.owner.ended(self)
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A saved tensor that stays in memory. It is detached, since a node that keeps its own output
+    would keep itself. With hooks in force torch leaves the check of the version to them.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> KeptTensor:
+        return cls(tensor.detach(), tensor._version)
+
+    def checked(self) -> Tensor:
+        if self.tensor._version != self.version:
+            size, now = tuple(self.tensor.shape), self.tensor._version
+            raise _modified(self.tensor.dtype, size, now, self.version)
+        return self.tensor
+
+
+class PackedTensor:
+    """A tensor that autograd has saved: a view of a saved storage."""
+
+    def __init__(self, piece: SavedStorage, tensor: Tensor) -> None:
+        self._piece = piece
+        self._look = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        # Detached: a node that saves its own output would keep itself alive in a reference cycle.
+        self.tensor: Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self._spoiled: int | None = None  # its version at eviction, if it was changed before
+        piece.saved.append(weakref.ref(self))
+
+    def _look_at(self, memory: Tensor) -> None:
+        dtype, offset, size, stride = self._look
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        self.tensor = empty.set_(memory.untyped_storage(), offset, size, stride)
+        self._version = self.tensor._version
+
+    def leave(self) -> None:
+        """Release the tensor; keep its type, offset, shape and stride."""
+        assert self.tensor is not None
+        if self.tensor._version != self._version:
+            self._spoiled = self.tensor._version
+        self.tensor = None
+
+    def checked(self) -> Tensor:
+        """Return the tensor, fetched if need be. Raises `RuntimeError` as autograd does if it was
+        changed in place since it was saved.
+        """
+        if self._spoiled is None:
+            memory = self._piece.owner.bring(self._piece)
+            if self.tensor is None:
+                self._look_at(memory)
+        version = self._spoiled if self.tensor is None else self.tensor._version
+        if self.tensor is None or version != self._version:
+            dtype, _, size, _ = self._look
+            raise _modified(dtype, size, version, self._version)
+        return self.tensor
+
+
+class ActivationStore(Protocol):
+    """The tier below the memory that the model computes in, for saved storages."""
+
+    limit_bytes: int  # of activations in the memory that the model computes in
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory in use now, without the memory that the model computes in."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of drives in use now."""
+
+    def leave(self, piece: SavedStorage) -> Ticket[Any] | None:
+        """Start to copy the storage out. Return a ticket until whose end the storage's memory is
+        still needed, or None if it is not needed any more. Raises `CapacityError` if there is no
+        room; then the storage stays in memory.
+        """
+
+    def begin(self, piece: SavedStorage, is_wanted: bool) -> None:
+        """Start to fetch the storage. is_wanted: backward needs it now, this is no prefetch. Raises
+        `CapacityError` if there is no room.
+        """
+
+    def finish(self, piece: SavedStorage) -> Tensor:
+        """Wait until the storage is fetched and return its bytes, in the memory that the model
+        computes in.
+        """
+
+    def discard(self, piece: SavedStorage) -> None:
+        """Note that the storage has released its memory; its copy outside remains."""
+
+    def forget(self, piece: SavedStorage) -> None:
+        """Free the storage's copy; no tensor refers to it any more. Called by finalizers: must not
+        block and must not fail.
+        """
+
+    def close(self) -> None: ...
 
 
 class Activations:
@@ -47,14 +209,13 @@ class Activations:
         self._going: deque[weakref.ref[SavedStorage]] = deque()
         self._away: dict[int, weakref.ref[SavedStorage]] = {}
         self._away_numbers: list[int] = []  # sorted
-        self._sizes: dict[int, int] = {}  # of those that have memory
-        self._held_bytes = 0  # their sum
-        self._going_sizes: dict[int, int] = {}  # of those that are being offloaded
+        self._held_bytes = 0  # of those that have memory
+        self._going_bytes = 0  # of those that are being offloaded
         self._coming: set[int] = set()
         self.peak_bytes = 0
-        # Storages that no tensor refers to any more. A finalizer may run at any moment, even while
-        # the lock is held; so it only notes the number here.
-        self._over: deque[int] = deque()
+        # Number, size and stage of storages that no tensor refers to any more. A finalizer may run
+        # at any moment, even while the lock is held; so it only notes them here.
+        self._over: deque[tuple[int, int, Stage]] = deque()
         self._closed = False
 
     @property
@@ -103,13 +264,9 @@ class Activations:
         bytes_.set_(tensor.untyped_storage())
         piece = SavedStorage(self, next(self._numbers), bytes_)
         self._by_address[address] = piece
-        self._hold(piece)
+        self._held_bytes += piece.nbytes
         self._here[piece.number] = weakref.ref(piece)
         return piece
-
-    def _hold(self, piece: SavedStorage) -> None:
-        self._sizes[piece.number] = piece.nbytes
-        self._held_bytes += piece.nbytes
 
     def _shrink(self, nbytes: int = 0) -> None:
         """Offload the oldest storages until the rest, and `nbytes` more, are within the limit less
@@ -117,7 +274,7 @@ class Activations:
         """
         limit = self._activation_store.limit_bytes - nbytes
         self._settle(may_wait=False)
-        staying = self._held_bytes - sum(self._going_sizes.values())
+        staying = self._held_bytes - self._going_bytes
         for ref in list(self._here.values()):
             if staying <= limit * (1 - _WINDOW_SHARE):
                 break
@@ -150,7 +307,7 @@ class Activations:
         else:
             piece.move_to(Stage.GOING)
             self._going.append(weakref.ref(piece))
-            self._going_sizes[piece.number] = piece.nbytes
+            self._going_bytes += piece.nbytes
         return True
 
     def _settle(self, may_wait: bool) -> None:
@@ -170,7 +327,7 @@ class Activations:
     def _end_leaving(self, piece: SavedStorage) -> None:
         ticket, piece.leaving = piece.leaving, None
         assert ticket is not None
-        del self._going_sizes[piece.number]
+        self._going_bytes -= piece.nbytes
         try:
             with self._metrics.span("activation write"):
                 ticket.wait()
@@ -189,16 +346,16 @@ class Activations:
         self._here[piece.number] = weakref.ref(piece)
 
     def _is_gone(self, piece: SavedStorage) -> None:
-        piece.move_to(Stage.AWAY)
         piece.is_outside = True
         piece.memory = None
         self._activation_store.discard(piece)
-        self._release(piece.number)
+        self._note_away(piece)
+
+    def _note_away(self, piece: SavedStorage) -> None:
+        piece.move_to(Stage.AWAY)
+        self._held_bytes -= piece.nbytes
         self._away[piece.number] = weakref.ref(piece)
         insort(self._away_numbers, piece.number)
-
-    def _release(self, number: int) -> None:
-        self._held_bytes -= self._sizes.pop(number, 0)
 
     # --- backward ---------------------------------------------------------------------------------
 
@@ -216,7 +373,7 @@ class Activations:
                 self._metrics.count("activation_hits")
             self._fetch_ahead(piece.number)
             if piece.stage is Stage.GOING:
-                del self._going_sizes[piece.number]
+                self._going_bytes -= piece.nbytes
                 piece.leaving = None
                 self._stays(piece)
             if piece.stage is Stage.COMING:
@@ -234,7 +391,7 @@ class Activations:
         piece.move_to(Stage.COMING)
         self._no_longer_away(piece.number)
         self._coming.add(piece.number)
-        self._hold(piece)
+        self._held_bytes += piece.nbytes
 
     def _no_longer_away(self, number: int) -> None:
         if self._away.pop(number, None) is not None:
@@ -261,30 +418,40 @@ class Activations:
             with self._metrics.span("activation read"):
                 piece.memory = self._activation_store.finish(piece)
         except BaseException:
-            piece.move_to(Stage.AWAY)
-            self._release(piece.number)
-            self._away[piece.number] = weakref.ref(piece)
-            insort(self._away_numbers, piece.number)
+            self._note_away(piece)
             raise
         self._stays(piece)
 
     # --- end --------------------------------------------------------------------------------------
 
     def ended(self, piece: SavedStorage) -> None:
-        self._over.append(piece.number)
+        """Note that no saved tensor refers to the storage any more. Finalizers call it: it must not
+        block and must not fail.
+        """
+        self._over.append((piece.number, piece.nbytes, piece.stage))
         self._activation_store.forget(piece)
 
     def _take_in_ended(self) -> None:
         while self._over:
-            number = self._over.popleft()
+            number, nbytes, stage = self._over.popleft()
             self._here.pop(number, None)
-            self._going_sizes.pop(number, None)
             self._coming.discard(number)
             self._no_longer_away(number)
-            self._release(number)
+            self._held_bytes -= nbytes * (stage is not Stage.AWAY)
+            self._going_bytes -= nbytes * (stage is Stage.GOING)
 
     def close(self) -> None:
         """Close the store. Storages that are offloaded now cannot be fetched any more."""
         with self._lock:
             self._closed = True
             self._activation_store.close()
+
+
+def _modified(
+    dtype: torch.dtype, size: tuple[int, ...], version: int | None, expected: int
+) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a {dtype} tensor of shape {size} is at version {version}; expected version "
+        f"{expected} instead"
+    )

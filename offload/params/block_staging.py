@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.core.errors import CapacityError
 from offload.optim.gradient_source import Gradient
-from offload.optim.staging import ArrivingGradient, Awaited, StagingBuffer
+from offload.optim.staging import Awaited, HostSum, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.host_cache import HostCache
 from offload.params.residency import Residency
@@ -100,7 +100,7 @@ class BlockStaging:
         self._chunk_of: dict[int, Chunk] = {}  # by the id of its staging buffer
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, HostSum]
     ) -> None:
         self._grads = grads
         self.break_off()

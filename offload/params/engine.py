@@ -24,15 +24,18 @@ from offload.core.locks import uninterrupted
 from offload.core.metrics import Metrics
 from offload.core.modes import entered_outside, outside_inference_mode
 from offload.core.pool import Pool
-from offload.params.activations import Activations
+from offload.params.activations import Activations, KeptTensor, PackedTensor
 from offload.params.block import Reference
-from offload.params.device_gradients import DeviceGradients
 from offload.params.device_tier import DeviceTier
-from offload.params.gradients import Gradients, GradMemory, SpilledGradientParams
+from offload.params.gradients import (
+    DeviceGradients,
+    Gradients,
+    GradMemory,
+    SpilledGradientParams,
+)
 from offload.params.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.params.mean_gradients import ShardContext
 from offload.params.residency import Device, make_residency
-from offload.params.saved_storage import KeptTensor, PackedTensor
 from offload.params.sharded_gradients import ShardedGradients
 from offload.params.start import PreparedModelStart
 from offload.params.trace import Phase

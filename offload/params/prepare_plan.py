@@ -22,8 +22,7 @@ from offload.optim.incoming import states_of
 from offload.optim.opening import check_wrappable
 from offload.optim.recipe import Recipe, Record
 from offload.optim.records import OptimizerDraft, States, facts_of, make_records
-from offload.params.device_gradients import staging_bytes
-from offload.params.gradients import SpilledGradientParams, place_bytes
+from offload.params.gradients import SpilledGradientParams, place_bytes, staging_bytes
 from offload.params.mean_gradients import staging_bytes as shard_staging_bytes
 from offload.params.model_buffers import buffer_bytes
 from offload.params.model_methods import refuse_data_parallel

@@ -32,8 +32,8 @@ from offload.optim.records import OptimizerDraft
 from offload.optim.resources import Resources
 from offload.optim.staging import StagingProvider
 from offload.optim.tiers import Tiers, is_chunk_key
-from offload.params.activation_store import ActivationStore, DiskActivations, HostActivations
-from offload.params.activations import Activations
+from offload.params.activation_store import DiskActivations, HostActivations
+from offload.params.activations import Activations, ActivationStore
 from offload.params.block_staging import BlockStaging, SpilledGradientReader
 from offload.params.engine import Engine
 from offload.params.gathered import GatheredBlockMemory, HostGatheredBlockMemory

@@ -25,7 +25,7 @@ from offload.core.pool import Pool
 from offload.device import Mark
 from offload.optim import grad_buffers, resources
 from offload.optim.grad_buffers import GradBuffer, GradBuffers
-from offload.optim.staged_sums import HostSum
+from offload.optim.staging import HostSum
 from offload.planning import planner
 
 Between = Callable[[nn.Module, int], None]  # what a loop does after backward, and in which step

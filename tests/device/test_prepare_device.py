@@ -37,7 +37,7 @@ import offload
 from offload.core.budget import Budget
 from offload.core.errors import CapacityError, ConfigError, StateError
 from offload.core.pool import Pool
-from offload.params import device_gradients, prepared, units
+from offload.params import gradients, prepared, units
 from offload.params.block import Presence
 from offload.params.placeholder import is_offloaded
 from offload.params.prepared import prepared_of
@@ -418,7 +418,7 @@ def test_gradients_add_up_as_on_the_device(fake: DeviceModule) -> None:
 
 
 def test_large_gradients_are_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_gradients, "STAGING_MOST_BYTES", 1024)
+    monkeypatch.setattr(gradients, "STAGING_MOST_BYTES", 1024)
     load("lazy", 0)
     theirs, other = on_device()
     model, optimizer = ready()

@@ -18,7 +18,7 @@ from support.device.transfer_cases import register
 from offload.core.budget import Budget
 from offload.core.errors import OffloadError
 from offload.core.pool import Pool
-from offload.params import device_gradients, prepared, units
+from offload.params import gradients, prepared, units
 from offload.planning import planner
 
 
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_budget: Budget) -> Iterator[None]
     monkeypatch.setattr(units, "LARGE_BYTES", 2048)
     monkeypatch.setattr(planner, "LEAST_CHUNK_NUMEL", 64)
     monkeypatch.setattr(prepared, "Pool", partial(Pool, register=register))
-    monkeypatch.setattr(device_gradients, "STAGING_MOST_BYTES", 1024)
+    monkeypatch.setattr(gradients, "STAGING_MOST_BYTES", 1024)
     load("eager", 0)
     torch.set_num_threads(1)
     yield

@@ -28,12 +28,11 @@ from offload import ConfigError, StateError
 from offload.core.errors import StoreError
 from offload.core.metrics import Metrics
 from offload.core.ticket import Ticket
-from offload.params import activations, draws, prepare_plan, recompute, saved_storage
+from offload.params import activations, draws, prepare_plan, recompute
 from offload.params import units as units_module
 from offload.params.activation_store import DiskActivations
-from offload.params.activations import Activations
+from offload.params.activations import Activations, PackedTensor, SavedStorage, Stage
 from offload.params.prepared import Prepared, prepared_of
-from offload.params.saved_storage import PackedTensor, SavedStorage, Stage
 from offload.storage import growing
 from offload.storage.growing import GrowingStore
 
@@ -75,7 +74,7 @@ def counts(made: Prepared) -> dict[str, int]:
 def kept_bytes() -> int:
     """Return the bytes that autograd keeps in memory of the model's run, each storage once."""
     gc.collect()
-    found = [each.tensor for each in gc.get_objects() if type(each) is saved_storage.KeptTensor]
+    found = [each.tensor for each in gc.get_objects() if type(each) is activations.KeptTensor]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(storages.values())
 
@@ -85,7 +84,7 @@ def nothing_is_outside(made: Prepared) -> bool:
     assert found is not None
     gc.collect()
     found._take_in_ended()
-    assert found._held_bytes == 0 and not found._sizes and not found._away_numbers
+    assert found._held_bytes == found._going_bytes == 0 and not found._away_numbers
     store = found._activation_store._store  # type: ignore[attr-defined]
     return is_empty(store)
 
@@ -590,7 +589,7 @@ def kept_within(nbytes: int, folder: Path) -> Iterator[tuple[Activations, Growin
     made = Activations(DiskActivations(store, nbytes), torch.device("cpu"), metrics)
 
     def pack(tensor: Tensor) -> Any:
-        return made.save(tensor) or saved_storage.KeptTensor.of(tensor)
+        return made.save(tensor) or activations.KeptTensor.of(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.checked()):
         yield made, store

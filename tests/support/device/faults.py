@@ -97,39 +97,33 @@ OF_MODELS = [
     ),
     Fault(
         "a gradient before it has come",
-        dropped(at("optim.staged_sums", "HostSum.settle").call("wait")),
+        dropped(at("optim.staging", "HostSum.settle").call("wait")),
     ),
     Fault(
         "a gradient stays and counts twice",
         dropped(
             # The other call is where it raises.
-            at("params.device_gradients", "DeviceGradients._take").call("set_own_grad", 2, of=2)
+            at("params.gradients", "DeviceGradients._take").call("set_own_grad", 2, of=2)
         ),
     ),
     Fault(
         "added to what was there before",
         becomes(
-            at("params.device_gradients", "DeviceGradients._add")
-            .call("_stage", 1, of=2)
-            .argument(2),
+            at("params.gradients", "DeviceGradients._add").call("_stage", 1, of=2).argument(2),
             "away.fill",
         ),
     ),
     Fault(
         "a gradient that is held is overwritten",
-        never(at("params.device_gradients", "DeviceGradients._begin").comparison("holders")),
+        never(at("params.gradients", "DeviceGradients._begin").comparison("holders")),
     ),
     Fault(
         "a wrong part",
-        becomes(
-            at("optim.staged_sums", "StagedSums.add").call("partial", 1, of=2).argument(3), "0"
-        ),
+        becomes(at("optim.staging", "StagedSums.add").call("partial", 1, of=2).argument(3), "0"),
     ),
     Fault(
         "an exposed gradient is not taken back",
-        dropped(
-            at("params.device_gradients", "DeviceGradients._take_back_to_original").call("copy_")
-        ),
+        dropped(at("params.gradients", "DeviceGradients._take_back_to_original").call("copy_")),
     ),
     Fault(
         "nothing is copied back",
@@ -266,7 +260,7 @@ OF_STAGE_1 = [
     ),
     Fault(
         "gathered before the own part was written",
-        dropped(at("optim.device_exchange", "DeviceExchange.gather").call("join")),
+        dropped(at("optim.exchange", "DeviceExchange.gather").call("join")),
     ),
     Fault(
         "gathered before the last chunk was sent back",
@@ -277,7 +271,7 @@ OF_STAGE_1 = [
     ),
     Fault(
         "used before they were gathered",
-        dropped(at("optim.device_exchange", "DeviceExchange.join").call("wait_for")),
+        dropped(at("optim.exchange", "DeviceExchange.join").call("wait_for")),
     ),
 ]
 OF_STAGE_2 = [
@@ -298,7 +292,7 @@ OF_STAGE_2 = [
 OF_TWO_STREAMS = [
     Fault(
         "gradients copied before they were made",
-        dropped(at("optim.device_exchange", "DeviceExchange.wait_for_makers").call("wait_for")),
+        dropped(at("optim.exchange", "DeviceExchange.wait_for_makers").call("wait_for")),
     ),
     Fault(
         "gradients not held",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from offload.params.device_gradients import STAGING_MOST_BYTES, STAGING_PLACES
+from offload.params.gradients import STAGING_MOST_BYTES, STAGING_PLACES
 from offload.params.spill import slot_bytes
 from offload.planning.layout import ELEMENT_BYTES, ParamSpec, round_up
 from offload.planning.planner import Budgets, TrainingFacts

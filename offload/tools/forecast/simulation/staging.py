@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.optim.gradient_source import Gradient
-from offload.optim.staging import ArrivingGradient, StagingBuffer
+from offload.optim.staging import HostSum, StagingBuffer
 from offload.planning.layout import Chunk, Slice
 from offload.planning.state_plan import Plan
 from offload.tools.forecast.simulation.device import VirtualCopyTicket, VirtualDevice
@@ -28,7 +28,7 @@ class VirtualStaging:
         self._nbytes: dict[int, int] = {}  # of parameters, by staging buffer
 
     def begin_step(
-        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, ArrivingGradient]
+        self, grads: Mapping[int, Gradient], grad_buffers: Mapping[int, HostSum]
     ) -> None:
         """Do nothing: the gradients are computed."""
 
