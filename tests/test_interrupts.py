@@ -30,7 +30,7 @@ from offload.device import DeviceTransfer
 from offload.distributed import Ranks
 from offload.params import gradients as device_tier
 from offload.params.gathered import Gathered, GatheredBlockMemory, HostGathered
-from offload.params.gradients import DeviceGradients, GradMemory
+from offload.params.gradients import DeviceGradients, gradient_memory
 from offload.params.mean_gradients import MeanGradients, ShardContext
 from offload.params.placeholder import set_own_grad
 from offload.planning.sharding import Sharding
@@ -430,7 +430,7 @@ class Copies:
 
 def device_gradients(copies: Copies, numel: int = 64) -> tuple[nn.Parameter, DeviceGradients]:
     pool, param = Pool(1 << 20), nn.Parameter(torch.zeros(numel))
-    places, transfer = GradMemory({0: param}, pool), cast(DeviceTransfer, copies)
+    places, transfer = gradient_memory({0: param}, pool), cast(DeviceTransfer, copies)
     made = DeviceGradients({0: param}, places, pool, transfer, Metrics(), lambda _: "w")
     return param, made
 

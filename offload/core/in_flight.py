@@ -21,10 +21,6 @@ class _Act(Generic[T]):
     whose: T
 
 
-def _wait(ticket: Ticket[Any]) -> object:
-    return ticket.wait()
-
-
 def nothing() -> None:
     """Take in the result of an act that has put it in its place."""
 
@@ -36,7 +32,7 @@ class InFlight(Generic[T]):
     """
 
     def __init__(
-        self, wait: Callable[[Ticket[Any]], object] = _wait, frees_failed: bool = False
+        self, wait: Callable[[Ticket[Any]], object] = Ticket.wait, frees_failed: bool = False
     ) -> None:
         self._acts: deque[_Act[T]] = deque()
         self._wait, self._frees_failed = wait, frees_failed

@@ -27,7 +27,7 @@ from torch import Tensor
 from offload.core.errors import ConfigError, OffloadError, StateError
 from offload.core.in_flight import InFlight, nothing
 from offload.optim.buckets import Bucket
-from offload.optim.exchange import BucketBuffer, Exchange, Round
+from offload.optim.exchange import Exchange, Round
 from offload.optim.flat import in_order_of
 from offload.optim.recipe import Record
 
@@ -178,16 +178,12 @@ class Reducer:
                     there.zero_()
                 else:
                     there.copy_(grad[span.first : span.end])
-        own = self._part(buffer, step) if to_add else self._slice(step)
+        mine = self._slices[bucket.number][step.begin : step.end]
+        part = buffer.part[: mine.nbytes].view(bucket.dtype)
+        own = part if to_add else mine
         ticket = exchange.reduce(whole, own, f"the gradients of {bucket.name}")
-        take_in = partial(self._slice(step).add_, own) if to_add else nothing
+        take_in = partial(mine.add_, own) if to_add else nothing
         self._flying.add(ticket, take_in, partial(exchange.free.append, buffer), held)
-
-    def _part(self, buffer: BucketBuffer, step: Round) -> Tensor:
-        return buffer.part[: step.numel * step.bucket.dtype.itemsize].view(step.bucket.dtype)
-
-    def _slice(self, step: Round) -> Tensor:
-        return self._slices[step.bucket.number][step.begin : step.end]
 
     def drain(self) -> None:
         """Wait until no reduction is in flight; all buffers are free then."""
@@ -202,16 +198,9 @@ class Reducer:
         self._begin_pass()
         self._refuse_foreign()
         self._take_empty()
-        left = {
-            self._buckets.bucket_of(number).number
-            for number in self._buckets.numbers
-            if self._records[number].param.grad is not None
-        }
-        having = self._of.having | {
-            number
-            for number in self._buckets.numbers
-            if self._records[number].param.grad is not None
-        }
+        here = {n for n in self._buckets.numbers if self._records[n].param.grad is not None}
+        left = {self._buckets.bucket_of(number).number for number in here}
+        having = self._of.having | here
         bits = sum(1 << number for number in having)
         filled = zlib.crc32(repr(sorted(self._filled)).encode())
         return {HAVING: f"{bits:x}", LEFT: sorted(left), REDUCED: filled}

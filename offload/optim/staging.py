@@ -203,7 +203,8 @@ class DeviceStaging:
         necessary.
         """
         staging_buffer = self.borrow()
-        spans = staging_spans(chunk, self._widths(), self._has_no_grads)
+        widths = [record.device_bytes for record in self._records]
+        spans = staging_spans(chunk, widths, self._has_no_grads)
         for part, (begin, middle, end) in spans.items():
             if self._is_moved(part):
                 param = self._param(part)
@@ -261,9 +262,6 @@ class DeviceStaging:
 
     def _param(self, part: Slice) -> Tensor:
         return flat(self._records[part.param].local)[part.begin : part.end]
-
-    def _widths(self) -> list[int]:
-        return [record.device_bytes for record in self._records]
 
     def close(self) -> None:
         for transfer in self._transfers.values():

@@ -21,7 +21,7 @@ from offload.core.metrics import Metrics
 from offload.optim.consistency import LOAD, STEP, Consistency
 from offload.optim.export import ParamOptimizerState, Targets
 from offload.optim.flat import flat, in_order_of
-from offload.optim.gradient import gradient_of
+from offload.optim.gradient_handle import gradient_of
 from offload.optim.gradient_source import Gradient, in_memory
 from offload.optim.incoming import is_there, own_part
 from offload.optim.pending_step import PendingStep

@@ -19,57 +19,48 @@ from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
-class RandomSource:
-    """A random number generator whose state can be read and set. owner: the object that has the
-    state; its identity tells sources apart.
+class Draw:
+    """A source of random numbers, and its state before a run. owner: the object that has the state;
+    its identity tells sources apart.
     """
 
     owner: object
     get: Callable[[], Any]
     set: Callable[[Any], object]
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """A source, and its state before a run."""
-
-    source: RandomSource
     state: Any
-
-    @classmethod
-    def of(cls, source: RandomSource) -> Draw:
-        return cls(source, source.get())
 
     @property
     def is_used(self) -> bool:
         """Whether anything was drawn since."""
-        return not _is_same(self.state, self.source.get())
+        return not _is_same(self.state, self.get())
 
 
-def sources_of(module: nn.Module, seen: Iterable[object] = ()) -> list[RandomSource]:
+def draws_of(module: nn.Module, seen: Iterable[object] = ()) -> list[Draw]:
     """List the sources that are known now, each once. seen: torch generators that the module has
     been seen to use.
     """
-    found = {id(source.owner): source for source in _global_sources()}
-    for owner in (*seen, *_owned(module)):
-        source = source_at(owner)
-        if source is not None:
-            found[id(owner)] = source
+    found: dict[int, Draw] = {}
+    for owner in (*_global_sources(), *seen, *_owned(module)):
+        draw = None if id(owner) in found else draw_from(owner)
+        if draw is not None:
+            found[id(owner)] = draw
     return list(found.values())
 
 
-def source_at(owner: Any) -> RandomSource | None:
-    """Return the source that this object is, or None if it is no random number generator."""
-    if isinstance(owner, torch.Generator):
-        return RandomSource(owner, owner.get_state, owner.set_state)
-    if isinstance(owner, random.Random):
-        return RandomSource(owner, owner.getstate, owner.setstate)
+def draw_from(owner: Any) -> Draw | None:
+    """Return the state of this source, or None if it is no random number generator."""
     numpy: Any = sys.modules.get("numpy.random")
+    if isinstance(owner, torch.Generator) or (numpy is not None and owner is numpy):
+        return Draw(owner, owner.get_state, owner.set_state, owner.get_state())
+    if isinstance(owner, random.Random) or owner is random:
+        return Draw(owner, owner.getstate, owner.setstate, owner.getstate())
     if numpy is not None and isinstance(owner, numpy.RandomState):
-        return RandomSource(owner, owner.get_state, owner.set_state)
+        return Draw(owner, owner.get_state, owner.set_state, owner.get_state())
     if numpy is not None and isinstance(owner, numpy.Generator):
         bits = owner.bit_generator
-        return RandomSource(owner, lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return Draw(
+            owner, lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state
+        )
     return None
 
 
@@ -84,11 +75,9 @@ def is_default(owner: object) -> bool:
     return owner is torch.default_generator or any(owner is each for each in of_device)
 
 
-def _global_sources() -> Iterator[RandomSource]:
-    yield RandomSource(random, random.getstate, random.setstate)
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        yield RandomSource(numpy, numpy.get_state, numpy.set_state)
+def _global_sources() -> Iterator[object]:
+    yield random
+    yield sys.modules.get("numpy.random")
 
 
 def _owned(module: nn.Module) -> Iterator[object]:
@@ -118,11 +107,11 @@ def drawing_again(draws: Sequence[Draw]) -> Iterator[None]:
     """Set the sources back to their states before the first run inside the `with`; restore their
     present states at its end.
     """
-    now = [draw.source.get() for draw in draws]
+    now = [draw.get() for draw in draws]
     try:
         for draw in draws:
-            draw.source.set(draw.state)
+            draw.set(draw.state)
         yield
     finally:
         for draw, state in zip(draws, now, strict=True):
-            draw.source.set(state)
+            draw.set(state)

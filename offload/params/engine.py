@@ -30,8 +30,8 @@ from offload.params.device_tier import DeviceTier
 from offload.params.gradients import (
     DeviceGradients,
     Gradients,
-    GradMemory,
     SpilledGradientParams,
+    gradient_memory,
 )
 from offload.params.hooks import at_end_of_backward, call_in_backward, follow, watch_gradients
 from offload.params.mean_gradients import ShardContext
@@ -152,7 +152,7 @@ class Engine:
             here = {n: param for n, param in placed.items() if param not in spill.params}
             self.gradients = DeviceGradients(
                 trained,
-                GradMemory(here, pool),
+                gradient_memory(here, pool),
                 pool,
                 on.transfer,
                 metrics,

@@ -68,18 +68,16 @@ class SpilledGradientParams:
             return SpillArea(store, lease.tensor(), self.room_bytes, metrics)
 
 
-class GradMemory:
-    """The flat gradient buffers in host memory of some parameters, by number."""
-
-    def __init__(self, params: Mapping[int, Tensor], pool: Pool) -> None:
-        self.by_number: dict[int, Tensor] = {}
-        if not params:
-            return
+def gradient_memory(params: Mapping[int, Tensor], pool: Pool) -> dict[int, Tensor]:
+    """Allocate the flat gradient buffers in host memory of some parameters, by number."""
+    found: dict[int, Tensor] = {}
+    if params:
         with pool.lease(gradient_bytes(params), what="gradients") as lease:
             begin = 0
             for number, param in params.items():
-                self.by_number[number] = lease.tensor(param.dtype, param.numel(), begin)
+                found[number] = lease.tensor(param.dtype, param.numel(), begin)
                 begin += place_bytes(param)
+    return found
 
 
 class Gradients:
@@ -168,7 +166,7 @@ class DeviceGradients:
     def __init__(
         self,
         params: Mapping[int, Tensor],
-        places: GradMemory,
+        places: Mapping[int, Tensor],
         pool: Pool,
         transfer: DeviceTransfer,
         metrics: Metrics,
@@ -177,7 +175,7 @@ class DeviceGradients:
         area: SpillArea | None = None,
     ) -> None:
         self._params = params
-        self._places = {params[number]: place for number, place in places.by_number.items()}
+        self._places = {params[number]: place for number, place in places.items()}
         self._name_of = name_of
         self._spilled = spilled
         self.area = area
@@ -315,11 +313,7 @@ class DeviceGradients:
 
     def put(self, param: Tensor, grad: Tensor | None) -> None:
         """Set a parameter's gradient, or clear it."""
-        if grad is not None and (grad.shape != param.shape or grad.dtype != param.dtype):
-            raise ConfigError(
-                f"grad: expected {tuple(param.shape)} of {param.dtype}, as the parameter is, got "
-                f"{tuple(grad.shape)} of {grad.dtype}"
-            )
+        check_like("grad", param, grad)
         with self._lock:
             self._settle_one(param)
             set_own_grad(param, None)
@@ -405,6 +399,15 @@ def gradient_bytes(params: Mapping[int, Tensor]) -> int:
 def place_bytes(param: Tensor) -> int:
     """Return the aligned size of one parameter's gradient buffer."""
     return -(-param.numel() * param.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def check_like(what: str, param: Tensor, grad: Tensor | None) -> None:
+    """Raise `ConfigError` for a gradient that is not of the parameter's shape and dtype."""
+    if grad is not None and (grad.shape != param.shape or grad.dtype != param.dtype):
+        raise ConfigError(
+            f"{what}: expected {tuple(param.shape)} of {param.dtype}, as the parameter is, got "
+            f"{tuple(grad.shape)} of {grad.dtype}"
+        )
 
 
 def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:

@@ -36,7 +36,7 @@ from offload.core.pool import PIECE_ALIGN, Pool
 from offload.core.ticket import Ticket
 from offload.distributed import NETWORK, Ranks
 from offload.params.gathered import Claim, Gathered, GatheredBlockMemory
-from offload.params.gradients import GradMemory
+from offload.params.gradients import gradient_memory
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
 from offload.params.unit_sum import UnitSum, part_of, shard_like
@@ -103,16 +103,15 @@ class MeanGradients:
             for unit in units
             if any(member.param in trained for member in unit.members)
         }
-        places = GradMemory(
-            {n: one for n, one in shards.items() if n not in shard_context.spill}, pool
-        )
+        here = {n: one for n, one in shards.items() if n not in shard_context.spill}
+        places = gradient_memory(here, pool)
         self.sums = {
             number: UnitSum(
                 units[number],
                 {m.param: m for m in units[number].members if m.param in trained},
                 sharding,
                 shards[number],
-                places.by_number.get(number),
+                places.get(number),
                 area,
             )
             for number in shards
@@ -148,12 +147,9 @@ class MeanGradients:
         """Reduce the gradients of a backward pass that ended with an exception, which keeps them,
         as in torch.
         """
-        if self._is_open and not self._is_in_backward():
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if self._is_open and not is_in_backward:
             self.end_backward()
-
-    @staticmethod
-    def _is_in_backward() -> bool:
-        return bool(torch._C._current_graph_task_id() != -1)
 
     def arrived(self, number: int) -> None:
         """Move the gradient that autograd has computed for a parameter to the unit's buffer."""
@@ -259,20 +255,20 @@ class MeanGradients:
         one.arrived.clear()
         target, slot = one.place, None
         if target is None or not one.is_empty:
-            slot = self._take_slot()
-            target = _like(one.like, slot)
+            slot = self._take_slot(one.like.nbytes)
+            target = slot[: one.like.nbytes].view(one.like.dtype)
         ticket = self._gather_memory.reduce(whole, target, one.name)
         take_in = partial(self._take_in, one, whole, target, one.is_empty)
         self._flights.add(ticket, take_in, partial(self._free, slot), whole)
         one.is_empty = False
         self._metrics.count("reduced_bytes", self.sharding.partition_of(one.unit).padded_bytes)
 
-    def _take_slot(self) -> Tensor | None:
-        """Take a staging buffer; if none is free, wait for the oldest reduction. Return None if the
-        model is on the CPU: there are none, any memory will do.
+    def _take_slot(self, nbytes: int) -> Tensor:
+        """Take a staging buffer; if none is free, wait for the oldest reduction. A model on the CPU
+        has none: any memory will do.
         """
         if not self.sharding.on_device:
-            return None
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         while not self._slots:
             self._flights.finish_oldest()
         return self._slots.pop()
@@ -291,7 +287,7 @@ class MeanGradients:
             one.take_in(target, is_first)
 
     def _free(self, slot: Tensor | None) -> None:
-        if slot is not None:
+        if slot is not None and self.sharding.on_device:
             self._slots.append(slot)
 
     def cut_for(self, slices: Mapping[Tensor, Sequence[tuple[int, int]]]) -> None:
@@ -372,13 +368,6 @@ class MeanGradients:
     def name_of(self, param: Tensor) -> str:
         one = self.sum_of.get(param)
         return one.members[param].name if one is not None else "a parameter"
-
-
-def _like(place: Tensor, slot: Tensor | None) -> Tensor:
-    """Return host memory of the same type and size, in a staging buffer if one is given."""
-    if slot is None:
-        return torch.empty_like(place, device="cpu")
-    return slot[: place.nbytes].view(place.dtype)
 
 
 def _check(name: str, grad: Tensor) -> None:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.core.errors import StateError
 from offload.core.metrics import Metrics
-from offload.params.draws import Draw, drawing_again, is_default, source_at, sources_of
+from offload.params.draws import Draw, draw_from, drawing_again, draws_of, is_default
 from offload.params.hooks import Interception, intercept
 from offload.params.units import large_layers
 from offload.planning.unit import Unit, enclosing
@@ -147,7 +147,7 @@ class _LayerRun:
     def _first(self, call: Callable[[], Any]) -> Any:
         self.generations = self._generations()
         self.buffers = [_ModuleBuffer.of(*found) for found in _buffers_of(self.module)]
-        self.draws = [Draw.of(s) for s in sources_of(self.module, self.layer.generators)]
+        self.draws = draws_of(self.module, self.layer.generators)
         output = call() if self.layer.is_probed else self._probe(call)
         self.draws = [draw for draw in self.draws if draw.is_used]
         for buffer in self.buffers:
@@ -163,9 +163,9 @@ class _LayerRun:
         with _Probe(type(self)._probe.__code__) as probe:
             output = call()
         self.layer.is_probed = True
-        self.layer.generators = [draw.source.owner for draw in probe.draws]
-        known = {id(draw.source.owner) for draw in self.draws}
-        self.draws += [draw for draw in probe.draws if id(draw.source.owner) not in known]
+        self.layer.generators = [draw.owner for draw in probe.draws]
+        known = {id(draw.owner) for draw in self.draws}
+        self.draws += [draw for draw in probe.draws if id(draw.owner) not in known]
         if probe.has_found:
             self.layer.is_let_alone = True
             self.metrics.count("layers_that_recompute_themselves")
@@ -272,14 +272,11 @@ class _Probe(TorchFunctionMode):
     ) -> Any:
         self.has_found = self.has_found or _is_within_checkpoint(self._outermost)
         owner = kwargs.get("generator") if kwargs else None
-        if owner is not None and not is_default(owner):
-            self._note(owner)
+        is_known = owner is None or is_default(owner)
+        if not is_known and all(draw.owner is not owner for draw in self.draws):
+            draw = draw_from(owner)
+            self.draws += [] if draw is None else [draw]
         return func(*args, **(kwargs or {}))
-
-    def _note(self, owner: object) -> None:
-        if all(draw.source.owner is not owner for draw in self.draws):
-            source = source_at(owner)
-            self.draws += [] if source is None else [Draw.of(source)]
 
 
 def layers_of(

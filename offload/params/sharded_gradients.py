@@ -26,6 +26,7 @@ from offload.core.refusing_tensor import found_in, name_of_function
 from offload.distributed import Ranks
 from offload.optim.gradient_handle import Answers, GradientHandle, answers_for
 from offload.optim.gradient_source import Gradient, GradientEdit
+from offload.params.gradients import check_like
 from offload.params.mean_gradients import MeanGradients, ShardContext
 from offload.params.placeholder import own_grad, set_own_grad
 from offload.params.spill import SpillArea
@@ -117,13 +118,13 @@ class ShardedGradients:
                     raise StateError(f"{self.name_of(param)}: was frozen when it was prepared")
                 set_own_grad(param, None)
                 return
-            _check_like(self.name_of(param), param, grad)
+            check_like(f"grad of {self.name_of(param)}", param, grad)
             self._handles.pop(param, None)  # a use of the old handle raises from now on
             one.drop(param)
             if grad is not None:
                 one.clear_what_is_gone()
                 if one.is_empty:
-                    one.clear()
+                    one.take_in(torch.zeros_like(one.like, device="cpu"), is_first=True)
                     one.is_empty = False
                 one.has.add(param)
                 one.fill(param, grad.detach())
@@ -213,14 +214,6 @@ class ShardedGradients:
 def _give_back(one: UnitSum, whole: Tensor) -> None:
     for param in one.has:
         param.grad = part_of(one.members[param], whole).to(param.device, copy=True)
-
-
-def _check_like(name: str, param: Tensor, grad: Tensor | None) -> None:
-    if grad is not None and (grad.shape != param.shape or grad.dtype != param.dtype):
-        raise ConfigError(
-            f"grad of {name}: expected {tuple(param.shape)} of {param.dtype}, as the parameter is, "
-            f"got {tuple(grad.shape)} of {grad.dtype}"
-        )
 
 
 class ShardOfGradient:

@@ -120,13 +120,6 @@ class UnitSum:
             self.is_empty = True
             self.gone.clear()
 
-    def clear(self) -> None:
-        """Set the shard to zeros."""
-        if self.place is not None:
-            self.place.zero_()
-        else:
-            self.spilled.take(torch.zeros_like(self.like, device="cpu"))
-
     def clear_what_is_gone(self) -> None:
         """Set gradients that user code has set to None to zero, before new ones are added to
         them.

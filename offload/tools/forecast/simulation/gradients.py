@@ -10,13 +10,12 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from offload.core.metrics import Metrics
 from offload.optim.gradient_source import Gradient
 from offload.planning.layout import Chunk, Slice
 from offload.storage.engine import Priority
 from offload.tools.forecast.simulation.clock import Clock
-from offload.tools.forecast.simulation.device import VirtualDevice
-from offload.tools.forecast.simulation.drives import DriveRequest
+from offload.tools.forecast.simulation.memory import VirtualTicket
+from offload.tools.forecast.simulation.world import VirtualWorld
 from offload.tools.forecast.workload import BACKWARD, Workload
 
 COPY = "gradient copy"
@@ -26,7 +25,7 @@ class VirtualGradients:
     """The gradients of one model.
 
     spilled: numbers of the parameters whose gradients are spilled. slots: how many chunks'
-    gradients staging memory has room for. memory_bytes_per_s: None: copies in memory take no time.
+    gradients staging memory has room for.
     """
 
     def __init__(
@@ -34,15 +33,13 @@ class VirtualGradients:
         work: Workload,
         spilled: AbstractSet[int],
         slots: int,
-        clock: Clock,
-        metrics: Metrics,
-        memory_bytes_per_s: float | None,
-        device: VirtualDevice | None,
+        world: VirtualWorld,
     ) -> None:
         self._params, self._spilled, self._slots = work.params, spilled, slots
         self._taken: set[int] = set()  # numbers of chunks
-        self._clock, self._metrics, self._device = clock, metrics, device
-        self._memory_bytes_per_s = memory_bytes_per_s
+        self._clock, self._metrics = world.clock, world.metrics
+        self._store, self._device = world.store, world.device
+        self._memory_bytes_per_s = world.speeds.memory_bytes_per_s  # None: copies take no time
         self._bytes: Counter[int] = Counter()  # by unit
         self._spilled_bytes: Counter[int] = Counter()
         for number, param in enumerate(work.params):
@@ -62,15 +59,12 @@ class VirtualGradients:
                 self._push_out(self._spilled_bytes[unit])
 
     def _push_out(self, nbytes: int) -> None:
-        drives = self._clock.drives
-        assert drives is not None, "nothing is spilled without a disk"
+        assert self._store is not None, "nothing is spilled without a disk"
         if self._memory_bytes_per_s is not None:
             with self._clock.cause(COPY):
                 self._clock.spend(2 * nbytes / self._memory_bytes_per_s)
-        request = DriveRequest("gradients", nbytes, True, Priority.WRITE_BACK, self._clock.now_s)
-        drives.submit(request)
+        self._store.start("gradients", nbytes, True, Priority.WRITE_BACK)
         self._metrics.count("spilled_bytes", nbytes)
-        self._metrics.count("disk_written_bytes", nbytes)
 
     # --- for the update ---------------------------------------------------------------------------
 
@@ -82,13 +76,12 @@ class VirtualGradients:
 
     def take(self, chunk: Chunk) -> Mapping[Slice, _VirtualArrival]:
         """Start to read the spilled gradients of a chunk."""
-        nbytes, drives = self._bytes_of(chunk), self._clock.drives
-        if not nbytes or drives is None:
+        nbytes = self._bytes_of(chunk)
+        if not nbytes or self._store is None:
             return {}
         self._taken.add(chunk.number)
-        self._metrics.count("disk_read_bytes", nbytes)
-        request = DriveRequest("gradients", nbytes, False, Priority.PREFETCH, self._clock.now_s)
-        return {chunk.slices[0]: _VirtualArrival(self._clock, drives.submit(request))}
+        read = self._store.start("gradients", nbytes, False, Priority.PREFETCH)
+        return {chunk.slices[0]: _VirtualArrival(self._clock, read)}
 
     def give_back(self, chunk: Chunk) -> None:
         self._taken.discard(chunk.number)
@@ -110,16 +103,16 @@ class _VirtualArrival:
 
     values = torch.empty(0, device="meta")
 
-    def __init__(self, clock: Clock, request: DriveRequest) -> None:
-        self._clock, self._request = clock, request
+    def __init__(self, clock: Clock, read: VirtualTicket) -> None:
+        self._clock, self._read = clock, read
 
     @property
     def done(self) -> bool:
-        return self._clock.has_ended(self._request)
+        return self._read.done
 
     def wait(self) -> None:
         with self._clock.cause("gradient read"):
-            self._clock.wait_for(self._request)
+            self._read.wait()
 
 
 def _last_uses(work: Workload) -> dict[int, list[int]]:

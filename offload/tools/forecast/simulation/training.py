@@ -56,15 +56,7 @@ class Training:
         pool = VirtualPool(max(plan.state.arena_bytes, PIECE_ALIGN))
         self._tiers = Tiers(plan.state, cast("Pool", pool), cast("DiskStore", world.store))
         self._update_s = [self._seconds_of(chunk, world.speeds) for chunk in plan.state.chunks]
-        self._gradients = VirtualGradients(
-            work,
-            spilled_params(plan),
-            staged_chunks(plan),
-            world.clock,
-            world.metrics,
-            world.speeds.memory_bytes_per_s,
-            world.device,
-        )
+        self._gradients = VirtualGradients(work, spilled_params(plan), staged_chunks(plan), world)
         self._staging_buffers = self._make_staging()
         self._activations = self._make_activations()
         self._made_bytes = self._made_by_uses()
