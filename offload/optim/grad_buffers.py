@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -28,19 +27,6 @@ from offload.optim.recipe import Record
 from offload.optim.staging import DeviceStaging, HostSum, StagedSums, equal_parts
 
 _AS_BITS = {2: torch.int16, 4: torch.int32}
-
-
-class GradBufferState(Enum):
-    EMPTY = "empty"  # its bytes mean nothing
-    COPIED = "copied"  # a copy of `param.grad` as autograd left it
-    HELD = "held"  # the only copy of the gradient; `param.grad` is None
-
-
-MOVES = {
-    GradBufferState.EMPTY: {GradBufferState.COPIED, GradBufferState.HELD},
-    GradBufferState.COPIED: {GradBufferState.COPIED, GradBufferState.EMPTY},
-    GradBufferState.HELD: {GradBufferState.HELD, GradBufferState.EMPTY},
-}
 
 
 @dataclass(frozen=True)
@@ -66,18 +52,16 @@ class _Likeness:
 
 @dataclass(eq=False, kw_only=True)
 class GradBuffer(HostSum):
-    """The buffer of one parameter's gradient. `memory`: flat, in the order of the parameter's."""
+    """The buffer of one parameter's gradient. `memory`: flat, in the order of the parameter's; its
+    bytes mean nothing unless there is a likeness or `is_held`.
+    """
 
     record: Record
-    state: GradBufferState = GradBufferState.EMPTY
-    likeness: _Likeness | None = None
+    likeness: _Likeness | None = None  # not None: a copy of `param.grad` as autograd left it
+    is_held: bool = False  # the only copy of the gradient; `param.grad` is None
     calls: int = 0  # calls of `arrived` since the last step
     usual_calls: int = 1  # the same in the step before
     was_released: bool = False  # `param.grad` is None only because `release` moved it here
-
-    def move_to(self, state: GradBufferState) -> None:
-        assert state in MOVES[self.state] or state is self.state, (self.state, state)
-        self.state = state
 
 
 class GradBuffers:
@@ -132,17 +116,17 @@ class GradBuffers:
         """Begin the download. If autograd accumulates again while it is in flight, its bytes are of
         two ages; the next download, which is ordered behind it, replaces them.
         """
-        buffer.move_to(GradBufferState.COPIED)
+        assert not buffer.is_held, "its gradient was taken away"
         buffer.likeness = _Likeness.of(grad)
         self._read(buffer, in_order_of(grad.detach(), buffer.record.param), self._mark(buffer))
         self._metrics.count("gradients_early_bytes", buffer.memory.nbytes)
 
     def _take_away(self, buffer: GradBuffer, grad: Tensor) -> None:
-        if buffer.state is GradBufferState.HELD:
+        if buffer.is_held:
             self._add(buffer, grad)
         else:
             self._read(buffer, in_order_of(grad.detach(), buffer.record.param), None)
-            buffer.move_to(GradBufferState.HELD)
+            buffer.is_held = True
         buffer.record.param.grad = None
         buffer.was_released = True
         self._metrics.count("gradients_early_bytes", buffer.memory.nbytes)
@@ -175,7 +159,7 @@ class GradBuffers:
             return {
                 number: buffer.memory
                 for number, buffer in self.by_number.items()
-                if buffer.state is GradBufferState.HELD and buffer.record.param.grad is None
+                if buffer.is_held and buffer.record.param.grad is None
             }
 
     def settle(self, number: int) -> Tensor:
@@ -189,7 +173,7 @@ class GradBuffers:
         skipped.
         """
         there = [self.by_number[n] for n in grads if n in self.by_number and not grads[n].is_cpu]
-        changed = self._changed([h for h in there if h.state is GradBufferState.COPIED])
+        changed = self._changed([buffer for buffer in there if buffer.likeness is not None])
         if changed:
             self._comes_early = False
             self._metrics.fall_back(
@@ -198,9 +182,7 @@ class GradBuffers:
                 "step(); max_grad_norm clips within the update and lets them come early",
             )
         for buffer in there:
-            if (
-                buffer.state is not GradBufferState.COPIED or changed
-            ):  # code that writes to one gradient writes to others
+            if buffer.likeness is None or changed:  # code that writes to one writes to others
                 self._read(buffer, grads[buffer.record.number], self._mark(buffer))
                 self._metrics.count("gradients_late_bytes", buffer.memory.nbytes)
 
@@ -251,16 +233,14 @@ class GradBuffers:
                 buffer.was_released = False
             elif buffer.was_released and buffer.record.param.grad is None:
                 self.settle(number).zero_()
-                buffer.move_to(GradBufferState.HELD)
+                buffer.is_held = True
 
     def forget(self) -> None:
         """Drop the contents of all buffers."""
         with self._lock:
             self._sums.finish()
             for buffer in self.by_number.values():
-                if buffer.state is not GradBufferState.EMPTY:
-                    buffer.move_to(GradBufferState.EMPTY)
-                buffer.likeness = None
+                buffer.is_held, buffer.likeness = False, None
 
     def close(self) -> None:
         """Restore `param.grad` from the gradients whose only copy is here, and drop the rest."""

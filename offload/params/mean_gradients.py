@@ -76,7 +76,7 @@ class MeanGradients:
 
     params: the parameters that autograd's hooks report, by number. pool: memory for shards that are
     not spilled. area: where the other shards are. left: returns the numbers of the units that
-    backward will still reach. ended: called when a backward pass has ended.
+    backward will still reach.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class MeanGradients:
         metrics: Metrics,
         left: Callable[[], set[int]],
         area: SpillArea | None = None,
-        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._params = params
-        self._tell_ended = ended
+        self.area = area
+        self.tell_ended: Callable[[], None] = lambda: None  # called when a backward pass has ended
         self.ranks = shard_context.ranks
         self.sharding = sharding = shard_context.sharding
         self._gather_memory = shard_context.gather_memory
@@ -303,7 +303,7 @@ class MeanGradients:
             self._is_open = False
             if self._local:
                 self._is_pending = True
-                self._tell_ended()
+                self.tell_ended()
                 return
             mine = sorted(n for n, one in self.sums.items() if one.whole is not None)
             each = self.ranks.exchange([sorted(self._arrived), mine], "gradients that have come")
@@ -319,7 +319,7 @@ class MeanGradients:
             self._arrived.clear()
             self._is_pending = False
             self._end_local()
-            self._tell_ended()
+            self.tell_ended()
 
     # --- no_sync ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ rank must make the call. Everything else is refused, since no rank has all value
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
@@ -20,18 +20,14 @@ from torch import Tensor
 
 from offload import kernels
 from offload.core.errors import ConfigError, StateError
-from offload.core.metrics import Metrics
-from offload.core.pool import Pool
 from offload.core.refusing_tensor import found_in, name_of_function
 from offload.distributed import Ranks
 from offload.optim.gradient_handle import Answers, GradientHandle, answers_for
 from offload.optim.gradient_source import Gradient, GradientEdit
 from offload.params.gradients import check_like
-from offload.params.mean_gradients import MeanGradients, ShardContext
+from offload.params.mean_gradients import MeanGradients
 from offload.params.placeholder import own_grad, set_own_grad
-from offload.params.spill import SpillArea
 from offload.params.unit_sum import UnitSum, part_of
-from offload.planning.unit import Unit
 from offload.storage.outgoing import Outgoing
 
 NO_SCALER = (
@@ -42,30 +38,17 @@ _EDITS = ("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_", "
 
 
 class ShardedGradients:
-    """The sharded gradients of one model, with the handles that `.grad` returns. The arguments are
-    those of `MeanGradients`, which makes them.
-    """
+    """The sharded gradients of one model, `means`, with the handles that `.grad` returns."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        params: Mapping[int, Tensor],
-        shard_context: ShardContext,
-        pool: Pool,
-        metrics: Metrics,
-        left: Callable[[], set[int]],
-        area: SpillArea | None = None,
-    ) -> None:
-        means = MeanGradients(
-            units, params, shard_context, pool, metrics, left, area, self._backward_ended
-        )
-        self.area = area
+    def __init__(self, means: MeanGradients) -> None:
+        means.tell_ended = self._backward_ended
+        self.area = means.area
         self.lock, self.ranks, self.name_of = means.lock, means.ranks, means.name_of
         self.arrived, self.visited = means.arrived, means.visited
         self.end_backward, self.no_sync = means.end_backward, means.no_sync
         self.cut_for = means.cut_for
         self.means = means
-        self._is_on_device = shard_context.gather_memory.device.type != "cpu"
+        self._is_on_device = means.sharding.on_device
         self._handles: dict[Tensor, GradientHandle] = {}
         self._norms: dict[Tensor, float] = {}
         self._exposed: set[Tensor] = set()  # exposed parameters, whose gradients show, too

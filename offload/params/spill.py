@@ -246,7 +246,12 @@ class SpillArea:
         None: there is no room, since gradients that the user's code still holds have it.
         """
         with self.lock:
-            self._free_given_up()
+            while self.given_up:  # by gradients that were garbage-collected since
+                keys, freed_bytes = self.given_up.popleft()
+                self._left_bytes += freed_bytes
+                for one in keys:
+                    with suppress(StateError):  # never written, or the store is closed
+                        self.store.free(one)
             cuts = self.fitting(self._cut_of.get(key, (0, numel)), dtype)
             nbytes = sum(_page_up((end - begin) * dtype.itemsize) for begin, end in pairwise(cuts))
             if nbytes > self._left_bytes:
@@ -265,15 +270,6 @@ class SpillArea:
         gradient = GradientHandle.of(param, spilled)
         self._living.add(gradient)
         return gradient
-
-    def _free_given_up(self) -> None:
-        """Free the chunks of gradients that were garbage-collected since."""
-        while self.given_up:
-            keys, nbytes = self.given_up.popleft()
-            self._left_bytes += nbytes
-            for key in keys:
-                with suppress(StateError):  # never written, or the store is closed
-                    self.store.free(key)
 
     def close(self, make: Callable[[Tensor], Outgoing]) -> None:
         """Move the gradients that the user's code still holds out of the store, before that is

@@ -182,7 +182,7 @@ class SpilledGradientValues:
         is_all = begin == 0 and values.numel() == self.cuts[-1]
         with self._changing():
             self._fit(keeps_values=not is_all)
-            for piece in self._within(begin, begin + values.numel()):
+            for piece in self._around(begin, begin + values.numel(), is_whole=True):
                 slot = self.area.take()
                 here = slot.memory.view(self.dtype)[: piece.end - piece.begin]
                 here.copy_(values[piece.begin - begin : piece.end - begin])
@@ -206,7 +206,7 @@ class SpilledGradientValues:
             self._norm = self._squares = None
             self._fit(keeps_values=True)
             flat = values.detach().reshape(-1)
-            to_come = deque(self._within(begin, begin + flat.numel()))
+            to_come = deque(self._around(begin, begin + flat.numel(), is_whole=True))
             coming: deque[tuple[StagedGradientRange, SpillSlot]] = deque()
             try:
                 while to_come or coming:
@@ -344,13 +344,12 @@ class SpilledGradientValues:
             for begin, end, edit in self._edits[piece.made :]
         )
 
-    def _within(self, begin: int, end: int) -> list[SpilledRange]:
-        found = self._around(begin, end)
-        assert not found or (found[0].begin >= begin and found[-1].end <= end), "whole pieces"
+    def _around(self, begin: int, end: int, is_whole: bool = False) -> list[SpilledRange]:
+        """Return the ranges that have some of these elements. is_whole: and no others."""
+        found = [piece for piece in self.pieces if piece.begin < end and begin < piece.end]
+        if is_whole and found:
+            assert begin <= found[0].begin and found[-1].end <= end, "whole pieces"
         return found
-
-    def _around(self, begin: int, end: int) -> list[SpilledRange]:
-        return [piece for piece in self.pieces if piece.begin < end and begin < piece.end]
 
     @property
     def answers(self) -> Answers:
