@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offload.core.errors import CapacityError
 from offload.optim.gradient_source import Gradient
-from offload.optim.staging import Awaited, HostSum, StagingBuffer
+from offload.optim.staging import HostSum, StagingBuffer
 from offload.params.block import Block, Presence
 from offload.params.host_cache import HostCache
 from offload.params.residency import Residency
@@ -29,32 +28,6 @@ from offload.params.spilled_gradient import (
     StagedGradientRange,
 )
 from offload.planning.layout import Chunk, Slice
-
-
-class GradientStaging(Protocol):
-    """The staging of gradients that are not in memory, a chunk's at a time."""
-
-    def begin(self, grads: Mapping[int, Gradient], chunks: Iterable[Chunk]) -> None:
-        """Begin an update of these gradients, in chunks of this order."""
-
-    def has_place(self, chunk: Chunk) -> bool:
-        """Return whether `take` need not wait."""
-
-    def take(self, chunk: Chunk) -> Mapping[Slice, ArrivingSlice]:
-        """Start to fetch the slices of a chunk's gradients that are not in memory."""
-
-    def give_back(self, chunk: Chunk) -> None:
-        """Release the slices of a chunk; the update has ended with them."""
-
-    def end(self) -> None:
-        """End the update, also after an error."""
-
-
-class ArrivingSlice(Awaited, Protocol):
-    """A slice of a gradient that is being fetched. Its values are valid after `wait`."""
-
-    values: Tensor
-
 
 MOST_BLOCKS = 3  # one that is updated, and those that are being fetched
 
@@ -87,7 +60,7 @@ class BlockStaging:
         self,
         residency: Residency,
         places: Mapping[int, tuple[Block, int, torch.dtype]],
-        staging: GradientStaging | None = None,
+        staging: SpilledGradientReader | None = None,
         firsts: Mapping[int, int] | None = None,
     ) -> None:
         self._residency = residency
@@ -165,7 +138,7 @@ class BlockStaging:
                 staging_buffer.slices[part] = param, self._gradient(part, coming)
         return staging_buffer
 
-    def _gradient(self, part: Slice, coming: Mapping[Slice, ArrivingSlice]) -> Tensor:
+    def _gradient(self, part: Slice, coming: Mapping[Slice, StagedGradientRange]) -> Tensor:
         if part in coming:
             return coming[part].values
         grad, first = self._grads[part.param], self._firsts.get(part.param, 0)

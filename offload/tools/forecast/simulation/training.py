@@ -14,7 +14,7 @@ from offload.core.pool import PIECE_ALIGN, Pool
 from offload.optim.pipeline import Pipeline
 from offload.optim.staging import StagingBuffer, StagingProvider
 from offload.optim.tiers import HostChunk, Tiers
-from offload.params.block_staging import BlockStaging
+from offload.params.block_staging import BlockStaging, SpilledGradientReader
 from offload.params.trace import Phase
 from offload.planning.layout import Chunk
 from offload.planning.training import TrainingPlan
@@ -93,7 +93,8 @@ class Training:
                 for number, spec in enumerate(plan.params)
                 if spec.unit is not None
             }
-            return BlockStaging(world.residency, places, self._gradients)
+            reader = cast("SpilledGradientReader", self._gradients)
+            return BlockStaging(world.residency, places, reader)
         if plan.staging_buffers and world.device is not None:
             return VirtualStaging(world.device, plan)
         return None
