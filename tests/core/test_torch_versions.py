@@ -17,8 +17,8 @@ from torch import nn
 import offload
 from offload.core import torch_versions
 from offload.core.host_facts import Torch, read_machine
-from offload.tools import doctor as judgement
-from offload.tools.doctor import Severity
+from offload.tools import judgement
+from offload.tools.judgement import Severity
 from offload.tools.selftest import about
 from offload.tools.selftest.check import Setting
 

@@ -36,10 +36,9 @@ from offload.core.host_facts import (
     Memory,
     Torch,
 )
-from offload.tools import cli
-from offload.tools import doctor as judgement
+from offload.tools import cli, judgement
 from offload.tools.cli import doctor
-from offload.tools.doctor import Row, Severity
+from offload.tools.judgement import Row, Severity
 
 GIB = 2**30
 HEALTHY = HostFacts(

@@ -13,7 +13,7 @@ import offload
 from offload.core.drive_facts import read_directory
 from offload.core.host_facts import read_machine
 from offload.integrations.screen import encodable
-from offload.tools.doctor import Row, Severity, examine
+from offload.tools.judgement import Row, Severity, examine
 from offload.tools.output import count_statuses, print_json, results, table
 
 SUMMARY: Final = "Show what this machine can do, what is degraded, and how to mend it."
