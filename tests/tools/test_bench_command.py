@@ -40,7 +40,7 @@ from offload.tools.bench import sizes as default_sizes
 from offload.tools.bench import survey as surveys
 from offload.tools.bench.drives import DiskFigures, measure_beside
 from offload.tools.bench.figure import Figure, FigureUnit, Repeats, repeat
-from offload.tools.bench.sizes import BenchSizes, ModelSize
+from offload.tools.bench.sizes import Bench, BenchSizes, ModelSize
 from offload.tools.bench.survey import BenchRequest, SurveyPart, SurveyResult, make_profile, survey
 from offload.tools.cli import bench
 from offload.tools.forecast.synthetic_llama import StandIn
@@ -733,7 +733,7 @@ def in_turns(alone_s: float, beside_s: float) -> Callable[[], float]:
 
 def test_a_share_is_the_speed_beside_busy_drives_of_that_alone() -> None:
     traffic: Any = EndlessTraffic()
-    figure = measure_beside("x", in_turns(1.0, 4.0), traffic, TINY, Quiet())
+    figure = measure_beside(Bench(TINY, Quiet()), "x", in_turns(1.0, 4.0), traffic)
     assert figure == Figure("x", FigureUnit.SHARE, 0.25, 0.0, default_sizes.ROUNDS)
     assert traffic.passes == default_sizes.ROUNDS
     assert not any(thread.name == "busy drives" for thread in threading.enumerate())
@@ -743,7 +743,7 @@ def test_drives_that_are_done_too_soon_give_no_share() -> None:
     traffic: Any = EndlessTraffic()
     traffic.written_bytes = 0
     sizes = replace(TINY, beside_bytes=0)
-    assert measure_beside("x", in_turns(1.0, 1.0), traffic, sizes, Quiet()) is None
+    assert measure_beside(Bench(sizes, Quiet()), "x", in_turns(1.0, 1.0), traffic) is None
 
 
 def test_that_is_told_of(drive: Path) -> None:
@@ -757,7 +757,7 @@ def test_that_is_told_of(drive: Path) -> None:
 def test_an_error_of_the_drives_ends_the_measurement() -> None:
     traffic: Any = EndlessTraffic(StoreError("swap file: EIO"))
     with pytest.raises(StoreError, match="EIO"):
-        measure_beside("x", in_turns(1.0, 1.0), traffic, TINY, Quiet())
+        measure_beside(Bench(TINY, Quiet()), "x", in_turns(1.0, 1.0), traffic)
     assert not any(thread.name == "busy drives" for thread in threading.enumerate())
 
 
@@ -772,7 +772,7 @@ def test_a_measurement_that_is_interrupted_stops_the_drives() -> None:
         return 1.0
 
     with pytest.raises(KeyboardInterrupt):
-        measure_beside("x", run, traffic, TINY, Quiet())
+        measure_beside(Bench(TINY, Quiet()), "x", run, traffic)
     assert not any(thread.name == "busy drives" for thread in threading.enumerate())
 
 

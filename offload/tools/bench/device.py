@@ -12,8 +12,8 @@ import torch
 from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.device import DeviceTransfer, Transfer
-from offload.tools.bench.figure import Figure, FigureUnit, Listener, measure, rate
-from offload.tools.bench.sizes import BenchSizes
+from offload.tools.bench.figure import Figure, FigureUnit, rate
+from offload.tools.bench.sizes import Bench
 
 DTYPES = ("float32", "bfloat16")
 _LEAST_WIDTH = 512  # a smaller product would not count as large
@@ -70,21 +70,17 @@ class Product:
             self._transfer.read(some, host, "the end of a product").wait()
 
 
-def measure_product(
-    dtype: str, transfer: Transfer, sizes: BenchSizes, listener: Listener
-) -> Figure:
+def measure_product(bench: Bench, dtype: str, transfer: Transfer) -> Figure:
     """Measure the floating-point operations per second of large products in `dtype`."""
-    product = Product(dtype, transfer, sizes.product_width, sizes.seconds / 20)
+    product = Product(dtype, transfer, bench.sizes.product_width, bench.sizes.seconds / 20)
 
     def run() -> float:
         return product.flops / product.seconds()
 
-    return measure(f"products {dtype}", FigureUnit.FLOPS, run, sizes.runs, listener)
+    return bench.measure(f"products {dtype}", FigureUnit.FLOPS, run)
 
 
-def measure_copies(
-    transfer: DeviceTransfer, sizes: BenchSizes, listener: Listener
-) -> tuple[Figure, Figure]:
+def measure_copies(bench: Bench, transfer: DeviceTransfer) -> tuple[Figure, Figure]:
     """Measure the bytes per second of uploads and of downloads, between a pool's memory and the
     device; return both figures in this order.
     """
@@ -93,10 +89,10 @@ def measure_copies(
         def run() -> float:
             return rate(host.nbytes, copy)
 
-        return measure(name, FigureUnit.BYTES_PER_S, run, sizes.runs, listener)
+        return bench.measure(name, FigureUnit.BYTES_PER_S, run)
 
     with (
-        Pool(sizes.copy_bytes, budget=Budget(), device=transfer.device) as pool,
+        Pool(bench.sizes.copy_bytes, budget=Budget(), device=transfer.device) as pool,
         pool.lease(pool.capacity_bytes, what="copies") as lease,
         transfer.allocate(lease.nbytes, "copies") as buffer,
     ):

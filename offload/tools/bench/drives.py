@@ -16,8 +16,8 @@ from pathlib import Path
 from offload.core.locks import Flag
 from offload.optim.traffic import StateTrafficFigures, Traffic
 from offload.planning.layout import Chunk
-from offload.tools.bench.figure import Figure, FigureUnit, Listener, Repeats, measure, repeat
-from offload.tools.bench.sizes import ROUNDS, RUNS_A_TENTH, TENTHS, BenchSizes
+from offload.tools.bench.figure import Figure, FigureUnit, Repeats, repeat
+from offload.tools.bench.sizes import ROUNDS, RUNS_A_TENTH, TENTHS, Bench, BenchSizes
 
 _MOST_RUNS = 1000  # beside busy drives, in one turn
 
@@ -50,25 +50,25 @@ def _patience(sizes: BenchSizes) -> Callable[[], bool]:
     return lambda: next(chunks) <= 2 * sizes.buffers or time.perf_counter() < deadline_s
 
 
-def fill(traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener) -> None:
+def fill(bench: Bench, traffic: Traffic, label: str) -> None:
     """Write the chunks that all other measurements read and write. label: for the listener."""
-    listener.begin(f"{label}: fill")
-    traffic.fill(_patience(sizes))
+    bench.listener.begin(f"{label}: fill")
+    traffic.fill(_patience(bench.sizes))
 
 
 def measure_disk(
-    traffic: Traffic, directories: Sequence[Path], sizes: BenchSizes, label: str, listener: Listener
+    bench: Bench, traffic: Traffic, directories: Sequence[Path], label: str
 ) -> DiskFigures:
     """Fill these directories, on which the traffic is, then measure writes, reads and both."""
 
     def figure(kind: str, act: Callable[[Callable[[], bool]], StateTrafficFigures]) -> Figure:
         def run() -> float:
-            return _rate(act(_patience(sizes)))
+            return _rate(act(_patience(bench.sizes)))
 
-        name, unit = f"{label}: {kind}", FigureUnit.BYTES_PER_S
-        return measure(name, unit, run, sizes.writing_runs, listener, warm_up=False)
+        runs, unit = bench.sizes.writing_runs, FigureUnit.BYTES_PER_S
+        return bench.measure(f"{label}: {kind}", unit, run, runs, warm_up=False)
 
-    fill(traffic, sizes, label, listener)
+    fill(bench, traffic, label)
     write, read = figure("write", traffic.write), figure("read", traffic.read)
     return DiskFigures(tuple(map(str, directories)), read, write, figure("mixed", traffic.mix))
 
@@ -79,12 +79,11 @@ def _rate(moved: StateTrafficFigures) -> float:
     return rate
 
 
-def measure_sustained(
-    traffic: Traffic, sizes: BenchSizes, label: str, listener: Listener
-) -> tuple[Figure, Figure]:
+def measure_sustained(bench: Bench, traffic: Traffic, label: str) -> tuple[Figure, Figure]:
     """Measure the bytes per second, read and written, in the first and in the last tenth of the
     bytes that move after the fill. The fill is not measured; it fills the drives' caches, too.
     """
+    listener = bench.listener
     listener.begin(f"{label}: sustained, fill")
     total = len(traffic.plan.chunks)
 
@@ -98,17 +97,14 @@ def measure_sustained(
     runs, at = TENTHS * RUNS_A_TENTH, 0
     for number in range(runs):
         listener.at(number / runs)
-        end = sizes.sustained_chunks * (number + 1) // runs
+        end = bench.sizes.sustained_chunks * (number + 1) // runs
         rate = _mix_for(traffic, at, end).bytes_per_s
         if rate is not None:  # None: the buffers held all chunks of a short run
             rates[number // RUNS_A_TENTH].append(rate)
         at = end
-    figures = []
-    for when, each in (("first", rates[0]), ("last", rates[-1])):
-        name = f"{label}: sustained, {when} tenth"
-        figures.append(Figure.of(name, FigureUnit.BYTES_PER_S, each))
-        listener.done(figures[-1])
-    return figures[0], figures[1]
+    name, unit = f"{label}: sustained,", FigureUnit.BYTES_PER_S
+    first = bench.done(f"{name} first tenth", unit, rates[0])
+    return first, bench.done(f"{name} last tenth", unit, rates[-1])
 
 
 def _mix_for(traffic: Traffic, begin: int, end: int) -> StateTrafficFigures:
@@ -126,11 +122,7 @@ def _mix_for(traffic: Traffic, begin: int, end: int) -> StateTrafficFigures:
 
 
 def measure_beside(
-    name: str,
-    seconds_of: Callable[[], float],
-    traffic: Traffic,
-    sizes: BenchSizes,
-    listener: Listener,
+    bench: Bench, name: str, seconds_of: Callable[[], float], traffic: Traffic
 ) -> Figure | None:
     """Measure the speed beside busy drives, as a share of the speed alone. Runs alone and runs
     beside busy drives take turns, so that a change in the machine's speed affects both alike.
@@ -138,20 +130,16 @@ def measure_beside(
     seconds_of: makes one run, which takes much less than a second, and returns its seconds. Returns
     None if the drives were always done before a run was.
     """
-    listener.begin(name)
+    bench.listener.begin(name)
     shares = []
-    runs = Repeats(sizes.seconds / (2 * ROUNDS), 1, _MOST_RUNS)
+    runs = Repeats(bench.sizes.seconds / (2 * ROUNDS), 1, _MOST_RUNS)
     for number in range(ROUNDS):
-        listener.at(number / ROUNDS)
+        bench.listener.at(number / ROUNDS)
         alone_s = statistics.median(repeat(seconds_of, runs))
-        beside = _beside_s(seconds_of, traffic, runs, sizes.beside_bytes // ROUNDS)
+        beside = _beside_s(seconds_of, traffic, runs, bench.sizes.beside_bytes // ROUNDS)
         if beside:
             shares.append(alone_s / statistics.median(beside))
-    if not shares:
-        return None
-    figure = Figure.of(name, FigureUnit.SHARE, shares)
-    listener.done(figure)
-    return figure
+    return bench.done(name, FigureUnit.SHARE, shares) if shares else None
 
 
 def _beside_s(

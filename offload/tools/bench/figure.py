@@ -85,21 +85,6 @@ def repeat(
     return each
 
 
-def measure(
-    name: str,
-    unit: FigureUnit,
-    run: Callable[[], float],
-    runs: Repeats,
-    listener: Listener,
-    warm_up: bool = True,
-) -> Figure:
-    """Repeat `run`, make a figure of the results, and tell the listener."""
-    listener.begin(name)
-    figure = Figure.of(name, unit, repeat(run, runs, listener.at, warm_up))
-    listener.done(figure)
-    return figure
-
-
 def rate(amount: float, act: Callable[[], object]) -> float:
     """Call `act`, which does so much; return how much it does in a second."""
     begin_s = time.perf_counter()

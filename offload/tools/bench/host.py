@@ -14,10 +14,10 @@ from offload import kernels
 from offload.core.budget import Budget
 from offload.core.pool import Pool
 from offload.optim.probe import TENSORS, UpdateRun
-from offload.tools.bench.figure import Figure, FigureUnit, Listener, measure, rate
-from offload.tools.bench.sizes import BenchSizes
-
-_PAGE = 4096
+from offload.planning.layout import round_up
+from offload.planning.unit import PAGE
+from offload.tools.bench.figure import Figure, FigureUnit, rate
+from offload.tools.bench.sizes import Bench
 
 
 @contextmanager
@@ -26,14 +26,14 @@ def _borrowed(counts: Sequence[int]) -> Iterator[list[Tensor]]:
     engine uses it. The caller must drop all references to them before the block ends.
     """
     sizes = [count * torch.float32.itemsize for count in counts]
-    rounded = sum(-(-nbytes // _PAGE) * _PAGE for nbytes in sizes)
-    with Pool(max(rounded, _PAGE), budget=Budget()) as pool:
+    rounded = sum(round_up(nbytes, PAGE) for nbytes in sizes)
+    with Pool(max(rounded, PAGE), budget=Budget()) as pool:
         yield [pool.lease(nbytes).tensor(torch.float32) for nbytes in sizes]
 
 
-def measure_memory(sizes: BenchSizes, listener: Listener) -> Figure:
+def measure_memory(bench: Bench) -> Figure:
     """Measure the bytes per second, read and written together, of a copy on all threads."""
-    numel = max(1, sizes.memory_bytes // torch.float32.itemsize)
+    numel = max(1, bench.sizes.memory_bytes // torch.float32.itemsize)
     with _borrowed([numel, numel]) as (source, target):
         source.fill_(1.0)  # untouched pages would all be the same zero page
         nbytes = source.nbytes + target.nbytes
@@ -41,19 +41,17 @@ def measure_memory(sizes: BenchSizes, listener: Listener) -> Figure:
         def run() -> float:
             return rate(nbytes, lambda: target.copy_(source))
 
-        return measure("memory copy", FigureUnit.BYTES_PER_S, run, sizes.runs, listener)
+        return bench.measure("memory copy", FigureUnit.BYTES_PER_S, run)
 
 
 @contextmanager
-def update_run(sizes: BenchSizes) -> Iterator[UpdateRun]:
+def update_run(bench: Bench) -> Iterator[UpdateRun]:
     """Provide a repeatable AdamW update while the block runs, on pool memory like the engine's."""
-    with _borrowed([sizes.update_numel] * TENSORS) as memory:
+    with _borrowed([bench.sizes.update_numel] * TENSORS) as memory:
         yield UpdateRun(memory)
 
 
-def measure_update(
-    update: UpdateRun, sizes: BenchSizes, listener: Listener
-) -> tuple[Figure, Figure | None]:
+def measure_update(bench: Bench, update: UpdateRun) -> tuple[Figure, Figure | None]:
     """Measure the bytes per second, read and written, of the update and of the pass without
     arithmetic. The second figure is None if the native core, which has the pass, is not in use.
     """
@@ -65,12 +63,9 @@ def measure_update(
             passes.append(rate(2 * update.touched_bytes, lambda: _touch_twice(update)))
         return update.touched_bytes / update.run_s()
 
-    figure = measure("AdamW update", FigureUnit.BYTES_PER_S, run, sizes.runs, listener)
-    if not has_pass:
-        return figure, None
-    ceiling = Figure.of("the same, no arithmetic", FigureUnit.BYTES_PER_S, passes[1:])
-    listener.done(ceiling)
-    return figure, ceiling
+    unit = FigureUnit.BYTES_PER_S
+    figure = bench.measure("AdamW update", unit, run)
+    return figure, bench.done("the same, no arithmetic", unit, passes[1:]) if has_pass else None
 
 
 def _touch_twice(update: UpdateRun) -> None:

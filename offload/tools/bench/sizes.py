@@ -1,14 +1,17 @@
-"""How much memory, time and disk space measurements use, and how much they write at most."""
+"""How much memory, time and disk space measurements use, how much they write at most, and how each
+figure is measured.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.optim.traffic import FIELDS, plan_traffic
-from offload.planning.layout import ELEMENT_BYTES
+from offload.planning.layout import ELEMENT_BYTES, round_up
 from offload.planning.planner import BUFFERS, DISK_CHUNK_NUMEL
 from offload.planning.state_plan import Plan
-from offload.tools.bench.figure import Repeats
+from offload.tools.bench.figure import Figure, FigureUnit, Listener, Repeats, repeat
 
 _MOST_RUNS = 400  # of a measurement that writes nothing
 _STEP_SECONDS = 8  # training may take so many times as long as a figure
@@ -99,7 +102,8 @@ class BenchSizes:
     @property
     def _sustained_files_bytes(self) -> int:
         least_bytes = (2 * self.buffers + 1) * self.chunk_bytes
-        return max(self._whole(self.sustained_bytes // _SUSTAINED_FILES), least_bytes)
+        files_bytes = round_up(self.sustained_bytes // _SUSTAINED_FILES, self.chunk_bytes)
+        return max(files_bytes, least_bytes)
 
     # --- costs: arithmetic only, since a plan of very many bytes takes long to make ---------------
 
@@ -107,8 +111,8 @@ class BenchSizes:
         """Return the most bytes that the runs over so many directories at once write: the fill, the
         runs that write, and the dirty chunks that these leave in buffers.
         """
-        moved_bytes = self._whole(self.disk_bytes * directories) + self._buffers_bytes
-        return (1 + 2 * self.disk_runs) * moved_bytes
+        chunks_bytes = round_up(self.disk_bytes * directories, self.chunk_bytes)
+        return (1 + 2 * self.disk_runs) * (chunks_bytes + self._buffers_bytes)
 
     def sustained_written_bytes(self) -> int:
         """Return the most bytes that a sustained run writes to one directory."""
@@ -129,7 +133,7 @@ class BenchSizes:
 
     def room_bytes(self) -> int:
         """Return the free bytes that a directory must have."""
-        files_bytes = self._whole(self.disk_bytes)
+        files_bytes = round_up(self.disk_bytes, self.chunk_bytes)
         if self.sustained_bytes:
             files_bytes = max(files_bytes, self._sustained_files_bytes)
         return max(files_bytes + self._buffers_bytes, self.model.numel * _ROOM_BYTES)
@@ -142,9 +146,34 @@ class BenchSizes:
     def _buffers_bytes(self) -> int:
         return self.buffers * self.chunk_bytes
 
-    def _whole(self, nbytes: int) -> int:
-        """Round up to whole chunks."""
-        return -(-nbytes // self.chunk_bytes) * self.chunk_bytes
-
 
 DEFAULT = BenchSizes()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The sizes of all measurements, and the listener to them."""
+
+    sizes: BenchSizes
+    listener: Listener
+
+    def measure(
+        self,
+        name: str,
+        unit: FigureUnit,
+        run: Callable[[], float],
+        runs: Repeats | None = None,
+        warm_up: bool = True,
+    ) -> Figure:
+        """Repeat `run` and make a figure of its results. runs: None: as often as for figures that
+        write nothing.
+        """
+        self.listener.begin(name)
+        each = repeat(run, runs or self.sizes.runs, self.listener.at, warm_up)
+        return self.done(name, unit, each)
+
+    def done(self, name: str, unit: FigureUnit, each: Sequence[float]) -> Figure:
+        """Make a figure of the results of runs, and tell the listener."""
+        figure = Figure.of(name, unit, each)
+        self.listener.done(figure)
+        return figure

@@ -24,9 +24,9 @@ from offload.tools.bench.drives import (
     measure_disk,
     measure_sustained,
 )
-from offload.tools.bench.figure import Figure, Listener
+from offload.tools.bench.figure import Figure, FigureUnit, Listener
 from offload.tools.bench.host import measure_memory, measure_update, update_run
-from offload.tools.bench.sizes import DEFAULT, BenchSizes
+from offload.tools.bench.sizes import DEFAULT, Bench, BenchSizes
 from offload.tools.bench.training import StepFigures, measure_training
 
 ALL = "all directories"
@@ -116,7 +116,7 @@ class SurveyResult:
             *disks,
             self.update_beside,
             self.compute_beside,
-            *([self.step.seconds, self.step.tokens] if self.step else []),
+            *([self.step.seconds, self.step.tokens_per_s] if self.step else []),
         ]
         return [figure for figure in found if figure is not None]
 
@@ -125,117 +125,109 @@ def survey(wanted: BenchRequest, listener: Listener) -> SurveyResult:
     """Run the wanted measurements one after the other. Blocks for a while. Leaves nothing
     behind, however it ends.
     """
-    found = SurveyResult()
     device = find_device("auto")
+    transfer = open_transfer(device)
+    making = _Survey(wanted, Bench(wanted.sizes, listener), transfer)
+    found = making.found
     if device.type != "cpu":
         found.device = device.type
-    transfer = open_transfer(device)
     try:
-        _survey_alone(found, transfer, wanted, listener)
+        making.measure_alone()
         if wanted.needs_traffic:
-            _survey_drives(found, transfer, wanted, listener)
+            making.measure_drives()
     finally:
         transfer.close()
     if SurveyPart.STEP in wanted:
-        directories = [str(path) for path in wanted.directories]
-        found.step = measure_training(directories, device, wanted.sizes, listener)
+        found.step = measure_training(making.bench, list(map(str, wanted.directories)), device)
         found.written_bytes += found.step.written_bytes
     if SurveyPart.DISK in wanted and wanted.sizes.sustained_bytes:
-        _survey_sustained(found, wanted, listener)  # last: drives stay slower for a while after it
+        making.measure_sustained()  # last: drives stay slower for a while after it
     if not wanted.directories:
         found.notes.append("no directory was named: no drive was measured")
     return found
 
 
-def _survey_alone(
-    found: SurveyResult, transfer: Transfer, wanted: BenchRequest, listener: Listener
-) -> None:
-    """Measure what needs no drive."""
-    sizes = wanted.sizes
-    if SurveyPart.MEMORY in wanted:
-        found.memory = measure_memory(sizes, listener)
-    if SurveyPart.UPDATE in wanted:
-        with update_run(sizes) as update:
-            found.update, found.update_ceiling = measure_update(update, sizes, listener)
-    if SurveyPart.COMPUTE in wanted:
-        for dtype in DTYPES:
-            found.products[dtype] = measure_product(dtype, transfer, sizes, listener)
-    if SurveyPart.COPIES in wanted:
-        if isinstance(transfer, DeviceTransfer):
-            found.to_device, found.to_host = measure_copies(transfer, sizes, listener)
-        else:
-            found.notes.append("torch sees no accelerator: no copies were measured")
+@dataclass
+class _Survey:
+    """A survey that goes on."""
 
+    wanted: BenchRequest
+    bench: Bench
+    transfer: Transfer
+    found: SurveyResult = field(default_factory=SurveyResult)
 
-def _survey_drives(
-    found: SurveyResult, transfer: Transfer, wanted: BenchRequest, listener: Listener
-) -> None:
-    """Measure each directory, then all of them together, then computations beside busy drives."""
-    directories = wanted.directories
-    if SurveyPart.DISK in wanted and len(directories) > 1:
-        for path in directories:
-            with _traffic(found, wanted.sizes.traffic(1), [path]) as traffic:
-                disk = measure_disk(traffic, [path], wanted.sizes, str(path), listener)
-            found.disks.append(disk)
-    label = str(directories[0]) if len(directories) == 1 else ALL
-    with _traffic(found, wanted.sizes.traffic(len(directories)), directories) as traffic:
-        if SurveyPart.DISK in wanted:
-            found.together = measure_disk(traffic, directories, wanted.sizes, label, listener)
-            found.disks = found.disks or [found.together]
-        else:
-            fill(traffic, wanted.sizes, label, listener)
-        _survey_beside(found, traffic, transfer, wanted, listener)
+    def measure_alone(self) -> None:
+        """Measure what needs no drive."""
+        found, bench, wanted = self.found, self.bench, self.wanted
+        if SurveyPart.MEMORY in wanted:
+            found.memory = measure_memory(bench)
+        if SurveyPart.UPDATE in wanted:
+            with update_run(bench) as update:
+                found.update, found.update_ceiling = measure_update(bench, update)
+        if SurveyPart.COMPUTE in wanted:
+            for dtype in DTYPES:
+                found.products[dtype] = measure_product(bench, dtype, self.transfer)
+        if SurveyPart.COPIES in wanted:
+            if isinstance(self.transfer, DeviceTransfer):
+                found.to_device, found.to_host = measure_copies(bench, self.transfer)
+            else:
+                found.notes.append("torch sees no accelerator: no copies were measured")
 
+    def measure_drives(self) -> None:
+        """Measure each directory, then all of them together, then computations beside them."""
+        found, paths, sizes = self.found, self.wanted.directories, self.wanted.sizes
+        is_wanted = SurveyPart.DISK in self.wanted
+        if is_wanted and len(paths) > 1:
+            for path in paths:
+                with self._traffic(sizes.traffic(1), [path]) as traffic:
+                    disk = measure_disk(self.bench, traffic, [path], str(path))
+                found.disks.append(disk)
+        label = str(paths[0]) if len(paths) == 1 else ALL
+        with self._traffic(sizes.traffic(len(paths)), paths) as traffic:
+            if is_wanted:
+                found.together = measure_disk(self.bench, traffic, paths, label)
+                found.disks = found.disks or [found.together]
+            else:
+                fill(self.bench, traffic, label)
+            self._measure_beside(traffic)
 
-def _survey_beside(
-    found: SurveyResult,
-    traffic: Traffic,
-    transfer: Transfer,
-    wanted: BenchRequest,
-    listener: Listener,
-) -> None:
-    sizes = wanted.sizes
-    if SurveyPart.UPDATE in wanted:
-        with update_run(sizes) as update:
-            found.update_beside = measure_beside(
-                "AdamW beside busy drives", update.run_s, traffic, sizes, listener
-            )
-    if SurveyPart.COMPUTE in wanted:
-        fastest = max(found.products, key=lambda name: found.products[name].median)
-        product = Product(fastest, transfer, sizes.product_width, sizes.seconds / 100)
-        found.compute_beside = measure_beside(
-            f"products {fastest} beside busy drives", product.seconds, traffic, sizes, listener
-        )
-    for part, figure in (
-        (SurveyPart.UPDATE, found.update_beside),
-        (SurveyPart.COMPUTE, found.compute_beside),
-    ):
-        if part in wanted and figure is None:
-            found.notes.append(
+    def _measure_beside(self, traffic: Traffic) -> None:
+        found, bench, seconds = self.found, self.bench, self.bench.sizes.seconds / 100
+        if SurveyPart.UPDATE in self.wanted:
+            with update_run(bench) as update:
+                name = "AdamW beside busy drives"
+                found.update_beside = measure_beside(bench, name, update.run_s, traffic)
+            self._note_beside(SurveyPart.UPDATE, found.update_beside)
+        if SurveyPart.COMPUTE in self.wanted:
+            fastest = max(found.products, key=lambda name: found.products[name].median)
+            product = Product(fastest, self.transfer, bench.sizes.product_width, seconds)
+            name = f"products {fastest} beside busy drives"
+            found.compute_beside = measure_beside(bench, name, product.seconds, traffic)
+            self._note_beside(SurveyPart.COMPUTE, found.compute_beside)
+
+    def _note_beside(self, part: SurveyPart, figure: Figure | None) -> None:
+        if figure is None:
+            self.found.notes.append(
                 f"{part.value}: the drives were done before one run beside them was; its speed "
                 "beside them is not known"
             )
 
+    def measure_sustained(self) -> None:
+        disks = self.found.disks
+        for number, path in enumerate(self.wanted.directories):
+            with self._traffic(self.wanted.sizes.sustained_traffic, [path]) as traffic:
+                first, last = measure_sustained(self.bench, traffic, str(path))
+            disks[number] = replace(disks[number], first=first, last=last)
 
-def _survey_sustained(found: SurveyResult, wanted: BenchRequest, listener: Listener) -> None:
-    for number, path in enumerate(wanted.directories):
-        with _traffic(found, wanted.sizes.sustained_traffic, [path]) as traffic:
-            first, last = measure_sustained(traffic, wanted.sizes, str(path), listener)
-        found.disks[number] = replace(found.disks[number], first=first, last=last)
-
-
-@contextmanager
-def _traffic(found: SurveyResult, plan: Plan, directories: Sequence[Path]) -> Iterator[Traffic]:
-    """Open a traffic generator while the block runs. Adds its written bytes and, as notes, its
-    fallbacks to `found`.
-    """
-    with Traffic(plan, directories) as traffic:
-        yield traffic
-        found.written_bytes += traffic.written_bytes
-    for what, why in traffic.metrics.snapshot().fallbacks.items():
-        note = f"{what}: {why}"
-        if note not in found.notes:
-            found.notes.append(note)
+    @contextmanager
+    def _traffic(self, plan: Plan, directories: Sequence[Path]) -> Iterator[Traffic]:
+        """Open a traffic generator while the block runs; note its written bytes and fallbacks."""
+        found = self.found
+        with Traffic(plan, directories) as traffic:
+            yield traffic
+            found.written_bytes += traffic.written_bytes
+        told = [f"{what}: {why}" for what, why in traffic.metrics.snapshot().fallbacks.items()]
+        found.notes += [note for note in told if note not in found.notes]
 
 
 # --- the profile ----------------------------------------------------------------------------------
@@ -290,25 +282,23 @@ def _measured(before: Profile | None) -> Profile:
 
 def _changes(found: SurveyResult, known: Profile) -> dict[str, Any]:
     """Return the profile fields that were measured, with their values."""
-    figures: dict[str, Figure | None] = {
+    figures = {
         "memory_bytes_per_s": found.memory,
         "update_bytes_per_s": found.update,
         "to_device_bytes_per_s": found.to_device,
         "to_host_bytes_per_s": found.to_host,
-    }
-    if found.together is not None:
-        figures |= {
-            "disk_read_bytes_per_s": found.together.read,
-            "disk_write_bytes_per_s": found.together.write,
-            "disk_mixed_bytes_per_s": found.together.mixed,
-        }
-    changes: dict[str, Any] = {n: f.median for n, f in figures.items() if f is not None}
-    shares = {
         "compute_beside_disk": found.compute_beside,
         "update_beside_disk": found.update_beside,
     }
+    if found.together is not None:
+        for kind in ("read", "write", "mixed"):
+            figures[f"disk_{kind}_bytes_per_s"] = getattr(found.together, kind)
     # No computation is faster beside busy drives than alone; a share above 1 is noise.
-    changes |= {n: min(1.0, f.median) for n, f in shares.items() if f is not None}
+    changes: dict[str, Any] = {
+        name: min(1.0, figure.median) if figure.unit is FigureUnit.SHARE else figure.median
+        for name, figure in figures.items()
+        if figure is not None
+    }
     if found.disks:
         changes["disks"] = tuple(_disk(disk, known) for disk in found.disks)
     if found.products:

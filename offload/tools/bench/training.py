@@ -12,8 +12,8 @@ import torch
 from offload.api import prepare, report
 from offload.params.prepared import prepared_of
 from offload.planning.layout import ELEMENT_BYTES
-from offload.tools.bench.figure import Figure, FigureUnit, Listener, repeat
-from offload.tools.bench.sizes import BenchSizes
+from offload.tools.bench.figure import Figure, FigureUnit, repeat
+from offload.tools.bench.sizes import Bench
 from offload.tools.forecast.synthetic_llama import StandIn
 
 _SEED = 1
@@ -29,31 +29,22 @@ class StepFigures:
     """
 
     seconds: Figure
-    tokens: Figure
+    tokens_per_s: Figure
     stall_share: float | None
     host_bytes: int
     read_bytes: int  # in all, from `prepare` until `close` has returned
     written_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds.median,
-            "tokens_per_s": self.tokens.median,
-            "stall_share": self.stall_share,
-            "host_bytes": self.host_bytes,
-            "read_bytes": self.read_bytes,
-            "written_bytes": self.written_bytes,
-        }
+        return {k: v.median if isinstance(v, Figure) else v for k, v in vars(self).items()}
 
 
-def measure_training(
-    directories: Sequence[str], device: torch.device, sizes: BenchSizes, listener: Listener
-) -> StepFigures:
+def measure_training(bench: Bench, directories: Sequence[str], device: torch.device) -> StepFigures:
     """Measure training with AdamW in float32. The budget of host memory is half of what the model
     needs, and the rest is in the directories; without directories all of it is in host memory.
     """
-    name, size = "training step", sizes.model
-    listener.begin(name)
+    name, size = "training step", bench.sizes.model
+    bench.listener.begin(name)
     host_bytes = size.numel * _NEEDS_BYTES * (1 if directories else 3) // 2
     fields: dict[str, Any] = {"nvme": list(directories)} if directories else {}
     fields |= {"device": device, "host_memory": host_bytes}
@@ -73,29 +64,25 @@ def measure_training(
         made = prepared_of(model)
         assert made is not None, "it has just been prepared"
         try:
-            each_s = _train(model, optimizer, device, sizes, listener)
+            each_s = _train(bench, model, optimizer, device)
             told = report(optimizer)
         finally:
             optimizer.close()
     tokens, counts = size.tokens, made.metrics.snapshot().counts  # close() writes, too
-    figures = StepFigures(
-        seconds=Figure.of(name, FigureUnit.SECONDS, each_s),
-        tokens=Figure.of("training tokens", FigureUnit.TOKENS_PER_S, [tokens / s for s in each_s]),
+    rates = [tokens / s for s in each_s]
+    return StepFigures(
+        seconds=bench.done(name, FigureUnit.SECONDS, each_s),
+        tokens_per_s=bench.done("training tokens", FigureUnit.TOKENS_PER_S, rates),
         stall_share=told.model.stall_share if told.model else None,
         host_bytes=host_bytes,
         read_bytes=counts.get("disk_read_bytes", 0),
         written_bytes=counts.get("disk_written_bytes", 0),
     )
-    listener.done(figures.seconds)
-    listener.done(figures.tokens)
-    return figures
 
 
-def _train(
-    model: Any, optimizer: Any, device: torch.device, sizes: BenchSizes, listener: Listener
-) -> list[float]:
+def _train(bench: Bench, model: Any, optimizer: Any, device: torch.device) -> list[float]:
     """Train; return the seconds of each iteration after the warm-up."""
-    size = sizes.model
+    sizes, size = bench.sizes, bench.sizes.model
     generator = torch.Generator("cpu").manual_seed(_SEED)
     shape = size.batch, size.length
 
@@ -111,4 +98,4 @@ def _train(
 
     for _ in range(sizes.warm_up_steps):
         iterate()
-    return repeat(iterate, sizes.step_runs, listener.at, warm_up=False)
+    return repeat(iterate, sizes.step_runs, bench.listener.at, warm_up=False)
