@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from support import children
-from support.kill_loop import digest
 from support.loops import chosen, tally
 from support.models import Gpt
 from torch import nn
@@ -28,6 +27,7 @@ import offload
 from offload.checkpoint.format.directory import find_newest
 from offload.checkpoint.format.verify import verify
 from offload.core.errors import ConfigError, StateError
+from offload.tools.selftest.kill_loop import digest
 
 ENDS = chosen(test=5, torture=100)
 

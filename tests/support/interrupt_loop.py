@@ -34,8 +34,9 @@ from offload.checkpoint.format.verify import verify
 from offload.core.budget import HOST
 from offload.core.errors import OffloadError
 from offload.optim.saver import Saver
+from offload.tools.selftest.kill_loop import digest
 from support.interrupts import Alarm, Moments, Place, is_shared
-from support.kill_loop import digest, make_small
+from support.kill_loop import make_small
 from support.leftovers import await_nothing_held
 from support.models import Gpt, batch, loss_of
 

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.tools.selftest.bits import SPECIAL, awkward, require_untouched_around, unaligned
-from offload.tools.selftest.check import CheckFailed
-from offload.tools.selftest.torch_bits import (
+from offload.tools.selftest.bits import (
     LION,
     LION_CASE,
+    SPECIAL,
     OptimizerCase,
     adagrad_case,
     adam_case,
+    awkward,
+    require_untouched_around,
     sgd_case,
     train_torch,
+    unaligned,
 )
+from offload.tools.selftest.check import CheckFailed
 from support.bits import assert_same_bits
 
 __all__ = [

@@ -11,15 +11,12 @@ Prints its counts as JSON; anything wrong is an exception.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
-import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +34,7 @@ from offload.checkpoint.format.verify import verify
 from offload.core.errors import ConfigError
 from offload.params import units
 from offload.planning import planner
+from offload.tools.selftest.kill_loop import Child, digest
 from support.models import Gpt, batch, loss_of
 
 IMPORTED = (api, torch._dynamo)  # before anything is forked
@@ -97,17 +95,6 @@ def train(model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-def digest(model: Any, optimizer: Any) -> str:
-    """Return the digest of all that a checkpoint restores."""
-    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-    for name, value in sorted(model.state_dict().items()):
-        found.update(name.encode() + value.contiguous().numpy().tobytes())
-    for number, state in sorted(optimizer.state_dict()["state"].items()):
-        for key, value in sorted(state.items()):
-            found.update(f"{number}/{key}".encode() + value.contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
 def run_loop(way: Way, folder: Path, early: bool, tell: Callable[..., None]) -> None:
     """Train and save until killed. early: a mutant, which acknowledges saves it has only begun."""
     make_small()
@@ -160,62 +147,6 @@ def run_reference(tell: Callable[..., None]) -> None:
 # --- the parent -----------------------------------------------------------------------------------
 
 
-class Child:
-    """A forked process that writes lines."""
-
-    def __init__(self, work: Callable[[Callable[..., None]], None]) -> None:
-        self._rest = b""
-        self.fd, out = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._work(work, out)
-        os.close(out)
-
-    def _work(self, work: Callable[[Callable[..., None]], None], out: int) -> None:
-        code = 1
-        try:
-            os.close(self.fd)
-            work(lambda *words: _write_line(out, words))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
-    def lines(self, until_s: float) -> list[list[str]]:
-        """Wait for lines until this time, and return those that came; raise EOFError at the end."""
-        while True:
-            left_s = max(0.0, until_s - time.monotonic())
-            ready, _, _ = select.select([self.fd], [], [], left_s)
-            if not ready:
-                return []
-            data = os.read(self.fd, 65536)
-            if not data:
-                raise EOFError
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            if whole:
-                return [line.decode().split("\t") for line in whole]
-
-    def end(self) -> int:
-        """Kill it; returns the signal that ended it, or minus its exit code."""
-        os.kill(self.pid, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
-
-    def rest(self) -> list[list[str]]:
-        found: list[list[str]] = []
-        try:
-            while True:
-                found += self.lines(time.monotonic() + WAIT_S)
-        except EOFError:
-            os.close(self.fd)
-        return found
-
-
-def _write_line(out: int, words: tuple[Any, ...]) -> None:
-    os.write(out, ("\t".join(map(str, words)) + "\n").encode())
-
-
 @dataclass
 class Seen:
     kills: int = 0
@@ -243,45 +174,36 @@ class Contest:
         Killer.point, Killer.count = point, count
         child = Child(lambda tell: run_loop(self.way, self.folder, self.early, tell))
         begun_at = self.newest
-        try:
-            self._follow(child, "loaded", time.monotonic() + WAIT_S)
-            self._follow(child, "", time.monotonic() + (WAIT_S if point else delay_s))
-        except EOFError:
-            pass
+        for line in child.said:
+            self.hear(line)
+            if line.startswith("loaded") and not point:
+                time.sleep(delay_s)
+                child.kill()
         code = child.end()
-        self._hear(child.rest())
         assert code == signal.SIGKILL, f"{self.way}: the loop ended by itself: {code}"
         self.seen.kills += 1
         self.seen.in_a_save += self.saving > self.newest
         assert self.newest >= begun_at
         self._look()
 
-    def _follow(self, child: Child, word: str, until_s: float) -> None:
-        while time.monotonic() < until_s:
-            lines = child.lines(until_s)
-            self._hear(lines)
-            if any(line[0] == word for line in lines):
-                return
-        assert word == "", f"{self.way}: nothing {word} after {WAIT_S:g} s"
-
-    def _hear(self, lines: list[list[str]]) -> None:
-        for what, *words in lines:
-            if what == "point":
-                self.seen.at_points[words[0]] = self.seen.at_points.get(words[0], 0) + 1
-                continue
-            step = int(words[0])
-            if what == "saved":
-                assert not words[1], f"{self.way}: {words[1]} is left after the save of {step}"
-                assert int(words[2]) <= KEEP, f"{self.way}: {words[2]} checkpoints are kept"
-                self.newest = step
-                self.seen.saves += 1
-                continue
-            if what == "loaded":
-                assert step >= self.newest, f"{self.way}: {step} loaded, {self.newest} was saved"
-            else:
-                self.saving = step
-            known = self.digests.setdefault(step, words[1])
-            assert known == words[1], f"{self.way}: other bits at step {step} ({what})"
+    def hear(self, line: str) -> None:
+        what, *words = line.rstrip("\n").split("\t")
+        if what == "point":
+            self.seen.at_points[words[0]] = self.seen.at_points.get(words[0], 0) + 1
+            return
+        step = int(words[0])
+        if what == "saved":
+            assert not words[1], f"{self.way}: {words[1]} is left after the save of {step}"
+            assert int(words[2]) <= KEEP, f"{self.way}: {words[2]} checkpoints are kept"
+            self.newest = step
+            self.seen.saves += 1
+            return
+        if what == "loaded":
+            assert step >= self.newest, f"{self.way}: {step} loaded, {self.newest} was saved"
+        else:
+            self.saving = step
+        known = self.digests.setdefault(step, words[1])
+        assert known == words[1], f"{self.way}: other bits at step {step} ({what})"
 
     def _look(self) -> None:
         """Check what a kill has left."""
@@ -314,7 +236,8 @@ def main(folder: Path, kills: int, seed: int, early: bool, ways: list[Way]) -> N
     digests: dict[int, str] = {}
     reference = Contest(Way("plain", False), folder / "plain", digests, False)
     child = Child(run_reference)
-    reference._hear(child.rest())
+    for line in child.said:
+        reference.hear(line)
     child.end()
     assert len(digests) == REFERENCE_STEPS
     totals = Seen()

@@ -24,7 +24,8 @@ from offload.checkpoint import writer
 from offload.checkpoint.disk import CheckpointDisk
 from offload.checkpoint.format.directory import find_newest
 from offload.checkpoint.format.verify import verify
-from support.kill_loop import digest, make_small
+from offload.tools.selftest.kill_loop import digest
+from support.kill_loop import make_small
 from support.models import Gpt, batch, loss_of
 
 

@@ -129,9 +129,7 @@ def test_a_kernel_with_one_wrong_bit_fails(tmp_path: Path, monkeypatch: pytest.M
 def test_where_torch_has_other_bits_the_judge_is_the_same_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.tools.selftest import torch_bits
-
-    monkeypatch.setattr(torch_bits.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(bits.platform, "machine", lambda: "aarch64")
     results = {name: run_check(name, setting_of(tmp_path)) for name in ("wrap.memory", "wrap.disk")}
     assert results["wrap.memory"].status is CheckStatus.NOT_RUN
     assert "other last bits on aarch64" in results["wrap.memory"].text

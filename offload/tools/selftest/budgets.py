@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from offload.api import prepare, report, wrap
 from offload.core.budget import Budget
 from offload.core.errors import CapacityError
-from offload.core.host_facts import ROOT, read_text
+from offload.core.heap import resident_bytes
 from offload.core.pool import Pool
 from offload.params.prepared import prepared_of
 from offload.tools.selftest.check import (
@@ -104,18 +104,18 @@ def memory(setting: Setting) -> PassedCheck:
     """Check that the resident memory of the process, as the system counts it, grows by no more than
     the budget and 24 MiB, not by the size of the state.
     """
-    if _resident_bytes() is None:
-        raise NotRun("this system does not tell a process's memory in /proc/self/status")
+    if resident_bytes() is None:
+        raise NotRun("this system does not tell a process's memory in /proc/self/statm")
     numel = (8 if setting.is_quick else 24) * _MIB
     param = nn.Parameter(torch.zeros(numel // 8, 8, dtype=torch.float32, device="cpu"))
     param.grad = torch.ones_like(param)
     budget = 16 * _MIB
     plain = torch.optim.AdamW([param], lr=1e-2)
-    before, most = _resident_bytes() or 0, 0
+    before, most = resident_bytes() or 0, 0
     optimizer = wrap(plain, host_memory=budget, nvme=setting.directory)
     for _ in range(3):
         optimizer.step()
-        most = max(most, _resident_bytes() or 0)
+        most = max(most, resident_bytes() or 0)
     peak, state = report(optimizer).host_peak_bytes, 8 * numel
     grown, allowed = most - before, budget + _SLACK_BYTES
     require(peak <= budget, "peak of the pool", got=peak, expected=f"at most {budget}")
@@ -126,12 +126,3 @@ def memory(setting: Setting) -> PassedCheck:
         f"{budget // _MIB} MiB",
         state // _MIB,
     )
-
-
-def _resident_bytes() -> int | None:
-    """Return this process's resident bytes (VmRSS); None if the system does not report them."""
-    text = read_text(ROOT / "proc/self/status") or ""
-    for line in text.splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    return None

@@ -47,11 +47,6 @@ class CopyBench:
     ballast: Tensor | None = None
     heavy: Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = self.transfer.device
-        return found
-
     def host(self, value: float) -> Tensor:
         """Allocate a matrix in pinned host memory, so that copies are asynchronous to the CPU. On
         the CPU: in memory of the pool.
@@ -80,7 +75,7 @@ class CopyBench:
     def leave_late(self) -> None:
         """Queue a large download on the stream to the host."""
         if self.ballast is not None:
-            source = torch.zeros_like(self.ballast, device=self.device)
+            source = torch.zeros_like(self.ballast, device=self.transfer.device)
             self.transfer.read(source, self.ballast, "ballast")
 
 
@@ -151,7 +146,7 @@ def _refilled_while_used(bench: CopyBench) -> _Outcome:
 def _layers_through_two_buffers(bench: CopyBench) -> _Outcome:
     """Compute a chain of layers, with prefetches while earlier layers compute, in two buffers."""
     weights = [bench.host(number % 3) for number in range(12)]
-    expected, got = _full(1), _full(1, bench.device)
+    expected, got = _full(1), _full(1, bench.transfer.device)
     ahead = [bench.transfer.fetch(weight) for weight in weights[:_BUFFERS]]
     for number, weight in enumerate(weights):
         expected = torch.remainder(expected @ weight + number, 5)
@@ -172,10 +167,10 @@ def _read_while_made(bench: CopyBench) -> _Outcome:
     for number in range(4):
         bench.compute_late()
         bench.leave_late()
-        gradient = _full(number, bench.device) * 3
+        gradient = _full(number, bench.transfer.device) * 3
         tickets.append(bench.transfer.read(gradient, bench.host(-1)))
         del gradient
-        spoilers = [_full(77, bench.device) for _ in range(3)]
+        spoilers = [_full(77, bench.transfer.device) for _ in range(3)]
         del spoilers
     got = [ticket.wait(_WAIT_S).clone() for ticket in tickets]
     return got, [_full(3 * number) for number in range(4)]
@@ -183,7 +178,7 @@ def _read_while_made(bench: CopyBench) -> _Outcome:
 
 def _written_while_read(bench: CopyBench) -> _Outcome:
     """Upload new values of a parameter while computations on its old ones are still queued."""
-    target = _full(0, bench.device)
+    target = _full(0, bench.transfer.device)
     got = []
     for number in range(1, 5):
         bench.compute_late()

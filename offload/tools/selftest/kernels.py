@@ -12,16 +12,19 @@ from torch import Tensor
 
 from offload import kernels
 from offload.tools.selftest.bits import (
+    CASES,
+    OptimizerCase,
     awkward,
     cuts,
     normal,
+    require_promise,
     require_same_bits,
     require_untouched_around,
+    train_torch,
     unaligned,
     zeros,
 )
 from offload.tools.selftest.check import NotRun, PassedCheck, Setting, require, require_equal
-from offload.tools.selftest.torch_bits import CASES, OptimizerCase, require_promise, train_torch
 
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 1003, 4097, 70_001)
 HALVES = (torch.bfloat16, torch.float16)

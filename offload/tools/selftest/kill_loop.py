@@ -15,11 +15,11 @@ import hashlib
 import json
 import os
 import random
-import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,16 +33,16 @@ from offload.checkpoint.disk import POINTS, CheckpointDisk
 from offload.checkpoint.format.directory import find_newest
 from offload.checkpoint.format.verify import verify
 from offload.core.errors import ConfigError
+from offload.tools.selftest.bits import without_promise
 from offload.tools.selftest.check import CheckFailed, Setting, require
 from offload.tools.selftest.model import loss_of, make_batch, make_model, make_optimizer
-from offload.tools.selftest.torch_bits import without_promise
 
 IMPORTED = (torch._dynamo,)  # before the first fork
 
 WAYS = ("wrap", "prepare")
 KEEP = 2
 _QUICK_POINTS = ("data written", "manifest synced", "renamed", "parent synced")
-_WAIT_S = 60.0
+_WAIT_S = 60  # until a loop must have ended
 _MOST_DELAY_S = 0.3  # of a kill at a random time, after the loop has loaded
 _BUDGET_BYTES = 4 << 20
 
@@ -131,36 +131,27 @@ def run_plain(seed: int, steps: int, tell: Callable[..., None]) -> None:
 
 
 class Child:
-    """A forked process that reports lines to its parent: a word, a step, a digest."""
+    """A forked process that says lines to its parent: a word, a step, a digest. SIGALRM ends it if
+    nothing else does.
+    """
 
     def __init__(self, work: Callable[[Callable[..., None]], None]) -> None:
-        self._rest = b""
-        self._fd, out = os.pipe()
+        ours, out = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(self._fd)
+            os.close(ours)
             _work(work, out)
         os.close(out)
+        self.said = os.fdopen(ours)
 
-    def lines(self, until_s: float) -> Iterator[list[str]]:
-        """Yield the words of each line until the process ends or the deadline has passed."""
-        while True:
-            left_s = max(0.0, until_s - time.monotonic())
-            ready, _, _ = select.select([self._fd], [], [], left_s)
-            data = os.read(self._fd, 1 << 16) if ready else b""
-            if not data:
-                return
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            yield from (line.decode().split("\t") for line in whole)
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the process; return the signal that ended it, or minus its exit code. Blocks."""
-        os.kill(self._pid, signal.SIGKILL)
+        """Wait for the end; return the signal that has ended it, or minus its exit code."""
+        self.said.close()
         _, status = os.waitpid(self._pid, 0)
-        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
-
-    def close(self) -> None:
-        os.close(self._fd)
+        return -os.waitstatus_to_exitcode(status)
 
 
 def _work(work: Callable[[Callable[..., None]], None], out: int) -> NoReturn:
@@ -169,10 +160,11 @@ def _work(work: Callable[[Callable[..., None]], None], out: int) -> NoReturn:
 
     code = 1
     try:
+        signal.alarm(_WAIT_S)
         work(tell)
         code = 0
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -190,19 +182,12 @@ class KillSeries:
     def run(self, kill: Kill) -> None:
         self.saving = self.newest
         child = Child(lambda tell: run_loop(self.way, self.folder, self.seed, kill, tell))
-        try:
-            until_s = time.monotonic() + _WAIT_S
-            for line in child.lines(until_s):
-                self._hear(line)
-                if line[0] == "loaded" and not kill.point:
-                    break
-            if not kill.point:
+        for line in child.said:
+            self.hear(line)
+            if line.startswith("loaded") and not kill.point:
                 time.sleep(kill.delay_s)
-            ended = child.end()
-            for line in child.lines(time.monotonic() + _WAIT_S):  # written before it ended
-                self._hear(line)
-        finally:
-            child.close()
+                child.kill()
+        ended = child.end()
         where = kill.point or f"{kill.delay_s:.3f} s"
         what = f"{self.way}, killed at {where}: end"
         require(ended == signal.SIGKILL, what, got=ended, expected=int(signal.SIGKILL))
@@ -210,8 +195,9 @@ class KillSeries:
         self.in_a_save += self.saving > self.newest
         self._look(f"{self.way}, killed at {where}")
 
-    def _hear(self, line: list[str]) -> None:
-        word, step, found = line[0], int(line[1]), line[2]
+    def hear(self, line: str) -> None:
+        word, number, found = line.rstrip("\n").split("\t")
+        step = int(number)
         if word == "saved":
             self.newest = step
             self.saves += 1
@@ -263,10 +249,9 @@ def contest(folder: Path, setting: Setting) -> dict[str, int]:
     digests: dict[int, str] = {}
     plain = KillSeries("plain", folder, setting.seed, digests)
     child = Child(lambda tell: run_plain(setting.seed, 12 if setting.is_quick else 30, tell))
-    for line in child.lines(time.monotonic() + _WAIT_S):
-        plain._hear(line)
+    for line in child.said:
+        plain.hear(line)
     child.end()
-    child.close()
     require(len(digests) > 1, "steps of a plain loop", got=len(digests), expected="some")
     totals = {"kills": 0, "saves": 0, "in_a_save": 0}
     for way, kills in plan_kills(setting.is_quick, numbers).items():

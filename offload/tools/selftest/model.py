@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.api import plan, wrap
 from offload.core.errors import CapacityError
+from offload.tools.selftest.bits import without_promise
 from offload.tools.selftest.check import Setting
-from offload.tools.selftest.torch_bits import without_promise
 
 WORDS, WIDTH, LAYERS = 256, 96, 4
 BATCH, LENGTH = 2, 16
@@ -48,6 +48,7 @@ class GPTLayer(nn.Module):
 
 
 def _run(part: Callable[[Tensor], Tensor], x: Tensor, again: bool | None) -> Tensor:
+    """Run a part of a model, in a checkpoint unless `again` is None."""
     if again is None or not torch.is_grad_enabled():
         return part(x)
     out: Tensor = checkpoint(part, x, use_reentrant=again)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,12 +51,11 @@ def device(setting: Setting) -> PassedCheck:
         raise NotRun("the CPU has no device memory of its own")
     plain = _plain(setting)
     least, _ = _bounds(setting)
-    needs = _device_needs(setting)
+    one_bytes, all_bytes, others_bytes = _device_needs(setting)
     count = 0
     for share, options in ((0.0, {"host_memory": least}), (0.5, {})):
         for margin in _MARGINS:  # how much the device's libraries take is not known
-            blocks = max(needs.least_bytes, int(share * needs.all_bytes))
-            limit = int(margin * needs.others_bytes) + blocks
+            limit = int(margin * others_bytes) + max(one_bytes, int(share * all_bytes))
             try:
                 count += _compare(setting, plain, {**options, "device_memory": limit})
             except (CapacityError, torch.OutOfMemoryError):
@@ -67,7 +65,7 @@ def device(setting: Setting) -> PassedCheck:
             raise CheckFailed(
                 f"device memory for {share:.0%} of the parameters",
                 got=f"none works up to {limit} bytes",
-                expected=f"about {needs}",
+                expected=f"about {others_bytes} and {one_bytes} to {all_bytes} for blocks",
             )
     return PassedCheck("losses, gradients, values within little device memory", count)
 
@@ -142,19 +140,10 @@ def _bounds(setting: Setting, activations: str = "keep", **kind: Any) -> tuple[i
     return least, least_bytes(*pair, device=device, activations="keep")
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """The device memory that a run needs. least_bytes: for the blocks of one unit at a time.
-    all_bytes: for the blocks of all units. others_bytes: the peak of everything else.
+def _device_needs(setting: Setting) -> tuple[int, int, int]:
+    """Measure the bytes of device memory that a run without a limit needs: for the blocks of one
+    unit at a time, for those of all units, and for everything else at its peak.
     """
-
-    least_bytes: int
-    all_bytes: int
-    others_bytes: int
-
-
-def _device_needs(setting: Setting) -> _Needs:
-    """Measure the needs in a run without a limit."""
     model = make_model(setting.seed)
     optimizer = make_optimizer(model)
     prepare(model, optimizer, device=setting.device)
@@ -162,9 +151,9 @@ def _device_needs(setting: Setting) -> _Needs:
     made: Any = prepared_of(model)
     others = made.engine.residency.tier.device_budget.others_peak_bytes
     every = sum(on_device_bytes(unit.nbytes) for unit in made.units)
-    needs = _Needs(UnitSizes.of(made.units).least_device_bytes, every, others)
+    least = UnitSizes.of(made.units).least_device_bytes
     close(model)
-    return needs
+    return least, every, others
 
 
 def _compare(setting: Setting, plain: _Plain, options: dict[str, Any], **kind: Any) -> int:

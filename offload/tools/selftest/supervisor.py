@@ -69,19 +69,12 @@ def supervise(
     runs.
     """
     findings = CheckResults()
-    with ended_by_signals(_as_ctrl_c), _scratch(request.parent) as directory:
-        while left := [*request.names][len(findings.results) :]:
-            before = len(findings.results)
+    as_ctrl_c = ended_by_signals(lambda number: KeyboardInterrupt())
+    with as_ctrl_c, _scratch(request.parent) as directory:
+        while left := request.names[len(findings.results) :]:
             with _CheckProcess(request, left, directory) as worker:
-                fate = _follow(worker, request, findings, progress, limit_s)
-            if fate is not None:
-                name = left[len(findings.results) - before]
-                findings.results.append(CheckResult(name, CheckStatus.FAILED, worker.since_s, fate))
+                _follow(worker, request, findings, progress, limit_s)
     return findings
-
-
-def _as_ctrl_c(number: int) -> KeyboardInterrupt:
-    return KeyboardInterrupt()
 
 
 def _follow(
@@ -90,10 +83,8 @@ def _follow(
     findings: CheckResults,
     progress: Progress,
     limit_s: float,
-) -> str | None:
-    """Collect the worker's messages until it ends. Returns the error of the check that was running
-    then; None: all checks have results.
-    """
+) -> None:
+    """Collect the worker's messages until it ends; the check that was running then has failed."""
     begun = ""
     for message in worker.messages(limit_s):
         if "refused" in message:
@@ -106,12 +97,11 @@ def _follow(
         if "result" in message:
             findings.results.append(CheckResult.of_dict(message["result"]))
             begun = ""
-    if len(findings.results) == len(request.names):
-        return None
-    fate = worker.fate()
-    if not begun:
-        raise StateError(f"selftest: the process that runs the checks {fate}")
-    return f"its process {fate}"
+    if begun:
+        text = f"its process {worker.fate()}"
+        findings.results.append(CheckResult(begun, CheckStatus.FAILED, worker.since_s, text))
+    elif len(findings.results) < len(request.names):
+        raise StateError(f"selftest: the process that runs the checks {worker.fate()}")
 
 
 class _CheckProcess:
@@ -154,16 +144,16 @@ class _CheckProcess:
             if not data:
                 return
             *whole, self._rest = (self._rest + data).split(b"\n")
-            for message in map(json.loads, whole):
-                has_begun = has_begun or "begin" in message
-                yield message
+            for line in whole:
+                if line.startswith(b"{"):  # not what is printed while the worker starts
+                    message = json.loads(line)
+                    has_begun = has_begun or "begin" in message
+                    yield message
 
     def fate(self) -> str:
         """Tell how the worker ended, or that it was late, with its last line of output."""
-        if self._is_late:
-            text = f"had not ended after {self.since_s:.0f} s"
-        else:
-            text = f"ended with {self._end()}"
+        late = f"had not ended after {self.since_s:.0f} s"
+        text = late if self._is_late else f"ended with {self._end()}"
         lines = [line for line in last_lines(self._said, _LAST_BYTES) if line.strip()]
         return text + (f"; it said: {lines[-1]}" if lines else "")
 

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from offload.api import report, wrap
 from offload.optim import Lion
-from offload.tools.selftest.bits import normal, require_same, require_same_states
+from offload.tools.selftest.bits import (
+    normal,
+    require_promise,
+    require_same,
+    require_same_states,
+    without_promise,
+)
 from offload.tools.selftest.check import PassedCheck, Setting, require
 from offload.tools.selftest.model import adamw, least_bytes, native
-from offload.tools.selftest.torch_bits import require_promise, without_promise
 
 SIZES = ((300, 130), (5,), (257, 64), (3, 7), (1,), (70_001,), (40, 1000))
 _Make = Callable[[list[Any]], Any]
